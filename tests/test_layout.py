@@ -1,0 +1,94 @@
+"""The import rules of the package: who may know whom, so that each part can be used, and tested, without the rest."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lightning_dp"
+
+# Folder or module -> the parts of the package that it may import, beside itself.
+ALLOWED = {
+    "collectives": set(),
+    "layers": {"collectives"},
+    "recompute": {"collectives"},
+    "optim": set(),
+    "planner": set(),
+    "models": {"_lightning", "layers"},
+    "data": {"_lightning"},
+    "strategies": {"_lightning", "collectives", "layers", "recompute"},
+    "callbacks": {"_lightning", "collectives", "layers", "recompute"},
+    "launch": set(),
+    "_lightning": set(),
+    "__init__": {"_lightning", "strategies", "callbacks"},
+}
+FRAMEWORK = {"lightning", "pytorch_lightning", "lightning_fabric"}
+CONFIGURATION = {"hydra", "omegaconf"}
+ONLY_TORCH = {"collectives", "layers", "recompute", "optim", "launch"}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def part_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    """Absolute dotted names that the module imports anywhere, ``if TYPE_CHECKING`` left out."""
+    names = set()
+    tree = ast.parse(path.read_text())
+    skipped = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: use absolute imports"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_one_way(path):
+    part = part_of(path)
+    assert part in ALLOWED, f"say in tests/test_layout.py what lightning_dp/{part} may import"
+    for name in imports(path):
+        top, _, rest = name.partition(".")
+        if top == "lightning_dp":
+            used = rest.partition(".")[0]
+            assert used == part or used in ALLOWED[part], f"{part} must not import {name}"
+        assert top not in CONFIGURATION, "only recipes and conf know Hydra"
+        if path.name != "_lightning.py":
+            assert top not in FRAMEWORK, f"take {name} from lightning_dp._lightning"
+        if part in ONLY_TORCH:
+            assert top != "torchmetrics", f"{part} stands on torch alone"
+
+
+def test_the_rules_see_imports(tmp_path):
+    source = tmp_path / "module.py"
+    source.write_text(
+        "import hydra\nfrom lightning_dp.strategies import X\ndef f():\n    import pytorch_lightning.loops\n"
+    )
+    assert imports(source) == {"hydra", "lightning_dp.strategies.X", "pytorch_lightning.loops"}
+
+
+def test_the_top_level_holds_what_the_readme_maps():
+    allowed = {
+        *("pyproject.toml", "constraints.txt", "Makefile", "LICENSE", "README.md", "CHANGELOG.md", "lightning_dp"),
+        *("conf", "recipes", "tests", "docs", "benchmarks"),
+    }
+    present = {p.name for p in ROOT.iterdir() if not p.name.startswith(".") and not p.name.endswith(".egg-info")}
+    assert present - allowed <= {"runs", "data", "build", "dist"}

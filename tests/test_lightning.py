@@ -1,0 +1,89 @@
+"""Both names of the framework work, and mixing them is an error that says so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run code in a fresh interpreter, for which framework is loaded is a matter of import order."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("framework", ["pytorch_lightning", "lightning.pytorch"])
+def test_follows_what_the_user_has_loaded(framework):
+    code = f"""
+        import {framework} as L
+        import lightning_dp
+        from lightning_dp import LayeredSGDStrategy, AdaptiveGlobalBatchNorm
+        assert issubclass(LayeredSGDStrategy, L.strategies.DDPStrategy)
+        assert issubclass(AdaptiveGlobalBatchNorm, L.Callback)
+        trainer = L.Trainer(strategy="layered_sgd", accelerator="cpu", devices=2, logger=False)
+        assert type(trainer.strategy) is LayeredSGDStrategy
+        # twice: the names are registered once
+        import importlib
+        names = L.strategies.StrategyRegistry.available_strategies()
+        importlib.reload(lightning_dp)
+        assert L.strategies.StrategyRegistry.available_strategies() == names
+        print("fine")
+    """
+    done = run(code)
+    assert done.stdout.strip().endswith("fine"), done.stderr
+
+
+def test_the_environment_variable_decides():
+    done = run("import lightning_dp._lightning as f; print(f.FRAMEWORK)", LIGHTNING_DP_FRAMEWORK="lightning.pytorch")
+    assert done.stdout.strip() == "lightning.pytorch", done.stderr
+    done = run("import lightning_dp", LIGHTNING_DP_FRAMEWORK="keras")
+    assert done.returncode != 0
+    assert "LIGHTNING_DP_FRAMEWORK='keras' names no framework; use one of pytorch_lightning" in done.stderr
+
+
+MIXED = """
+    import pytorch_lightning
+    import lightning_dp
+    import lightning.pytorch as L
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    options = dict(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, max_steps=1)
+"""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "L.Trainer(strategy=lightning_dp.LayeredSGDStrategy(), **options)",
+        "L.Trainer(callbacks=[lightning_dp.AdaptiveGlobalBatchNorm()], **options).fit(BoringModel())",
+    ],
+    ids=["strategy", "callback"],
+)
+def test_the_other_frameworks_trainer_is_told(use):
+    done = run(textwrap.dedent(MIXED) + use)
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert "built on `pytorch_lightning`, but this Trainer comes from `lightning.pytorch`" in last
+    assert "import `lightning.pytorch` before `lightning_dp`" in last
+
+
+def test_the_other_frameworks_trainer_is_told_of_a_name():
+    done = run(
+        """
+        import pytorch_lightning, lightning.pytorch
+        import lightning_dp
+        pytorch_lightning.Trainer(strategy="layered_sgd", accelerator="cpu")
+        """
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert (
+        "LayeredSGDStrategy was built on `lightning.pytorch`, but this Trainer comes from `pytorch_lightning`" in last
+    )
