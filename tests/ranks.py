@@ -1,8 +1,9 @@
 """Several ranks for a test: as threads (for collectives and layers) or as processes (for strategies and callbacks).
 
-``run_threads(world_size, function, ...)``   calls ``function(rank, group, ...)`` in a thread a rank, over gloo. 0.05 s.
-``run_processes(world_size, function, ...)`` calls ``function(rank, ...)`` in a process a rank, with the environment that
-torchrun gives, so that ``Trainer(devices=world_size)`` works in it. About 0.5 s, and what the function imports.
+``run_threads(world_size, function, ...)`` calls ``function(rank, group, ...)`` in a thread a rank, over gloo; it takes
+0.05 s. ``run_processes(world_size, function, ...)`` calls ``function(rank, ...)`` in a process a rank, with the
+environment that torchrun gives, so that ``Trainer(devices=world_size)`` works in it; about 0.5 s. The processes have the
+environment of the test session's start, not what the test changed in it.
 
 Both return the results in rank order, and raise `RankError` with each failed rank's traceback, or, past ``timeout``,
 with the place where each rank stands. No process outlives the call, and no port is fixed.
