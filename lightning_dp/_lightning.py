@@ -46,19 +46,26 @@ FRAMEWORK = choose_framework()
 OTHER_FRAMEWORK = next(name for name in FRAMEWORKS if name != FRAMEWORK)
 
 if TYPE_CHECKING:
-    import pytorch_lightning as pl
+    from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
     from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 else:
-    pl = importlib.import_module(FRAMEWORK)
+    _framework = importlib.import_module(FRAMEWORK)
     _strategies = importlib.import_module(FRAMEWORK + ".strategies")
+    Callback, LightningDataModule = _framework.Callback, _framework.LightningDataModule
+    LightningModule, Trainer = _framework.LightningModule, _framework.Trainer
     DDPStrategy, StrategyRegistry = _strategies.DDPStrategy, _strategies.StrategyRegistry
 
-Callback, LightningDataModule, LightningModule, Trainer = (
-    pl.Callback,
-    pl.LightningDataModule,
-    pl.LightningModule,
-    pl.Trainer,
-)
+__all__ = [
+    "Callback",
+    "DDPStrategy",
+    "LightningDataModule",
+    "LightningModule",
+    "OwnTrainerOnly",
+    "StrategyRegistry",
+    "Trainer",
+    "register_strategy",
+    "require_own_trainer",
+]
 
 
 def mismatch_message(name: str) -> str:

@@ -2,8 +2,8 @@
 
 ``run_threads(world_size, function, ...)`` calls ``function(rank, group, ...)`` in a thread a rank, over gloo; it takes
 0.05 s. ``run_processes(world_size, function, ...)`` calls ``function(rank, ...)`` in a process a rank, with the
-environment that torchrun gives, so that ``Trainer(devices=world_size)`` works in it; about 0.5 s. The processes have the
-environment of the test session's start, not what the test changed in it.
+environment that torchrun gives, so that ``Trainer(devices=world_size)`` works in it; about 0.5 s. The processes have
+the environment of the test session's start, not what the test changed in it.
 
 Both return the results in rank order, and raise `RankError` with each failed rank's traceback, or, past ``timeout``,
 with the place where each rank stands. No process outlives the call, and no port is fixed.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -110,8 +111,8 @@ def run_processes(
                 pending.remove(rank)
             failed = any(r.error for r in ranks)
             for rank in pending:
-                rank.error = "stopped after a peer failed" if failed else f"not finished after {timeout} s"
-                rank.error += f"; it stands at\n{rank.where()}"
+                late = f"not finished after {timeout} s; it stands at\n"
+                rank.error = "stopped after a peer failed" if failed else late + rank.where()
         finally:
             for rank in ranks:
                 rank.stop()
@@ -169,7 +170,7 @@ class _Process:
 
     def receive(self) -> None:
         try:
-            self.error, self.result = self.receiver.recv()
+            self.error, self.result = pickle.loads(self.receiver.recv_bytes())  # noqa: S301  our own child wrote it
         except EOFError:
             self._process.join(5.0)
             self.error = f"died with exit code {self._process.exitcode}"
@@ -197,6 +198,8 @@ def _work(
 ) -> None:
     os.environ.update(environment)
     warnings.simplefilter("error")
+    # Lightning's own use of a function that torch has deprecated.
+    warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
     torch.set_num_threads(1)
     with open(stack, "w") as file:
         faulthandler.register(_STACK_SIGNAL, file=file)
@@ -206,5 +209,5 @@ def _work(
             message = (traceback.format_exc(), None)
         if dist.is_initialized():
             dist.destroy_process_group()
-        sender.send(message)
+        sender.send_bytes(pickle.dumps(message))  # by value: torch's own way hands over files that die with the process
         sender.close()

@@ -1,0 +1,5 @@
+"""Strategies: how gradients and updates travel between ranks."""
+
+from lightning_dp.strategies.layered_sgd import LayeredSGDStrategy
+
+__all__ = ["LayeredSGDStrategy"]

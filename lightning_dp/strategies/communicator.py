@@ -1,0 +1,164 @@
+"""The communicator: a thread that carries gradient buckets through the two levels while the rank does other work."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dp.collectives.two_level import TwoLevelAllReduce
+
+
+class BucketReduction:
+    """One gradient bucket on its way: summed inside the group, between the groups, and handed back to the group."""
+
+    def __init__(self, index: int, buffer: Tensor) -> None:
+        self.index = index
+        self.buffer = buffer
+        self.works: list[dist.Work] = []  # first of the reduction inside the group, then of the broadcast
+        self.produced: torch.cuda.Event | None = None  # on a GPU: backward has filled the buffer
+        self.delivered: torch.cuda.Event | None = None  # on a GPU: the broadcast is on the communicator's stream
+        self._settled = threading.Event()
+        self._error: Exception | None = None
+
+    def settle(self, error: Exception | None = None) -> None:
+        """Called by the communicator once nothing is left to do but to wait for ``works``, or when it failed."""
+        self._error = error
+        self._settled.set()
+
+    def wait(self) -> None:
+        """Return when ``buffer`` holds the sum over all ranks. Raises what went wrong on the way."""
+        self._settled.wait()
+        if self._error is not None:
+            raise RuntimeError(str(self._error)) from self._error
+        if self.delivered is not None:
+            torch.cuda.current_stream(self.buffer.device).wait_event(self.delivered)
+        else:
+            for work in self.works:
+                work.wait()
+
+
+class Communicator:
+    """Carries submitted buckets one after another; every rank of the job has one.
+
+    In the paper the communicator is a CPU process a node (arXiv 1906.05936, section 4.1). A thread with process groups
+    of its own has the same data flow: its waits are in native code, which lets the rank's Python go on.
+
+    Args:
+        collective: the stages.
+        prioritised: carry a bucket as soon as backward has produced it, and the highest index first: the layers nearest
+            the input, whose next forward comes first. Ranks see buckets become ready at different times, so rank 0
+            chooses and tells the others. False: after backward, in the order of submission.
+        timeout: how long to wait for a bucket that rank 0 has chosen and this rank has not produced.
+    """
+
+    def __init__(
+        self, collective: TwoLevelAllReduce, prioritised: bool, timeout: timedelta, device: torch.device
+    ) -> None:
+        self._collective = collective
+        self._timeout_s = timeout.total_seconds()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._order_group = dist.new_group(timeout=timeout, backend="gloo") if prioritised else None
+        self._held: list[BucketReduction] = []
+        self._ready: dict[int, BucketReduction] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+        self._failed: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="lightning_dp communicator", daemon=True)
+        self._thread.start()
+
+    def submit(self, index: int, buffer: Tensor) -> BucketReduction:
+        """Start to sum ``buffer`` over the group, in place; the rest follows at once, or after `release`.
+
+        Every rank submits the same indices in the same order, and the same index again only after the last one's
+        `BucketReduction.wait`.
+        """
+        bucket = BucketReduction(index, buffer)
+        if self._stream is not None:
+            # On NCCL all collectives of a rank must be issued in one order, so the thread issues this one too.
+            bucket.produced = torch.cuda.current_stream(buffer.device).record_event()
+        else:
+            bucket.works = self._collective.reduce_inside(buffer)
+        self._held.append(bucket)
+        if self._order_group is not None:
+            self.release()
+        return bucket
+
+    def release(self) -> None:
+        """Let what was submitted go on, now that backward has ended. Prioritised buckets do not wait for this."""
+        with self._changed:
+            for bucket in self._held:
+                assert bucket.index not in self._ready, f"bucket {bucket.index} submitted twice"
+                if self._failed is not None:
+                    bucket.settle(self._failed)
+                else:
+                    self._ready[bucket.index] = bucket
+            self._held.clear()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop the thread once it has carried what it holds, and release the process groups."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        # A thread that waits for a dead peer ends by its collective's timeout; there is no sense in waiting for that.
+        self._thread.join(timeout=5.0)
+        if not self._thread.is_alive():
+            self._collective.close()
+            if self._order_group is not None:
+                dist.destroy_process_group(self._order_group)
+
+    def _run(self) -> None:
+        bucket = None
+        try:
+            while (bucket := self._next()) is not None:
+                self._carry(bucket)
+        except Exception as error:
+            self._fail(error, bucket)
+
+    def _next(self) -> BucketReduction | None:
+        """Wait for the bucket whose turn it is; None when the communicator is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._closed)
+            if not self._ready:
+                return None
+            index = max(self._ready) if self._order_group is not None else next(iter(self._ready))
+        if self._order_group is not None:
+            choice = torch.tensor([index])
+            dist.broadcast(choice, group=self._order_group, group_src=0)
+            index = int(choice)
+        with self._changed:
+            if not self._changed.wait_for(lambda: index in self._ready or self._closed, self._timeout_s):
+                raise TimeoutError(f"bucket {index}, chosen by rank 0, was not produced within {self._timeout_s} s")
+            return self._ready.pop(index, None)
+
+    def _carry(self, bucket: BucketReduction) -> None:
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            if self._stream is not None and bucket.produced is not None:
+                self._stream.wait_event(bucket.produced)
+                bucket.works = self._collective.reduce_inside(bucket.buffer)
+            for work in bucket.works:
+                work.wait()
+            self._collective.all_reduce_between(bucket.buffer)
+            # The broadcast is only started: the next bucket crosses the groups meanwhile.
+            bucket.works = self._collective.broadcast_inside(bucket.buffer)
+            if self._stream is not None:
+                for work in bucket.works:
+                    work.wait()
+                bucket.delivered = self._stream.record_event()
+        bucket.settle()
+
+    def _fail(self, error: Exception, bucket: BucketReduction | None) -> None:
+        what = f"gradient bucket {bucket.index}" if bucket is not None else "the order of the gradient buckets"
+        failure = RuntimeError(f"the reduction of {what} failed on {self._collective.describe()}: {error}")
+        failure.__cause__ = error
+        with self._changed:
+            self._failed = failure
+            stranded = [*self._ready.values(), *([bucket] if bucket is not None else [])]
+            self._ready.clear()
+        for each in stranded:
+            each.settle(failure)

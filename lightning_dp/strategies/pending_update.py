@@ -1,0 +1,170 @@
+"""The postponed update: staged when backward has ended, applied when the averaged gradients are there and needed.
+
+Algorithm 3 of arXiv 1906.05936 postpones the update of step t past the loading of batch t+1 (line 10). Here it is
+postponed until somebody needs the parameters, which `ApplyOnUse` sees: whoever reads them (the next forward, a
+callback, a checkpoint) gets the updated ones, so nothing can tell a postponed update from one that was done at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from lightning_dp.strategies.communicator import BucketReduction
+
+
+def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """A copy of everything in the parameter groups but the parameters; schedules change some of it in place."""
+    return [
+        {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+class PendingUpdate:
+    """One step of one optimizer, with the gradients and hyperparameters of the moment it was staged.
+
+    Staging takes the gradients off the parameters (``.grad`` is None afterwards, as after ``zero_grad``).
+
+    Args:
+        optimizer: the optimizer.
+        reductions: for each parameter, the bucket that carries its gradient.
+        whole_step: performs the step, all gradients being in place. None if the optimizer may step some parameters
+            before others: then each bucket's parameters are updated on their own.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        reductions: dict[Tensor, BucketReduction],
+        whole_step: Callable[[], Any] | None,
+    ) -> None:
+        self.optimizer = optimizer
+        self._whole_step = whole_step
+        self._hyperparameters = hyperparameters(optimizer)
+        self._reductions = reductions
+        self._gradients: dict[Tensor, Tensor] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._gradients[parameter] = parameter.grad
+                    parameter.grad = None
+        # A scheduler warns if it steps before its optimizer has. It has, as far as the schedule is concerned.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def parameters(self) -> list[Tensor]:
+        """Those still to be updated."""
+        return list(self._gradients)
+
+    def apply_for(self, parameter: Tensor) -> None:
+        """Update ``parameter``, and whatever must be updated together with it."""
+        if self._whole_step is not None:
+            self.finish()
+            return
+        bucket = self._reductions.get(parameter)
+        self._apply([p for p in self._gradients if self._reductions.get(p) is bucket], self.optimizer.step)
+
+    def finish(self) -> None:
+        """Update all that is left."""
+        if self._whole_step is not None:
+            self._apply(list(self._gradients), self._whole_step)
+            return
+        while self._gradients:
+            self.apply_for(next(reversed(self._gradients)))
+
+    def _apply(self, parameters: list[Tensor], step: Callable[[], Any]) -> None:
+        for bucket in {self._reductions[p] for p in parameters if p in self._reductions}:
+            bucket.wait()
+        for parameter in parameters:
+            parameter.grad = self._gradients.pop(parameter)
+        with self._as_staged():
+            step()
+        for parameter in parameters:
+            parameter.grad = None
+
+    @contextmanager
+    def _as_staged(self) -> Iterator[None]:
+        """Put the hyperparameters back to the moment of staging; schedules may have moved on since."""
+        present = hyperparameters(self.optimizer)
+        for group, staged in zip(self.optimizer.param_groups, self._hyperparameters, strict=True):
+            group.update(staged)
+        yield
+        for group, staged, current in zip(self.optimizer.param_groups, self._hyperparameters, present, strict=True):
+            # What a hook changed during the step stays changed.
+            group.update({key: value for key, value in current.items() if group.get(key) is staged[key]})
+
+
+class PendingUpdates:
+    """The updates that are staged and not yet applied, found by parameter."""
+
+    def __init__(self) -> None:
+        self._by_parameter: dict[Tensor, PendingUpdate] = {}
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return parameter in self._by_parameter
+
+    def __bool__(self) -> bool:
+        return bool(self._by_parameter)
+
+    def stage(self, update: PendingUpdate) -> None:
+        """Take charge of ``update``."""
+        self._by_parameter.update(dict.fromkeys(update.parameters(), update))
+
+    def apply_for(self, parameter: Tensor) -> None:
+        """Bring ``parameter`` up to date."""
+        self._run(self._by_parameter[parameter], lambda update: update.apply_for(parameter))
+
+    def finish(self) -> None:
+        """Bring everything up to date."""
+        while self._by_parameter:
+            self._run(next(iter(self._by_parameter.values())), PendingUpdate.finish)
+
+    def _run(self, update: PendingUpdate, act: Callable[[PendingUpdate], None]) -> None:
+        # Forgotten first, for the step itself uses the parameters.
+        for parameter in update.parameters():
+            del self._by_parameter[parameter]
+        try:
+            act(update)
+        finally:
+            self.stage(update)
+
+
+class ApplyOnUse(TorchFunctionMode):
+    """While active, every use of a parameter with a pending update applies that update first.
+
+    PyTorch shows each call of its functions to the active modes before running it, on the thread that activated them.
+    Asking a parameter for its shape, dtype and the like is no use; taking its ``data`` is. Reading ``grad`` first waits
+    for the bucket that carries it.
+    """
+
+    _GRADIENT: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+    _DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+    def __init__(self, updates: PendingUpdates, reductions: dict[Tensor, BucketReduction]) -> None:
+        super().__init__()
+        self._updates = updates
+        self._reductions = reductions
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by PyTorch in place of ``func``."""
+        if self._updates or self._reductions:
+            self._prepare(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _prepare(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if func == self._GRADIENT:
+            if args[0] in self._reductions:
+                self._reductions[args[0]].wait()
+            return
+        if getattr(func, "__name__", "") in ("__get__", "__set__") and func != self._DATA:
+            return
+        for argument in (*args, *kwargs.values()):
+            for item in argument if isinstance(argument, (list, tuple)) else (argument,):
+                if isinstance(item, Tensor) and item in self._updates:
+                    self._updates.apply_for(item)

@@ -1,0 +1,69 @@
+"""When an update may be postponed, and when it may be done a bucket at a time: predicates without state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.optim import LBFGS, Optimizer, SparseAdam
+
+from lightning_dp._lightning import Callback, LightningModule
+
+
+def why_not_postponed(trainer: Any, module: LightningModule) -> str | None:
+    """Name the hook that makes postponing the update visible, or return None if there is none.
+
+    These hooks run during the step, or read the gradients between two steps; run later, they would log into the next
+    batch, or find gradients that are gone.
+    """
+    if hides_parameter_use(module) and not module.automatic_optimization:
+        return f"{type(module).__name__}.training_step, which is compiled and steps its optimizers itself,"
+    for name in ("on_before_optimizer_step", "on_before_zero_grad"):
+        for callback in trainer.callbacks:
+            if getattr(type(callback), name) is not getattr(Callback, name):
+                return f"{type(callback).__name__}.{name}"
+    for name in ("on_before_optimizer_step", "on_before_zero_grad", "configure_gradient_clipping"):
+        if getattr(type(module), name) is not getattr(LightningModule, name):
+            return f"{type(module).__name__}.{name}"
+    return None
+
+
+def steps_by_bucket(optimizer: Optimizer, trainer: Any) -> bool:
+    """Whether updating some parameters before the gradients of others are there gives the same result.
+
+    It does if each parameter's update depends on its own gradient alone: not with clipping by the global norm, with a
+    gradient scaler (one overflow skips the whole step), or in an optimizer that is not known to work so.
+    """
+    own_gradient_only = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(
+        optimizer, (LBFGS, SparseAdam)
+    )
+    return (
+        own_gradient_only
+        and not _has_step_hooks(optimizer)
+        and not trainer.gradient_clip_val
+        and getattr(trainer.precision_plugin, "scaler", None) is None
+    )
+
+
+def hides_parameter_use(module: Module) -> bool:
+    """Whether any part of ``module`` is compiled or scripted: `ApplyOnUse` cannot see it read its parameters."""
+    return getattr(module, "_compiler_ctx", None) is not None or any(
+        isinstance(part, (torch.jit.ScriptModule, torch._dynamo.OptimizedModule))
+        or getattr(part, "_compiled_call_impl", None) is not None
+        for part in module.modules()
+    )
+
+
+def check_optimizers(optimizers: list[Optimizer], strategy_name: str) -> None:
+    """Raise ValueError for an optimizer that cannot work with postponed gradients."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(
+                f"{strategy_name} cannot run {type(optimizer).__name__}: it evaluates the closure several times in one "
+                "step and needs each gradient at once; use a first-order optimizer or DDPStrategy"
+            )
+
+
+def _has_step_hooks(optimizer: Optimizer) -> bool:
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

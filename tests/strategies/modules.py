@@ -1,0 +1,104 @@
+"""Small modules and data for strategy tests: float64, several buckets, ranks that see different data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+FEATURES, CLASSES = 6, 3
+# Bytes, in DDP's unit: two or three tensors of `Net` a bucket, so that a step has several.
+SMALL_BUCKETS_MB = 1000 / 2**20
+
+
+def optimizers(name: str, parameters: Any) -> torch.optim.Optimizer:
+    makers = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+        "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-2),
+        "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-2),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=1e-2),
+        "lbfgs": lambda p: torch.optim.LBFGS(p),
+    }
+    return makers[name](parameters)
+
+
+class Net(pl.LightningModule):
+    """Four linear layers, one of them used twice (shared) and one frozen."""
+
+    def __init__(self, optimizer: str = "momentum", schedule: str | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.optimizer_name, self.schedule = optimizer, schedule
+        self.first = nn.Linear(FEATURES, 8)
+        self.shared = nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.last = nn.Linear(8, CLASSES)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.shared(x))
+        x = torch.tanh(self.frozen(x))
+        return self.last(torch.tanh(self.shared(x)))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x.to(self.first.weight.dtype)), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = optimizers(self.optimizer_name, [p for p in self.parameters() if p.requires_grad])
+        if self.schedule is None:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.schedule}}
+
+
+def data(world_size: int, steps: int = 30, local_batch_size: int = 3) -> DataLoader:
+    """Random batches, ``steps`` of them on each rank."""
+    generator = torch.Generator().manual_seed(3)
+    count = world_size * steps * local_batch_size
+    x = torch.randn(count, FEATURES, dtype=torch.float64, generator=generator)
+    y = torch.randint(CLASSES, (count,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=local_batch_size)
+
+
+def trainer(strategy: Any, world_size: int, num_nodes: int = 1, **options: Any) -> pl.Trainer:
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": world_size // num_nodes,
+        "num_nodes": num_nodes,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(strategy=strategy, **{**defaults, **options})
+
+
+def snapshot(module: pl.LightningModule, trainer: pl.Trainer) -> dict[str, Tensor]:
+    """Parameters and optimizer state, by name."""
+    values = {name: p.detach().clone() for name, p in module.named_parameters()}
+    names = {p: name for name, p in module.named_parameters()}
+    for index, optimizer in enumerate(trainer.optimizers):
+        for p, state in optimizer.state.items():
+            values |= {f"{names[p]}.{index}.{k}": v.clone() for k, v in state.items() if isinstance(v, Tensor)}
+    return values
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-10) -> None:
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(
+            actual[name], expected[name], rtol=rtol, atol=rtol * 1e-2, msg=lambda m, n=name: f"{n}: {m}"
+        )
