@@ -60,7 +60,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
             loading of the next batch. ``"step"``: it starts as backward produces gradients, layers nearest the input
             first, and each layer is updated just before its next use: backward and the next forward hide it too.
         all_reduce: the algorithm between groups: ``"native"``, the backend's, or ``"ring"``, ours.
-        **ddp_kwargs: of DDPStrategy and DistributedDataParallel. With several groups, ``bucket_cap_mb`` is 2 by default.
+        **ddp_kwargs: of DDPStrategy and DistributedDataParallel. With several groups, ``bucket_cap_mb`` defaults to 2.
 
     Raises:
         ValueError: a value is not one of those above, the groups would be unequal, or an option of DDP is given that
@@ -180,7 +180,8 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
             return output
         assert self.lightning_module is not None
         by_bucket = not self._whole_update and not kwargs and steps_by_bucket(optimizer, self.lightning_module.trainer)
-        self._updates.stage(PendingUpdate(optimizer, dict(self._reductions), None if by_bucket else whole_step))
+        with self._unwatched():  # else taking the gradients would wait for them
+            self._updates.stage(PendingUpdate(optimizer, dict(self._reductions), None if by_bucket else whole_step))
         return output
 
     def _wait_for_gradients(self) -> None:

@@ -185,6 +185,39 @@ def test_as_published_the_whole_update_precedes_the_forward():
         assert step["last"] == step["done"]
 
 
+class Gate(pl.Callback):
+    """Shut from the start of backward until the next batch has been loaded."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.open.clear()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.open.set()
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self.open.set()
+
+
+def cross_only_after_loading(rank, overlap):
+    gate, crossing = Gate(), TwoLevelAllReduce.all_reduce_between
+
+    def gated(self, buffer):
+        assert gate.open.wait(10), "something waited for the reduction between groups before the next batch was loaded"
+        crossing(self, buffer)
+
+    TwoLevelAllReduce.all_reduce_between = gated
+    got = snapshot(*fit(layered(overlap=overlap), 2, max_steps=4, callbacks=[gate]))
+    assert_same(got, snapshot(*fit(DDPStrategy(), 2, max_steps=4)))
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_the_network_has_until_the_next_batch_is_loaded(overlap):
+    run_processes(2, cross_only_after_loading, overlap)
+
+
 # --- everything Lightning does ---
 
 

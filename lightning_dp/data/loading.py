@@ -1,0 +1,182 @@
+"""Who gets which images: global batches that do not depend on the number of ranks, and an evaluation that is exact.
+
+A sampler yields whole batches of indices and a dataset answers with whole batches of images, so a DataLoader over them
+has ``batch_size=None``. Both samplers are DistributedSamplers: that is how Lightning knows that they divide the data
+among the ranks themselves, and it calls their ``set_epoch``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, DistributedSampler
+
+from lightning_dp.data.augment import CropAndFlip, crop_and_flip, normalize
+
+
+class BatchSlice(NamedTuple):
+    """One rank's slice of a global batch: all that a loader's worker process needs to know about it.
+
+    Attributes:
+        indices: of the images in this slice, in order.
+        start: position of the first of them in the global batch.
+        global_batch_size: images in the global batch, all ranks together.
+        seed: of the global batch's augmentation: the same on every rank.
+    """
+
+    indices: list[int]
+    start: int
+    global_batch_size: int
+    seed: int
+
+
+def cut(total: int, part: int, num_parts: int) -> tuple[int, int]:
+    """Return start and stop of contiguous part ``part`` of ``num_parts``; sizes differ by one at most."""
+    return total * part // num_parts, total * (part + 1) // num_parts
+
+
+def mix(*numbers: int) -> int:
+    """Return one 63-bit seed for several numbers, such that (1, 2) and (2, 1) and (3,) have nothing in common."""
+    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "big") >> 1
+
+
+def stratified_holdout(labels: Tensor, size: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Divide images in two: ``size`` of them held out, in the proportion of their classes, and the rest.
+
+    Args:
+        labels: (N,) int64.
+        size: number to hold out, 0 to N.
+        seed: which ones.
+
+    Returns:
+        Indices (N - size,) kept and (size,) held out, both ascending.
+    """
+    shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(mix(seed)))
+    by_class = shuffled[labels[shuffled].argsort(stable=True)]
+    # Evenly spaced places in a list sorted by class fall on every class in its proportion.
+    places = (2 * torch.arange(size) + 1) * len(labels) // max(1, 2 * size)
+    held = torch.zeros(len(labels), dtype=torch.bool)
+    held[by_class[places]] = True
+    return (~held).nonzero()[:, 0], held.nonzero()[:, 0]
+
+
+class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
+    """Images and labels in memory, handed out by the batch.
+
+    Args:
+        images: (N, C, H, W) uint8.
+        labels: (N,) int64.
+        mean: of each channel, for pixels from 0 to 1.
+        std: of each channel, for pixels from 0 to 1.
+        augment: crop and mirror at random (`crop_and_flip`).
+    """
+
+    def __init__(
+        self, images: Tensor, labels: Tensor, mean: tuple[float, ...], std: tuple[float, ...], augment: bool = False
+    ) -> None:
+        assert images.dtype == torch.uint8, images.dtype
+        assert len(images) == len(labels), (len(images), len(labels))
+        self.images, self.labels = images, labels
+        self.mean, self.std, self.augment = mean, std, augment
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, batch: BatchSlice) -> tuple[Tensor, Tensor]:
+        """Return images (n, C, H, W) float32, normalised, and labels (n,) int64."""
+        if not isinstance(batch, BatchSlice):
+            raise TypeError(
+                f"asked for image {batch!r}, but this dataset gives whole batches: keep the data module's own sampler "
+                "(Trainer(overfit_batches=...) replaces it; use limit_train_batches, or fewer training images)"
+            )
+        indices = torch.tensor(batch.indices, dtype=torch.int64)
+        images = self.images.index_select(0, indices)
+        if self.augment:
+            # Drawn for the global batch and cut by rank: the same pixels for any number of ranks.
+            generator = torch.Generator().manual_seed(batch.seed)
+            drawn = CropAndFlip.draw(batch.global_batch_size, generator)
+            images = crop_and_flip(images, drawn.rows(batch.start, batch.start + len(indices)))
+        return normalize(images, self.mean, self.std), self.labels.index_select(0, indices)
+
+
+class TrainingSampler(DistributedSampler[BatchSlice]):
+    """Shuffle all images with (seed, epoch), cut them into global batches, yield this rank's slice of each.
+
+    Args:
+        dataset: anything with a length.
+        batch_size: images in a global batch, all ranks together.
+        rank: this rank.
+        world_size: number of ranks.
+        seed: the same on every rank.
+        drop_last: leave out the images that fill no whole batch (others in each epoch); else the last batch is smaller
+            and its slices may differ by one image.
+    """
+
+    def __init__(
+        self,
+        dataset: ImageDataset,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        drop_last: bool = True,
+    ) -> None:
+        super().__init__(dataset, num_replicas=world_size, rank=rank, seed=seed, drop_last=drop_last)
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        num_images = len(self.dataset)  # type: ignore[arg-type]
+        return num_images // self.batch_size if self.drop_last else math.ceil(num_images / self.batch_size)
+
+    def __iter__(self) -> Iterator[BatchSlice]:
+        # The epoch goes to worker processes inside each slice's seed; their copies of this object never hear of it.
+        epoch = self.epoch
+        num_images = len(self.dataset)  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(mix(self.seed, epoch))
+        order = torch.randperm(num_images, generator=generator).tolist()
+        for number in range(len(self)):
+            batch = order[number * self.batch_size : (number + 1) * self.batch_size]
+            start, stop = cut(len(batch), self.rank, self.num_replicas)
+            yield BatchSlice(batch[start:stop], start, len(batch), mix(self.seed, epoch, number))
+
+
+class EvaluationSampler(DistributedSampler[BatchSlice]):
+    """Every image exactly once, in order, and the same number of batches on every rank.
+
+    The number has to be the same because DistributedDataParallel broadcasts buffers in every forward. The images are
+    cut into global batches and each of those among the ranks, always evenly: all slices of all ranks differ by one
+    image at most, and none is empty. Where that would leave a batch with fewer images than ranks (``batch_size`` near
+    ``world_size``), there are fewer batches, and a rank gets an image more at a time than ``batch_size`` says.
+
+    Args:
+        dataset: anything with a length, of at least ``world_size`` images.
+        batch_size: images in a global batch, all ranks together; at least ``world_size``.
+        rank: this rank.
+        world_size: number of ranks.
+
+    Raises:
+        ValueError: fewer images than ranks.
+    """
+
+    def __init__(self, dataset: ImageDataset, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+        super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=False)
+        num_images = len(dataset)
+        if num_images < world_size:
+            raise ValueError(
+                f"{num_images} images cannot be divided among {world_size} ranks; use {num_images} or fewer"
+            )
+        self.num_batches = min(math.ceil(num_images / batch_size), num_images // world_size)
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[BatchSlice]:
+        for number in range(self.num_batches):
+            first, last = cut(len(self.dataset), number, self.num_batches)  # type: ignore[arg-type]
+            start, stop = cut(last - first, self.rank, self.num_replicas)
+            yield BatchSlice(list(range(first + start, first + stop)), start, last - first, seed=0)

@@ -1,0 +1,176 @@
+"""What all data modules share: batch sizes that are checked against the ranks, and the three loaders."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_dp._lightning import LightningDataModule
+from lightning_dp.data.loading import BatchSlice, EvaluationSampler, ImageDataset, TrainingSampler
+
+Split = tuple[Tensor, Tensor]  # images (N, C, H, W) uint8, labels (N,) int64
+
+
+class ImageDataModule(LightningDataModule):
+    """Base of the data modules: images in memory, global batches, exact evaluation.
+
+    The batches of an epoch depend on ``seed`` and the epoch alone: for any number of ranks, all ranks' batches together
+    are the same images in the same order, augmented the same. A batch is ``(images, labels)``: (n, C, H, W) float32,
+    normalised, and (n,) int64.
+
+    A subclass gives ``num_classes``, ``image_shape``, ``mean``, ``std``, `read_train` and `read_test`.
+
+    Args:
+        batch_size: images in a global training batch, all ranks together; each rank takes ``batch_size / world_size``.
+        eval_batch_size: images in a global evaluation batch, all ranks together; results do not depend on it.
+        seed: of the order of the images and of the augmentation.
+        num_workers: of each loader. 0 suits images in memory: a batch takes about a millisecond.
+        drop_last: leave out, in each epoch, the images that fill no whole training batch. If False, the last batch is
+            smaller, and where its slices differ in size, data-parallel averaging weighs its images unequally.
+    """
+
+    num_classes: int
+    image_shape: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    augment: bool = False
+
+    def __init__(
+        self,
+        batch_size: int = 128,
+        eval_batch_size: int = 1000,
+        seed: int = 0,
+        num_workers: int = 0,
+        drop_last: bool = True,
+    ) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.seed = seed
+        self.num_workers = num_workers
+        self.drop_last = drop_last
+        self._splits: dict[str, Split] = {}
+
+    def read_train(self) -> tuple[Split, Split]:
+        """Return the training images and the validation images (of length 0 if there is no validation)."""
+        raise NotImplementedError
+
+    def read_test(self) -> Split:
+        """Return the test images."""
+        raise NotImplementedError
+
+    def sizes(self) -> dict[str, int]:
+        """Return the number of images in ``"train"``, ``"val"`` and ``"test"``."""
+        train, val = self.read_train()
+        return {"train": len(train[0]), "val": len(val[0]), "test": len(self.read_test()[0])}
+
+    def check(self, world_size: int) -> None:
+        """Find out, before any process or Trainer is started, whether training on ``world_size`` ranks can work.
+
+        It reads the data and keeps nothing; it downloads nothing.
+
+        Raises:
+            ValueError: a batch size does not fit the ranks or the data, or a file is not what it should be.
+            FileNotFoundError: the data is not there, and is not to be downloaded.
+        """
+        self._check_batch_sizes(world_size)
+        self._check_sizes(world_size, self.sizes())
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read what ``stage`` needs, on every rank; for Lightning to call."""
+        _, world_size = self._rank()
+        self._check_batch_sizes(world_size)
+        if stage != "test":
+            self._splits["train"], self._splits["val"] = self.read_train()
+        if stage in (None, "test"):
+            self._splits["test"] = self.read_test()
+        self._check_sizes(world_size, {name: len(images) for name, (images, _) in self._splits.items()})
+        if self.num_workers == 0:
+            # Lightning's advice is for loaders that work image by image; here it would be wrong.
+            warnings.filterwarnings("ignore", message=".*does not have many workers")
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Loader of this rank's slices of the global batches, in an order of their own in each epoch."""
+        rank, world_size = self._rank()
+        dataset = self._dataset("train", self.augment)
+        sampler = TrainingSampler(dataset, self.batch_size, rank, world_size, self.seed, self.drop_last)
+        if self.trainer is not None:
+            # A resumed run starts the workers, and so the order of images, before Lightning calls `set_epoch`.
+            sampler.set_epoch(self.trainer.current_epoch)
+        return self._loader(dataset, sampler, persistent_workers=self.num_workers > 0)
+
+    def val_dataloader(self) -> DataLoader[Any] | list[Any]:
+        """Loader of this rank's part of the validation images, each exactly once; an empty list if there are none."""
+        if len(self._splits["val"][0]):
+            return self._evaluation_loader("val")
+        warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")  # as was asked for
+        return []
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Loader of this rank's part of the test images, each exactly once."""
+        return self._evaluation_loader("test")
+
+    def _evaluation_loader(self, split: str) -> DataLoader[Any]:
+        rank, world_size = self._rank()
+        dataset = self._dataset(split, augment=False)
+        return self._loader(dataset, EvaluationSampler(dataset, self.eval_batch_size, rank, world_size))
+
+    def _dataset(self, split: str, augment: bool) -> ImageDataset:
+        return ImageDataset(*self._splits[split], self.mean, self.std, augment)
+
+    def _loader(
+        self, dataset: ImageDataset, sampler: DistributedSampler[BatchSlice], persistent_workers: bool = False
+    ) -> DataLoader[Any]:
+        on_cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        return DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=sampler,
+            num_workers=self.num_workers,
+            pin_memory=on_cuda,
+            persistent_workers=persistent_workers,
+        )
+
+    def _rank(self) -> tuple[int, int]:
+        """Return this rank and the number of ranks: the Trainer's, or without one the default process group's."""
+        if self.trainer is not None:
+            return self.trainer.global_rank, self.trainer.world_size
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank(), dist.get_world_size()
+        return 0, 1
+
+    def _check_batch_sizes(self, world_size: int) -> None:
+        """Raise ValueError if a batch cannot be divided among the ranks."""
+        for name, size in (("batch_size", self.batch_size), ("eval_batch_size", self.eval_batch_size)):
+            if size < world_size:
+                raise ValueError(
+                    f"{name}={size} is smaller than the number of ranks ({world_size}), and each needs an image of "
+                    f"every batch; use {name}={world_size} or more, or at most {max(1, size)} ranks"
+                )
+        below = self.batch_size // world_size * world_size
+        if below != self.batch_size:
+            raise ValueError(
+                f"batch_size={self.batch_size} is not a multiple of {world_size} ranks; "
+                f"use {below} or {below + world_size}"
+            )
+
+    def _check_sizes(self, world_size: int, sizes: dict[str, int]) -> None:
+        """Raise ValueError if the images of a split are too few."""
+        train = sizes.get("train")
+        if train is not None and self.batch_size > train:
+            raise ValueError(
+                f"batch_size={self.batch_size} is larger than the training set ({train} images); "
+                f"use at most {train // world_size * world_size}"
+            )
+        if train is not None and not self.drop_last and 0 < train % self.batch_size < world_size:
+            raise ValueError(
+                f"the last batch would hold {train % self.batch_size} of {train} training images, too few for "
+                f"{world_size} ranks; use drop_last=true or another batch_size"
+            )
+        for name in ("val", "test"):
+            if 0 < sizes.get(name, 0) < world_size:
+                raise ValueError(f"{sizes[name]} {name} images are too few for {world_size} ranks; use more images")

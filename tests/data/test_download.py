@@ -1,0 +1,177 @@
+"""Downloads, from a server of the test's own: whole, resumed, broken, wrong."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import warnings
+from pathlib import Path
+
+import pytest
+
+from lightning_dp._lightning import LightningModule, Trainer
+from lightning_dp.data import CIFAR10
+from lightning_dp.data.download import download, extract
+from tests.data.images import FOLDER, pack, serve, sha256, write_folder
+from tests.ranks import run_processes
+
+CONTENT = bytes(range(256)) * 4000
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.fixture
+def server():
+    with serve(CONTENT) as server:
+        yield server
+
+
+def test_a_whole_download(tmp_path, server, capsys):
+    download(server.url, tmp_path / "new" / "file", sha256(CONTENT))
+    assert (tmp_path / "new" / "file").read_bytes() == CONTENT
+    assert names(tmp_path / "new") == {"file"}
+    assert "file: 100 % of 1.0 MB" in capsys.readouterr().err
+    download(server.url, tmp_path / "new" / "file", sha256(CONTENT))
+    assert server.asked == [None]  # once
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_an_interrupted_download_goes_on(tmp_path, server, ranges):
+    server.ranges, server.stop_after = ranges, 300_000
+    with pytest.raises(ConnectionError, match=r"300000 .*bytes are kept in .*file.part; run again, or get"):
+        download(server.url, tmp_path / "file", sha256(CONTENT))
+    assert names(tmp_path) == {"file.part"}
+    assert (tmp_path / "file.part").read_bytes() == CONTENT[:300_000]
+    server.stop_after = None
+    download(server.url, tmp_path / "file", sha256(CONTENT))
+    assert server.asked == [None, "bytes=300000-"]
+    assert (tmp_path / "file").read_bytes() == CONTENT
+    assert names(tmp_path) == {"file"}
+
+
+def test_a_part_that_is_already_whole(tmp_path, server):
+    (tmp_path / "file.part").write_bytes(CONTENT)
+    download(server.url, tmp_path / "file", sha256(CONTENT))
+    assert (tmp_path / "file").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("part", [b"", b"left from another file", CONTENT + b"too long"])
+def test_a_wrong_checksum_leaves_nothing(tmp_path, server, part):
+    (tmp_path / "file.part").write_bytes(part)
+    expected = sha256(CONTENT) if part else "0" * 64
+    with pytest.raises(
+        ValueError, match=f"expected sha256 {expected}, found .*what came was deleted; run again, or get"
+    ):
+        download(server.url, tmp_path / "file", expected)
+    assert names(tmp_path) == set()
+
+
+def test_a_wrong_file_in_place_is_left_alone(tmp_path, server):
+    (tmp_path / "file").write_bytes(b"mine")
+    with pytest.raises(
+        ValueError, match=f"expected sha256 {sha256(CONTENT)}, found {sha256(b'mine')}; delete the file"
+    ):
+        download(server.url, tmp_path / "file", sha256(CONTENT))
+    assert (tmp_path / "file").read_bytes() == b"mine"
+    assert server.asked == []
+
+
+def test_a_server_that_refuses(tmp_path, server):
+    server.status = 404
+    with pytest.raises(ConnectionError, match=r"cannot download http.*404.*; run again, or get .* put it at"):
+        download(server.url, tmp_path / "file", sha256(CONTENT))
+    assert names(tmp_path) == set()
+
+
+def test_no_server_and_no_such_address(tmp_path):
+    with serve(CONTENT) as gone:
+        pass
+    with pytest.raises(ConnectionError, match="cannot download"):
+        download(gone.url, tmp_path / "file", sha256(CONTENT))
+    with pytest.raises(ConnectionError, match="only http and https"):
+        download(f"file://{__file__}", tmp_path / "file", sha256(CONTENT))
+    assert names(tmp_path) == set()
+
+
+def write_tar(path: Path, members: dict[str, bytes], link: tuple[str, str] | None = None) -> None:
+    with tarfile.open(path, "w:gz") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+        if link:
+            info = tarfile.TarInfo(link[0])
+            info.type, info.linkname = tarfile.SYMTYPE, link[1]
+            tar.addfile(info)
+
+
+@pytest.mark.parametrize(
+    ("members", "link"),
+    [
+        ({f"{FOLDER}/test_batch": b"1", "../evil": b"2"}, None),
+        ({f"{FOLDER}/../../evil": b"2"}, None),
+        ({f"{FOLDER}/test_batch": b"1"}, (f"{FOLDER}/evil", "../../../../etc/passwd")),
+        ({"another/test_batch": b"1"}, None),
+    ],
+)
+def test_an_archive_that_reaches_outside_is_not_unpacked(tmp_path, members, link):
+    root = tmp_path / "root"
+    root.mkdir()
+    write_tar(root / "archive", members, link)
+    with pytest.raises(ValueError, match="archive (cannot be unpacked|holds no folder).*delete it"):
+        extract(root / "archive", FOLDER, root)
+    assert names(root) == {"archive"}
+    assert names(tmp_path) == {"root"}
+
+
+def test_a_broken_archive_is_not_unpacked(tmp_path):
+    archive = pack(write_folder(tmp_path / "source"))
+    for content in (archive[:-1000], archive[:20], b"no archive"):
+        (tmp_path / "archive").write_bytes(content)
+        with pytest.raises(ValueError, match="cannot be unpacked"):
+            extract(tmp_path / "archive", FOLDER, tmp_path)
+        assert names(tmp_path) == {"archive", "source"}
+
+
+class Nothing(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = None
+
+    def test_step(self, batch: object, batch_idx: int) -> None:
+        pass
+
+
+def evaluate_on_rank(rank: int, world_size: int, url: str, checksum: str, root: Path) -> int:
+    warnings.filterwarnings("ignore", message=".*treespec, LeafSpec")
+    data = CIFAR10(root, download=True, val_size=10, batch_size=10, url=url, sha256=checksum)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy="ddp",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.test(Nothing(), datamodule=data, verbose=False)
+    return len(data.read_test()[1])
+
+
+def test_one_rank_downloads_for_all(tmp_path):
+    archive = pack(write_folder(tmp_path / "source"))
+    root = tmp_path / "root"
+    with serve(archive) as server:
+        assert run_processes(2, evaluate_on_rank, 2, server.url, sha256(archive), root) == [20, 20]
+    assert server.asked == [None]
+    assert names(root) == {"cifar-10-python.tar.gz", FOLDER}
+    assert len(names(root / FOLDER)) == 6
+
+
+def test_a_wrong_archive_is_not_unpacked(tmp_path):
+    with serve(pack(write_folder(tmp_path / "source"))) as server:
+        data = CIFAR10(tmp_path / "root", download=True, url=server.url)
+        with pytest.raises(ValueError, match="expected sha256 6d958be0"):
+            data.prepare_data()
+    assert names(tmp_path / "root") == set()

@@ -1,0 +1,198 @@
+"""The data modules under a Trainer: in rank processes, resumed, and with options that cannot work."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, SumMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_dp._lightning import FRAMEWORK, LightningModule, Trainer
+from lightning_dp.data import Digits, Synthetic
+from tests.ranks import run_processes
+
+# Lightning 2.6 asks torch 2.13 in a way that torch calls old.
+OLD_WAYS = ".*treespec, LeafSpec"
+pytestmark = pytest.mark.filterwarnings(f"ignore:{OLD_WAYS}")
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "log_every_n_steps": 1,
+}
+
+
+class Probe(LightningModule):
+    """A fixed random classifier (learning rate 0) that counts what it sees, and remembers its training batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3 * 32 * 32, 10, bias=False)
+        with torch.no_grad():
+            self.layer.weight.copy_(torch.randn(10, 3072, generator=torch.Generator().manual_seed(1)))
+        self.register_buffer("constant", torch.zeros(1))  # broadcast by DistributedDataParallel in every forward
+        self.metrics = torch.nn.ModuleDict()
+        for stage in ("val", "test"):
+            self.metrics[stage + "/acc"] = MulticlassAccuracy(10, average="micro")
+            self.metrics[stage + "/count"] = SumMetric()
+            self.metrics[stage + "/loss"] = MeanMetric()
+        self.seen: list[tuple[int, list[float]]] = []  # epoch, sum of each image
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.layer(images.flatten(1)) + self.constant
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.seen.append((self.current_epoch, batch[0].flatten(1).double().sum(1).tolist()))
+        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def evaluate(self, stage: str, batch: list[torch.Tensor]) -> None:
+        images, labels = batch
+        logits = self(images)
+        self.metrics[stage + "/acc"](logits, labels)
+        self.metrics[stage + "/count"](len(labels))
+        self.metrics[stage + "/loss"](torch.nn.functional.cross_entropy(logits, labels, reduction="none"))
+        self.log_dict({name: self.metrics[name] for name in self.metrics if name.startswith(stage)})
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.evaluate("val", batch)
+
+    def test_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.evaluate("test", batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class PaddedByTorch(Synthetic):
+    """What one gets without the evaluation sampler: Lightning adds torch's, which repeats images."""
+
+    def test_dataloader(self) -> DataLoader:
+        images, labels = self._splits["test"]
+        return DataLoader(list(zip(images.float() / 64 - 2, labels, strict=True)), batch_size=20)
+
+
+def data(kind: type[Synthetic] = Synthetic, **options) -> Synthetic:
+    return kind(num_train=60, num_val=41, num_test=101, batch_size=12, eval_batch_size=20, **options)
+
+
+def fit_and_test(rank: int, world_size: int, kind: type[Synthetic]) -> tuple[dict[str, float], list]:
+    warnings.filterwarnings("ignore", message=OLD_WAYS)
+    probe = Probe()
+    trainer = Trainer(
+        devices=world_size,
+        strategy="ddp" if world_size > 1 else "auto",
+        max_epochs=2,
+        enable_checkpointing=False,
+        **QUIET,
+    )
+    trainer.fit(probe, datamodule=data(kind))
+    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    if kind is PaddedByTorch:
+        warnings.filterwarnings("ignore", message=".*it is recommended to use `Trainer", category=UserWarning)
+    trainer.test(probe, datamodule=data(kind), verbose=False)
+    metrics |= {name: value.item() for name, value in trainer.callback_metrics.items()}
+    return metrics, probe.seen
+
+
+def test_three_ranks_see_what_one_sees():
+    one, seen = fit_and_test(0, 1, Synthetic)
+    ranks = run_processes(3, fit_and_test, 3, Synthetic)
+    for metrics, _ in ranks:
+        assert metrics["val/count"] == 41
+        assert metrics["test/count"] == 101
+        assert metrics["test/acc"] == one["test/acc"]
+        assert metrics["val/acc"] == one["val/acc"]
+        assert metrics["test/loss"] == pytest.approx(one["test/loss"], rel=1e-6)
+    assert [epoch for epoch, _ in seen] == [0] * 5 + [1] * 5
+    assert seen[0][1] != seen[5][1]
+    for step, (epoch, sums) in enumerate(seen):
+        assert {rank_seen[step][0] for _, rank_seen in ranks} == {epoch}
+        assert [value for _, rank_seen in ranks for value in rank_seen[step][1]] == sums
+
+
+def test_the_test_sees_padding():
+    ranks = run_processes(3, fit_and_test, 3, PaddedByTorch)
+    assert [metrics["test/count"] for metrics, _ in ranks] == [102] * 3
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_resumed_run_goes_on_with_the_next_epoch(tmp_path, num_workers):
+    whole = Probe()
+    Trainer(max_epochs=3, enable_checkpointing=False, **QUIET).fit(whole, datamodule=data())
+    trainer = Trainer(max_epochs=1, enable_checkpointing=False, **QUIET)
+    trainer.fit(Probe(), datamodule=data(num_workers=num_workers))
+    trainer.save_checkpoint(tmp_path / "last.ckpt", weights_only=False)
+    rest = Probe()
+    trainer = Trainer(max_epochs=3, enable_checkpointing=False, **QUIET)
+    trainer.fit(rest, datamodule=data(num_workers=num_workers), ckpt_path=tmp_path / "last.ckpt")
+    assert rest.seen == whole.seen[5:]
+
+
+def test_no_validation_images_no_validation():
+    probe = Probe()
+    trainer = Trainer(max_epochs=1, enable_checkpointing=False, **QUIET)
+    trainer.fit(probe, datamodule=Synthetic(num_train=24, num_val=0, batch_size=12))
+    assert "val/count" not in trainer.callback_metrics
+
+
+def test_lightnings_advice_on_workers_is_not_heard(monkeypatch):
+    connector = importlib.import_module(FRAMEWORK + ".trainer.connectors.data_connector")
+    monkeypatch.setattr(connector, "suggested_max_num_workers", lambda _: 15)
+    Trainer(max_epochs=1, enable_checkpointing=False, **QUIET).fit(Probe(), datamodule=data())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_is_pinned_where_the_model_is_on_a_gpu(device):
+    module = data()
+    module.setup()
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    module.trainer = SimpleNamespace(global_rank=0, world_size=1, current_epoch=0, strategy=strategy)
+    assert module.train_dataloader().pin_memory == module.test_dataloader().pin_memory == (device == "cuda")
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "message"),
+    [
+        (
+            {"batch_size": 2},
+            4,
+            r"batch_size=2 is smaller than the number of ranks \(4\).*batch_size=4 or more.*2 ranks",
+        ),
+        ({"batch_size": 0}, 1, "batch_size=0 is smaller than the number of ranks"),
+        ({"batch_size": 128}, 3, "batch_size=128 is not a multiple of 3 ranks; use 126 or 129"),
+        ({"batch_size": 512}, 1, r"batch_size=512 is larger than the training set \(300 images\); use at most 300"),
+        ({"batch_size": 400}, 8, "use at most 296"),
+        ({"eval_batch_size": 2}, 4, "eval_batch_size=2 is smaller than the number of ranks"),
+        (
+            {"batch_size": 149 * 3, "num_train": 149 * 3 + 2, "drop_last": False},
+            3,
+            "last batch would hold 2 of 449 .*drop_last",
+        ),
+        ({"num_test": 3}, 4, "3 test images are too few for 4 ranks"),
+        ({"num_val": 3}, 4, "3 val images are too few for 4 ranks"),
+    ],
+)
+def test_batch_sizes_that_cannot_work(options, world_size, message):
+    module = Synthetic(**{"num_train": 300, **options})
+    with pytest.raises(ValueError, match=message):
+        module.check(world_size)
+
+
+def test_a_trainer_raises_the_same_errors():
+    trainer = Trainer(max_epochs=1, enable_checkpointing=False, **QUIET)
+    with pytest.raises(ValueError, match="batch_size=512 is larger than the training set"):
+        trainer.fit(Probe(), datamodule=Synthetic(num_train=300, batch_size=512))
+
+
+def test_options_that_work():
+    for world_size in (1, 2, 3, 4):
+        Synthetic(num_train=300, batch_size=12).check(world_size)
+    Synthetic(num_train=12, num_val=0, batch_size=12).check(12)
+    Digits().check(2)
