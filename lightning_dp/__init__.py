@@ -1,1 +1,12 @@
-"""Data-parallel training of convolutional networks with PyTorch Lightning."""
+"""Data-parallel training of convolutional networks with PyTorch Lightning.
+
+Importing the package registers the strategies under their names: ``Trainer(strategy="layered_sgd")``.
+"""
+
+from lightning_dp._lightning import register_strategy
+from lightning_dp.callbacks import AdaptiveGlobalBatchNorm, Plateau
+from lightning_dp.strategies import LayeredSGDStrategy
+
+__all__ = ["AdaptiveGlobalBatchNorm", "LayeredSGDStrategy", "Plateau"]
+
+register_strategy("layered_sgd", LayeredSGDStrategy)

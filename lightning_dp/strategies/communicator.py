@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -11,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dp.collectives.two_level import TwoLevelAllReduce
+
+Record = Callable[[str, float, float], None]
 
 
 class BucketReduction:
@@ -54,12 +58,20 @@ class Communicator:
             the input, whose next forward comes first. Ranks see buckets become ready at different times, so rank 0
             chooses and tells the others. False: after backward, in the order of submission.
         timeout: how long to wait for a bucket that rank 0 has chosen and this rank has not produced.
+        device: of the buckets.
+        record: called with the name, start and end (`time.perf_counter`, s) of each stage, to make the overlap visible.
     """
 
     def __init__(
-        self, collective: TwoLevelAllReduce, prioritised: bool, timeout: timedelta, device: torch.device
+        self,
+        collective: TwoLevelAllReduce,
+        prioritised: bool,
+        timeout: timedelta,
+        device: torch.device,
+        record: Record | None = None,
     ) -> None:
         self._collective = collective
+        self._record = record
         self._timeout_s = timeout.total_seconds()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._order_group = dist.new_group(timeout=timeout, backend="gloo") if prioritised else None
@@ -141,9 +153,11 @@ class Communicator:
             if self._stream is not None and bucket.produced is not None:
                 self._stream.wait_event(bucket.produced)
                 bucket.works = self._collective.reduce_inside(bucket.buffer)
-            for work in bucket.works:
-                work.wait()
-            self._collective.all_reduce_between(bucket.buffer)
+            with self._recorded("reduce inside"):
+                for work in bucket.works:
+                    work.wait()
+            with self._recorded("all-reduce between"):
+                self._collective.all_reduce_between(bucket.buffer)
             # The broadcast is only started: the next bucket crosses the groups meanwhile.
             bucket.works = self._collective.broadcast_inside(bucket.buffer)
             if self._stream is not None:
@@ -151,6 +165,13 @@ class Communicator:
                     work.wait()
                 bucket.delivered = self._stream.record_event()
         bucket.settle()
+
+    @contextmanager
+    def _recorded(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self._record is not None:
+            self._record(stage, start, time.perf_counter())
 
     def _fail(self, error: Exception, bucket: BucketReduction | None) -> None:
         what = f"gradient bucket {bucket.index}" if bucket is not None else "the order of the gradient buckets"

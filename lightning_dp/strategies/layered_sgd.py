@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_dp._lightning import DDPStrategy, OwnTrainerOnly
 from lightning_dp.collectives.topology import RankTopology
 from lightning_dp.collectives.two_level import AllReduce, TwoLevelAllReduce, native_all_reduce
-from lightning_dp.strategies.communicator import BucketReduction, Communicator
+from lightning_dp.strategies.communicator import BucketReduction, Communicator, Record
 from lightning_dp.strategies.pending_update import ApplyOnUse, PendingUpdate, PendingUpdates
 from lightning_dp.strategies.update_policy import (
     check_optimizers,
@@ -94,6 +94,8 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         self._hides_use = False  # a compiled module is also not to be traced with the watch in place
         self._validating: AbstractContextManager[None] | None = None
 
+        self.record_stage: Record | None = None
+
     @property
     def topology(self) -> RankTopology:
         """The groups of ranks."""
@@ -122,7 +124,9 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         collective = TwoLevelAllReduce(
             self.topology, self.global_rank, self._carriers, timeout, all_reduce=self._all_reduce
         )
-        self._communicator = Communicator(collective, self._overlap == "step", timeout, self.root_device)
+        self._communicator = Communicator(
+            collective, self._overlap == "step", timeout, self.root_device, record=self.record_stage
+        )
         model.register_comm_hook(None, self._reduce_bucket)
         reason = why_not_postponed(trainer, module)
         self._postponed = reason is None
