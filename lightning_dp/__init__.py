@@ -4,9 +4,9 @@ Importing the package registers the strategies under their names: ``Trainer(stra
 """
 
 from lightning_dp._lightning import register_strategy
-from lightning_dp.callbacks import AdaptiveGlobalBatchNorm, Plateau
+from lightning_dp.callbacks import AdaptiveGlobalBatchNorm, Plateau, StepTimer
 from lightning_dp.strategies import LayeredSGDStrategy
 
-__all__ = ["AdaptiveGlobalBatchNorm", "LayeredSGDStrategy", "Plateau"]
+__all__ = ["AdaptiveGlobalBatchNorm", "LayeredSGDStrategy", "Plateau", "StepTimer"]
 
 register_strategy("layered_sgd", LayeredSGDStrategy)

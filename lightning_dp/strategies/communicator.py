@@ -14,15 +14,18 @@ from torch import Tensor
 
 from lightning_dp.collectives.two_level import TwoLevelAllReduce
 
+# Called with the name of a stage, its start and its end (`time.perf_counter`, s).
 Record = Callable[[str, float, float], None]
+REDUCE, ALL_REDUCE, WAIT = "reduce inside", "all-reduce between", "wait"
 
 
 class BucketReduction:
     """One gradient bucket on its way: summed inside the group, between the groups, and handed back to the group."""
 
-    def __init__(self, index: int, buffer: Tensor) -> None:
+    def __init__(self, index: int, buffer: Tensor, record: Record | None = None) -> None:
         self.index = index
         self.buffer = buffer
+        self._record = record
         self.works: list[dist.Work] = []  # first of the reduction inside the group, then of the broadcast
         self.produced: torch.cuda.Event | None = None  # on a GPU: backward has filled the buffer
         self.delivered: torch.cuda.Event | None = None  # on a GPU: the broadcast is on the communicator's stream
@@ -36,6 +39,7 @@ class BucketReduction:
 
     def wait(self) -> None:
         """Return when ``buffer`` holds the sum over all ranks. Raises what went wrong on the way."""
+        start = time.perf_counter()
         self._settled.wait()
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
@@ -44,6 +48,8 @@ class BucketReduction:
         else:
             for work in self.works:
                 work.wait()
+        if self._record is not None:
+            self._record(WAIT, start, time.perf_counter())
 
 
 class Communicator:
@@ -59,7 +65,7 @@ class Communicator:
             chooses and tells the others. False: after backward, in the order of submission.
         timeout: how long to wait for a bucket that rank 0 has chosen and this rank has not produced.
         device: of the buckets.
-        record: called with the name, start and end (`time.perf_counter`, s) of each stage, to make the overlap visible.
+        record: told of each stage, and of what the rank's own thread waits.
     """
 
     def __init__(
@@ -89,7 +95,7 @@ class Communicator:
         Every rank submits the same indices in the same order, and the same index again only after the last one's
         `BucketReduction.wait`.
         """
-        bucket = BucketReduction(index, buffer)
+        bucket = BucketReduction(index, buffer, self._record)
         if self._stream is not None:
             # On NCCL all collectives of a rank must be issued in one order, so the thread issues this one too.
             bucket.produced = torch.cuda.current_stream(buffer.device).record_event()
@@ -153,10 +159,10 @@ class Communicator:
             if self._stream is not None and bucket.produced is not None:
                 self._stream.wait_event(bucket.produced)
                 bucket.works = self._collective.reduce_inside(bucket.buffer)
-            with self._recorded("reduce inside"):
+            with self._recorded(REDUCE):
                 for work in bucket.works:
                     work.wait()
-            with self._recorded("all-reduce between"):
+            with self._recorded(ALL_REDUCE):
                 self._collective.all_reduce_between(bucket.buffer)
             # The broadcast is only started: the next bucket crosses the groups meanwhile.
             bucket.works = self._collective.broadcast_inside(bucket.buffer)

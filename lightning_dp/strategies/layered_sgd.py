@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_dp._lightning import DDPStrategy, OwnTrainerOnly
 from lightning_dp.collectives.topology import RankTopology
 from lightning_dp.collectives.two_level import AllReduce, TwoLevelAllReduce, native_all_reduce
-from lightning_dp.strategies.communicator import BucketReduction, Communicator, Record
+from lightning_dp.strategies.communicator import WAIT, BucketReduction, Communicator, Record
 from lightning_dp.strategies.pending_update import ApplyOnUse, PendingUpdate, PendingUpdates
 from lightning_dp.strategies.update_policy import (
     check_optimizers,
@@ -94,13 +94,19 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         self._hides_use = False  # a compiled module is also not to be traced with the watch in place
         self._validating: AbstractContextManager[None] | None = None
 
-        self.record_stage: Record | None = None
+        self._waited_s = 0.0
+        self.record: Record | None = None  # told of each stage (name, start, end), to make the overlap visible
 
     @property
     def topology(self) -> RankTopology:
         """The groups of ranks."""
         group_size = self.num_processes if self._group_size is None else self._group_size
         return RankTopology(self.num_nodes * self.num_processes, group_size)
+
+    @property
+    def exposed_communication_s(self) -> float | None:
+        """How long this rank has waited for gradients, in all (s); None with a single group, where DDP does it."""
+        return None if self._communicator is None else self._waited_s
 
     @override
     def _configure_launcher(self) -> None:
@@ -125,7 +131,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
             self.topology, self.global_rank, self._carriers, timeout, all_reduce=self._all_reduce
         )
         self._communicator = Communicator(
-            collective, self._overlap == "step", timeout, self.root_device, record=self.record_stage
+            collective, self._overlap == "step", timeout, self.root_device, record=self._record_stage
         )
         model.register_comm_hook(None, self._reduce_bucket)
         reason = why_not_postponed(trainer, module)
@@ -137,6 +143,12 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
                 f"{type(self).__name__}: {reason} must run within its own step, so updates are not postponed: the "
                 "reduction is not hidden behind the loading of data or the next forward."
             )
+
+    def _record_stage(self, stage: str, start_s: float, end_s: float) -> None:
+        if stage == WAIT:
+            self._waited_s += end_s - start_s
+        if self.record is not None:
+            self.record(stage, start_s, end_s)
 
     def _reduce_bucket(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """The communication hook: hand the bucket to the communicator, and let backward go on.

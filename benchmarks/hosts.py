@@ -1,0 +1,207 @@
+"""Several hosts on one machine: network namespaces on one bridge, each network card limited to a rate both ways.
+
+    with Hosts(num_hosts=2, rate="200mbit") as hosts:
+        hosts.run([[sys.executable, "script.py", "--rank", "0"], [sys.executable, "script.py", "--rank", "1"]])
+
+    python benchmarks/hosts.py --hosts 2 --per-host 2 --rate 1gbit -- script.py ARG ...      # torchrun on each
+
+Linux, root, and iproute2 (`ip`, `tc`). The commands get ``GLOO_SOCKET_IFNAME`` and ``OMP_NUM_THREADS=1``. All that was
+made is removed at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+
+RATE_UNITS_BITS_PER_S = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+CARD = "nic0"
+
+
+def bytes_per_s(rate: str) -> float:
+    """``"200mbit"`` -> 25e6."""
+    number, unit = rate[:-4], rate[-4:]
+    if unit not in RATE_UNITS_BITS_PER_S or not number.replace(".", "", 1).isdigit():
+        raise ValueError(f"rate={rate!r} is not a number with kbit, mbit or gbit; for example 200mbit")
+    return float(number) * RATE_UNITS_BITS_PER_S[unit] / 8
+
+
+def missing() -> str | None:
+    """What this machine lacks for `Hosts`, in words, or None."""
+    if not sys.platform.startswith("linux"):
+        return f"network namespaces are Linux's, and this is {sys.platform}"
+    tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if tools:
+        return f"{' and '.join(tools)} not found; install iproute2"
+    if os.geteuid() != 0:
+        return "needs root, to make network namespaces"
+    return None
+
+
+class Hosts:
+    """``num_hosts`` network namespaces, made on entry and removed on exit. Host k has the address 10.88.0.(k+1).
+
+    Args:
+        num_hosts: 1 to 250.
+        rate: of each host, in each direction, as `tc` writes it ("200mbit"); None leaves it unlimited.
+
+    Raises:
+        RuntimeError: on entry, where the machine cannot do it, saying what it lacks.
+    """
+
+    def __init__(self, num_hosts: int, rate: str | None) -> None:
+        self.num_hosts, self.rate = num_hosts, rate
+        # Names in use by another instance, in this or another process, would collide.
+        self._tag = f"h{os.getpid() % 10**6:x}{time.monotonic_ns() % 4096:x}"
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    @staticmethod
+    def address(host: int) -> str:
+        """The address of a host on the bridge."""
+        return f"10.88.0.{host + 1}"
+
+    def __enter__(self) -> Hosts:
+        if lacking := missing():
+            raise RuntimeError(f"cannot make hosts on this machine: {lacking}")
+        # A `kill` of this process must not leave namespaces behind.
+        self._handler = signal.signal(signal.SIGTERM, _exit)
+        try:
+            _ip("link", "add", f"{self._tag}b", "type", "bridge")
+            _ip("link", "set", f"{self._tag}b", "up")
+            for host in range(self.num_hosts):
+                self._add(host)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _add(self, host: int) -> None:
+        name, port = self.namespace(host), f"{self._tag}p{host}"
+        _ip("netns", "add", name)
+        _ip("link", "add", port, "type", "veth", "peer", "name", CARD, "netns", name)
+        _ip("link", "set", port, "master", f"{self._tag}b", "up")
+        _ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", CARD)
+        _ip("-n", name, "link", "set", "lo", "up")
+        _ip("-n", name, "link", "set", CARD, "up")
+        if self.rate is not None:
+            # What the bucket holds goes out at once, beyond the rate: 4 ms of it, but one offloaded packet (64 KiB)
+            # must fit in.
+            burst = max(64 * 1024, int(bytes_per_s(self.rate) * 0.004))
+            limit = ["root", "tbf", "rate", self.rate, "burst", str(burst), "latency", "100ms"]
+            _call("ip", "netns", "exec", name, "tc", "qdisc", "replace", "dev", CARD, *limit)  # out of the host
+            _call("tc", "qdisc", "replace", "dev", port, *limit)  # into the host
+
+    def namespace(self, host: int) -> str:
+        """Name of the network namespace of a host."""
+        return f"{self._tag}n{host}"
+
+    def run(
+        self,
+        commands: Sequence[Sequence[str]],
+        *,
+        environment: Mapping[str, str] | None = None,
+        timeout_s: float = 600.0,
+        logs: Path | None = None,
+    ) -> None:
+        """Run command k on host k, all at once, and wait. Host 0's output is shown, the others' goes to ``logs``.
+
+        Raises:
+            RuntimeError: a command failed (the others are stopped then) or took longer than ``timeout_s``.
+        """
+        logs = logs or Path(tempfile.mkdtemp(prefix="hosts"))
+        env = {**os.environ, "GLOO_SOCKET_IFNAME": CARD, "OMP_NUM_THREADS": "1", **(environment or {})}
+        for host, command in enumerate(commands):
+            with open(logs / f"host{host}.log", "wb") as log:
+                output = None if host == 0 else log
+                self._processes.append(
+                    subprocess.Popen(
+                        ["ip", "netns", "exec", self.namespace(host), *command],
+                        env=env,
+                        stdout=output,
+                        stderr=output,
+                    )
+                )
+        deadline = time.monotonic() + timeout_s
+        try:
+            while None in (status := [process.poll() for process in self._processes]) and not any(status):
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"not finished after {timeout_s} s; the hosts' output is in {logs}")
+                time.sleep(0.05)
+            if any(status):
+                raise RuntimeError(f"exit codes of the hosts: {status}; the output of hosts 1, 2, ... is in {logs}")
+        finally:
+            self._stop()
+
+    def _stop(self) -> None:
+        """End all that runs on the hosts, also what the commands started in sessions of its own, as torchrun does."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        for host in range(self.num_hosts if self._processes else 0):
+            while pids := subprocess.run(
+                ["ip", "netns", "pids", self.namespace(host)], capture_output=True, text=True, check=False
+            ).stdout.split():
+                for pid in map(int, pids):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+        self._processes.clear()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+        for host in range(self.num_hosts):
+            # A namespace that is deleted takes its card along only a while later.
+            subprocess.run(["ip", "link", "del", f"{self._tag}p{host}"], capture_output=True, check=False)
+            subprocess.run(["ip", "netns", "del", self.namespace(host)], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", f"{self._tag}b"], capture_output=True, check=False)
+        signal.signal(signal.SIGTERM, self._handler)
+
+
+def _ip(*arguments: str) -> None:
+    _call("ip", *arguments)
+
+
+def _call(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="torchrun on several hosts, all on this machine")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--per-host", type=int, default=2, help="processes on each host")
+    parser.add_argument("--rate", default="1gbit", help="of each host in each direction, or none")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds")
+    parser.add_argument("script", nargs="*", help="the script and its arguments, after --")
+    arguments = parser.parse_args()
+    if not arguments.script:
+        parser.print_help()
+        return
+    with Hosts(arguments.hosts, None if arguments.rate == "none" else arguments.rate) as hosts:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={arguments.hosts}"]
+        torchrun += [f"--nproc_per_node={arguments.per_host}", f"--master_addr={hosts.address(0)}"]
+        torchrun += ["--master_port=29500"]  # in namespaces of its own, every port is free
+        hosts.run(
+            [[*torchrun, f"--node_rank={host}", *arguments.script] for host in range(arguments.hosts)],
+            timeout_s=arguments.timeout,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,7 @@
+"""Callbacks for the Trainer."""
+
+from lightning_dp.callbacks.adaptive_global_batch_norm import AdaptiveGlobalBatchNorm
+from lightning_dp.callbacks.convergence import ConvergenceCriterion, Plateau
+from lightning_dp.callbacks.step_timer import StepTimer
+
+__all__ = ["AdaptiveGlobalBatchNorm", "ConvergenceCriterion", "Plateau", "StepTimer"]

@@ -1,0 +1,212 @@
+"""Global batch norm while it is worth its communication, and plain batch norm otherwise."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_dp._lightning import Callback, LightningModule, Trainer, require_own_trainer
+from lightning_dp.callbacks.convergence import Convergence, ask
+from lightning_dp.callbacks.statistics_policy import GlobalPhase, check_arguments, in_global_phase, local_batch_size
+from lightning_dp.collectives.topology import RankTopology
+from lightning_dp.layers import (
+    NoEffectWarning,
+    apply_global_batch_norm,
+    average_running_statistics,
+    global_batch_norm_layers,
+)
+
+log = logging.getLogger(__name__)
+
+
+class AdaptiveGlobalBatchNorm(Callback):
+    """Shares batch norm's statistics between ranks, and stops where that costs more than it gives.
+
+    Liu et al., "Training Deep Nets with larger batch size on multi-GPUs" (2018). In `fit` the model's batch norm layers
+    become `GlobalBatchNorm` layers (and stay that after it: outside of the global phase they are torch's own). They are
+    global in a training step where both conditions hold, and local in all others:
+
+    - the phase, by ``global_phase``: before or after the convergence criterion is met, or always;
+    - the global batch of that step is smaller than ``max_batch_size``.
+
+    Rank 0's criterion decides, once an epoch, for all ranks. In local steps each rank's running statistics are its own;
+    they are averaged over all ranks before validation, checkpoints and the end of training. ``agbn/is_global`` is
+    logged once an epoch: the share of its batches that had global statistics. ``docs/adaptive_global_batch_norm.md``
+    says when it pays and when not.
+
+    Args:
+        max_batch_size: BZ_max in the paper's section 4.3: from this global batch size on, statistics stay local. The
+            global batch is the sum of what the ranks get in a forward (with gradient accumulation: in one of several),
+            summed anew for every batch, which costs an all-reduce of one number.
+        convergence: the criterion: `Plateau`, an object with its ``update``, or a function that takes the metrics of an
+            epoch and returns whether training has converged. It is asked until it says so. None: never.
+        global_phase: ``"until_converged"``: global until the criterion is met, local then. ``"after_converged"``:
+            local until then, global afterwards, as in the paper's section 4.3. ``"always"``: no criterion.
+        group_size: ranks that share statistics: consecutive ones; must divide the number of ranks. None: all.
+
+    Raises:
+        ValueError: a value is out of range, or ``convergence`` and ``global_phase`` contradict each other; in `fit`:
+            the model has no batch norm, or the ranks cannot be divided into such groups.
+    """
+
+    def __init__(
+        self,
+        max_batch_size: int | None = None,
+        convergence: Convergence | None = None,
+        global_phase: GlobalPhase = "until_converged",
+        group_size: int | None = None,
+    ) -> None:
+        check_arguments(max_batch_size, convergence, global_phase, group_size)
+        self.max_batch_size = max_batch_size
+        self.convergence = convergence
+        self.global_phase = global_phase
+        self.group_size = group_size
+        self._converged = False
+        self._is_global: bool | None = None  # of the last training step
+        self._num_batches = self._num_global_batches = 0  # of this epoch
+        self._ranks_differ = False  # in their running statistics
+        self._statistics_group: dist.ProcessGroup | None = None
+        self._batch_size_group: dist.ProcessGroup | None = None
+        self._ignored_before: Any = ()
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        require_own_trainer(self, trainer)
+        if stage != "fit":
+            return
+        if trainer.world_size > 1 and not dist.is_initialized():
+            raise ValueError(f"{type(trainer.strategy).__name__} does not use torch.distributed; use strategy='ddp'")
+        if getattr(trainer.strategy, "_layer_sync", None) is not None:
+            raise ValueError("Trainer(sync_batchnorm=True) would replace the layers of this callback; leave it out")
+        topology = RankTopology(trainer.world_size, self.group_size or trainer.world_size)
+        if topology.num_groups > 1:
+            groups = [dist.new_group(topology.members(first)) for first in topology.peers(0)]
+            self._statistics_group = groups[topology.group_of(trainer.global_rank)]
+        if trainer.world_size > 1 and self.max_batch_size is not None:
+            # On the CPU, so that a GPU need not wait for its queue to run empty, and apart from other traffic.
+            self._batch_size_group = dist.new_group(backend="gloo")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NoEffectWarning)
+            apply_global_batch_norm(pl_module, self._statistics_group)
+        layers = global_batch_norm_layers(pl_module)
+        if not layers:
+            raise ValueError(
+                f"{type(pl_module).__name__} has no BatchNorm1d, 2d or 3d for {type(self).__name__} to work on; build "
+                "the layers in __init__ (setup and configure_model come too late), or remove the callback"
+            )
+        self._keep_from_ddp(pl_module)
+        if trainer.is_global_zero:
+            ranks = f"{topology.group_size} of {topology.world_size} ranks"
+            log.info(f"{type(self).__name__}: {len(layers)} batch norm layers, statistics over {ranks}")
+
+    def _keep_from_ddp(self, pl_module: LightningModule) -> None:
+        """Leave the running statistics out of DDP's broadcasts, which would put rank 0's in the others' place."""
+        ours = {id(buffer) for layer in global_batch_norm_layers(pl_module) for buffer in layer.buffers()}
+        names = [name for name, buffer in pl_module.named_buffers(remove_duplicate=False) if id(buffer) in ours]
+        self._ignored_before = getattr(pl_module, "_ddp_params_and_buffers_to_ignore", ())
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(pl_module, [*self._ignored_before, *names])
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.world_size > 1:  # all ranks start with rank 0's, as DDP has it
+            for buffer in (buffer for layer in global_batch_norm_layers(pl_module) for buffer in layer.buffers()):
+                dist.broadcast(buffer, src=0)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._num_batches = self._num_global_batches = 0
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        is_global, reason = self._decide(batch)
+        if is_global != self._is_global:
+            self._is_global = is_global
+            for layer in global_batch_norm_layers(pl_module):
+                layer.is_global = is_global
+            if trainer.is_global_zero:
+                since = f"from step {trainer.global_step} (epoch {trainer.current_epoch}) on"
+                log.info(f"statistics are {'global' if is_global else 'local'} {since}: {reason}")
+        self._num_batches += 1
+        self._num_global_batches += is_global
+        self._ranks_differ |= not is_global or self._statistics_group is not None
+
+    def _decide(self, batch: Any) -> tuple[bool, str]:
+        """Whether this step's statistics are global, the same on all ranks, and why."""
+        is_global = in_global_phase(self.global_phase, self._converged)
+        if not is_global or self.max_batch_size is None:
+            converged = "converged" if self._converged else "not converged"
+            return is_global, f"{converged}, global_phase={self.global_phase!r}"
+        batch_size = torch.tensor(local_batch_size(batch))
+        if self._batch_size_group is not None:
+            dist.all_reduce(batch_size, group=self._batch_size_group)
+        is_global = batch_size.item() < self.max_batch_size
+        relation = "<" if is_global else ">="
+        return is_global, f"global batch size {batch_size.item()} {relation} max_batch_size={self.max_batch_size}"
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._num_batches:  # there are none where a run resumes at the end of an epoch
+            pl_module.log("agbn/is_global", self._num_global_batches / self._num_batches, on_epoch=True)
+            if self.convergence is not None and not self._converged:
+                self._converged = self._ask_criterion(trainer, self.convergence)
+        self._average(trainer, pl_module)
+
+    def _ask_criterion(self, trainer: Trainer, criterion: Convergence) -> bool:
+        """Rank 0's answer, on all ranks; its failure, too."""
+        metrics = dict(trainer.callback_metrics)  # on all ranks: reading them can be a collective
+        answer = ask(criterion, metrics) if trainer.is_global_zero else (False, "")
+        converged, failure = trainer.strategy.broadcast(answer)
+        if failure:
+            raise ValueError(f"the convergence criterion failed on rank 0:\n{failure}")
+        return converged
+
+    def _average(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._ranks_differ and trainer.world_size > 1:
+            average_running_statistics(pl_module)
+        self._ranks_differ = False
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._average(trainer, pl_module)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._average(trainer, pl_module)
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        # The checkpoint's state_dict has been made by now, but of the same storage. A checkpoint that a failing rank
+        # saves must not wait for the others.
+        if not trainer.interrupted:
+            self._average(trainer, pl_module)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        save = getattr(self.convergence, "state_dict", dict)
+        return {"converged": self._converged, "convergence": save()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._converged = state_dict["converged"]
+        load = getattr(self.convergence, "load_state_dict", None)
+        if load is not None and state_dict["convergence"]:
+            load(state_dict["convergence"])
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(pl_module, list(self._ignored_before))
+        for layer in global_batch_norm_layers(pl_module):
+            layer.group = None
+        for group in (self._statistics_group, self._batch_size_group):
+            if group is not None:
+                dist.destroy_process_group(group)
+        self._statistics_group = self._batch_size_group = None
+        self._is_global = None

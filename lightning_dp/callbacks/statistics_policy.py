@@ -1,0 +1,53 @@
+"""When are batch norm's statistics global? Arguments and predicates of `AdaptiveGlobalBatchNorm`, with no Trainer."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_dp.callbacks.convergence import Convergence
+
+GlobalPhase = Literal["until_converged", "after_converged", "always"]
+
+
+def in_global_phase(global_phase: GlobalPhase, converged: bool) -> bool:
+    """Whether convergence, taken alone, asks for global statistics."""
+    return global_phase == "always" or converged == (global_phase == "after_converged")
+
+
+def local_batch_size(batch: Any) -> int:
+    """Length of the first tensor in ``batch``, which may be nested lists, tuples and dictionaries.
+
+    Raises:
+        ValueError: there is no tensor with a dimension.
+    """
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return leaf.shape[0]
+    raise ValueError(
+        f"max_batch_size needs the size of the batch, but a {type(batch).__name__} without tensors does not tell it; "
+        "return tensors from the collate function, or leave max_batch_size out"
+    )
+
+
+def check_arguments(
+    max_batch_size: int | None, convergence: Convergence | None, global_phase: GlobalPhase, group_size: int | None
+) -> None:
+    """Raise ValueError for values out of range, and for phases that could never begin or end."""
+    for name, value in (("max_batch_size", max_batch_size), ("group_size", group_size)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1, or None")
+    if global_phase not in get_args(GlobalPhase):
+        raise ValueError(
+            f"global_phase={global_phase!r} is not known; use 'until_converged', 'after_converged' or 'always'"
+        )
+    if global_phase == "always" and convergence is not None:
+        raise ValueError("global_phase='always' never asks for convergence; leave convergence out, or change the phase")
+    if global_phase == "after_converged" and convergence is None:
+        raise ValueError(
+            "global_phase='after_converged' never begins without a criterion; give convergence=Plateau(monitor=...)"
+        )
+    if convergence is not None and not callable(getattr(convergence, "update", convergence)):
+        raise ValueError(f"convergence={convergence!r} has no update(metrics) and is no function; use Plateau(...)")

@@ -1,0 +1,137 @@
+"""Ring all-reduce and its two halves, for any backend with point-to-point messages.
+
+After "Bringing HPC Techniques to Deep Learning" (A. Gibiansky, Baidu Research, 2017). Of an array of K elements each of
+the N ranks sends exactly 2(N-1) chunks of K/N in 2(N-1) steps, whatever N is.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from lightning_dp.collectives.agreement import agree
+from lightning_dp.collectives.rotation import chunk_bounds, rotate
+from lightning_dp.collectives.transfer import flat_buffer, own_group
+
+SEGMENT_BYTES = 512 * 1024
+OPS = ("sum", "mean")
+WIRE_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def ring_all_reduce(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    op: str = "sum",
+    *,
+    wire_dtype: torch.dtype | None = None,
+    segment_bytes: int = SEGMENT_BYTES,
+) -> torch.Tensor:
+    """Replace ``tensor`` by its sum or mean over the ranks of ``group``, and return it. Every rank must call it.
+
+    Blocks until done (on CUDA: until it is queued). The result has the same bits on all ranks. Before data,
+    (N-1) headers of `agreement.HEADER_BYTES` a rank go round, by which the ranks know that they make the same call.
+
+    Args:
+        tensor: (*) any shape and any dtype that the backend and ``add_`` have. One that is not contiguous is copied.
+        group: None is the default group.
+        op: "sum" or "mean"; the mean divides before it sums, so that 16-bit sums do not overflow.
+        wire_dtype: float16 or bfloat16 halve the bytes of a float32 tensor; sums are made in ``tensor.dtype``.
+        segment_bytes: size of a message at most; adding one overlaps with receiving the next.
+
+    Raises:
+        ValueError: on all ranks, where they do not make the same call or the arguments do not fit the dtype.
+        PeerError: a neighbour is gone or silent for longer than the group's timeout; names it.
+    """
+    group = own_group(group)
+    with flat_buffer(tensor, group) as flat:
+        wire = "" if wire_dtype is None else f" as {wire_dtype} on the wire"
+        _agree(group, f"ring_all_reduce, {op}{wire}", flat, segment_bytes)
+        require_op(op, flat.dtype, segment_bytes)
+        if wire_dtype is not None and (wire_dtype not in WIRE_DTYPES or not flat.is_floating_point()):
+            raise ValueError(
+                f"wire_dtype={wire_dtype} for a tensor of {flat.dtype}; use torch.float16 or torch.bfloat16 with real "
+                "floating-point tensors, or None"
+            )
+        if op == "mean":
+            flat.div_(group.size())
+        steps = group.size() - 1
+        rotate(flat, group, num_reducing=steps, num_copying=steps, segment_bytes=segment_bytes, wire_dtype=wire_dtype)
+    return tensor
+
+
+def ring_reduce_scatter(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    op: str = "sum",
+    *,
+    segment_bytes: int = SEGMENT_BYTES,
+) -> torch.Tensor:
+    """Put the sum or mean of chunk n on rank n, in place, and return that chunk. Every rank must call it.
+
+    The chunks are those of `chunk_bounds`\\ ``(tensor.numel(), N)``, over the elements in row-major order. The other
+    chunks of ``tensor`` hold sums over some of the ranks afterwards.
+
+    Returns:
+        (numel of chunk n,) on rank n: a view of ``tensor`` where it is contiguous, else a copy.
+
+    Raises:
+        ValueError, PeerError: as `ring_all_reduce`, whose other arguments are the same too.
+    """
+    group = own_group(group)
+    rank, world_size = group.rank(), group.size()
+    with flat_buffer(tensor, group) as flat:
+        _agree(group, f"ring_reduce_scatter, {op}", flat, segment_bytes)
+        require_op(op, flat.dtype, segment_bytes)
+        if op == "mean":
+            flat.div_(world_size)
+        rotate(
+            flat,
+            group,
+            num_reducing=world_size - 1,
+            num_copying=0,
+            segment_bytes=segment_bytes,
+            position=rank - 1,  # the schedule as published would leave the sum of chunk n+1 here
+        )
+    begin, end = chunk_bounds(tensor.numel(), world_size)[rank]
+    return tensor.detach().reshape(-1)[begin:end]
+
+
+def ring_all_gather(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, segment_bytes: int = SEGMENT_BYTES
+) -> torch.Tensor:
+    """Fill chunk n of ``tensor`` with that of rank n, for all n, in place, and return it. Every rank must call it.
+
+    The chunks are those of `ring_reduce_scatter`, which this completes to an all-reduce.
+
+    Raises:
+        ValueError, PeerError: as `ring_all_reduce`.
+    """
+    group = own_group(group)
+    with flat_buffer(tensor, group) as flat:
+        _agree(group, "ring_all_gather", flat, segment_bytes)
+        require_segment(segment_bytes)
+        rotate(flat, group, num_reducing=0, num_copying=group.size() - 1, segment_bytes=segment_bytes)
+    return tensor
+
+
+def _agree(group: dist.ProcessGroup, call: str, flat: torch.Tensor, segment_bytes: int) -> None:
+    size = f"{flat.numel()} elements of {flat.dtype}"
+    agree(group, f"{call}, {size}, segments of {segment_bytes} bytes", flat.device)
+
+
+def require_op(op: str, dtype: torch.dtype, segment_bytes: int) -> None:
+    """Raise ValueError where ``op`` does not fit ``dtype``.
+
+    Call it after the ranks have agreed: one that raised before that would leave its peers waiting.
+    """
+    if op not in OPS:
+        raise ValueError(f"op={op!r} is not known; use one of {', '.join(OPS)}")
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(f"the mean of {dtype} is not defined; sum and divide, or use a floating-point tensor")
+    require_segment(segment_bytes)
+
+
+def require_segment(segment_bytes: int) -> None:
+    """Raise ValueError where ``segment_bytes`` is not positive."""
+    if segment_bytes < 1:
+        raise ValueError(f"segment_bytes={segment_bytes} is not positive; leave the default of {SEGMENT_BYTES}")

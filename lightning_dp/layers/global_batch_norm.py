@@ -1,0 +1,89 @@
+"""Batch normalization layers that share their statistics between ranks, with a switch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_dp.layers.batch_statistics import GlobalBatchNormFunction, group_size
+
+
+class _Group:
+    """Holds a process group inside a module: copies of the module share it, files do not hold it."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Group:
+        return self
+
+    def __reduce__(self) -> tuple[type[_Group], tuple[()]]:
+        return _Group, ()
+
+
+class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Base of the three layers, and what they add to torch's: ``is_global``, ``group`` and a forward that heeds them.
+
+    In training, with ``is_global`` and more than one rank in ``group``, the batch is all ranks' batches together: the
+    output, the running statistics and the gradients are those of torch's layer on the concatenated batch. Every rank of
+    the group must then call the layer equally often, if need be with an empty batch; a forward is one collective, a
+    backward another. In all other cases the layer is torch's, and talks to nobody.
+
+    Parameters, buffers and state_dict keys are torch's own. The gradients of weight and bias are this rank's share;
+    data-parallel training averages them with all the others.
+
+    Args:
+        *args, **kwargs: as for ``torch.nn.BatchNorm1d/2d/3d``.
+        group: the ranks that share statistics; None: the default group.
+
+    Attributes:
+        is_global: the switch; all ranks of the group must have it at the same place between two forwards.
+        group: the same as the argument. A deep copy has it too, a pickled layer does not.
+    """
+
+    def __init__(self, *args: Any, group: dist.ProcessGroup | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.is_global = True
+        self.group = group
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that share statistics; None: the default group."""
+        return self._group.group
+
+    @group.setter
+    def group(self, group: dist.ProcessGroup | None) -> None:
+        self._group = _Group(group)
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        if not (self.is_global and self.training and group_size(self.group) > 1):
+            return super().forward(input)
+        self._check_input_dim(input)
+        output, mean, var = GlobalBatchNormFunction.apply(input, self.weight, self.bias, self.eps, self.group)
+        if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
+            momentum = self._count_batch()
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+            self.running_var.lerp_(var.to(self.running_var.dtype), momentum)
+        return output
+
+    def _count_batch(self) -> float:
+        """Count this batch and return its weight in the running statistics, as torch's forward does."""
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+
+
+class GlobalBatchNorm1d(GlobalBatchNorm, nn.BatchNorm1d):
+    """``torch.nn.BatchNorm1d`` over the batches of all ranks: (N, C) or (N, C, L)."""
+
+
+class GlobalBatchNorm2d(GlobalBatchNorm, nn.BatchNorm2d):
+    """``torch.nn.BatchNorm2d`` over the batches of all ranks: (N, C, H, W)."""
+
+
+class GlobalBatchNorm3d(GlobalBatchNorm, nn.BatchNorm3d):
+    """``torch.nn.BatchNorm3d`` over the batches of all ranks: (N, C, D, H, W)."""

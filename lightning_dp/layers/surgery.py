@@ -1,0 +1,116 @@
+"""Putting global batch norm layers into a model in place, and averaging what they recorded while local."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_dp.layers.batch_statistics import group_size
+from lightning_dp.layers.global_batch_norm import (
+    GlobalBatchNorm,
+    GlobalBatchNorm1d,
+    GlobalBatchNorm2d,
+    GlobalBatchNorm3d,
+)
+
+_GLOBAL: dict[type[nn.Module], type[GlobalBatchNorm]] = {
+    nn.BatchNorm1d: GlobalBatchNorm1d,
+    nn.BatchNorm2d: GlobalBatchNorm2d,
+    nn.BatchNorm3d: GlobalBatchNorm3d,
+}
+
+
+class NoEffectWarning(UserWarning):
+    """A conversion found nothing to convert."""
+
+
+def apply_global_batch_norm(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:
+    """Replace each BatchNorm1d/2d/3d inside ``model`` by its global counterpart, in place, and switch it on.
+
+    The new layer takes over all that the old one had: the very parameter and buffer tensors (optimizers stay valid, the
+    state_dict is the same), training mode, hooks, and its places, if it stood at several. Layers that are global
+    already get ``group``. References outside the module tree (a plain list, for example) keep the old layer.
+
+    Args:
+        model: contains the layers; cannot itself be one.
+        group: the ranks that share statistics; None: the default group.
+
+    Returns:
+        Number of layers changed. If the model has no batch norm at all: 0, and a `NoEffectWarning`.
+
+    Raises:
+        ValueError: ``model`` is a batch norm layer, or contains one with a forward of its own, as SyncBatchNorm has;
+            nothing is changed then.
+    """
+    for name, module in model.named_modules():
+        _check_convertible(name, module)
+    converted: dict[nn.Module, GlobalBatchNorm] = {}
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):  # named_children() would skip second places
+            if child is not None and type(child) in _GLOBAL:
+                if child not in converted:
+                    converted[child] = _to_global(child)
+                setattr(parent, name, converted[child])
+    layers = global_batch_norm_layers(model)
+    for layer in layers:
+        layer.group = group
+    if not layers:
+        warnings.warn(
+            f"{type(model).__name__} has no BatchNorm1d, 2d or 3d: nothing was converted", NoEffectWarning, stacklevel=2
+        )
+    return len(converted)
+
+
+def global_batch_norm_layers(model: nn.Module) -> list[GlobalBatchNorm]:
+    """The global batch norm layers in ``model``, each once, in the order of ``model.modules()``."""
+    return [module for module in model.modules() if isinstance(module, GlobalBatchNorm)]
+
+
+@torch.no_grad()
+def average_running_statistics(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Give all ranks of ``group`` the mean of their running means, and of their running variances. One collective.
+
+    For ranks that draw from one distribution (shuffled shards, batches of equal size) the mean of the unbiased
+    variances is the unbiased estimate of the population's, and what the local phase normalised with; the variance
+    between the ranks' means, which the law of total variance would add, is sampling noise there. The running statistics
+    are linear in the batches' statistics, so it does not matter how often they are averaged on the way.
+
+    All ranks of the group must call it. Changes running_mean and running_var of the global batch norm layers, in place.
+    """
+    layers = [layer for layer in global_batch_norm_layers(model) if layer.running_mean is not None]
+    buffers = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
+    size = group_size(group)
+    if size == 1 or not buffers:
+        return
+    packed = torch.cat([buffer.double() for buffer in buffers])
+    dist.all_reduce(packed, group=group)
+    for buffer, mean in zip(buffers, (packed / size).split([b.numel() for b in buffers]), strict=True):
+        buffer.copy_(mean)
+
+
+def _check_convertible(name: str, module: nn.Module) -> None:
+    """Raise for a batch norm whose own behaviour a conversion would lose."""
+    if not isinstance(module, nn.modules.batchnorm._BatchNorm) or isinstance(module, GlobalBatchNorm):
+        return
+    kind = type(module).__name__
+    if isinstance(module, nn.SyncBatchNorm):
+        remedy = "it shares statistics already and cannot be switched; build the model with plain BatchNorm layers"
+    elif isinstance(module, nn.modules.lazy.LazyModuleMixin):
+        remedy = "its number of channels is not known yet; run one batch through the model first"
+    elif type(module) not in _GLOBAL or "forward" in vars(module):
+        remedy = "its own forward would be lost; replace it by a plain BatchNorm layer or by GlobalBatchNorm1d/2d/3d"
+    elif name == "":
+        remedy = "it has no parent to be replaced in; put it into an nn.Sequential, or build a GlobalBatchNorm1d/2d/3d"
+    else:
+        return
+    raise ValueError(f"cannot convert layer {name!r}, a {kind}: {remedy}")
+
+
+def _to_global(layer: nn.Module) -> GlobalBatchNorm:
+    """A global layer with the contents of ``layer``, which must not be used any more: they share their dictionaries."""
+    new = _GLOBAL[type(layer)](0, affine=False, track_running_stats=False)
+    vars(new).update(vars(layer))
+    return new

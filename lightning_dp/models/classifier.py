@@ -1,0 +1,145 @@
+"""One LightningModule that trains and tests any network as a classifier."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_dp._lightning import LightningModule
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Classifier(LightningModule):
+    """Cross-entropy, accuracy, optimizer and schedule for a network of images to logits.
+
+    Logged once an epoch: ``train/loss``, ``train/acc``, ``val/loss``, ``val/acc``, ``test/loss``, ``test/acc`` and,
+    with more than five classes, ``test/acc5``. Each is exact on any number of ranks: every rank keeps sums and counts,
+    which are reduced when the epoch ends, so an image counts once whatever the sizes of the batches, and an empty batch
+    counts nothing. No step waits for another rank's metrics.
+
+    Args:
+        model: (N, C, H, W) to logits (N, num_classes).
+        num_classes: number of classes.
+        optimizer: from parameters to an optimizer, as ``functools.partial(torch.optim.SGD, lr=0.1)``. It gets all
+            parameters in one group: weight decay is on all of them, as in He et al. 2015.
+        scheduler: from an optimizer to a learning rate schedule. One that has an argument ``total_steps`` and leaves it
+            open gets the number of optimizer steps of the whole fit.
+        interval: what the schedule counts, ``"step"`` or ``"epoch"``.
+        label_smoothing: of the training loss only, 0 to 1.
+        channels_last: memory format of the weights and images. It pays: ResNet-20 trains 1.2 to 1.4 times as many
+            images a second on CPU (batches of 32 to 128 on one and two cores).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_classes: int,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+        scheduler: Callable[[Optimizer], Any] | None = None,
+        interval: Literal["step", "epoch"] = "epoch",
+        label_smoothing: float = 0.0,
+        channels_last: bool = True,
+    ) -> None:
+        super().__init__()
+        if interval not in ("step", "epoch"):
+            raise ValueError(f"interval={interval!r} must be 'step' or 'epoch'")
+        # Plain values only: these go into the checkpoint, which must load without unpickling objects.
+        self.save_hyperparameters("num_classes", "interval", "label_smoothing", "channels_last")
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        self.model = model.to(memory_format=self.memory_format)  # type: ignore[call-overload]
+        self.optimizer, self.scheduler, self.interval = optimizer, scheduler, interval
+        self.label_smoothing = label_smoothing
+        self.train_loss, self.val_loss, self.test_loss = (MeanLoss() for _ in range(3))
+        self.train_acc, self.val_acc, self.test_acc = (_accuracy(num_classes) for _ in range(3))
+        self.test_acc5 = _accuracy(num_classes, top_k=5) if num_classes > 5 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (N, C, H, W) to logits (N, num_classes)."""
+        return self.model(x.contiguous(memory_format=self.memory_format))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The mean loss over this rank's images (N, C, H, W) and labels (N,)."""
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y, label_smoothing=self.label_smoothing)
+        self.log("loss", loss.detach(), prog_bar=True, logger=False)  # of this rank and step, to watch
+        self.train_loss.update(loss.detach() * len(y), len(y))
+        self.train_acc.update(logits.detach(), y)
+        self._log({"train/loss": self.train_loss, "train/acc": self.train_acc})
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Count this rank's share of the validation images."""
+        self._evaluate(batch, {"val/loss": self.val_loss, "val/acc": self.val_acc})
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Count this rank's share of the test images."""
+        top_5 = {} if self.test_acc5 is None else {"test/acc5": self.test_acc5}
+        self._evaluate(batch, {"test/loss": self.test_loss, "test/acc": self.test_acc, **top_5})
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer of all parameters and, if there is one, its schedule."""
+        optimizer = self.optimizer(self.parameters())
+        if self.scheduler is None:
+            return optimizer
+        arguments = inspect.signature(self.scheduler).parameters
+        given = getattr(self.scheduler, "keywords", {})
+        fill = {}
+        if "total_steps" in arguments and given.get("total_steps") is None:
+            fill["total_steps"] = int(self.trainer.estimated_stepping_batches)
+        scheduler = self.scheduler(optimizer, **fill)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+
+    def _evaluate(self, batch: Batch, metrics: dict[str, Metric]) -> None:
+        x, y = batch
+        logits = self(x)
+        for metric in metrics.values():
+            if isinstance(metric, MeanLoss):
+                metric.update(F.cross_entropy(logits, y, reduction="sum"), len(y))
+            elif len(y) > 0:  # torchmetrics' own take no empty batch
+                metric.update(logits, y)
+        self._log(metrics)
+
+    def _log(self, metrics: dict[str, Metric]) -> None:
+        for name, metric in metrics.items():
+            self.log(name, metric, on_step=False, on_epoch=True, prog_bar=not name.endswith("acc5"))
+
+
+class MeanLoss(Metric):
+    """Sum of losses by number of images, over all batches and ranks.
+
+    ``self.log(..., sync_dist=True)`` averages the ranks' numbers of images as integers, and so goes wrong where they
+    differ. torchmetrics' ``MeanMetric`` looks for nan, and waits for the device in every step to do so.
+    """
+
+    full_state_update = False
+    total: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, total: Tensor, count: int) -> None:
+        """Add the summed loss of ``count`` images, which may be 0."""
+        self.total += total
+        self.count += count
+
+    def compute(self) -> Tensor:
+        """The mean."""
+        return self.total / self.count
+
+
+def _accuracy(num_classes: int, top_k: int = 1) -> Metric:
+    # Arguments are not validated, for that would wait for the device in every step.
+    return MulticlassAccuracy(num_classes, average="micro", top_k=top_k, validate_args=False)

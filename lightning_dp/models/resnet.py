@@ -1,0 +1,96 @@
+"""Residual networks for images of 32x32 pixels (He et al. 2015, arXiv 1512.03385, section 4.2)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Shortcut(nn.Module):
+    """The identity, or, where the shape changes, option A: every second pixel, and zeros for the channels to come.
+
+    It has no parameters, so that a residual network has exactly as many as its plain counterpart.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        self.new_channels = out_channels - in_channels
+        self.stride = stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (N, in_channels, H, W) to (N, out_channels, H / stride, W / stride)."""
+        if self.stride == 1 and self.new_channels == 0:
+            return x
+        x = x[:, :, :: self.stride, :: self.stride]
+        before = self.new_channels // 2
+        return F.pad(x, (0, 0, 0, 0, before, self.new_channels - before))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions with batch norm, and a shortcut around them."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out_channels)
+        self.shortcut = Shortcut(in_channels, out_channels, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (N, in_channels, H, W) to (N, out_channels, H / stride, W / stride)."""
+        out = F.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        return F.relu(out + self.shortcut(x))
+
+
+class CifarResNet(nn.Module):
+    """A first convolution, three stages of n blocks with 16, 32 and 64 channels, global average pooling, one layer.
+
+    That makes 6n+2 layers with weights. Weights start as in He et al., arXiv 1502.01852: normal, variance 2 / fan-in.
+
+    Args:
+        depth: 6n+2, as 20, 32, 44, 56, 110.
+        num_classes: outputs of the last layer, the submodule ``head``.
+
+    Raises:
+        ValueError: ``depth`` is not 6n+2 with n >= 1.
+    """
+
+    def __init__(self, depth: int, num_classes: int = 10) -> None:
+        super().__init__()
+        blocks, rest = divmod(depth - 2, 6)
+        if rest or blocks < 1:
+            near = 6 * max(1, round((depth - 2) / 6)) + 2
+            raise ValueError(f"depth={depth} is not 6n+2 with n >= 1; use 20, 32, 44, 56, 110 or, nearest, {near}")
+        self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(16)
+        self.stage1 = _stage(16, 16, blocks, stride=1)
+        self.stage2 = _stage(16, 32, blocks, stride=2)
+        self.stage3 = _stage(32, 64, blocks, stride=2)
+        self.head = nn.Linear(64, num_classes)
+        self.apply(_init)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (N, 3, H, W), made for H = W = 32, to logits (N, num_classes)."""
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = self.stage3(self.stage2(self.stage1(x)))
+        return self.head(torch.mean(x, dim=(2, 3)))
+
+
+def resnet20(num_classes: int = 10) -> CifarResNet:
+    """ResNet-20: n = 3, 0.27 M parameters (269,722 with 10 classes)."""
+    return CifarResNet(20, num_classes)
+
+
+def _stage(in_channels: int, out_channels: int, blocks: int, stride: int) -> nn.Sequential:
+    first = BasicBlock(in_channels, out_channels, stride)
+    return nn.Sequential(first, *(BasicBlock(out_channels, out_channels) for _ in range(blocks - 1)))
+
+
+def _init(module: nn.Module) -> None:
+    if isinstance(module, (nn.Conv2d, nn.Linear)):
+        nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+    if isinstance(module, nn.Linear):
+        nn.init.zeros_(module.bias)

@@ -1,0 +1,117 @@
+"""A picture of a run from its metrics.csv: loss and accuracy over epochs, and the phases of batch norm.
+
+python recipes/curves.py runs/digits_resnet20/...
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+Series = list[tuple[float, float]]  # (epochs trained, value)
+Phase = tuple[float, float, bool]  # from, to (epochs trained), whether statistics were global
+
+TRAIN_COLOUR, VAL_COLOUR, TEST_COLOUR = "#1f77b4", "#e66101", "#111111"
+GLOBAL_COLOUR, LOCAL_COLOUR, RATE_COLOUR = "#5aae61", "#bdbdbd", "#7b3294"
+IS_GLOBAL = "agbn/is_global"
+
+
+def read_metrics(path: Path) -> dict[str, Series]:
+    """Each column as a series. The file has a row for each moment of logging, with gaps; steps count from 0."""
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    ends = [(int(row["step"]) + 1, float(row["epoch"]) + 1) for row in rows if row.get("train/loss")]
+    steps_per_epoch = ends[-1][0] / ends[-1][1] if ends else 1.0
+    series: dict[str, Series] = {}
+    for row in rows:
+        for name, value in row.items():
+            if value and name not in ("epoch", "step"):
+                series.setdefault(name, []).append(((int(row["step"]) + 1) / steps_per_epoch, float(value)))
+    return series
+
+
+def phases(is_global: Series) -> list[Phase]:
+    """Stretches with the same kind of statistics. A logged value is of the epoch, or steps, that it ends."""
+    found: list[Phase] = []
+    start = 0.0
+    for end, value in is_global:
+        state = value >= 0.5
+        if found and found[-1][2] == state:
+            start = found.pop()[0]
+        found.append((start, end, state))
+        start = end
+    return found
+
+
+def draw_curves(run_dir: str | Path) -> Path:
+    """Write ``curves.png`` into the run folder and return its path.
+
+    Raises:
+        FileNotFoundError: the folder has no ``metrics.csv``.
+    """
+    folder = Path(run_dir).resolve()
+    if not (folder / "metrics.csv").is_file():
+        raise FileNotFoundError(f"{folder} has no metrics.csv; give a folder that recipes/train.py made")
+    series = read_metrics(folder / "metrics.csv")
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    loss, accuracy = figure.subplots(1, 2)
+    for axes, metric, title in ((loss, "loss", "loss"), (accuracy, "acc", "accuracy")):
+        _shade(axes, phases(series.get(IS_GLOBAL, [])))
+        _plot(axes, series.get(f"train/{metric}", []), TRAIN_COLOUR, "train")
+        _plot(axes, series.get(f"val/{metric}", []), VAL_COLOUR, "validation")
+        axes.set(title=title, xlabel="epoch")
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    if min((value for _, value in series.get("train/loss", [])), default=0.0) > 0:
+        loss.set_yscale("log")
+    for name, values in series.items():
+        if name == "test/acc":
+            value = values[-1][1]
+            accuracy.axhline(
+                value, color=TEST_COLOUR, linewidth=1, linestyle=":", label=f"test, at the end: {value:.4f}"
+            )
+        elif name.startswith("lr-"):
+            _plot_learning_rate(loss, values)
+    for axes in (loss, accuracy):
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="best", fontsize=8, framealpha=0.9)
+    figure.suptitle(f"{folder.parent.name}/{folder.name}", fontsize=9, color="#555555")
+    figure.savefig(folder / "curves.png", dpi=120)
+    return folder / "curves.png"
+
+
+def _plot(axes: Axes, values: Series, colour: str, label: str) -> None:
+    if values:
+        marker = "o" if len(values) <= 60 else None
+        axes.plot(*zip(*values, strict=True), marker=marker, markersize=3.5, color=colour, label=label)
+
+
+def _plot_learning_rate(axes: Axes, values: Series) -> None:
+    """On an axis of its own, at the right; the legend of ``axes`` names it."""
+    right = axes.twinx()
+    right.plot(*zip(*values, strict=True), color=RATE_COLOUR, linewidth=1, linestyle="--")
+    right.set_ylim(bottom=0)
+    right.tick_params(labelsize=8, colors=RATE_COLOUR)
+    right.spines["top"].set_visible(False)
+    axes.plot([], [], color=RATE_COLOUR, linewidth=1, linestyle="--", label="learning rate (right)")
+
+
+def _shade(axes: Axes, stretches: list[Phase]) -> None:
+    named: set[bool] = set()
+    for start, end, is_global in stretches:
+        label = None if is_global in named else f"batch norm: {'global' if is_global else 'local'} statistics"
+        named.add(is_global)
+        axes.axvspan(
+            start, end, color=GLOBAL_COLOUR if is_global else LOCAL_COLOUR, alpha=0.22, linewidth=0, label=label
+        )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dir", type=Path)
+    print(draw_curves(parser.parse_args().run_dir))

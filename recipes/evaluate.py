@@ -1,0 +1,79 @@
+"""Test a checkpoint on one device, with the configuration that its run folder keeps.
+
+python recipes/evaluate.py runs/digits_resnet20/DATE/checkpoints/last.ckpt
+python recipes/evaluate.py CHECKPOINT data.root=/elsewhere trainer.accelerator=gpu
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from command_line import explain
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from training import build
+
+
+def evaluate(checkpoint: Path, overrides: list[str]) -> dict[str, float]:
+    """Return the test metrics of a checkpoint.
+
+    Raises:
+        FileNotFoundError: no checkpoint, or no run folder around it.
+        ValueError: the file is not a checkpoint, or not of the configuration's model.
+    """
+    state = read_checkpoint(checkpoint)
+    trainer, model, data = build(read_config(checkpoint, overrides))
+    data.check(world_size=1)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise ValueError(f"{checkpoint} holds another model than its run's configuration: {error}") from error
+    metrics = trainer.test(model, datamodule=data, verbose=False)[0]
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
+    """The weights in a checkpoint; nothing in the file is executed."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no checkpoint {path}; runs keep theirs in RUN_DIR/checkpoints/last.ckpt")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    except Exception as error:  # an unpickler fails in any way at bytes that are no pickle
+        raise ValueError(f"{path} is not a checkpoint of recipes/train.py: {error}") from error
+
+
+def read_config(checkpoint: Path, overrides: list[str]) -> dict[str, Any]:
+    """The configuration that the checkpoint's run folder keeps, on one device and writing nothing."""
+    run_dir = checkpoint.resolve().parents[1]
+    path = run_dir / ".hydra" / "config.yaml"
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {path}; leave the checkpoint in its run folder")
+    config = OmegaConf.load(path)
+    OmegaConf.set_struct(config, True)
+    config.run_dir, config.callbacks = str(run_dir), {}
+    here = {"devices": 1, "num_nodes": 1, "strategy": "auto", "logger": False, "enable_checkpointing": False}
+    for name, value in here.items():
+        config.trainer[name] = value
+    config.merge_with_dotlist(overrides)
+    return OmegaConf.to_container(config, resolve=True)  # type: ignore[return-value]
+
+
+def main() -> None:
+    """Print the test metrics."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    arguments = parser.parse_args()
+    try:
+        metrics = evaluate(arguments.checkpoint, arguments.overrides)
+    except (ValueError, OSError, ImportError, OmegaConfBaseException) as error:
+        sys.exit(f"error: {explain(error)}")
+    print("  ".join(f"{name}={value:.4f}" for name, value in sorted(metrics.items())))
+
+
+if __name__ == "__main__":
+    main()

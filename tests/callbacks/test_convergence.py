@@ -1,0 +1,105 @@
+"""The policy of adaptive global batch norm, without a Trainer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_dp.callbacks import AdaptiveGlobalBatchNorm, Plateau
+from lightning_dp.callbacks.convergence import ask
+from lightning_dp.callbacks.statistics_policy import in_global_phase, local_batch_size
+
+
+def epochs(plateau: Plateau, values: list[float]) -> list[bool]:
+    return [plateau.update({"train_loss": torch.tensor(value)}) for value in values]
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "converged_from"),
+    [
+        ({}, [3.0, 2.0, 1.0, 1.0, 1.0, 1.0], 5),
+        ({}, [3.0, 3.0, 3.0, 2.0, 2.0, 2.0, 2.0], 6),  # an improvement starts the count anew
+        ({"patience": 1}, [1.0, 1.0], 1),
+        ({"patience": 1, "min_delta": 0.5}, [3.0, 2.4, 2.0], 2),  # 0.4 better than the best is no improvement
+        ({"patience": 1, "min_delta": 0.0}, [3.0, 3.0], 1),  # equal is none either
+        ({"patience": 2, "min_delta": 0.1}, [1.0, 0.95, 0.89, 0.88, 0.87], 4),  # slow progress adds up
+        ({"patience": 1, "mode": "max"}, [0.1, 0.5, 0.4], 2),
+        ({"patience": 2}, [1.0, float("nan"), float("inf"), 1.0, float("nan"), 1.0], 5),  # diverging is not converging
+        ({"patience": 1}, [1.0, 1.0, 0.0, -1.0], 1),  # once and for all
+        ({"patience": 3}, [1.0, 0.5, 0.2], None),
+    ],
+)
+def test_plateau(options, values, converged_from):
+    expected = [converged_from is not None and epoch >= converged_from for epoch in range(len(values))]
+    assert epochs(Plateau(**options), values) == expected
+
+
+def test_plateau_goes_on_from_its_state():
+    first, second = Plateau(patience=2), Plateau(patience=2)
+    epochs(first, [1.0, 1.0])
+    second.load_state_dict(first.state_dict())
+    assert epochs(second, [1.0]) == [True]
+    assert epochs(Plateau(patience=2), [1.0]) == [False]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patience": 0}, "patience=0 must be at least 1"),
+        ({"min_delta": -1.0}, r"min_delta=-1\.0 must not be negative"),
+        ({"mode": "lower"}, "mode='lower' is not known; use 'min' or 'max'"),
+    ],
+)
+def test_plateau_checks_its_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        Plateau(**options)
+
+
+def test_plateau_names_what_it_could_monitor():
+    with pytest.raises(ValueError, match="monitor='val_los' was not logged; available: train_acc, val_loss"):
+        Plateau("val_los").update({"val_loss": 1.0, "train_acc": 0.5})
+
+
+def test_ask_takes_objects_and_functions_and_reports_failures():
+    plateau = Plateau(patience=1)
+    assert ask(plateau, {"train_loss": 1.0}) == (False, "")
+    assert ask(plateau, {"train_loss": 1.0}) == (True, "")
+    assert ask(lambda metrics: metrics["acc"] > 0.9, {"acc": torch.tensor(0.95)}) == (True, "")
+    converged, failure = ask(plateau.update, {})
+    assert not converged
+    assert failure.startswith("Traceback")
+    assert "available: none at all" in failure
+
+
+@pytest.mark.parametrize(
+    ("phase", "before", "after"),
+    [("until_converged", True, False), ("after_converged", False, True), ("always", True, True)],
+)
+def test_phases(phase, before, after):
+    assert in_global_phase(phase, converged=False) is before
+    assert in_global_phase(phase, converged=True) is after
+
+
+def test_local_batch_size():
+    images = torch.zeros(5, 3, 8, 8)
+    assert local_batch_size(images) == local_batch_size([images, torch.zeros(5)]) == 5
+    assert local_batch_size({"name": "x", "scale": torch.tensor(2.0), "x": (images, None)}) == 5
+    assert local_batch_size(torch.zeros(0, 3)) == 0
+    with pytest.raises(ValueError, match="a list without tensors does not tell it"):
+        local_batch_size([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_batch_size": 0}, "max_batch_size=0 must be at least 1, or None"),
+        ({"group_size": -2}, "group_size=-2 must be at least 1, or None"),
+        ({"global_phase": "sometimes"}, "global_phase='sometimes' is not known; use 'until_converged'"),
+        ({"global_phase": "always", "convergence": Plateau()}, "'always' never asks for convergence"),
+        ({"global_phase": "after_converged"}, "'after_converged' never begins without a criterion"),
+        ({"convergence": 3}, "convergence=3 has no update"),
+    ],
+)
+def test_contradictions_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        AdaptiveGlobalBatchNorm(**options)

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import time
+import warnings
+
+import pytest
+import torch
+from lightning_fabric.utilities.warnings import PossibleUserWarning
+from pytorch_lightning.strategies import DDPStrategy
+
+from lightning_dp.callbacks.step_timer import StepTimer
+from lightning_dp.collectives.two_level import TwoLevelAllReduce
+from lightning_dp.strategies import LayeredSGDStrategy
+from tests.ranks import run_processes
+from tests.strategies.modules import SMALL_BUCKETS_MB, Net, data, trainer
+
+LOAD_S, COMPUTE_S, NETWORK_S = 0.02, 0.03, 0.2
+
+
+class SlowNet(Net):
+    def training_step(self, batch, batch_idx):
+        time.sleep(COMPUTE_S)
+        return super().training_step(batch, batch_idx)
+
+
+class SlowLoading(torch.utils.data.TensorDataset):
+    def __getitems__(self, indices):
+        time.sleep(LOAD_S)
+        return [self[i] for i in indices]
+
+
+def timed_fit(rank, strategy, world_size, slow_network=False):
+    if slow_network:
+        crossing = TwoLevelAllReduce.all_reduce_between
+
+        def late(self, buffer):
+            time.sleep(NETWORK_S)
+            crossing(self, buffer)
+
+        TwoLevelAllReduce.all_reduce_between = late
+    dataset = SlowLoading(*data(world_size, steps=10).dataset.tensors)
+    t = trainer(strategy, world_size, callbacks=[StepTimer()])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PossibleUserWarning)
+        t.fit(SlowNet(), torch.utils.data.DataLoader(dataset, batch_size=3))
+    return {name: float(value) for name, value in t.callback_metrics.items() if name.startswith("time/")}
+
+
+NAMES = {"time/step_s", "time/data_wait_s", "time/compute_s", "time/exposed_communication_s"}
+
+
+def check(times):
+    assert times.keys() == NAMES
+    assert times["time/data_wait_s"] >= LOAD_S
+    assert times["time/compute_s"] >= COMPUTE_S
+    parts = sum(times[name] for name in NAMES - {"time/step_s"})
+    assert times["time/step_s"] == pytest.approx(parts)
+
+
+def test_one_process():
+    times = timed_fit(0, "auto", 1)
+    check(times)
+    assert times["time/exposed_communication_s"] == 0.0
+
+
+def test_ddp():
+    times = run_processes(2, timed_fit, DDPStrategy(), 2)[0]
+    check(times)
+    assert times["time/exposed_communication_s"] > 0.0
+
+
+def test_layered_sgd_shows_what_is_not_hidden():
+    """One bucket a step, late by 200 ms, of which loading hides 20: the rest is seen."""
+    strategy = LayeredSGDStrategy(1, overlap="load")
+    times = run_processes(2, timed_fit, strategy, 2, True)[0]
+    check(times)
+    assert times["time/exposed_communication_s"] >= 0.25 * NETWORK_S
+
+
+def test_layered_sgd_of_one_group_is_timed_as_ddp():
+    times = run_processes(2, timed_fit, LayeredSGDStrategy(2, bucket_cap_mb=SMALL_BUCKETS_MB), 2)[0]
+    check(times)
+    assert times["time/exposed_communication_s"] > 0.0

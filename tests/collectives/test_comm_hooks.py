@@ -1,0 +1,264 @@
+"""The hook under DistributedDataParallel, against one process on the concatenated batch."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dp._lightning import Callback, DDPStrategy, LightningModule, Trainer
+from lightning_dp.collectives import RingState, comm_hooks, ring_all_reduce_hook
+from tests.ranks import run_processes
+
+THREAD = "ring_all_reduce_hook"
+
+
+def network() -> torch.nn.Sequential:
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 5), torch.nn.Linear(5, 3))
+
+
+def shard(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features and a random cotangent; rank r has r + 2 samples."""
+    generator = torch.Generator().manual_seed(rank)
+    shape = (rank + 2,)
+    return (
+        torch.randn(*shape, 6, generator=generator, dtype=torch.float64),
+        torch.randn(*shape, 3, generator=generator, dtype=torch.float64),
+    )
+
+
+def oracle(ranks: list[int]) -> list[torch.Tensor]:
+    """Gradient of the sum over all samples, a N-th of it: DDP averages over ranks."""
+    model = network().double()
+    features, cotangents = (torch.cat(parts) for parts in zip(*map(shard, ranks), strict=True))
+    ((model(features) * cotangents).sum() / len(ranks)).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def ring_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == THREAD]
+
+
+def gradients(rank: int, state: RingState | None, group: dist.ProcessGroup | None, dtype=torch.float64):
+    """Of two backward passes, in several buckets (a bucket a parameter after the first pass)."""
+    model = DistributedDataParallel(network().to(dtype), process_group=group, bucket_cap_mb=1e-5)
+    model.register_comm_hook(state, ring_all_reduce_hook)
+    for _ in range(2):
+        model.zero_grad()
+        features, cotangents = (part.to(dtype) for part in shard(rank))
+        (model(features) * cotangents).sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def assert_close(results, expected, **tolerance) -> None:
+    for mine in results:
+        for gradient, first, right in zip(mine, results[0], expected, strict=True):
+            assert torch.equal(gradient, first), "not the same bits on all ranks"
+            torch.testing.assert_close(gradient.double(), right, **tolerance)
+
+
+def averaged(rank, identity=False):
+    if identity:
+        comm_hooks.ring_all_reduce = lambda tensor, *args, **kwargs: tensor
+    dist.init_process_group("gloo")
+    return gradients(rank, None, None)
+
+
+def test_gradients_are_those_of_the_concatenated_batch():
+    assert_close(run_processes(3, averaged), oracle([0, 1, 2]))
+
+
+def test_the_check_fails_without_communication():
+    with pytest.raises(AssertionError):
+        assert_close(run_processes(2, averaged, True), oracle([0, 1]))
+
+
+def averaged_in_sub_groups(rank):
+    dist.init_process_group("gloo")
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    ring_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    state = RingState(ring_groups[rank % 2])
+    mine = gradients(rank, state, groups[rank % 2])
+    state.close()
+    return mine
+
+
+def test_sub_groups():
+    results = run_processes(4, averaged_in_sub_groups)
+    assert_close(results[0::2], oracle([0, 2]))
+    assert_close(results[1::2], oracle([1, 3]))
+
+
+def averaged_in_sixteen_bits(rank, wire_dtype):
+    dist.init_process_group("gloo")
+    return gradients(rank, RingState(wire_dtype=wire_dtype), None, torch.float32)
+
+
+@pytest.mark.parametrize("wire_dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bits_on_the_wire(wire_dtype):
+    tolerance = 8 * torch.finfo(wire_dtype).eps
+    results = run_processes(2, averaged_in_sixteen_bits, wire_dtype)
+    assert_close(results, oracle([0, 1]), rtol=tolerance, atol=tolerance)
+    exact = oracle([0, 1])
+    assert not all(torch.equal(mine, right.float()) for mine, right in zip(results[0], exact, strict=True))
+
+
+class Meeting(torch.autograd.Function):
+    """Between two layers: its backward holds until the ring has begun with the later layer, and then lets it go on."""
+
+    takes_place = False
+    begun = threading.Event()
+    go_on = threading.Event()
+
+    @staticmethod
+    def forward(ctx, features):
+        return features.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        assert not Meeting.takes_place or Meeting.begun.wait(20), "no bucket was started while backward went on"
+        Meeting.go_on.set()
+        return gradient
+
+
+def overlapped(rank):
+    dist.init_process_group("gloo")
+    ring = comm_hooks.ring_all_reduce
+
+    def ring_that_waits_for_backward(*args, **kwargs):
+        Meeting.begun.set()
+        assert not Meeting.takes_place or Meeting.go_on.wait(20), "backward stood still until the bucket was done"
+        return ring(*args, **kwargs)
+
+    comm_hooks.ring_all_reduce = ring_that_waits_for_backward
+    first, second = torch.nn.Linear(6, 9).double(), torch.nn.Linear(9, 3).double()
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = first, second
+
+        def forward(self, features):
+            return self.second(Meeting.apply(self.first(features)))
+
+    model = DistributedDataParallel(Model(), bucket_cap_mb=1e-5)
+    model.register_comm_hook(RingState(), ring_all_reduce_hook)
+    model(shard(rank)[0]).sum().backward()  # after this one DDP makes its buckets anew, in backward's order
+    Meeting.takes_place = True
+    Meeting.begun.clear()
+    Meeting.go_on.clear()
+    model(shard(rank)[0]).sum().backward()
+    return Meeting.begun.is_set() and Meeting.go_on.is_set()
+
+
+def test_buckets_start_while_backward_goes_on():
+    assert run_processes(2, overlapped) == [True, True]
+
+
+def used_again(rank):
+    """One state through two default groups, closed in between or not; nothing stays behind."""
+    state = RingState()
+    port_store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]))
+    num_groups = []
+    for run in range(3):
+        dist.init_process_group("gloo", store=dist.PrefixStore(str(run), port_store), rank=rank, world_size=2)
+        first = gradients(rank, state, None)
+        if run == 0:
+            state.close()
+            num_groups.append(len(dist.distributed_c10d._world.pg_map))
+            assert all(map(torch.equal, first, gradients(rank, state, None)))
+        dist.destroy_process_group()
+        if run == 1:
+            state.close()  # of a group that has gone
+    for thread in threading.enumerate():
+        if thread.name == THREAD:
+            thread.join(10)
+    return num_groups, ring_threads()
+
+
+def test_a_state_leaves_no_thread_and_no_group_and_can_be_used_again():
+    assert run_processes(2, used_again) == [([1], [])] * 2
+
+
+def disagreeing(rank):
+    dist.init_process_group("gloo")
+    state = RingState(segment_bytes=1000 + rank)
+    with pytest.raises(RuntimeError, match="do not make the same call"):
+        gradients(rank, state, None)
+    state.close()
+    return ring_threads()
+
+
+def test_an_error_in_the_ring_is_raised_by_backward():
+    assert run_processes(2, disagreeing) == [[], []]
+
+
+def wrong_state(rank):
+    dist.init_process_group("gloo")
+    with pytest.raises(TypeError, match=r"use RingState\(group=\.\.\.\) or None"):
+        gradients(rank, dist.group.WORLD, None)
+
+
+def test_another_state_is_refused():
+    run_processes(1, wrong_state)
+    with pytest.raises(ValueError, match=r"wire_dtype=torch.int8 is not supported; use None, torch.float16"):
+        RingState(wire_dtype=torch.int8)
+
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.network = network().double()
+
+    def training_step(self, batch, index):
+        features, cotangents = shard(self.global_rank)
+        return (self.network(features) * cotangents).sum()
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader([0, 1], batch_size=1)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class RegisterRing(Callback):
+    """What docs/ring_all_reduce.md shows."""
+
+    def on_train_start(self, trainer, pl_module):
+        trainer.strategy.model.register_comm_hook(RingState(), ring_all_reduce_hook)
+
+
+def trained(rank):
+    calls = []
+    ring = comm_hooks.ring_all_reduce
+    comm_hooks.ring_all_reduce = lambda *args, **kwargs: calls.append(1) or ring(*args, **kwargs)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=DDPStrategy(process_group_backend="gloo"),
+        max_steps=1,
+        callbacks=[RegisterRing()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    module = Module()
+    trainer.fit(module)
+    return len(calls), [parameter.detach() for parameter in module.network.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_in_a_lightning_trainer_on_cpu():
+    expected = [
+        parameter.detach() - g for parameter, g in zip(network().double().parameters(), oracle([0, 1]), strict=True)
+    ]
+    results = run_processes(2, trained)
+    assert all(calls for calls, _ in results)
+    assert_close([parameters for _, parameters in results], expected)

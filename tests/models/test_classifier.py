@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchmetrics.metric
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
+from torch.utils.data import DataLoader
+
+from lightning_dp._lightning import DDPStrategy, Trainer
+from lightning_dp.models import Classifier, resnet20
+from tests.ranks import run_processes
+
+CLASSES = 7
+SGD_PARTIAL = partial(SGD, lr=0.1, momentum=0.9)
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(CLASSES))
+
+
+def classifier(**options: Any) -> Classifier:
+    torch.manual_seed(1)
+    model = network()
+    model(torch.zeros(2, 3, 5, 5))
+    return Classifier(model, CLASSES, SGD_PARTIAL, **options)
+
+
+def batch(size: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 3, 5, 5, generator=generator)
+    return x, torch.randint(CLASSES, (size,), generator=generator)
+
+
+def trainer(**options: Any) -> Trainer:
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
+    return Trainer(**{"accelerator": "cpu", "devices": 1, "max_epochs": 1, **quiet, **options})
+
+
+# Of two ranks: uneven, an odd number in all, and one batch is empty.
+SHARDS = [[batch(5, 1), batch(3, 2)], [batch(5, 3), batch(0, 4)]]
+
+
+def evaluate_shard(rank: int, fault: str | None) -> dict[str, float]:
+    """The metrics of a test on two ranks that have, as after training, running statistics of their own.
+
+    Lightning's strategy then takes rank 0's, which are those that a checkpoint holds.
+    """
+    if fault == "no reduction":
+        torchmetrics.metric.gather_all_tensors = lambda tensor, group=None: [tensor]
+    model = classifier()
+    model.model[1].running_mean += rank
+    loader = DataLoader(SHARDS[rank], batch_size=None)
+    strategy = DDPStrategy(process_group_backend="gloo")
+    return trainer(devices=2, strategy=strategy, use_distributed_sampler=False).test(model, loader, verbose=False)[0]
+
+
+def reference() -> dict[str, float]:
+    """In one process, on the concatenated images, in float64, with rank 0's statistics."""
+    model = classifier().double().eval()
+    x, y = (torch.cat(tensors) for tensors in zip(*SHARDS[0], *SHARDS[1], strict=True))
+    with torch.no_grad():
+        logits = model(x.double())
+    best = logits.topk(5).indices == y[:, None]
+    return {
+        "test/loss": F.cross_entropy(logits, y).item(),
+        "test/acc": best[:, 0].double().mean().item(),
+        "test/acc5": best.any(1).double().mean().item(),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Using `DistributedSampler`", "ignore:It is recommended to use")
+def test_metrics_on_two_ranks_are_those_of_all_images_in_one_process():
+    for metrics in run_processes(2, evaluate_shard, None):
+        assert metrics == pytest.approx(reference(), rel=1e-6)
+
+
+def test_the_test_above_sees_a_missing_reduction():
+    metrics, expected = run_processes(2, evaluate_shard, "no reduction")[1], reference()
+    for name in expected:
+        assert metrics[name] != pytest.approx(expected[name], rel=1e-3)
+
+
+def test_the_training_loss_is_weighted_by_batch_size_and_alone_is_smoothed():
+    model = classifier(label_smoothing=0.2)
+    model.optimizer = partial(SGD, lr=0.0)
+    batches = [batch(5, 1), batch(2, 2)]
+    run = trainer()
+    run.fit(model, DataLoader(batches, batch_size=None), DataLoader(batches, batch_size=None))
+    logged = {name: value.item() for name, value in run.callback_metrics.items()}
+    trained = {name: value.clone() for name, value in model.state_dict().items()}
+    model.train()
+    with torch.no_grad():
+        smoothed = sum(F.cross_entropy(model(x), y, label_smoothing=0.2).item() * len(y) for x, y in batches) / 7
+        model.load_state_dict(trained)
+        model.eval()
+        plain = sum(F.cross_entropy(model(x), y).item() * len(y) for x, y in batches) / 7
+    assert logged["train/loss"] == pytest.approx(smoothed, rel=1e-5)
+    assert logged["val/loss"] == pytest.approx(plain, rel=1e-5)
+    assert {"train/acc", "val/acc"} <= set(logged)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "interval", "rates"),
+    [
+        (partial(OneCycleLR, max_lr=0.1, pct_start=0.5, cycle_momentum=False), "step", None),
+        (partial(MultiStepLR, milestones=[2, 5]), "step", [0.1, 0.1, 0.01, 0.01, 0.01, 0.001]),
+        (partial(MultiStepLR, milestones=[1]), "epoch", [0.1] * 3 + [0.01] * 3),
+        (None, "step", [0.1] * 6),
+    ],
+)
+def test_schedules_count_what_they_should_and_checkpoints_hold_plain_values(tmp_path, scheduler, interval, rates):
+    seen = []
+
+    class Watched(SGD):
+        def step(self, closure=None):
+            seen.append(self.param_groups[0]["lr"])
+            return super().step(closure)
+
+    model = classifier(scheduler=scheduler, interval=interval)
+    model.optimizer = partial(Watched, lr=0.1, momentum=0.9)
+    run = trainer(max_epochs=2)
+    images = DataLoader([batch(4, seed) for seed in range(3)], batch_size=None)
+    run.fit(model, images, images)
+    if rates is None:  # up to the maximum at half of the six steps, and to nothing at the end
+        assert max(seen) == pytest.approx(0.1)
+        assert 1 <= seen.index(max(seen)) <= 3
+        assert seen[-1] < 1e-3
+    else:
+        assert seen == pytest.approx(rates)
+    run.save_checkpoint(tmp_path / "last.ckpt")
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert checkpoint["hyper_parameters"]["num_classes"] == CLASSES
+    assert set(checkpoint["state_dict"]) == {f"model.{name}" for name in model.model.state_dict()}
+
+
+def test_channels_last_changes_the_layout_and_not_the_result():
+    torch.manual_seed(0)
+    fast = Classifier(resnet20(), 10, SGD_PARTIAL)
+    plain = Classifier(resnet20(), 10, SGD_PARTIAL, channels_last=False)
+    plain.load_state_dict(fast.state_dict())
+    x = torch.randn(2, 3, 32, 32)
+    layouts = []
+    fast.model.stage3.register_forward_hook(
+        lambda _module, _args, out: layouts.append(out.is_contiguous(memory_format=torch.channels_last))
+    )
+    torch.testing.assert_close(fast(x), plain(x), rtol=1e-4, atol=1e-4)
+    assert layouts == [True]
+    assert fast.model.conv1.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_few_classes_have_no_top_5_and_a_wrong_interval_is_refused():
+    assert Classifier(nn.Linear(2, 3), 3, SGD_PARTIAL).test_acc5 is None
+    with pytest.raises(ValueError, match="interval='batch'"):
+        Classifier(nn.Linear(2, 3), 3, SGD_PARTIAL, interval="batch")

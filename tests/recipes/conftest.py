@@ -1,0 +1,73 @@
+"""Runs of recipes/train.py on small made-up data, shared by the tests of this folder."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TRAIN = ROOT / "recipes" / "train.py"
+
+sys.path.insert(0, str(ROOT / "recipes"))  # the recipes are scripts, and import each other as such
+
+TINY = (
+    *("name=tiny", "data=synthetic", "data.num_train=48", "data.num_val=20", "data.num_test=21", "data.batch_size=16"),
+    *("trainer=cpu", "trainer.max_epochs=2", "trainer.enable_progress_bar=false", "~callbacks.progress_bar"),
+)
+EXPECTED = {
+    *(".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "checkpoints/last.ckpt"),
+    *("curves.png", "hparams.yaml", "metrics.csv", "train.log"),
+}
+
+
+class Run:
+    """A finished command: its status and output, and the files it left in its folder."""
+
+    def __init__(self, folder: Path, launcher: tuple[str, ...], arguments: tuple[str, ...]) -> None:
+        self.folder = folder
+        command = [sys.executable, *launcher, *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+        self.status, self.out, self.err = done.returncode, done.stdout, done.stderr
+
+    def files(self) -> dict[str, set[str]]:
+        """Run folder -> its files. Every file that the command left must be in a run's folder."""
+        found: dict[str, set[str]] = {}
+        for path in self.folder.rglob("*"):
+            if path.is_file():
+                inside = path.relative_to(self.folder).parts
+                depth = 4 if inside[2].startswith("sweep_") and len(inside) > 4 else 3
+                found.setdefault("/".join(inside[:depth]), set()).add("/".join(inside[depth:]))
+        return found
+
+    def run_dir(self) -> Path:
+        """The only run's folder."""
+        (name,) = self.files()
+        return self.folder / name
+
+
+def metrics(run_dir: Path) -> list[dict[str, str]]:
+    with open(run_dir / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """``start("seed=1", ...)``: train.py on the small data, in a folder of its own."""
+
+    def start(*arguments: str, launcher: tuple[str, ...] = ()) -> Run:
+        return Run(tmp_path_factory.mktemp("run"), (*launcher, str(TRAIN)), (*TINY, *arguments))
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def single(start: Callable[..., Run]) -> Run:
+    """A run on two ranks."""
+    return start("trainer.devices=2", "seed=2", "strategy=layered_sgd", "callbacks=agbn")

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+
+HEADER = "agbn/is_global,epoch,lr-SGD,step,test/acc,train/acc,train/loss,val/acc,val/loss\n"
+ROWS = (
+    ",,0.1,0,,,,,\n",
+    ",0,,4,,,,0.3,2.0\n",
+    "1.0,0,,4,,0.4,1.5,,\n",
+    ",,0.05,5,,,,,\n",
+    "1.0,1,,9,,0.7,0.5,,\n",
+    "0.0,2,,14,,0.9,0.2,,\n",
+    ",3,,15,0.8,,,,\n",
+)
+
+
+def test_columns_become_series_over_epochs(tmp_path):
+    from curves import read_metrics
+
+    (tmp_path / "metrics.csv").write_text(HEADER + "".join(ROWS))
+    series = read_metrics(tmp_path / "metrics.csv")
+    assert series["train/loss"] == [(1.0, 1.5), (2.0, 0.5), (3.0, 0.2)]
+    assert series["val/acc"] == [(1.0, 0.3)]
+    assert series["lr-SGD"] == [(0.2, 0.1), (1.2, 0.05)]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1, 1, 0, 0], [(0, 2, True), (2, 4, False)]),
+        ([0, 1, 1], [(0, 1, False), (1, 3, True)]),
+        ([1], [(0, 1, True)]),
+        ([], []),
+    ],
+)
+def test_phases_of_batch_norm(values, expected):
+    from curves import phases
+
+    assert phases([(epoch + 1.0, value) for epoch, value in enumerate(values)]) == expected
+
+
+@pytest.mark.parametrize("columns", ["all", "without batch norm's", "nothing"])
+def test_a_picture_is_drawn_from_whatever_was_logged(tmp_path, columns):
+    from curves import draw_curves
+
+    text = {"all": HEADER + "".join(ROWS), "nothing": "epoch,step\n"}.get(columns)
+    if text is None:
+        text = HEADER.replace("agbn/is_global", "other") + "".join(ROWS)
+    (tmp_path / "metrics.csv").write_text(text)
+    assert draw_curves(tmp_path).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_folder_without_metrics(tmp_path):
+    from curves import draw_curves
+
+    with pytest.raises(FileNotFoundError, match=r"has no metrics\.csv"):
+        draw_curves(tmp_path)

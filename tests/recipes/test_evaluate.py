@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path):
+    from evaluate import read_checkpoint, read_config
+
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        read_checkpoint(tmp_path / "last.ckpt")
+    (tmp_path / "last.ckpt").write_text("epoch,step\n")
+    with pytest.raises(ValueError, match="is not a checkpoint"):
+        read_checkpoint(tmp_path / "last.ckpt")
+    torch.save({"state_dict": {}}, tmp_path / "last.ckpt")
+    with pytest.raises(FileNotFoundError, match="leave the checkpoint in its run folder"):
+        read_config(tmp_path / "last.ckpt", [])
+
+
+class Trap:
+    sprung = False
+
+    def __reduce__(self):
+        return Trap._spring, ()
+
+    @staticmethod
+    def _spring() -> None:
+        Trap.sprung = True
+
+
+def test_nothing_in_a_checkpoint_is_executed(tmp_path):
+    from evaluate import read_checkpoint
+
+    torch.save({"state_dict": Trap()}, tmp_path / "last.ckpt")
+    with pytest.raises(ValueError, match="is not a checkpoint"):
+        read_checkpoint(tmp_path / "last.ckpt")
+    assert not Trap.sprung
+    pickle.loads(pickle.dumps(Trap()))  # noqa: S301  our own
+    assert Trap.sprung, "the trap works"
+
+
+def test_another_model_is_named(single):
+    from evaluate import evaluate
+
+    checkpoint = single.run_dir() / "checkpoints" / "last.ckpt"
+    with pytest.raises(ValueError, match="holds another model"):
+        evaluate(checkpoint, ["model.model.num_classes=9"])

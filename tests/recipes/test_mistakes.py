@@ -1,0 +1,128 @@
+"""Bad input: one clear error, status 1, and nothing left on disk. In this process, for speed."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def fail(monkeypatch, tmp_path, capsys):
+    """``fail("data=nope")``: the error that train.py ends with. No process may have been started."""
+    import command_line
+    import train
+
+    def launched(*args: object, **options: object) -> None:
+        pytest.fail("processes were started")
+
+    def fail(*arguments: str) -> str:
+        monkeypatch.setattr(train, "launch", launched)
+        monkeypatch.setattr(sys, "argv", ["train.py", "name=bad", *arguments])
+        handlers, level = list(logging.root.handlers), logging.root.level
+        with pytest.raises(SystemExit) as caught:
+            command_line.run(train.main)
+        logging.root.handlers[:], logging.root.level = handlers, level
+        assert list(tmp_path.iterdir()) == [], "something was left on disk"
+        assert "Traceback" not in capsys.readouterr().err
+        assert isinstance(caught.value.code, str), "status 1, and the message on standard error"
+        return caught.value.code
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["strategy=nope"], ["Could not find 'strategy/nope'", "ddp", "layered_sgd"]),
+        (["strateggy=ddp"], ["strateggy is unknown; did you mean strategy?", "callbacks, data"]),
+        (["data.bach_size=3"], ["data.bach_size is unknown; did you mean batch_size?", "num_workers, seed"]),
+        (["+data.augment=true"], ["data.augment is no argument of lightning_dp.data.Digits; there are batch_size"]),
+        (["model.model._target_=lightning_dp.models.vgg"], ["model.model._target_=", "cannot be imported"]),
+        (["trainer=cpu", "trainer.devices=100000"], ["trainer.devices=100000", "CPU cores; use at most"]),
+        (["trainer=cpu", "trainer.devices=0"], ["trainer.devices=0 must be a number from 1"]),
+        (["trainer.num_nodes=2"], ["num_nodes=2", "torchrun --nnodes=2"]),
+        (["trainer=cpu", "trainer.devices=2", "data.batch_size=1"], ["batch_size=1", "number of ranks (2)"]),
+        (["data=cifar10", "data.root=no/where"], ["no/where/cifar-10-batches-py", "download=true"]),
+        (["strategy=ddp,layered_sgd"], ["--multirun"]),
+        (["--multirun", "strategy=ddp,nope"], ["Could not find 'strategy/nope'", "layered_sgd"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_a_mistake_is_named_with_the_remedy(fail, arguments, expected):
+    message = fail(*arguments)
+    for part in expected:
+        assert part in message
+    assert len(message.splitlines()) <= 6
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(fail):
+    assert "there is no GPU that torch can use; use trainer=cpu" in fail("trainer=gpu")
+
+
+@pytest.fixture
+def mirror(tmp_path_factory):
+    """Address of a server on this machine, and the folder that it serves."""
+    folder = tmp_path_factory.mktemp("mirror")
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", folder
+        server.shutdown()
+        thread.join()
+
+
+def test_a_wrong_checksum(fail, mirror, tmp_path_factory):
+    (address, served), root = mirror, tmp_path_factory.mktemp("root")
+    (served / "archive").write_bytes(b"not the archive")
+    message = fail("data=cifar10", f"data.root={root}", "data.download=true", f"+data.url={address}/archive")
+    assert "expected sha256" in message
+    assert list(root.iterdir()) == []
+
+
+def test_a_sweep_under_torchrun_is_refused(fail, monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert "not torchrun" in fail("--multirun", "seed=1,2")
+    assert "2 processes were started, for 1 devices" in fail("trainer=cpu")
+
+
+def test_only_the_first_rank_of_a_launcher_has_a_run_folder():
+    from command_line import arguments_of_rank
+
+    assert arguments_of_rank(["seed=1"], 0, "/elsewhere") == ["seed=1"]
+    assert arguments_of_rank(["seed=1"], 1, "/elsewhere")[1] == "hydra.run.dir=/elsewhere"
+
+
+def test_multirun_may_stand_between_the_overrides():
+    from command_line import arguments_of_rank
+
+    assert arguments_of_rank(["a=1", "-m", "b=1,2"], None, "/elsewhere") == ["-m", "a=1", "b=1,2"]
+
+
+def test_a_folder_with_results_is_never_removed(tmp_path):
+    from command_line import mistaken
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    HydraConfig.instance().cfg = OmegaConf.create({"hydra": {"mode": "RUN"}})
+    folder = tmp_path / "runs" / "old"
+    folder.mkdir(parents=True)
+    (folder / "metrics.csv").write_text("epoch\n")
+    mistaken(str(folder), ValueError("no"))
+    assert (folder / "metrics.csv").exists()
+    (folder / "metrics.csv").unlink()
+    (folder / "train.log").touch()
+    mistaken(str(folder), ValueError("no"))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tests.recipes.conftest import EXPECTED, ROOT, metrics
+
+
+def weights(run_dir):
+    return torch.load(run_dir / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+
+
+def same(one, other) -> bool:
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def sweep(start):
+    return start("--multirun", "strategy=ddp,layered_sgd", "trainer.devices=2", "seed=2", "callbacks=agbn")
+
+
+@pytest.fixture(scope="module")
+def failing_sweep(start):
+    """Job 0 fails in its processes, job 1 succeeds, jobs 2 and 3 cannot start."""
+    return start("--multirun", "trainer.devices=2", "seed=3", "trainer.max_epochs=1", *JOBS)
+
+
+JOBS = ("optim.optimizer.momentum=-1,0.9", "data.batch_size=16,50")
+
+
+def test_a_run_leaves_one_folder_with_what_is_promised_and_says_how_it_went(single):
+    assert single.status == 0, single.err
+    assert single.files() == {str(single.run_dir().relative_to(single.folder)): EXPECTED}
+    last = single.out.splitlines()[-1]
+    accuracy = float(next(row["test/acc"] for row in metrics(single.run_dir()) if row["test/acc"]))
+    assert last == f"test/acc={accuracy:.4f}  run_dir={single.run_dir().relative_to(single.folder)}"
+    assert [row["agbn/is_global"] for row in metrics(single.run_dir()) if row["agbn/is_global"]] == ["1.0", "1.0"]
+
+
+def test_a_sweep_runs_each_job_once_in_a_folder_of_its_own(sweep):
+    assert sweep.status == 0, sweep.err
+    folders = sweep.files()
+    (top,) = {re.match(r"runs/tiny/sweep_[^/]+", name)[0] for name in folders}
+    assert folders == {f"{top}/0": EXPECTED, f"{top}/1": EXPECTED, top: {"multirun.yaml"}}
+    assert len(re.findall(r"^test/acc=", sweep.out, re.MULTILINE)) == 2
+
+
+def test_a_job_of_a_sweep_equals_the_single_run_bit_for_bit(sweep, single):
+    (job,) = sweep.folder.glob("runs/tiny/sweep_*/1")
+    assert metrics(job) == metrics(single.run_dir())
+    assert same(weights(job), weights(single.run_dir()))
+
+
+def test_layered_sgd_trains_as_ddp_does(sweep):
+    (ddp,), (layered,) = sweep.folder.glob("runs/tiny/sweep_*/0"), sweep.folder.glob("runs/tiny/sweep_*/1")
+    torch.testing.assert_close(weights(ddp), weights(layered), rtol=1e-3, atol=1e-4)
+
+
+def test_torchrun_gives_one_folder_and_the_same_result(start, single):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    run = start("trainer.devices=2", "seed=2", "strategy=layered_sgd", "callbacks=agbn", launcher=torchrun)
+    assert run.status == 0, run.err
+    assert run.files() == {str(run.run_dir().relative_to(run.folder)): EXPECTED}
+    assert metrics(run.run_dir()) == metrics(single.run_dir())
+    assert len(re.findall(r"^test/acc=", run.out, re.MULTILINE)) == 1
+
+
+def test_evaluate_finds_what_the_run_found(single):
+    from tests.recipes.conftest import Run
+
+    script = str(ROOT / "recipes" / "evaluate.py")
+    checkpoint = str(single.run_dir() / "checkpoints" / "last.ckpt")
+    before = single.files()
+    run = Run(single.folder, (script,), (checkpoint,))
+    assert run.status == 0, run.err
+    (tested,) = [row for row in metrics(single.run_dir()) if row["test/acc"]]
+    expected = [f"{name}={float(tested[name]):.4f}" for name in ("test/acc", "test/acc5", "test/loss")]
+    assert run.out.splitlines()[-1] == "  ".join(expected)
+    assert single.files() == before
+
+
+def test_failed_jobs_fail_the_sweep_and_leave_the_others_whole(failing_sweep, single):
+    assert failing_sweep.status == 1
+    assert "Invalid momentum value: -1" in failing_sweep.err
+    assert "Traceback" not in failing_sweep.err
+    assert "job 3 failed: batch_size=50 is larger" in failing_sweep.out
+    (top,) = failing_sweep.folder.glob("runs/tiny/sweep_*")
+    assert sorted(path.name for path in top.iterdir()) == ["0", "1", "multirun.yaml"]
+    assert "in configure_optimizers" in (top / "0" / "train.log").read_text()
+    files = failing_sweep.files()
+    assert files[str((top / "1").relative_to(failing_sweep.folder))] == EXPECTED
+    assert not same(weights(top / "1"), weights(single.run_dir())), "another seed: weights cannot be the same"

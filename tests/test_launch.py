@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_dp.launch import LaunchError, external_rank, launch
+
+ROOT = Path(__file__).parents[1]
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+
+
+def sum_of_ranks(offset: float) -> tuple[float, int, list[str]]:
+    """A result that only working collectives give."""
+    dist.init_process_group("gloo")
+    total = torch.tensor(offset + dist.get_rank())
+    dist.all_reduce(total)
+    world_size = dist.get_world_size()
+    dist.destroy_process_group()
+    return total.item(), world_size, [name for name in NAMES if name not in os.environ]
+
+
+def test_ranks_can_speak_and_rank_0_answers_with_nothing_left_behind():
+    environment, handler = dict(os.environ), signal.getsignal(signal.SIGINT)
+    assert launch(sum_of_ranks, 10.0, num_processes=2) == (21.0, 2, [])
+    assert dict(os.environ) == environment
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def pollute() -> int:
+    os.environ["LOCAL_RANK"] = "5"
+    del os.environ["GIVEN"]
+    return os.getpid()
+
+
+def test_one_process_is_this_one_and_its_changes_to_the_environment_go(monkeypatch):
+    monkeypatch.setenv("GIVEN", "1")
+    assert launch(pollute, num_processes=1) == os.getpid()
+    assert "LOCAL_RANK" not in os.environ
+    assert os.environ["GIVEN"] == "1"
+
+
+def fail_on_1() -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        raise ValueError("rank 1 has no data; give it some")
+    dist.all_reduce(torch.zeros(1))  # waits for rank 1
+
+
+def test_a_failed_rank_stops_the_others_and_its_message_comes_back(capfd):
+    start = time.monotonic()
+    with pytest.raises(LaunchError) as caught:
+        launch(fail_on_1, num_processes=2)
+    assert str(caught.value) == "rank 1 of 2: ValueError: rank 1 has no data; give it some"
+    assert "in fail_on_1" in caught.value.traceback
+    assert time.monotonic() - start < 25  # the agent's patience with a rank that does not stop is 30 s
+    output = capfd.readouterr()
+    assert "====" not in output.err + output.out, "the banner of the elastic agent"
+
+
+def die_on_1() -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.zeros(1))
+
+
+def test_a_killed_rank_is_named():
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 was killed by SIGKILL"):
+        launch(die_on_1, num_processes=2)
+
+
+INTERRUPTED = """
+import os, sys, time
+from pathlib import Path
+from lightning_dp.launch import launch
+
+def wait(folder):
+    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
+    while True:
+        time.sleep(0.1)
+
+if __name__ == "__main__":
+    try:
+        launch(wait, sys.argv[1], num_processes=2)
+    except KeyboardInterrupt:
+        sys.exit(3)
+"""
+
+
+def test_ctrl_c_leaves_no_orphans(tmp_path):
+    script, ranks = tmp_path / "script.py", tmp_path / "ranks"
+    script.write_text(INTERRUPTED)
+    ranks.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(ranks)], env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 60
+    while len([p for p in ranks.iterdir() if p.read_text()]) < 2 and time.monotonic() < deadline:
+        assert process.poll() is None, process.stderr.read().decode()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 3, errors.decode()
+    for rank in ranks.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(rank.read_text()), 0)
+
+
+def test_ranks_that_exist_already_are_used(monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert external_rank() == 1
+    assert launch(os.getpid, num_processes=2) == os.getpid()
+    with pytest.raises(ValueError, match="2 processes were started, for 3 devices on each of 1 nodes"):
+        launch(os.getpid, num_processes=3)
+
+
+def test_slurm_tasks_are_ranks_but_an_allocation_with_one_task_is_not(monkeypatch):
+    for name, value in {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_JOB_NAME": "train"}.items():
+        monkeypatch.setenv(name, value)
+    assert external_rank() == 3
+    assert launch(os.getpid, num_processes=2, num_nodes=2) == os.getpid()
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    assert external_rank() is None
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_JOB_NAME", "bash")
+    assert external_rank() is None
+
+
+def test_several_nodes_need_a_launcher():
+    with pytest.raises(ValueError, match="torchrun --nnodes=2"):
+        launch(os.getpid, num_processes=1, num_nodes=2)
+    with pytest.raises(ValueError, match="at least 1"):
+        launch(os.getpid, num_processes=0)
