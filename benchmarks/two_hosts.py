@@ -3,9 +3,9 @@
     python benchmarks/two_hosts.py                                   # all rates, emulated compute
     python benchmarks/two_hosts.py --rates 1gbit none --compute real
 
-The hosts are network namespaces of this machine (see benchmarks/hosts.py for what that needs). Gradients of about 25 MB,
-loading 100 ms a batch. Emulated compute: the rank sleeps 50 ms in forward and 100 ms in backward, as one whose
-device works; two cores can carry four ranks that way. Real compute: a convolutional network on the ranks' own cores.
+The hosts are network namespaces of this machine; benchmarks/hosts.py says what that needs. Gradients of about 25 MB,
+loading 100 ms a batch. Emulated compute: the rank sleeps 50 ms in forward and 100 ms in backward, as one whose device
+is at work; two cores can carry four ranks that way. Real compute: a convolutional network on the cores.
 
 All methods run in turn in the same processes, round after round. Post-local SGD is there as context: it averages
 parameters every fourth step and computes something else. Bound: the larger of compute + loading and the bytes that

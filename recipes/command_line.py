@@ -6,6 +6,7 @@ import difflib
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import traceback
@@ -60,6 +61,9 @@ def run(main: Callable[[], Any]) -> None:
             if before == "1":
                 raise
             sys.exit(f"error: {explain(error)}")
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            sys.exit(128 + signal.SIGINT)
         finally:
             if before is None:
                 del os.environ[FULL_ERROR]

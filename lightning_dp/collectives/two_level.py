@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_dp.collectives.topology import RankTopology
 
 Carriers = Literal["leader", "sharded"]
-AllReduce = Callable[[Tensor, dist.ProcessGroup], None]
+AllReduce = Callable[[Tensor, dist.ProcessGroup], object]
 
 
 def native_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
@@ -102,12 +102,15 @@ class TwoLevelAllReduce:
     def _shares(self, buffer: Tensor) -> tuple[Tensor, ...]:
         return buffer.tensor_split(self.num_shares)
 
-    def describe(self) -> str:
-        """Name the rank's place, for error messages."""
-        return (
-            f"rank {self.rank} of group {self.topology.group_of(self.rank)} "
-            f"(ranks {self.topology.members(self.rank)}, across groups with {self.topology.peers(self.rank)})"
-        )
+    def describe(self, stage: Literal["inside", "between", "all"]) -> str:
+        """Name for an error message the ranks that take part in a stage with rank ``self.rank``."""
+        where, ranks = {
+            "inside": (f"inside group {self.topology.group_of(self.rank)}", self.topology.members(self.rank)),
+            "between": ("across groups", self.topology.peers(self.rank)),
+            "all": ("in the whole job", list(range(self.topology.world_size))),
+        }[stage]
+        others = [f"{other} (group {self.topology.group_of(other)})" for other in ranks if other != self.rank]
+        return f"{where}, between rank {self.rank} and rank {', '.join(others) or 'no other'},"
 
     def close(self) -> None:
         """Release the process groups."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -16,15 +16,16 @@ from lightning_dp.collectives.two_level import TwoLevelAllReduce
 
 # Called with the name of a stage, its start and its end (`time.perf_counter`, s).
 Record = Callable[[str, float, float], None]
-REDUCE, ALL_REDUCE, WAIT = "reduce inside", "all-reduce between", "wait"
+REDUCE, ALL_REDUCE, BROADCAST, WAIT = "reduce inside", "all-reduce between", "broadcast inside", "wait"
 
 
 class BucketReduction:
     """One gradient bucket on its way: summed inside the group, between the groups, and handed back to the group."""
 
-    def __init__(self, index: int, buffer: Tensor, record: Record | None = None) -> None:
+    def __init__(self, index: int, buffer: Tensor, inside: str = "", record: Record | None = None) -> None:
         self.index = index
         self.buffer = buffer
+        self._inside = inside  # names the group, for errors
         self._record = record
         self.works: list[dist.Work] = []  # first of the reduction inside the group, then of the broadcast
         self.produced: torch.cuda.Event | None = None  # on a GPU: backward has filled the buffer
@@ -46,10 +47,19 @@ class BucketReduction:
         if self.delivered is not None:
             torch.cuda.current_stream(self.buffer.device).wait_event(self.delivered)
         else:
-            for work in self.works:
-                work.wait()
+            self.wait_for_works()
         if self._record is not None:
             self._record(WAIT, start, time.perf_counter())
+
+    def wait_for_works(self) -> None:
+        """Wait for what is under way inside the group."""
+        with self.named(self._inside):
+            for work in self.works:
+                work.wait()
+
+    def named(self, where: str) -> AbstractContextManager[None]:
+        """Let an error say that it is about this bucket, and where."""
+        return _named(f"the sum of gradient bucket {self.index}, {where}")
 
 
 class Communicator:
@@ -95,7 +105,7 @@ class Communicator:
         Every rank submits the same indices in the same order, and the same index again only after the last one's
         `BucketReduction.wait`.
         """
-        bucket = BucketReduction(index, buffer, self._record)
+        bucket = BucketReduction(index, buffer, self._collective.describe("inside"), self._record)
         if self._stream is not None:
             # On NCCL all collectives of a rank must be issued in one order, so the thread issues this one too.
             bucket.produced = torch.cuda.current_stream(buffer.device).record_event()
@@ -146,13 +156,18 @@ class Communicator:
                 return None
             index = max(self._ready) if self._order_group is not None else next(iter(self._ready))
         if self._order_group is not None:
-            choice = torch.tensor([index])
-            dist.broadcast(choice, group=self._order_group, group_src=0)
-            index = int(choice)
+            index = self._agree(index)
         with self._changed:
             if not self._changed.wait_for(lambda: index in self._ready or self._closed, self._timeout_s):
                 raise TimeoutError(f"bucket {index}, chosen by rank 0, was not produced within {self._timeout_s} s")
             return self._ready.pop(index, None)
+
+    def _agree(self, index: int) -> int:
+        """Rank 0's choice."""
+        choice = torch.tensor([index])
+        with _named(f"the order of the gradient buckets, {self._collective.describe('all')}"):
+            dist.broadcast(choice, group=self._order_group, group_src=0)
+        return int(choice)
 
     def _carry(self, bucket: BucketReduction) -> None:
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
@@ -160,16 +175,19 @@ class Communicator:
                 self._stream.wait_event(bucket.produced)
                 bucket.works = self._collective.reduce_inside(bucket.buffer)
             with self._recorded(REDUCE):
-                for work in bucket.works:
-                    work.wait()
-            with self._recorded(ALL_REDUCE):
+                bucket.wait_for_works()
+            with self._recorded(ALL_REDUCE), bucket.named(self._collective.describe("between")):
                 self._collective.all_reduce_between(bucket.buffer)
             # The broadcast is only started: the next bucket crosses the groups meanwhile.
+            start = time.perf_counter()
             bucket.works = self._collective.broadcast_inside(bucket.buffer)
             if self._stream is not None:
                 for work in bucket.works:
                     work.wait()
                 bucket.delivered = self._stream.record_event()
+            elif bucket.works and (record := self._record) is not None:
+                done = bucket.works[-1].get_future()
+                done.add_done_callback(lambda _: record(BROADCAST, start, time.perf_counter()))
         bucket.settle()
 
     @contextmanager
@@ -180,12 +198,21 @@ class Communicator:
             self._record(stage, start, time.perf_counter())
 
     def _fail(self, error: Exception, bucket: BucketReduction | None) -> None:
-        what = f"gradient bucket {bucket.index}" if bucket is not None else "the order of the gradient buckets"
-        failure = RuntimeError(f"the reduction of {what} failed on {self._collective.describe()}: {error}")
-        failure.__cause__ = error
         with self._changed:
-            self._failed = failure
+            self._failed = error
             stranded = [*self._ready.values(), *([bucket] if bucket is not None else [])]
             self._ready.clear()
         for each in stranded:
-            each.settle(failure)
+            each.settle(error)
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Say of a backend's error what it was about and who may be to blame."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{what} failed: one of these ranks has died, or has been silent for longer than the strategy's timeout; "
+            f"look at its log first. The backend says: {error}"
+        ) from error

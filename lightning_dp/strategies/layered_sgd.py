@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dp._lightning import DDPStrategy, OwnTrainerOnly
+from lightning_dp.collectives.ring import ring_all_reduce
 from lightning_dp.collectives.topology import RankTopology
 from lightning_dp.collectives.two_level import AllReduce, TwoLevelAllReduce, native_all_reduce
 from lightning_dp.strategies.communicator import WAIT, BucketReduction, Communicator, Record
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 # Small enough that the first layers' gradients need not wait long for their bucket's turn, large enough for the link.
 BUCKET_CAP_MB = 2.0
 
-ALL_REDUCES: dict[str, AllReduce] = {"native": native_all_reduce}
+ALL_REDUCES: dict[str, AllReduce] = {"native": native_all_reduce, "ring": ring_all_reduce}
 
 
 class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):

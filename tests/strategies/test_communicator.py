@@ -30,8 +30,8 @@ class Recorder:
     def broadcast_inside(self, buffer):
         return []
 
-    def describe(self):
-        return "rank 0 of group 0"
+    def describe(self, stage):
+        return f"{stage} groups, between rank 0 and rank 1,"
 
     def close(self):
         pass
@@ -76,8 +76,7 @@ def test_a_failure_reaches_everyone_who_waits_and_whoever_comes_later():
     later = communicator.submit(2, torch.tensor(0.0))
     communicator.release()
     for bucket in (*buckets, later):
-        with pytest.raises(
-            RuntimeError, match="gradient bucket 0 failed on rank 0 of group 0.*Connection closed by peer"
-        ):
+        message = "bucket 0, between groups, between rank 0 and rank 1, failed: .*Connection closed by peer"
+        with pytest.raises(RuntimeError, match=message):
             bucket.wait()
     communicator.close()
