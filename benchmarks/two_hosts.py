@@ -156,12 +156,17 @@ class Clock(pl.Callback):
         self.step_s = (time.perf_counter() - self.start) / (trainer.global_step - WARM_UP)
 
 
-def worker(arguments: argparse.Namespace) -> None:
-    """One rank, started by torchrun on one of the hosts: every method in turn, ``rounds`` times."""
+def quiet() -> None:
+    """One thread, and none of Lightning's advice."""
     warnings.filterwarnings("ignore")
     for name in ("pytorch_lightning", "lightning_dp"):
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)
+
+
+def worker(arguments: argparse.Namespace) -> None:
+    """One rank, started by torchrun on one of the hosts: every method in turn, ``rounds`` times."""
+    quiet()
     results: dict[str, list[float]] = {}
     for turn in range(arguments.rounds):
         for name, make in methods().items():

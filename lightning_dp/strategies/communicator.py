@@ -18,6 +18,8 @@ from lightning_dp.collectives.two_level import TwoLevelAllReduce
 Record = Callable[[str, float, float], None]
 REDUCE, ALL_REDUCE, BROADCAST, WAIT = "reduce inside", "all-reduce between", "broadcast inside", "wait"
 
+NOTHING = -1  # no bucket
+
 
 class BucketReduction:
     """One gradient bucket on its way: summed inside the group, between the groups, and handed back to the group."""
@@ -60,6 +62,22 @@ class BucketReduction:
     def named(self, where: str) -> AbstractContextManager[None]:
         """Let an error say that it is about this bucket, and where."""
         return _named(f"the sum of gradient bucket {self.index}, {where}")
+
+
+class _Choice:
+    """Rank 0's choice of a bucket, on its way to all ranks."""
+
+    def __init__(self, index: int, group: dist.ProcessGroup, where: str) -> None:
+        self._what = f"the order of the gradient buckets, {where}"
+        self._index = torch.tensor([index])
+        with _named(self._what):
+            self._work = dist.broadcast(self._index, group=group, group_src=0, async_op=True)
+
+    def wait(self) -> int:
+        """The bucket's index, or `NOTHING`."""
+        with _named(self._what):
+            self._work.wait()
+        return int(self._index)
 
 
 class Communicator:
@@ -141,41 +159,45 @@ class Communicator:
                 dist.destroy_process_group(self._order_group)
 
     def _run(self) -> None:
-        bucket = None
+        bucket, proposal = None, None
         try:
-            while (bucket := self._next()) is not None:
-                self._carry(bucket)
+            while (bucket := self._next(proposal)) is not None:
+                proposal = self._carry(bucket)
         except Exception as error:
             self._fail(error, bucket)
 
-    def _next(self) -> BucketReduction | None:
+    def _next(self, proposal: _Choice | None) -> BucketReduction | None:
         """Wait for the bucket whose turn it is; None when the communicator is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._closed)
-            if not self._ready:
-                return None
-            index = max(self._ready) if self._order_group is not None else next(iter(self._ready))
-        if self._order_group is not None:
-            index = self._agree(index)
+        index = NOTHING if proposal is None else proposal.wait()
+        if index == NOTHING:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ready or self._closed)
+                if not self._ready:
+                    return None
+                index = next(iter(self._ready))
+            if self._order_group is not None:
+                index = self._choose(self._order_group).wait()
         with self._changed:
             if not self._changed.wait_for(lambda: index in self._ready or self._closed, self._timeout_s):
                 raise TimeoutError(f"bucket {index}, chosen by rank 0, was not produced within {self._timeout_s} s")
             return self._ready.pop(index, None)
 
-    def _agree(self, index: int) -> int:
-        """Rank 0's choice."""
-        choice = torch.tensor([index])
-        with _named(f"the order of the gradient buckets, {self._collective.describe('all')}"):
-            dist.broadcast(choice, group=self._order_group, group_src=0)
-        return int(choice)
+    def _choose(self, group: dist.ProcessGroup) -> _Choice:
+        """Start to tell all ranks what rank 0 would carry next, or that nothing is ready there."""
+        with self._changed:
+            index = max(self._ready, default=NOTHING)
+        return _Choice(index, group, self._collective.describe("all"))
 
-    def _carry(self, bucket: BucketReduction) -> None:
+    def _carry(self, bucket: BucketReduction) -> _Choice | None:
+        """Take ``bucket`` through the stages, the last of which is only started; return the proposal for the next."""
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             if self._stream is not None and bucket.produced is not None:
                 self._stream.wait_event(bucket.produced)
                 bucket.works = self._collective.reduce_inside(bucket.buffer)
             with self._recorded(REDUCE):
                 bucket.wait_for_works()
+            # The next bucket is agreed upon while this one crosses: else the link would idle for a round trip.
+            proposal = None if self._order_group is None else self._choose(self._order_group)
             with self._recorded(ALL_REDUCE), bucket.named(self._collective.describe("between")):
                 self._collective.all_reduce_between(bucket.buffer)
             # The broadcast is only started: the next bucket crosses the groups meanwhile.
@@ -189,6 +211,7 @@ class Communicator:
                 done = bucket.works[-1].get_future()
                 done.add_done_callback(lambda _: record(BROADCAST, start, time.perf_counter()))
         bucket.settle()
+        return proposal
 
     @contextmanager
     def _recorded(self, stage: str) -> Iterator[None]:
