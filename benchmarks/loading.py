@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from report import describe_machine, output_folder
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -131,23 +129,6 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     return rates
 
 
-def machine() -> dict[str, Any]:
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    return {
-        "processor": model,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "date": date.today().isoformat(),
-    }
-
-
 def print_table(rates: dict[str, list[float]], medians: dict[str, float]) -> None:
     print(f"{'':26}{'images/s':>10}{'min':>10}{'max':>10}{'times the step':>16}")
     for name, values in rates.items():
@@ -189,19 +170,24 @@ def main() -> None:
     parser.add_argument("--images-one-by-one", type=int, default=5_120)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/loading"))
+    parser.add_argument("--out", type=Path, default=output_folder("loading"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rates, host = measure(options), machine()
+    rates = measure(options)
     medians = {name: statistics.median(values) for name, values in rates.items()}
-    print(f"{host['processor']}, 1 of {host['cores']} cores, torch {host['torch']}, batch size {options.batch_size}")
+    print(f"one of {describe_machine()}; batch size {options.batch_size}")
     print_table(rates, medians)
     options.out.mkdir(parents=True, exist_ok=True)
     settings = {name: value for name, value in vars(options).items() if name != "out"}
-    report = {"machine": host, "settings": settings, "images_per_s": rates, "median_images_per_s": medians}
+    report = {
+        "machine": describe_machine(),
+        "settings": settings,
+        "images_per_s": rates,
+        "median_images_per_s": medians,
+    }
     (options.out / "loading.json").write_text(json.dumps(report, indent=2) + "\n")
-    picture(medians, rates, f"{host['processor']}, torch {host['torch']}", options.out / "loading.png")
+    picture(medians, rates, describe_machine(), options.out / "loading.png")
     print(f"written to {options.out}")
 
 

@@ -41,7 +41,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from lightning_dp.strategies import LayeredSGDStrategy
 
 LOAD_S, FORWARD_S, BACKWARD_S = 0.1, 0.05, 0.1
-RATES = ("200mbit", "500mbit", "1gbit", "10gbit", "none")
+RATES = ("200mbit", "500mbit", "1gbit", "10gbit", "none")  # of each host, in each direction
 WARM_UP = 3
 
 
@@ -143,17 +143,20 @@ class Batches(torch.utils.data.Dataset):
 
 
 class Clock(pl.Callback):
-    """Seconds a step, from the end of the warm-up to the end of training, the last update included."""
+    """Seconds a step in the steady state: from the end of one step to the end of another.
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == WARM_UP:
-            dist.barrier()
-            self.start = time.perf_counter()
+    Where the method postpones updates, one is pending at both.
+    """
 
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        sum(float(p.detach()[..., 0].sum()) for p in module.parameters())  # wait for the last update
-        dist.barrier()
-        self.step_s = (time.perf_counter() - self.start) / (trainer.global_step - WARM_UP)
+    def __init__(self) -> None:
+        self.ends_s: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.ends_s.append(time.perf_counter())
+
+    @property
+    def step_s(self) -> float:
+        return (self.ends_s[-1] - self.ends_s[WARM_UP - 1]) / (len(self.ends_s) - WARM_UP)
 
 
 def quiet() -> None:
@@ -256,7 +259,7 @@ def main() -> None:
     parser.add_argument("--per-host", type=int, default=2)
     parser.add_argument("--rates", nargs="+", default=list(RATES))
     parser.add_argument("--compute", choices=["emulated", "real"], default="emulated")
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rate", help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)

@@ -32,6 +32,9 @@ def validate(config: dict[str, Any]) -> int:
         trainer["accelerator"], trainer["devices"], num_gpus=torch.cuda.device_count(), num_cores=os.cpu_count() or 1
     )
     check_ranks(num_processes, trainer["num_nodes"])
+    strategy = instantiate(config["strategy"])
+    if hasattr(strategy, "topology_of"):
+        strategy.topology_of(trainer["num_nodes"], num_processes)
     data = instantiate(config["data"])
     data.check(num_processes * trainer["num_nodes"])
     if external_rank() is None:

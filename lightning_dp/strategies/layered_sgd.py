@@ -101,8 +101,15 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
     @property
     def topology(self) -> RankTopology:
         """The groups of ranks."""
-        group_size = self.num_processes if self._group_size is None else self._group_size
-        return RankTopology(self.num_nodes * self.num_processes, group_size)
+        return self.topology_of(self.num_nodes, self.num_processes)
+
+    def topology_of(self, num_nodes: int, num_processes: int) -> RankTopology:
+        """Return the groups that ``num_processes`` ranks on each of ``num_nodes`` nodes would form.
+
+        Raises:
+            ValueError: they would be unequal.
+        """
+        return RankTopology(num_nodes * num_processes, num_processes if self._group_size is None else self._group_size)
 
     @property
     def exposed_communication_s(self) -> float | None:

@@ -48,6 +48,11 @@ def fail(monkeypatch, tmp_path, capsys):
         (["trainer=cpu", "trainer.devices=0"], ["trainer.devices=0 must be a number from 1"]),
         (["trainer.num_nodes=2"], ["num_nodes=2", "torchrun --nnodes=2"]),
         (["trainer=cpu", "trainer.devices=2", "data.batch_size=1"], ["batch_size=1", "number of ranks (2)"]),
+        (
+            ["trainer=cpu", "trainer.devices=2", "strategy=layered_sgd", "strategy.group_size=3"],
+            ["world_size=2 is not a multiple of group_size=3; use 1 or 2"],
+        ),
+        (["strategy=layered_sgd", "strategy.overlap=all"], ["overlap='all' is not known; use one of 'load', 'step'"]),
         (["data=cifar10", "data.root=no/where"], ["no/where/cifar-10-batches-py", "download=true"]),
         (["strategy=ddp,layered_sgd"], ["--multirun"]),
         (["--multirun", "strategy=ddp,nope"], ["Could not find 'strategy/nope'", "layered_sgd"]),
