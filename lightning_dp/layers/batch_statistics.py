@@ -72,14 +72,14 @@ def combine_moments(moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         moments: (ranks, 2 C + 1), a rank's row being mean (C), sum of squared deviations (C) and count (1).
 
     Returns:
-        Mean (C,), sum of squared deviations (C,) and count (), in float64; zeros where all batches are empty.
+        Mean, variance and unbiased variance, each (C,), in float64; zeros where all batches are empty.
     """
-    moments = moments.double()
     num_channels = moments.shape[1] // 2
-    mean, deviations, count = moments[:, :num_channels], moments[:, num_channels:-1], moments[:, -1]
-    total = count.sum()
-    global_mean = count @ mean / total.clamp(min=1)
-    return global_mean, deviations.sum(0) + count @ (mean - global_mean).square(), total
+    mean, deviations, count = moments.double().split([num_channels, num_channels, 1], dim=1)
+    total = count.sum().clamp_(min=1)
+    global_mean = (count * mean).sum(0).div_(total)
+    deviations = torch.addcmul(deviations, count, (mean - global_mean).square_()).sum(0)
+    return global_mean, deviations / total, deviations / (total - 1).clamp_(min=1)
 
 
 class GlobalBatchNormFunction(torch.autograd.Function):
@@ -103,10 +103,8 @@ class GlobalBatchNormFunction(torch.autograd.Function):
         mean, deviations = local_moments(x, eps)
         packed = torch.cat([mean, deviations, mean.new_full((1,), x.numel() // x.shape[1])])
         gathered = gather(packed, group)
-        global_mean, global_deviations, total = combine_moments(gathered)
-        mean = global_mean.to(dtype)
-        invstd = (global_deviations / total.clamp(min=1) + eps).rsqrt().to(dtype)
-        unbiased = (global_deviations / (total - 1).clamp(min=1)).to(dtype)
+        mean, var, unbiased = (moment.to(dtype) for moment in combine_moments(gathered))
+        invstd = (var + eps).rsqrt_()
         ctx.save_for_backward(x, weight, mean, invstd, gathered[:, -1])
         ctx.group = group
         ctx.mark_non_differentiable(mean, unbiased)
@@ -120,8 +118,8 @@ class GlobalBatchNormFunction(torch.autograd.Function):
         needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad[:3]
         dy = dy.contiguous(memory_format=_format(x))
         sums = _gradient_sums(dy, x, mean, invstd)
-        dweight = (sums[1] * invstd).to(weight.dtype) if needs_dweight else None
         dbias = sums[0].to(weight.dtype) if needs_dbias else None
+        dweight = sums[1].to(weight.dtype) if needs_dweight else None
         dx = None
         if needs_dx:
             # Not an all-reduce: that has twice the steps, and the bytes are few.
@@ -140,34 +138,34 @@ def _normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tens
 
 
 def _gradient_sums(dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
-    """Algorithm 4, with x centred: this rank's sums of dy and of dy (x - mean), together (2, C)."""
+    """Algorithm 4, with x normalised: this rank's sums of dy and of dy (x - mean) invstd, together (2, C)."""
     if x.numel() == 0:
         return mean.new_zeros(2, mean.numel())
     if x.is_cuda:
         sum_dy, sum_dy_xmu, _, _ = torch.batch_norm_backward_reduce(dy, x, mean, invstd, None, True, False, False)
-    else:  # the gradients of weight and bias, of a normalisation by mean alone
-        one = torch.ones_like(mean)
-        _, sum_dy_xmu, sum_dy = torch.ops.aten.native_batch_norm_backward(
-            dy, x, one, mean, one, None, None, False, 0.0, [False, True, True]
-        )
-    return torch.stack([sum_dy, sum_dy_xmu])
+        return torch.stack([sum_dy, sum_dy_xmu * invstd])
+    _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+        dy, x, torch.ones_like(mean), None, None, mean, invstd, True, 0.0, [False, True, True]
+    )
+    return torch.stack([dbias, dweight])
 
 
 def _input_gradient(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, sums: Tensor, counts: Tensor
 ) -> Tensor:
-    """``weight invstd (dy - sums[0] / n - (x - mean) invstd^2 sums[1] / n)``, sums of all ranks (Algorithm 5)."""
+    """``weight invstd (dy - sums[0] / n - x_hat sums[1] / n)``, with the sums of all ranks (Algorithm 5)."""
     if x.numel() == 0:
         return torch.empty_like(x)
     if x.is_cuda:
-        return torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, sums[0], sums[1], counts.to(torch.int32))
+        sum_dy_xmu = sums[1] / invstd
+        return torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, sums[0], sum_dy_xmu, counts.int())
     scale = invstd if weight is None else invstd * weight
-    offset, slope = -scale * sums / counts.sum()
-    return _affine(x, mean, slope * invstd.square(), offset).addcmul_(dy, _per_channel(scale, dy))
+    offset, slope = sums * (scale / -counts.sum())
+    return _affine(x, mean, slope * invstd, offset).addcmul_(dy, _per_channel(scale, dy))
 
 
 def _affine(x: Tensor, mean: Tensor, slope: Tensor, offset: Tensor | None) -> Tensor:
-    """``(x - mean) slope + offset`` in one pass: on CPU, the kernel of an evaluation with variance 1 and eps 0."""
+    """``(x - mean) slope + offset`` in one pass: torch's CPU kernel of an evaluation with variance 1 and eps 0."""
     return torch.native_batch_norm(x, slope, offset, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
 
 
