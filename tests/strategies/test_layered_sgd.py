@@ -81,6 +81,12 @@ def test_equals_ddp_in_every_topology(world_size, group_size):
     run_processes(world_size, compare_with_ddp, world_size, group_size, ["momentum", "adamw"], timeout=120)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "group_size"), [(2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 4)])
+def test_equals_ddp_in_every_variant_and_topology(world_size, group_size):
+    run_processes(world_size, compare_with_ddp, world_size, group_size, list(VARIANTS), timeout=300)
+
+
 def compare_with_ring(rank):
     expected = snapshot(*fit(DDPStrategy(), 4))
     for communicator in COMMUNICATORS:
@@ -426,6 +432,16 @@ def compare_precision(rank, precision):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_mixed_precision(precision):
     run_processes(2, compare_precision, precision)
+
+
+def compare_in_float32(rank):
+    expected = snapshot(*fit(DDPStrategy(), 4, Net().float()))
+    for overlap in OVERLAPS:
+        assert_same(snapshot(*fit(layered(2, overlap=overlap), 4, Net().float())), expected, rtol=1e-5)
+
+
+def test_in_float32_equals_ddp_to_the_rounding_of_another_order():
+    run_processes(4, compare_in_float32)
 
 
 def compare_compiled(rank):

@@ -1,0 +1,45 @@
+"""Layered SGD under Lightning's own launchers. (The other tests run under torchrun's environment.)"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+from lightning_fabric.utilities.warnings import PossibleUserWarning
+from pytorch_lightning.strategies import DDPStrategy
+
+from lightning_dp.strategies import LayeredSGDStrategy
+from tests.strategies.modules import SMALL_BUCKETS_MB, Net, assert_same, data, trainer
+
+
+def spawned_fit(strategy):
+    module = Net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PossibleUserWarning)
+        trainer(strategy, 2, max_steps=5).fit(module, data(2))
+    return dict(module.named_parameters())
+
+
+@pytest.mark.parametrize("overlap", ["load", "step"])
+def test_spawn(overlap):
+    layered = LayeredSGDStrategy(1, overlap=overlap, start_method="spawn", bucket_cap_mb=SMALL_BUCKETS_MB)
+    assert_same(spawned_fit(layered), spawned_fit(DDPStrategy(start_method="spawn")))
+
+
+def test_groups_are_the_ranks_of_a_node_by_default():
+    two_nodes = trainer(LayeredSGDStrategy(), 8, num_nodes=2).strategy
+    assert two_nodes.topology.group_size == 4
+    assert two_nodes.topology.num_groups == 2
+    assert trainer(LayeredSGDStrategy(), 3).strategy.topology.num_groups == 1
+
+
+def test_under_slurm(monkeypatch):
+    environment = {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "2", "SLURM_JOB_NAME": "train"}
+    environment |= {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_JOB_ID": "7"}
+    environment |= {"SLURM_STEP_NODELIST": "a,b", "SLURM_NODELIST": "a,b"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    strategy = trainer(LayeredSGDStrategy(), 4, num_nodes=2).strategy
+    assert strategy.topology.members(strategy.cluster_environment.global_rank()) == [2, 3]
+    with pytest.raises(ValueError, match="world_size=4 is not a multiple of group_size=3; use 1, 2 or 4"):
+        trainer(LayeredSGDStrategy(3), 4, num_nodes=2)
