@@ -56,6 +56,7 @@ else:
     DDPStrategy, StrategyRegistry = _strategies.DDPStrategy, _strategies.StrategyRegistry
 
 __all__ = [
+    "FRAMEWORK",
     "Callback",
     "DDPStrategy",
     "LightningDataModule",

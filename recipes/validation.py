@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from lightning_dp.launch import check_ranks, external_rank
@@ -32,14 +33,22 @@ def validate(config: dict[str, Any]) -> int:
         trainer["accelerator"], trainer["devices"], num_gpus=torch.cuda.device_count(), num_cores=os.cpu_count() or 1
     )
     check_ranks(num_processes, trainer["num_nodes"])
-    strategy = instantiate(config["strategy"])
+    strategy = make(config["strategy"])
     if hasattr(strategy, "topology_of"):
         strategy.topology_of(trainer["num_nodes"], num_processes)
-    data = instantiate(config["data"])
+    data = make(config["data"])
     data.check(num_processes * trainer["num_nodes"])
     if external_rank() is None:
         data.prepare_data()  # here, so that no rank waits for a download, and a failed one starts none
     return num_processes
+
+
+def make(node: dict[str, Any]) -> Any:
+    """Build the object of a node; what its constructor refuses is a ValueError with its own words."""
+    try:
+        return instantiate(node)
+    except InstantiationException as error:
+        raise ValueError(str(error.__cause__ or error)) from error
 
 
 def targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

@@ -24,9 +24,17 @@ NOTHING = -1  # no bucket
 class BucketReduction:
     """One gradient bucket on its way: summed inside the group, between the groups, and handed back to the group."""
 
-    def __init__(self, index: int, buffer: Tensor, inside: str = "", record: Record | None = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        buffer: Tensor,
+        inside: str = "",
+        record: Record | None = None,
+        release: Callable[[], None] | None = None,
+    ) -> None:
         self.index = index
         self.buffer = buffer
+        self._release = release  # whoever waits before backward has ended must not wait for its end
         self._inside = inside  # names the group, for errors
         self._record = record
         self.works: list[dist.Work] = []  # first of the reduction inside the group, then of the broadcast
@@ -43,6 +51,8 @@ class BucketReduction:
     def wait(self) -> None:
         """Return when ``buffer`` holds the sum over all ranks. Raises what went wrong on the way."""
         start = time.perf_counter()
+        if self._release is not None and not self._settled.is_set():
+            self._release()
         self._settled.wait()
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
@@ -123,7 +133,7 @@ class Communicator:
         Every rank submits the same indices in the same order, and the same index again only after the last one's
         `BucketReduction.wait`.
         """
-        bucket = BucketReduction(index, buffer, self._collective.describe("inside"), self._record)
+        bucket = BucketReduction(index, buffer, self._collective.describe("inside"), self._record, self.release)
         if self._stream is not None:
             # On NCCL all collectives of a rank must be issued in one order, so the thread issues this one too.
             bucket.produced = torch.cuda.current_stream(buffer.device).record_event()
@@ -163,6 +173,7 @@ class Communicator:
         try:
             while (bucket := self._next(proposal)) is not None:
                 proposal = self._carry(bucket)
+                bucket = None  # delivered: what fails from here on is another one's
         except Exception as error:
             self._fail(error, bucket)
 

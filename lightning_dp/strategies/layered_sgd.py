@@ -21,7 +21,7 @@ from lightning_dp.collectives.two_level import AllReduce, TwoLevelAllReduce, nat
 from lightning_dp.strategies.communicator import WAIT, BucketReduction, Communicator, Record
 from lightning_dp.strategies.pending_update import ApplyOnUse, PendingUpdate, PendingUpdates
 from lightning_dp.strategies.update_policy import (
-    check_optimizers,
+    check_supported,
     hides_parameter_use,
     steps_by_bucket,
     why_not_postponed,
@@ -133,7 +133,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
     def _start_communicator(self, trainer: Any, model: DistributedDataParallel) -> None:
         module = self.lightning_module
         assert module is not None
-        check_optimizers(self.optimizers, type(self).__name__)
+        check_supported(module, self.optimizers, type(self).__name__)
         timeout = self._timeout or timedelta(minutes=30)
         collective = TwoLevelAllReduce(
             self.topology, self.global_rank, self._carriers, timeout, all_reduce=self._all_reduce
@@ -186,6 +186,8 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         super().post_backward(closure_loss)
         if self._communicator is not None:
             self._communicator.release()
+        if self._hides_use and not self._is_automatic:
+            self._wait_for_gradients()  # the compiled step goes on to use them, unseen
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -204,13 +206,26 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
             return output
         assert self.lightning_module is not None
         by_bucket = not self._whole_update and not kwargs and steps_by_bucket(optimizer, self.lightning_module.trainer)
-        with self._unwatched():  # else taking the gradients would wait for them
+        self._apply_on_use.paused = True  # else taking the gradients would wait for them
+        try:
             self._updates.stage(PendingUpdate(optimizer, dict(self._reductions), None if by_bucket else whole_step))
+        finally:
+            self._apply_on_use.paused = False
         return output
 
     def _wait_for_gradients(self) -> None:
         for reduction in set(self._reductions.values()):
             reduction.wait()
+
+    def _wait_for_kept_gradients(self) -> None:
+        """Wait for gradients that accumulate in manual optimization: DDP may move them to new buckets in a forward."""
+        for parameter, reduction in self._reductions.items():
+            if parameter not in self._updates:
+                reduction.wait()
+
+    @property
+    def _is_automatic(self) -> bool:
+        return self.lightning_module is not None and self.lightning_module.automatic_optimization
 
     def finish_update(self) -> None:
         """Apply what is left of the postponed update; afterwards the parameters are those of synchronous SGD."""
@@ -218,8 +233,10 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._whole_update:
+        if self._whole_update or self._updates.are_whole:
             self.finish_update()
+        if not self._is_automatic:
+            self._wait_for_kept_gradients()
         with self._unwatched() if self._hides_use else nullcontext():
             return super().training_step(*args, **kwargs)
 
@@ -279,7 +296,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         super().on_exception(exception)
         try:
             self.finish_update()
-        except RuntimeError as error:
+        except Exception as error:  # the exception that is being handled matters more
             log.warning(f"{type(self).__name__}: the update of the last step is lost: {error}")
 
     @override
@@ -287,6 +304,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         self._validating = None
         self._watch(False)
         self._reductions.clear()
+        self._updates.clear()
         if self._communicator is not None:
             self._communicator.close()
             self._communicator = None

@@ -58,6 +58,11 @@ class PendingUpdate:
         # A scheduler warns if it steps before its optimizer has. It has, as far as the schedule is concerned.
         optimizer._opt_called = True  # type: ignore[attr-defined]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all parameters are updated together."""
+        return self._whole_step is not None
+
     def parameters(self) -> list[Tensor]:
         """Those still to be updated."""
         return list(self._gradients)
@@ -83,7 +88,9 @@ class PendingUpdate:
             bucket.wait()
         for parameter in parameters:
             parameter.grad = self._gradients.pop(parameter)
-        with self._as_staged():
+        # Whoever brings the update about, it is done as after a backward: not in inference mode, not under autocast.
+        device_type = parameters[0].device.type if parameters else "cpu"
+        with self._as_staged(), torch.inference_mode(False), torch.autocast(device_type, enabled=False):
             step()
         for parameter in parameters:
             parameter.grad = None
@@ -92,12 +99,16 @@ class PendingUpdate:
     def _as_staged(self) -> Iterator[None]:
         """Put the hyperparameters back to the moment of staging; schedules may have moved on since."""
         present = hyperparameters(self.optimizer)
-        for group, staged in zip(self.optimizer.param_groups, self._hyperparameters, strict=True):
+        # Groups may have been added meanwhile (fine-tuning), at the end.
+        groups = list(zip(self.optimizer.param_groups, self._hyperparameters, present, strict=False))
+        for group, staged, _ in groups:
             group.update(staged)
-        yield
-        for group, staged, current in zip(self.optimizer.param_groups, self._hyperparameters, present, strict=True):
-            # What a hook changed during the step stays changed.
-            group.update({key: value for key, value in current.items() if group.get(key) is staged[key]})
+        try:
+            yield
+        finally:
+            for group, staged, current in groups:
+                # What a hook changed during the step stays changed.
+                group.update({key: value for key, value in current.items() if group.get(key) is staged[key]})
 
 
 class PendingUpdates:
@@ -111,6 +122,15 @@ class PendingUpdates:
 
     def __bool__(self) -> bool:
         return bool(self._by_parameter)
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether an optimizer waits that updates all its parameters together."""
+        return any(update.is_whole for update in set(self._by_parameter.values()))
+
+    def clear(self) -> None:
+        """Give up what is pending."""
+        self._by_parameter.clear()
 
     def stage(self, update: PendingUpdate) -> None:
         """Take charge of ``update``."""
@@ -139,21 +159,31 @@ class ApplyOnUse(TorchFunctionMode):
     """While active, every use of a parameter with a pending update applies that update first.
 
     PyTorch shows each call of its functions to the active modes before running it, on the thread that activated them.
-    Asking a parameter for its shape, dtype and the like is no use; taking its ``data`` is. Reading ``grad`` first waits
-    for the bucket that carries it.
+    Asking a parameter for its shape, dtype and the like is no use; taking its ``data`` or ``T`` is. Reading ``grad``
+    first waits for the bucket that carries it.
     """
 
     _GRADIENT: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
-    _DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+    # Attributes that tell nothing of the value. All others count as a use: `data`, `T`, `mT`, `real`, ...
+    _HARMLESS = frozenset(
+        {
+            *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "name", "output_nr"),
+            *("requires_grad", "is_leaf", "grad", "grad_fn", "retains_grad", "_version", "_base"),
+            *("is_cuda", "is_cpu", "is_meta", "is_mps", "is_xla", "is_xpu", "is_sparse", "is_sparse_csr"),
+            *("is_quantized", "is_nested", "is_mkldnn", "_backward_hooks", "_post_accumulate_grad_hooks"),
+        }
+    )
 
     def __init__(self, updates: PendingUpdates, reductions: dict[Tensor, BucketReduction]) -> None:
         super().__init__()
         self._updates = updates
         self._reductions = reductions
+        self.paused = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by PyTorch in place of ``func``."""
-        if self._updates or self._reductions:
+        if not self.paused and (self._updates or self._reductions):
             self._prepare(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -162,8 +192,10 @@ class ApplyOnUse(TorchFunctionMode):
             if args[0] in self._reductions:
                 self._reductions[args[0]].wait()
             return
-        if getattr(func, "__name__", "") in ("__get__", "__set__") and func != self._DATA:
-            return
+        if getattr(func, "__name__", "") in ("__get__", "__set__"):
+            attribute = getattr(func, "__self__", None)
+            if getattr(attribute, "__name__", "") in self._HARMLESS:
+                return
         for argument in (*args, *kwargs.values()):
             for item in argument if isinstance(argument, (list, tuple)) else (argument,):
                 if isinstance(item, Tensor) and item in self._updates:

@@ -14,7 +14,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from lightning_fabric.utilities.warnings import PossibleUserWarning
-from pytorch_lightning.callbacks import ModelCheckpoint, WeightAveraging
+from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint, WeightAveraging
 from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
@@ -322,6 +322,85 @@ def compare_gradients_in_hook(rank):
 
 def test_on_before_optimizer_step_sees_averaged_gradients():
     run_processes(2, compare_gradients_in_hook)
+
+
+class AfterBackward(Norms):
+    """Reads gradients before the strategy hears that backward has ended."""
+
+    on_before_optimizer_step = pl.Callback.on_before_optimizer_step
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        super().on_before_optimizer_step(trainer, module, None)
+
+
+def compare_gradients_after_backward(rank):
+    results = []
+    for strategy in (DDPStrategy(), layered(overlap="load"), layered()):
+        norms = AfterBackward()
+        fit(strategy, 2, callbacks=[norms])
+        results.append(norms.seen)
+    assert len(results[0]) == 30
+    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=0)
+    torch.testing.assert_close(results[2], results[0], rtol=1e-10, atol=0)
+
+
+def test_gradients_read_after_backward_are_averaged():
+    run_processes(2, compare_gradients_after_backward)
+
+
+def compare_hook_of_an_instance(rank):
+    """LambdaCallback has its hooks on the instance."""
+    seen = []
+    for strategy in (DDPStrategy(), layered()):
+        steps: list[int] = []
+        hook = LambdaCallback(on_before_optimizer_step=lambda t, m, o, steps=steps: steps.append(t.global_step))
+        fit(strategy, 2, callbacks=[hook])
+        seen.append(steps)
+    assert seen[1] == seen[0] == list(range(30))
+
+
+def test_hooks_of_an_instance_run_within_their_step():
+    run_processes(2, compare_hook_of_an_instance)
+
+
+class ManualAccumulation(Net):
+    """Every backward is synchronised, every third is followed by a step; DDP rebuilds its buckets after the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch) / 3)
+        if batch_idx % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def compare_manual_accumulation(rank):
+    expected = snapshot(*fit(DDPStrategy(), 2, ManualAccumulation()))
+    for overlap in OVERLAPS:
+        assert_same(snapshot(*fit(layered(overlap=overlap), 2, ManualAccumulation())), expected)
+
+
+def test_manual_accumulation():
+    run_processes(2, compare_manual_accumulation)
+
+
+class SparseNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 2, sparse=True)
+
+
+def fit_sparse(rank):
+    with pytest.raises(ValueError, match="cannot sum the sparse gradients of 'table'"):
+        fit(layered(), 2, SparseNet())
+
+
+def test_sparse_gradients_are_refused():
+    run_processes(2, fit_sparse)
 
 
 class Manual(Net):

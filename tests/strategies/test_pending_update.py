@@ -37,6 +37,10 @@ USES = {
     "method": lambda layer: layer.weight.detach(),
     "index": lambda layer: layer.weight[0],
     "data": lambda layer: layer.weight.data,
+    "T": lambda layer: layer.weight.T,
+    "mT": lambda layer: layer.weight.mT,
+    "H": lambda layer: layer.weight.H,
+    "assigned": lambda layer: setattr(layer.weight, "data", layer.weight.data.clone()),
     "item": lambda layer: layer.bias[0].item(),
     "operator": lambda layer: 2 * layer.weight,
     "keyword": lambda layer: torch.nn.functional.linear(torch.ones(1, 3), weight=layer.weight),
@@ -88,6 +92,51 @@ def test_the_hyperparameters_are_those_of_the_staging():
     updates.finish()
     assert optimizer.param_groups[0]["lr"] == 100.0
     torch.testing.assert_close(layers[0].weight.detach(), before[0] - 1.0)
+
+
+def test_data_that_is_put_in_place_of_a_pending_update_stays():
+    layers, _, updates, _ = staged()
+    with ApplyOnUse(updates, {}):
+        layers[0].weight.data = torch.zeros(3, 3)
+    updates.finish()
+    assert torch.equal(layers[0].weight.detach(), torch.zeros(3, 3))
+
+
+def test_a_group_may_be_added_meanwhile():
+    layers, optimizer, updates, before = staged()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "lr": 0.3})
+    updates.finish()
+    assert updated(layers, before) == [True] * 4
+    assert optimizer.param_groups[1]["lr"] == 0.3
+
+
+def test_a_failing_step_leaves_the_present_hyperparameters():
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    layer.weight.grad = torch.ones_like(layer.weight)
+
+    def fail():
+        raise KeyError("lost")
+
+    updates = PendingUpdates()
+    updates.stage(PendingUpdate(optimizer, {}, fail))
+    optimizer.param_groups[0]["lr"] = 7.0
+    with pytest.raises(KeyError):
+        updates.finish()
+    assert optimizer.param_groups[0]["lr"] == 7.0
+
+
+def test_the_readers_inference_mode_is_not_the_steps():
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    updates = PendingUpdates()
+    for _ in range(2):
+        layer.weight.grad = torch.ones_like(layer.weight)
+        updates.stage(PendingUpdate(optimizer, {}, None))
+        with torch.inference_mode(), torch.autocast("cpu"), ApplyOnUse(updates, {}):
+            layer(torch.ones(1, 2))
+        layer.weight.grad = torch.ones_like(layer.weight)
+        optimizer.step()  # in place, outside of inference mode
 
 
 def test_what_a_hook_changes_in_the_step_stays_changed():
