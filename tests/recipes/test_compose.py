@@ -1,0 +1,30 @@
+"""Every experiment goes with every strategy, as the command line puts them together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+
+CONF = Path(__file__).parents[2] / "conf"
+
+
+def names(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("strategy", names("strategy"))
+@pytest.mark.parametrize("experiment", names("experiment"))
+def test_an_experiment_takes_any_strategy(experiment, strategy):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("train", [f"experiment={experiment}", f"strategy={strategy}"])
+    alone = instantiate(config.strategy)
+    assert not getattr(alone, "_ddp_kwargs", {}).keys() - {"gradient_as_bucket_view"}
+
+
+def test_the_demo_has_two_groups():
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("train", ["experiment=digits_resnet20"])
+    assert instantiate(config.strategy).topology_of(1, config.trainer.devices).num_groups == 2
