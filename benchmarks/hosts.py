@@ -142,6 +142,16 @@ class Hosts:
         finally:
             self._stop()
 
+    def torchrun(
+        self, per_host: int, script: Sequence[str], *, timeout_s: float = 600.0, logs: Path | None = None
+    ) -> None:
+        """Run a script and its arguments under torchrun, ``per_host`` ranks on each host; otherwise as `run`."""
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.num_hosts}"]
+        command += [f"--nproc_per_node={per_host}", f"--master_addr={self.address(0)}"]
+        command += ["--master_port=29500"]  # in namespaces of its own, every port is free
+        commands = [[*command, f"--node_rank={host}", *script] for host in range(self.num_hosts)]
+        self.run(commands, timeout_s=timeout_s, logs=logs)
+
     def _stop(self) -> None:
         """End all that runs on the hosts, also what the commands started in sessions of its own, as torchrun does."""
         for process in self._processes:
@@ -194,13 +204,7 @@ def main() -> None:
         parser.print_help()
         return
     with Hosts(arguments.hosts, None if arguments.rate == "none" else arguments.rate) as hosts:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={arguments.hosts}"]
-        torchrun += [f"--nproc_per_node={arguments.per_host}", f"--master_addr={hosts.address(0)}"]
-        torchrun += ["--master_port=29500"]  # in namespaces of its own, every port is free
-        hosts.run(
-            [[*torchrun, f"--node_rank={host}", *arguments.script] for host in range(arguments.hosts)],
-            timeout_s=arguments.timeout,
-        )
+        hosts.torchrun(arguments.per_host, arguments.script, timeout_s=arguments.timeout)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -124,11 +123,9 @@ def main() -> None:
     name = f"{arguments.overlap}-{arguments.communicator}-{arguments.rate}"
     folder = output_folder("overlap_trace", name)
     with Hosts(2, None if arguments.rate == "none" else arguments.rate) as hosts:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
-        command += [f"--master_addr={hosts.address(0)}", "--master_port=29500"]
         script = [__file__, "--worker", str(folder / "rank"), "--rate", arguments.rate]
         script += ["--overlap", arguments.overlap, "--communicator", arguments.communicator]
-        hosts.run([[*command, f"--node_rank={host}", *script] for host in range(2)], logs=folder)
+        hosts.torchrun(2, script, logs=folder)
     traces = {rank: json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)}
     shares = {rank: hidden_share(t) for rank, t in traces.items() if any(s[0] == "all-reduce between" for s in t)}
     hidden = ", ".join(f"rank {rank} {share:.0%}" for rank, share in shares.items())

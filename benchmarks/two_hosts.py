@@ -19,7 +19,6 @@ import argparse
 import itertools
 import json
 import logging
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -195,18 +194,10 @@ def measure(arguments: argparse.Namespace, rate: str, folder: Path) -> dict[str,
     """Run `worker` on hosts of the given rate; return what it wrote."""
     out = folder / f"rate-{rate}.json"
     with Hosts(arguments.hosts, None if rate == "none" else rate) as hosts:
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={arguments.hosts}"]
-        command += [
-            f"--nproc_per_node={arguments.per_host}",
-            f"--master_addr={hosts.address(0)}",
-            "--master_port=29500",
-        ]
         script = [__file__, "--worker", str(out), "--rate", rate, "--compute", arguments.compute]
         script += ["--steps", str(arguments.steps), "--rounds", str(arguments.rounds)]
         script += ["--hosts", str(arguments.hosts), "--per-host", str(arguments.per_host)]
-        hosts.run(
-            [[*command, f"--node_rank={host}", *script] for host in range(arguments.hosts)], timeout_s=3600, logs=folder
-        )
+        hosts.torchrun(arguments.per_host, script, timeout_s=3600, logs=folder)
     return json.loads(out.read_text())
 
 
