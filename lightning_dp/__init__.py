@@ -5,8 +5,9 @@ Importing the package registers the strategies under their names: ``Trainer(stra
 
 from lightning_dp._lightning import register_strategy
 from lightning_dp.callbacks import AdaptiveGlobalBatchNorm, Plateau, StepTimer
-from lightning_dp.strategies import LayeredSGDStrategy
+from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredSGDStrategy
 
-__all__ = ["AdaptiveGlobalBatchNorm", "LayeredSGDStrategy", "Plateau", "StepTimer"]
+__all__ = ["AdaptiveGlobalBatchNorm", "KrizhevskyHybridStrategy", "LayeredSGDStrategy", "Plateau", "StepTimer"]
 
 register_strategy("layered_sgd", LayeredSGDStrategy)
+register_strategy("krizhevsky_hybrid", KrizhevskyHybridStrategy)
