@@ -5,10 +5,12 @@ The three stages are separate calls, for the point of layered SGD is what happen
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -37,7 +39,8 @@ class TwoLevelAllReduce:
         rank: this rank's global number.
         carriers: who crosses groups.
         timeout: of every collective.
-        backend: of the process groups; None takes the default group's.
+        backend: of the process groups; None takes the default group's. ``"gloo"`` sums host memory, on which
+            `HostCopy` puts what lies elsewhere.
         all_reduce: the algorithm between groups.
     """
 
@@ -60,7 +63,8 @@ class TwoLevelAllReduce:
 
         def own_group(partition: list[list[int]]) -> dist.ProcessGroup | None:
             # Every rank takes part in making every group, in one order, as torch.distributed demands.
-            made = [dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in partition]
+            with _nothing_to_split(backend):
+                made = [dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in partition]
             return next((group for ranks, group in zip(partition, made, strict=True) if rank in ranks), None)
 
         # Reduce and broadcast have groups of their own, since they are issued from two threads.
@@ -117,3 +121,55 @@ class TwoLevelAllReduce:
         for group in (self._reduce_group, self._broadcast_group, self._cross_group):
             if group is not None:
                 dist.destroy_process_group(group)
+
+
+class HostCopy:
+    """A buffer's copy in host memory, which the stages of `TwoLevelAllReduce` change in place of the buffer.
+
+    In the paper the communicator is a CPU, "thereby allowing GPUs to focus on computation" (arXiv 1906.05936, section
+    4.3). A buffer on a GPU is copied to page-locked memory, on ``stream``, and back on the stream of who asks for it.
+    Such memory comes from a pool of PyTorch's, which gives it to nobody else before the copies are done: a copy for
+    each bucket and step costs no more than one that is kept. A buffer on a CPU is copied at once.
+
+    Args:
+        buffer: any dense tensor. What the present stream has yet to do to it is part of the copy.
+        stream: to copy on; None for a buffer on a CPU.
+    """
+
+    def __init__(self, buffer: Tensor, stream: torch.cuda.Stream | None = None) -> None:
+        self._buffer = buffer
+        self._copied: torch.cuda.Event | None = None
+        self.tensor = torch.empty_like(buffer, device="cpu", pin_memory=buffer.is_cuda)
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(buffer.device))
+        with torch.cuda.stream(stream):  # of None: no change
+            self.tensor.copy_(buffer, non_blocking=True)
+            if stream is not None:
+                self._copied = stream.record_event()
+
+    def wait(self) -> None:
+        """Return when ``tensor`` holds what the buffer held; the caller's thread waits, not a stream."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def copy_back(self) -> None:
+        """Put ``tensor`` into the buffer, in the order of the present stream."""
+        self._buffer.copy_(self.tensor, non_blocking=True)
+
+
+@contextmanager
+def _nothing_to_split(backend: str | None) -> Iterator[None]:
+    """Let groups of gloo be made where the default group is bound to a device, as Lightning binds it to a GPU.
+
+    PyTorch then has the ranks that are not in a new group take part in a split of the default one, which only groups of
+    NCCL are made by: on NCCL they would wait for the members for ever, on gloo it fails. Not bound, nothing is split.
+    """
+    default = dist.group.WORLD
+    if default is None or (backend or dist.get_backend()) != "gloo":
+        yield
+        return
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound

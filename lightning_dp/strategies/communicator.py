@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dp.collectives.two_level import TwoLevelAllReduce
+from lightning_dp.collectives.two_level import HostCopy, TwoLevelAllReduce
 
 # Called with the name of a stage, its start and its end (`time.perf_counter`, s).
 Record = Callable[[str, float, float], None]
@@ -37,11 +37,17 @@ class BucketReduction:
         self._release = release  # whoever waits before backward has ended must not wait for its end
         self._inside = inside  # names the group, for errors
         self._record = record
+        self.on_host: HostCopy | None = None  # summed in place of the buffer, until the sum is in the buffer
         self.works: list[dist.Work] = []  # first of the reduction inside the group, then of the broadcast
         self.produced: torch.cuda.Event | None = None  # on a GPU: backward has filled the buffer
-        self.delivered: torch.cuda.Event | None = None  # on a GPU: the broadcast is on the communicator's stream
+        self.delivered: torch.cuda.Event | None = None  # on a GPU: the sum is in the buffer
         self._settled = threading.Event()
         self._error: Exception | None = None
+
+    @property
+    def carried(self) -> Tensor:
+        """What the communicator sums: the buffer, or its copy on the host."""
+        return self.buffer if self.on_host is None else self.on_host.tensor
 
     def settle(self, error: Exception | None = None) -> None:
         """Called by the communicator once nothing is left to do but to wait for ``works``, or when it failed."""
@@ -60,8 +66,18 @@ class BucketReduction:
             torch.cuda.current_stream(self.buffer.device).wait_event(self.delivered)
         else:
             self.wait_for_works()
+            self._bring_back()
         if self._record is not None:
             self._record(WAIT, start, time.perf_counter())
+
+    def _bring_back(self) -> None:
+        # Once: what the rank does to its gradients afterwards must stay. And by the rank itself: the communicator would
+        # have to wait for the broadcast, while the link between the groups idles.
+        if self.on_host is not None:
+            self.on_host.copy_back()
+            self.on_host = None
+            if self.buffer.is_cuda:
+                self.delivered = torch.cuda.current_stream(self.buffer.device).record_event()
 
     def wait_for_works(self) -> None:
         """Wait for what is under way inside the group."""
@@ -103,6 +119,7 @@ class Communicator:
             chooses and tells the others. False: after backward, in the order of submission.
         timeout: how long to wait for a bucket that rank 0 has chosen and this rank has not produced.
         device: of the buckets.
+        on_host: sum copies of the buckets in host memory; ``collective`` then needs groups that can, such as gloo's.
         record: told of each stage, and of what the rank's own thread waits.
     """
 
@@ -112,11 +129,13 @@ class Communicator:
         prioritised: bool,
         timeout: timedelta,
         device: torch.device,
+        on_host: bool = False,
         record: Record | None = None,
     ) -> None:
         self._collective = collective
         self._record = record
         self._timeout_s = timeout.total_seconds()
+        self._on_host = on_host
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._order_group = dist.new_group(timeout=timeout, backend="gloo") if prioritised else None
         self._held: list[BucketReduction] = []
@@ -134,11 +153,12 @@ class Communicator:
         `BucketReduction.wait`.
         """
         bucket = BucketReduction(index, buffer, self._collective.describe("inside"), self._record, self.release)
-        if self._stream is not None:
-            # On NCCL all collectives of a rank must be issued in one order, so the thread issues this one too.
+        if self._on_host:
+            bucket.on_host = HostCopy(buffer, self._stream)
+        elif self._stream is not None:
             bucket.produced = torch.cuda.current_stream(buffer.device).record_event()
-        else:
-            bucket.works = self._collective.reduce_inside(buffer)
+        if self._stream is None:
+            bucket.works = self._collective.reduce_inside(bucket.carried)
         self._held.append(bucket)
         if self._order_group is not None:
             self.release()
@@ -202,19 +222,18 @@ class Communicator:
     def _carry(self, bucket: BucketReduction) -> _Choice | None:
         """Take ``bucket`` through the stages, the last of which is only started; return the proposal for the next."""
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            if self._stream is not None and bucket.produced is not None:
-                self._stream.wait_event(bucket.produced)
-                bucket.works = self._collective.reduce_inside(bucket.buffer)
+            if self._stream is not None:
+                self._start_on_gpu(bucket, self._stream)
             with self._recorded(REDUCE):
                 bucket.wait_for_works()
             # The next bucket is agreed upon while this one crosses: else the link would idle for a round trip.
             proposal = None if self._order_group is None else self._choose(self._order_group)
             with self._recorded(ALL_REDUCE), bucket.named(self._collective.describe("between")):
-                self._collective.all_reduce_between(bucket.buffer)
+                self._collective.all_reduce_between(bucket.carried)
             # The broadcast is only started: the next bucket crosses the groups meanwhile.
             start = time.perf_counter()
-            bucket.works = self._collective.broadcast_inside(bucket.buffer)
-            if self._stream is not None:
+            bucket.works = self._collective.broadcast_inside(bucket.carried)
+            if self._stream is not None and bucket.on_host is None:
                 for work in bucket.works:
                     work.wait()
                 bucket.delivered = self._stream.record_event()
@@ -223,6 +242,17 @@ class Communicator:
                 done.add_done_callback(lambda _: record(BROADCAST, start, time.perf_counter()))
         bucket.settle()
         return proposal
+
+    def _start_on_gpu(self, bucket: BucketReduction, stream: torch.cuda.Stream) -> None:
+        """Start the sum inside the group once backward has filled the bucket; `submit` could not wait for that.
+
+        On NCCL there is a second reason: all collectives of a group must be issued in one order, so by one thread.
+        """
+        if bucket.on_host is not None:
+            bucket.on_host.wait()
+        elif bucket.produced is not None:
+            stream.wait_event(bucket.produced)
+        bucket.works = self._collective.reduce_inside(bucket.carried)
 
     @contextmanager
     def _recorded(self, stage: str) -> Iterator[None]:

@@ -47,7 +47,8 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
     - ``setup``, ``teardown``: the communicator, and the communication hook that feeds it.
     - ``pre_backward``, ``post_backward``: backward reuses the buckets, so the last reduction must be over; and its end
       is where the reduction between groups starts with ``overlap="load"``.
-    - ``optimizer_step``: stages the update instead of doing it.
+    - ``optimizer_step``: stages the update instead of doing it. A compiled ``training_step`` that calls it must not
+      compile it too, nor backward's hooks.
     - ``on_train_start``, ``on_train_end``, ``on_validation_start``, ``on_validation_end``, ``training_step``: while
       training, every use of a parameter is watched, and does what is left of its update first.
     - ``lightning_module_state_dict``, ``optimizer_state``, ``on_exception``: the state is complete in checkpoints.
@@ -61,11 +62,16 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
             loading of the next batch. ``"step"``: it starts as backward produces gradients, layers nearest the input
             first, and each layer is updated just before its next use: backward and the next forward hide it too.
         all_reduce: the algorithm between groups: ``"native"``, the backend's, or ``"ring"``, ours.
+        communicator_device: where gradients are summed: ``"cpu"``, as published: in host memory by gloo, all three
+            stages, to which training on GPUs copies each bucket. ``"gpu"``: where they are, by the job's own backend.
+            On NCCL that is not safe: the communicator's collectives and DDP's are then issued by two threads, in no
+            one order, and a warning says so. That is also why ``"cpu"`` leaves no stage to the GPU.
         **ddp_kwargs: of DDPStrategy and DistributedDataParallel. With several groups, ``bucket_cap_mb`` defaults to 2.
 
     Raises:
-        ValueError: a value is not one of those above, the groups would be unequal, or an option of DDP is given that
-            takes the place of the communication hook (``ddp_comm_hook``, ``gradient_as_bucket_view=False``, ...).
+        ValueError: a value is not one of those above, the groups would be unequal, ``communicator_device="gpu"``
+            without GPUs, or an option of DDP is given that takes the place of the communication hook
+            (``ddp_comm_hook``, ``gradient_as_bucket_view=False``, ...).
     """
 
     def __init__(
@@ -74,17 +80,20 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         communicator: Literal["leader", "sharded"] = "leader",
         overlap: Literal["load", "step"] = "step",
         all_reduce: Literal["native", "ring"] = "native",
+        communicator_device: Literal["cpu", "gpu"] = "cpu",
         **ddp_kwargs: Any,
     ) -> None:
         _require("communicator", communicator, ("leader", "sharded"))
         _require("overlap", overlap, ("load", "step"))
         _require("all_reduce", all_reduce, tuple(ALL_REDUCES))
+        _require("communicator_device", communicator_device, ("cpu", "gpu"))
         _refuse_conflicts(ddp_kwargs)
         super().__init__(gradient_as_bucket_view=True, **ddp_kwargs)
         self._group_size = group_size
         self._carriers = communicator
         self._overlap = overlap
         self._all_reduce = ALL_REDUCES[all_reduce]
+        self._communicator_device = communicator_device
         self._communicator: Communicator | None = None  # there is none while not fitting, or with a single group
         self._updates = PendingUpdates()
         self._reductions: dict[Tensor, BucketReduction] = {}  # of the last backward, by parameter
@@ -119,6 +128,11 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         _ = self.topology  # raises where the groups would be unequal
+        devices = self.parallel_devices or []
+        if self._communicator_device == "gpu" and any(device.type == "cpu" for device in devices):
+            raise ValueError(
+                "communicator_device='gpu' needs gradients on GPUs, but this job trains on CPU; leave the option out"
+            )
         super()._configure_launcher()
 
     @override
@@ -135,17 +149,24 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         assert module is not None
         check_supported(module, self.optimizers, type(self).__name__)
         timeout = self._timeout or timedelta(minutes=30)
+        on_host = self._communicator_device == "cpu" and self.root_device.type != "cpu"
         collective = TwoLevelAllReduce(
-            self.topology, self.global_rank, self._carriers, timeout, all_reduce=self._all_reduce
+            self.topology, self.global_rank, self._carriers, timeout, "gloo" if on_host else None, self._all_reduce
         )
         self._communicator = Communicator(
-            collective, self._overlap == "step", timeout, self.root_device, record=self._record_stage
+            collective, self._overlap == "step", timeout, self.root_device, on_host, self._record_stage
         )
         model.register_comm_hook(None, self._reduce_bucket)
         reason = why_not_postponed(trainer, module)
         self._postponed = reason is None
         self._hides_use = hides_parameter_use(module)
         self._whole_update = self._overlap == "load" or self._hides_use
+        if not on_host and "nccl" in str(self.process_group_backend):
+            log.warning(
+                f"{type(self).__name__}(communicator_device='gpu'): NCCL may deadlock, for the communicator and DDP "
+                "issue collectives in an order that differs between ranks; communicator_device='cpu', the default, "
+                "makes no use of NCCL"
+            )
         if reason is not None:
             log.warning(
                 f"{type(self).__name__}: {reason} must run within its own step, so updates are not postponed: the "
@@ -158,6 +179,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         if self.record is not None:
             self.record(stage, start_s, end_s)
 
+    @torch.compiler.disable
     def _reduce_bucket(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """The communication hook: hand the bucket to the communicator, and let backward go on.
 
@@ -175,6 +197,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         return done
 
     @override
+    @torch.compiler.disable
     def pre_backward(self, closure_loss: Tensor) -> None:
         self.finish_update()
         self._wait_for_gradients()
@@ -182,6 +205,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         super().pre_backward(closure_loss)
 
     @override
+    @torch.compiler.disable
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         if self._communicator is not None:
@@ -190,6 +214,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
             self._wait_for_gradients()  # the compiled step goes on to use them, unseen
 
     @override
+    @torch.compiler.disable
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         if self._communicator is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -249,6 +274,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
     @override
     def on_train_end(self) -> None:
         self.finish_update()
+        self._wait_for_gradients()  # that manual optimization has left; nobody watches who reads them from here on
         self._watch(False)
         super().on_train_end()
 
@@ -256,6 +282,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
     def on_validation_start(self) -> None:
         # Nothing becomes pending during validation, so there is nothing to watch for.
         self.finish_update()
+        self._wait_for_gradients()
         self._validating = self._unwatched()
         self._validating.__enter__()
         super().on_validation_start()

@@ -7,8 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_dp.collectives.topology import RankTopology
+from lightning_dp.collectives.two_level import HostCopy, TwoLevelAllReduce
 from lightning_dp.strategies.communicator import Communicator
-from tests.ranks import run_processes
+from tests.ranks import RankError, run_processes
+
+CPU = torch.device("cpu")
 
 
 class Recorder:
@@ -37,10 +41,16 @@ class Recorder:
         pass
 
 
-def carry(rank, prioritised):
+class Passing(Recorder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go.set()
+
+
+def carry(rank, prioritised, on_host):
     dist.init_process_group("gloo")
     recorder = Recorder()
-    communicator = Communicator(recorder, prioritised, timedelta(seconds=20), torch.device("cpu"))
+    communicator = Communicator(recorder, prioritised, timedelta(seconds=20), CPU, on_host)
     buckets = [communicator.submit(i, torch.tensor(float(i))) for i in range(4)]
     if not prioritised:
         communicator.release()
@@ -51,13 +61,15 @@ def carry(rank, prioritised):
     return recorder.order, [float(bucket.buffer) for bucket in buckets]
 
 
-def test_as_published_buckets_go_in_the_order_of_submission():
-    orders = run_processes(2, carry, False)
+@pytest.mark.parametrize("on_host", [False, True])
+def test_as_published_buckets_go_in_the_order_of_submission(on_host):
+    orders = run_processes(2, carry, False, on_host)
     assert orders == [([0, 1, 2, 3], [0.0, 10.0, 20.0, 30.0])] * 2
 
 
-def test_layers_nearest_the_input_go_first_in_one_order_on_all_ranks():
-    orders = run_processes(3, carry, True)
+@pytest.mark.parametrize("on_host", [False, True])
+def test_layers_nearest_the_input_go_first_in_one_order_on_all_ranks(on_host):
+    orders = run_processes(3, carry, True, on_host)
     assert orders[1] == orders[0]
     assert orders[2] == orders[0]
     order = orders[0][0]
@@ -65,12 +77,13 @@ def test_layers_nearest_the_input_go_first_in_one_order_on_all_ranks():
     assert order[1:] == sorted(order[1:], reverse=True)
 
 
-def test_a_failure_reaches_everyone_who_waits_and_whoever_comes_later():
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_failure_reaches_everyone_who_waits_and_whoever_comes_later(on_host):
     class Broken(Recorder):
         def all_reduce_between(self, buffer):
             raise RuntimeError("Connection closed by peer")
 
-    communicator = Communicator(Broken(), False, timedelta(seconds=20), torch.device("cpu"))
+    communicator = Communicator(Broken(), False, timedelta(seconds=20), CPU, on_host)
     buckets = [communicator.submit(i, torch.tensor(0.0)) for i in range(2)]
     communicator.release()
     later = communicator.submit(2, torch.tensor(0.0))
@@ -79,4 +92,70 @@ def test_a_failure_reaches_everyone_who_waits_and_whoever_comes_later():
         message = "bucket 0, between groups, between rank 0 and rank 1, failed: .*Connection closed by peer"
         with pytest.raises(RuntimeError, match=message):
             bucket.wait()
+        assert bucket.buffer == 0
+    communicator.close()
+
+
+# --- on copies in host memory ---
+
+SIZES = (7, 1, 10, 4099)  # no group size divides the first
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def values(rank):
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(size, dtype=torch.float64, generator=generator).to(dtype) for dtype in DTYPES for size in SIZES]
+
+
+def carry_all(rank, carriers, prioritised, on_host):
+    topology, timeout = RankTopology(4, 2), timedelta(seconds=20)
+    collective = TwoLevelAllReduce(topology, rank, carriers, timeout, "gloo")
+    communicator = Communicator(collective, prioritised, timeout, CPU, on_host)
+    own = values(rank)
+    buckets = [communicator.submit(index, buffer.clone()) for index, buffer in enumerate(own)]
+    communicator.release()
+    for bucket, value in zip(buckets, own, strict=True):
+        assert not on_host or torch.equal(bucket.buffer, value), "the buffer was changed before somebody waited for it"
+        bucket.wait()
+    communicator.close()
+    return [bucket.buffer for bucket in buckets]
+
+
+def compare_copies(rank):
+    dist.init_process_group("gloo")
+    for carriers in ("leader", "sharded"):
+        expected = carry_all(rank, carriers, False, False)
+        for prioritised in (False, True):
+            got = carry_all(rank, carriers, prioritised, True)
+            assert all(map(torch.equal, got, expected)), f"{carriers}, {prioritised}"
+    return got
+
+
+def test_sums_of_copies_are_to_the_bit_those_of_the_buffers():
+    oracle = [sum(each) for each in zip(*([v.double() for v in values(rank)] for rank in range(4)), strict=True)]
+    for got in run_processes(4, compare_copies):
+        for sum_, exact in zip(got, oracle, strict=True):
+            epsilon = torch.finfo(sum_.dtype).eps
+            torch.testing.assert_close(sum_.double(), exact, rtol=4 * epsilon, atol=8 * epsilon)
+
+
+def lose_the_copy(rank):
+    HostCopy.copy_back = lambda self: None
+    compare_copies(rank)
+
+
+def test_sums_of_copies_differ_if_they_do_not_come_back():
+    with pytest.raises(RankError, match="leader, False"):
+        run_processes(4, lose_the_copy)
+
+
+def test_a_sum_comes_back_once_so_that_what_is_done_to_it_stays():
+    communicator = Communicator(Passing(), False, timedelta(seconds=20), CPU, on_host=True)
+    bucket = communicator.submit(0, torch.tensor(3.0))
+    communicator.release()
+    bucket.wait()
+    assert bucket.buffer == 30
+    bucket.buffer.fill_(1)  # clipped, say
+    bucket.wait()
+    assert bucket.buffer == 1
     communicator.close()
