@@ -18,10 +18,11 @@ class StepTimer(Callback):
 
     - ``time/step_s``: from one batch's end to the next one's end.
     - ``time/data_wait_s``: of it, until the batch is there.
-    - ``time/exposed_communication_s``: of it, waiting for gradients while nothing is computed. A strategy that has an
-      attribute ``exposed_communication_s`` (seconds so far, as `LayeredSGDStrategy` has) says so itself; of a model in
-      DistributedDataParallel it is the reduction less its overlap with backward, by DDP's own timers; of a single
-      process it is zero; of anything else it is left out.
+    - ``time/exposed_communication_s``: of it, waiting for the network while nothing is computed. Of a model in
+      DistributedDataParallel it is the reduction less its overlap with backward, by DDP's own timers (where a hook ends
+      the reduction at once, as layered SGD's does, that is nothing). A strategy with an attribute
+      ``exposed_communication_s`` (seconds so far) adds what it waits for itself. Of a single process it is zero; of
+      anything else it is left out.
     - ``time/compute_s``: the rest.
 
     The time that a GPU works on after its kernels were launched shows where the rank waits for it; for the breakdown of
@@ -76,9 +77,10 @@ class StepTimer(Callback):
         strategy = trainer.strategy
         waited_s = getattr(strategy, "exposed_communication_s", None)
         if waited_s is not None:
-            return float(waited_s) - self._waited_before_s
+            waited_s = float(waited_s) - self._waited_before_s
         if isinstance(strategy.model, DistributedDataParallel):
             times_ns = strategy.model._get_ddp_logging_data()
             reduction_ns = times_ns.get("backward_comm_time", 0)
-            return float(reduction_ns - times_ns.get("backward_compute_comm_overlap_time", 0)) / 1e9
-        return 0.0 if trainer.world_size == 1 else None
+            exposed_ns = reduction_ns - times_ns.get("backward_compute_comm_overlap_time", 0)
+            return (waited_s or 0.0) + float(exposed_ns) / 1e9
+        return 0.0 if waited_s is None and trainer.world_size == 1 else waited_s

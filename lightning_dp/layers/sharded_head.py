@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from lightning_dp.collectives.exchange import Channel
 from lightning_dp.collectives.rotation import chunk_bounds
@@ -123,7 +122,8 @@ class ShardedHead:
                         if seed is not None:
                             torch.manual_seed(seed + 1 + self.channel.rank)
                     bounds = self._bounds[layer]
-                x = layer(x)
+                # A head that is one layer has its own forward replaced by who uses this class.
+                x = type(layer).forward(layer, x) if layer is self.head else layer(x)
         return x
 
     def _require_rows(self, x: Tensor) -> None:
@@ -217,5 +217,5 @@ def _walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _require_plain(layer: nn.Linear, path: str) -> None:
-    if parametrize.is_parametrized(layer) or not isinstance(layer.weight, nn.Parameter):
+    if not isinstance(layer.weight, nn.Parameter):
         raise ValueError(f"{path} computes its weight (weight_norm, spectral_norm, ...), which mixes rows; remove that")

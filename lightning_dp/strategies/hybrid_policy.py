@@ -21,7 +21,8 @@ ELEMENTWISE_OPTIMIZERS = (
 
 SIX_LINES = """
     def head_step(self, features, target):  # -> the mean loss of these examples
-        return F.cross_entropy(self.{head}(features), target)
+        logits = self.{head}(features)
+        return F.cross_entropy(logits, target)
 
     def training_step(self, batch, batch_idx):
         x, target = batch

@@ -135,6 +135,7 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
             sharded = ShardedGradScaler(scaler._device)
             sharded.load_state_dict(scaler.state_dict())
             self._replace(self.precision_plugin, "scaler", sharded)
+            self._restore.append(lambda: scaler.load_state_dict(sharded.state_dict()))
         ignored = [*getattr(module, "_ddp_params_and_buffers_to_ignore", ()), *self._names()]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
         self._restore.append(lambda: self._unignore(module))

@@ -9,8 +9,9 @@ from lightning_fabric.utilities.warnings import PossibleUserWarning
 from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_dp.callbacks.step_timer import StepTimer
+from lightning_dp.collectives.exchange import Channel
 from lightning_dp.collectives.two_level import TwoLevelAllReduce
-from lightning_dp.strategies import LayeredSGDStrategy
+from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredSGDStrategy
 from tests.ranks import run_processes
 from tests.strategies.modules import SMALL_BUCKETS_MB, Net, data, trainer
 
@@ -29,7 +30,16 @@ class SlowLoading(torch.utils.data.TensorDataset):
         return [self[i] for i in indices]
 
 
-def timed_fit(rank, strategy, world_size, slow_network=False):
+def timed_fit(rank, strategy, world_size, slow_network=False, slow_messages=False):
+    if slow_messages and rank == 1:
+        start = Channel.start
+
+        def late_start(self, what, sends, receives):
+            if what == "sizes":  # the first message of a step
+                time.sleep(NETWORK_S)
+            return start(self, what, sends, receives)
+
+        Channel.start = late_start
     if slow_network:
         crossing = TwoLevelAllReduce.all_reduce_between
 
@@ -81,3 +91,10 @@ def test_layered_sgd_of_one_group_is_timed_as_ddp():
     times = run_processes(2, timed_fit, LayeredSGDStrategy(2, bucket_cap_mb=SMALL_BUCKETS_MB), 2)[0]
     check(times)
     assert times["time/exposed_communication_s"] > 0.0
+
+
+def test_hybrid_parallelism_adds_its_own_waiting_to_that_of_ddp():
+    strategy = KrizhevskyHybridStrategy(head="last", bucket_cap_mb=SMALL_BUCKETS_MB)
+    times = run_processes(2, timed_fit, strategy, 2, False, True)[0]
+    check(times)
+    assert times["time/exposed_communication_s"] >= NETWORK_S

@@ -8,7 +8,6 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
 from torch.utils.data import DataLoader, Subset
 
 from tests.strategies.modules import CLASSES, FEATURES, data, optimizers

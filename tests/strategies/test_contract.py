@@ -5,40 +5,53 @@ from __future__ import annotations
 import inspect
 
 import pytest
+from pytorch_lightning.plugins.precision import MixedPrecision, Precision
 from pytorch_lightning.strategies import DDPStrategy
 
-from lightning_dp.strategies import LayeredSGDStrategy
+from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredSGDStrategy
 
-OVERRIDES = [
-    "_configure_launcher",
-    "lightning_module_state_dict",
-    "on_exception",
-    "on_train_end",
-    "on_train_start",
-    "on_validation_end",
-    "on_validation_start",
-    "optimizer_state",
-    "optimizer_step",
-    "post_backward",
-    "pre_backward",
-    "setup",
-    "teardown",
-    "training_step",
-]
+OVERRIDES = {
+    LayeredSGDStrategy: [
+        "_configure_launcher",
+        "lightning_module_state_dict",
+        "on_exception",
+        "on_train_end",
+        "on_train_start",
+        "on_validation_end",
+        "on_validation_start",
+        "optimizer_state",
+        "optimizer_step",
+        "post_backward",
+        "pre_backward",
+        "setup",
+        "teardown",
+        "training_step",
+    ],
+    KrizhevskyHybridStrategy: [
+        "configure_ddp",
+        "lightning_module_state_dict",
+        "load_optimizer_state_dict",
+        "optimizer_state",
+        "setup",
+        "teardown",
+    ],
+}
+EACH = [(strategy, name) for strategy, names in OVERRIDES.items() for name in names]
 
 
-def test_the_docstring_and_this_list_name_every_override():
-    own = {name for name, value in vars(LayeredSGDStrategy).items() if callable(value) and hasattr(DDPStrategy, name)}
+@pytest.mark.parametrize("strategy", OVERRIDES)
+def test_the_docstring_and_this_list_name_every_override(strategy):
+    own = {name for name, value in vars(strategy).items() if callable(value) and hasattr(DDPStrategy, name)}
     own = {name for name in own if not name.startswith("__")}
-    assert own == set(OVERRIDES)
-    for name in OVERRIDES:
-        assert f"``{name}``" in LayeredSGDStrategy.__doc__
+    assert own == set(OVERRIDES[strategy])
+    for name in own:
+        assert f"``{name}``" in strategy.__doc__
 
 
-@pytest.mark.parametrize("name", OVERRIDES)
-def test_an_override_takes_what_lightning_passes(name):
+@pytest.mark.parametrize(("strategy", "name"), EACH)
+def test_an_override_takes_what_lightning_passes(strategy, name):
     theirs = inspect.signature(getattr(DDPStrategy, name)).parameters
-    ours = inspect.signature(getattr(LayeredSGDStrategy, name)).parameters
+    ours = inspect.signature(getattr(strategy, name)).parameters
     assert list(ours) == list(theirs)
 
 
@@ -46,3 +59,11 @@ def test_the_attributes_that_are_used_exist():
     strategy = DDPStrategy(bucket_cap_mb=1)
     assert strategy._ddp_kwargs == {"bucket_cap_mb": 1}
     assert strategy._timeout is not None
+
+
+def test_what_is_replaced_in_precision_plugins_exists():
+    """Hybrid parallelism clips by the norm over all ranks, and takes fp16's decision on all of them."""
+    assert list(inspect.signature(Precision.clip_grad_by_norm).parameters) == ["self", "optimizer", "clip_val"]
+    names = ["self", "model", "optimizer", "clip_val", "gradient_clip_algorithm"]
+    assert list(inspect.signature(Precision._clip_gradients).parameters) == names
+    assert MixedPrecision("16-mixed", "cpu").scaler is not None

@@ -164,3 +164,34 @@ def test_rank_errors_are_seen():
 
 def _fit_with(rank: int, world_size: int, net: type[HybridNet], arguments: dict[str, Any]) -> None:
     fit(rank, world_size, net, KrizhevskyHybridStrategy(**arguments))
+
+
+def _on_gpus(rank: int, world_size: int, backend: str, nodes: int) -> list[dict[str, Tensor]]:
+    results = []
+    for net, variable in ((HybridNet, False), (StepNet, False), (StepNet, True)):
+        strategy = KrizhevskyHybridStrategy(variable_batch=variable, process_group_backend=backend)
+        options = {"accelerator": "cuda", "num_nodes": nodes}
+        own, module = fit(rank, world_size, net, strategy, **options)
+        results.append({name: value.cpu() for name, value in snapshot(module, own).items()})
+    return results
+
+
+def check_on_gpus(of_ranks: list[list[dict[str, Tensor]]], world_size: int) -> None:
+    for ordinary, step, variable in of_ranks:
+        for net, result in ((HybridNet, ordinary), (StepNet, step)):
+            assert_same(result, single(world_size, net)[0], 1e-8)
+        expected = variable_batch_loop("c", world_size, "momentum")
+        assert_same({k: variable[k] for k, _ in expected.named_parameters()}, dict(expected.named_parameters()), 1e-8)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_several_ranks_on_one_gpu():
+    """Over gloo, for NCCL refuses two ranks on one device; each rank is a node of its own."""
+    check_on_gpus(run_processes(2, _on_gpus, 2, "gloo", 2, num_nodes=2, timeout=180), 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_over_nccl():
+    check_on_gpus(run_processes(2, _on_gpus, 2, "nccl", 1, timeout=180), 2)

@@ -1,0 +1,398 @@
+"""What else Lightning does, under hybrid parallelism: the same as in one process on the concatenated batch."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from lightning_fabric.utilities.warnings import PossibleUserWarning
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
+
+from lightning_dp import AdaptiveGlobalBatchNorm, KrizhevskyHybridStrategy
+from tests.ranks import RankError, run_processes
+from tests.strategies.hybrid_modules import HybridNet, StepNet, all_batches, batches
+from tests.strategies.modules import CLASSES, FEATURES, assert_same, optimizers, snapshot, trainer
+
+Result = dict[str, Tensor]
+
+
+class ScheduledNet(StepNet):
+    """A learning rate that changes every step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = optimizers("momentum", self.parameters())
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class TwoRatesNet(StepNet):
+    """The head in a parameter group of its own."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.trunk.parameters()}, {"params": self.head.parameters(), "lr": 0.02}]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=1e-2)
+
+
+class ManualNet(StepNet):
+    """Two optimizers, stepped by hand, with gradients of two batches."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [optimizers("momentum", self.trunk.parameters()), optimizers("adamw", self.head.parameters())]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx) / 2)
+        if batch_idx % 2:
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class BatchNormNet(StepNet):
+    """Batch norm in the trunk."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.trunk.insert(1, nn.BatchNorm1d(8).double())
+
+
+CASES: dict[str, tuple[type[HybridNet], dict[str, Any]]] = {
+    "clip by norm": (StepNet, {"gradient_clip_val": 0.05}),
+    "clip by norm, head only": (HybridNet, {"gradient_clip_val": 0.05}),
+    "clip by value": (StepNet, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "accumulation": (StepNet, {"accumulate_grad_batches": 3}),
+    "accumulation, head only": (HybridNet, {"accumulate_grad_batches": 3}),
+    "schedule": (ScheduledNet, {}),
+    "two rates": (TwoRatesNet, {"gradient_clip_val": 0.05}),
+    "manual": (ManualNet, {}),
+    "bf16": (StepNet, {"precision": "bf16-mixed"}),
+}
+
+
+def _module(net: type[HybridNet], options: dict[str, Any]) -> HybridNet:
+    module = net()
+    return module.float() if "precision" in options or "plugins" in options else module
+
+
+class _Float32(DataLoader):
+    def __iter__(self) -> Any:
+        return ((x.float(), y) for x, y in super().__iter__())
+
+
+def _loader(loader: DataLoader, options: dict[str, Any]) -> DataLoader:
+    return (
+        _Float32(loader.dataset, batch_size=loader.batch_size)
+        if "precision" in options or "plugins" in options
+        else loader
+    )
+
+
+def _fit(loader: DataLoader, strategy: Any, world_size: int, net: type[HybridNet], options: dict[str, Any]) -> Result:
+    module = _module(net, options)
+    own = trainer(strategy, world_size, use_distributed_sampler=False, **options)
+    own.fit(module, _loader(loader, options))
+    return snapshot(module, own)
+
+
+def _cases(rank: int, world_size: int) -> dict[str, Result]:
+    loader = batches(rank, world_size)
+    return {
+        name: _fit(loader, KrizhevskyHybridStrategy(), world_size, net, options)
+        for name, (net, options) in CASES.items()
+    }
+
+
+def assert_close_in_16_bits(actual: Result, expected: Result) -> None:
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name], rtol=0.02, atol=0.005)
+
+
+def test_each_equals_one_process():
+    of_ranks = run_processes(2, _cases, 2, timeout=120)
+    plain = _fit(all_batches(2), "auto", 1, StepNet, {})
+    for name, (net, options) in CASES.items():
+        expected = _fit(all_batches(2), "auto", 1, net, options)
+        for of_rank in of_ranks:
+            if name == "bf16":
+                assert_close_in_16_bits(of_rank[name], expected)
+            else:
+                assert_same(of_rank[name], expected, 1e-9)
+        with pytest.raises(AssertionError):  # the option does something
+            assert_same({k: expected[k].double() for k in plain if k in expected}, plain, 1e-9)
+
+
+def _clip_in_sub_passes(rank: int) -> Result:
+    module = StepNet()
+    strategy = KrizhevskyHybridStrategy(scheme="c", variable_batch=True)
+    trainer(strategy, 2, use_distributed_sampler=False, gradient_clip_val=0.05).fit(module, batches(rank, 2))
+    return {name: p.detach() for name, p in module.named_parameters()}
+
+
+def test_variable_batch_clips_each_update_by_the_norm_of_what_it_updates():
+    from tests.strategies.test_krizhevsky_hybrid import variable_batch_loop
+
+    expected = {name: p.detach() for name, p in variable_batch_loop("c", 2, "momentum", clip=0.05).named_parameters()}
+    for result in run_processes(2, _clip_in_sub_passes):
+        assert_same(result, expected, 1e-9)
+
+
+class OverflowNet(StepNet):
+    """In steps 3 and 7 the last rank's slice of the first layer overflows: the trunk's gradients do not show it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        bias = self.head[1].bias
+        hook = None
+        if batch_idx in (3, 7) and self.trainer.global_rank == 1:
+            hook = bias.register_hook(lambda gradient: gradient * torch.inf)
+        loss = super().training_step(batch, batch_idx)
+        if hook is not None:
+            self.hooks.append(hook)
+        return loss
+
+    hooks: ClassVar[list[Any]] = []
+
+    def on_after_backward(self) -> None:
+        while self.hooks:
+            self.hooks.pop().remove()
+
+
+def _half() -> MixedPrecision:
+    # Lightning has no fp16 on CPU of its own, but the plugin works there.
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+
+
+def _fp16(rank: int) -> list[tuple[Result, float]]:
+    results = []
+    for net in (OverflowNet, StepNet, HybridNet):
+        plugin = _half()
+        result = _fit(batches(rank, 2), KrizhevskyHybridStrategy(), 2, net, {"plugins": [plugin]})
+        results.append((result, plugin.scaler.get_scale()))
+        assert type(plugin.scaler) is torch.amp.GradScaler
+    return results
+
+
+def test_fp16_skips_a_step_on_all_ranks_where_one_slice_overflows():
+    first, second = run_processes(2, _fp16)
+    expected = _fit(all_batches(2), "auto", 1, StepNet, {"precision": "bf16-mixed"})
+    for (ours, scale), (others, other_scale), num_skipped in zip(first, second, (2, 0, 0), strict=True):
+        assert scale == other_scale == 2.0 ** (10 - num_skipped)
+        assert_same(ours, others, 0.0)
+        assert all(value.isfinite().all() for value in ours.values())
+        if not num_skipped:
+            assert_close_in_16_bits(ours, expected)
+
+
+def _uneven(rank: int, world_size: int, net: type[HybridNet], scheme: str) -> tuple[Result, list[Tensor], float]:
+    """Rank r has r + 1 of every 6 examples in training, and batches down to none in prediction."""
+    dataset = all_batches(1).dataset
+    own = [i for i in range(len(dataset)) if (i % 6) in {0: (0,), 1: (1, 2), 2: (3, 4, 5)}[rank]]
+    module = net()
+    strategy = KrizhevskyHybridStrategy(scheme=scheme)
+    runner = trainer(strategy, world_size, use_distributed_sampler=False, limit_val_batches=2)
+    loader = DataLoader(Subset(dataset, own), batch_size=rank + 1)
+    predictor = _Predict(DataLoader(Subset(dataset, range(7)), batch_size=[4, 1, 2][rank]))
+    runner.fit(module, loader)
+    state = snapshot(module, runner)
+    evaluated = _while_fitting(module, world_size, scheme, [x for x, _ in predictor.loader])
+    return state, evaluated, runner.strategy.num_processes
+
+
+class _Predict:
+    def __init__(self, loader: DataLoader) -> None:
+        self.loader = loader
+
+
+def _while_fitting(module: HybridNet, world_size: int, scheme: str, own: list[Tensor]) -> list[Tensor]:
+    """Logits of batches of different sizes in validation, with the head divided: the last batches are empty."""
+    seen: list[Tensor] = []
+    longest = 7
+
+    class Look(pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            assert len(pl_module.head[-1].weight) < CLASSES
+            pl_module.eval()
+            with torch.no_grad():
+                for index in range(longest):
+                    x = own[index] if index < len(own) else torch.empty(0, FEATURES, dtype=torch.float64)
+                    seen.append(pl_module(x))
+            pl_module.train()
+
+    strategy = KrizhevskyHybridStrategy(scheme=scheme)
+    again = trainer(strategy, world_size, use_distributed_sampler=False, max_steps=1, callbacks=[Look()])
+    again.fit(module, batches(0, world_size))
+    return seen
+
+
+@pytest.mark.parametrize("scheme", ["a", "b", "c"])
+def test_uneven_batches(scheme):
+    results = run_processes(3, _uneven, 3, StepNet, scheme)
+    loader = DataLoader(all_batches(1).dataset, batch_size=6)
+    expected = StepNet()
+    single = trainer("auto", 1)
+    single.fit(expected, loader)
+    x = torch.stack([all_batches(1).dataset[i][0] for i in range(7)])
+    with torch.no_grad():
+        logits = expected.eval()(x)
+    for state, evaluated, _ in results:
+        assert_same(state, snapshot(expected, single), 1e-9)
+        torch.testing.assert_close(torch.cat(evaluated), logits, rtol=1e-9, atol=1e-12)
+
+
+def _unequal_own_batches(rank: int, strategy: str) -> Result:
+    """Without head_step each rank's loss is the mean over its own examples, and ranks count equally, as under DDP."""
+    dataset = all_batches(1).dataset
+    own = [i for i in range(len(dataset)) if (i % 3 == 0) == (rank == 0)]
+    module = HybridNet()
+    runner = trainer(KrizhevskyHybridStrategy() if strategy == "hybrid" else "ddp", 2, use_distributed_sampler=False)
+    runner.fit(module, DataLoader(Subset(dataset, own), batch_size=1 + rank))
+    return snapshot(module, runner)
+
+
+def test_without_head_step_ranks_count_equally_as_under_ddp():
+    for ours, theirs in zip(
+        run_processes(2, _unequal_own_batches, "hybrid"), run_processes(2, _unequal_own_batches, "ddp"), strict=True
+    ):
+        assert_same(ours, theirs, 1e-9)
+
+
+def _dropout(rank: int, net: type[HybridNet]) -> list[Result]:
+    results = []
+    for seed in (1, 1, 2):
+        module = net(dropout=0.5)
+        pl.seed_everything(seed, verbose=False)
+        runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False)
+        runner.fit(module, batches(rank, 2))
+        results.append(snapshot(module, runner))
+    return results
+
+
+@pytest.mark.parametrize("net", [HybridNet, StepNet], ids=lambda net: net.__name__)
+def test_seeds_make_dropout_reproducible(net):
+    first, second = run_processes(2, _dropout, net)
+    assert_same(first[0], first[1], 0.0)
+    assert_same(first[0], second[0], 0.0)
+    with pytest.raises(AssertionError):
+        assert_same(first[0], first[2])
+
+
+def _saving(folder: Any) -> dict[str, Any]:
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_epochs=1, save_top_k=-1, save_on_train_epoch_end=True)
+    return {"enable_checkpointing": True, "callbacks": [saver]}
+
+
+def _checkpoint(rank: int, world_size: int, folder: str, ckpt_path: str | None, epochs: int) -> Result:
+    warnings.filterwarnings("ignore", "The dirpath has changed")
+    module = ScheduledNet()
+    runner = trainer(
+        KrizhevskyHybridStrategy(),
+        world_size,
+        use_distributed_sampler=False,
+        **_saving(folder),
+        max_epochs=epochs,
+    )
+    runner.fit(module, batches(rank, world_size, steps=10), ckpt_path=ckpt_path)
+    runner.save_checkpoint(Path(folder, "after.ckpt"))
+    return snapshot(module, runner)
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_checkpoint_holds_the_whole_and_goes_on_anywhere(tmp_path):
+    module = ScheduledNet()
+    runner = trainer("auto", 1, max_epochs=2, **_saving(tmp_path / "one"))
+    runner.fit(module, all_batches(4, steps=10))
+    expected = snapshot(module, runner)
+    run_processes(4, _checkpoint, 4, str(tmp_path / "four"), None, 1)
+    plain = torch.load(tmp_path / "one" / "step=10.ckpt", weights_only=True)
+    for name in ("step=10.ckpt", "after.ckpt"):
+        checkpoint = torch.load(tmp_path / "four" / name, weights_only=True)
+        assert checkpoint["global_step"] == 10
+        assert_same(checkpoint["state_dict"], plain["state_dict"], 1e-9)
+        for index, state in plain["optimizer_states"][0]["state"].items():
+            assert_same(checkpoint["optimizer_states"][0]["state"][index], state, 1e-9)
+
+    # In one process, on the number of ranks that wrote it, and on another one.
+    path = str(tmp_path / "four" / "step=10.ckpt")
+    module = ScheduledNet()
+    runner = trainer("auto", 1, max_epochs=2, **_saving(tmp_path / "plain"))
+    runner.fit(module, all_batches(4, steps=10), ckpt_path=path)
+    assert_same(snapshot(module, runner), expected, 1e-9)
+    for result in run_processes(4, _checkpoint, 4, str(tmp_path / "again"), path, 2):
+        assert_same(result, expected, 1e-9)
+    for result in run_processes(2, _resume_on_two, path, str(tmp_path / "two")):
+        assert_same(result, expected, 1e-9)
+
+
+def _resume_on_two(rank: int, path: str, folder: str) -> Result:
+    """Batches of 6 on two ranks are those of 3 on four."""
+    warnings.filterwarnings("ignore", "The dirpath has changed")
+    module = ScheduledNet()
+    runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, max_epochs=2, **_saving(folder))
+    dataset = all_batches(4, steps=10).dataset
+    loader = DataLoader(Subset(dataset, range(rank, len(dataset), 2)), batch_size=6)
+    runner.fit(module, loader, ckpt_path=path)
+    return snapshot(module, runner)
+
+
+def _batch_norm(rank: int) -> tuple[Result, dict[str, Tensor]]:
+    warnings.simplefilter("ignore", PossibleUserWarning)  # advice on logging
+    module = BatchNormNet()
+    callback = AdaptiveGlobalBatchNorm(global_phase="always")
+    runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, callbacks=[callback])
+    runner.fit(module, batches(rank, 2))
+    assert not getattr(module, "_ddp_params_and_buffers_to_ignore", None)
+    return snapshot(module, runner), dict(module.state_dict())
+
+
+def test_global_batch_norm_in_the_trunk():
+    module = BatchNormNet()
+    runner = trainer("auto", 1)
+    runner.fit(module, all_batches(2))
+    for result, state in run_processes(2, _batch_norm):
+        assert_same(result, snapshot(module, runner), 1e-9)
+        assert_same(state, dict(module.state_dict()), 1e-9)
+
+
+class _Fails(StepNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 5:
+            raise KeyError("broken")
+        return super().training_step(batch, batch_idx)
+
+
+class SaveOnException(pl.Callback):
+    """What Lightning's OnExceptionCheckpoint does."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        trainer.save_checkpoint(Path(self.folder, "exception.ckpt"))
+
+
+def _fail(rank: int, folder: str, save: bool) -> None:
+    module = _Fails()
+    callbacks = [SaveOnException(folder)] if save else []
+    runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, callbacks=callbacks)
+    try:
+        runner.fit(module, batches(rank, 2))
+    finally:
+        assert "forward" not in vars(module.head)
+        assert "head_step" not in vars(module)
+
+
+def test_an_exception_is_what_is_seen(tmp_path):
+    with pytest.raises(RankError, match="KeyError: 'broken'"):
+        run_processes(2, _fail, str(tmp_path), False)
+    with pytest.raises(RankError, match="cannot save a checkpoint after an exception"):
+        run_processes(2, _fail, str(tmp_path), True)
