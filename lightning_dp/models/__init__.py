@@ -1,6 +1,16 @@
-"""Networks, and the LightningModule that trains any of them as a classifier."""
+"""Networks, and the LightningModules that train any of them as a classifier."""
 
+from lightning_dp.models.alexnet import AlexNet, TrunkAndHead, cifar_alexnet
 from lightning_dp.models.classifier import Classifier
 from lightning_dp.models.resnet import CifarResNet, resnet20
+from lightning_dp.models.split_classifier import SplitClassifier
 
-__all__ = ["CifarResNet", "Classifier", "resnet20"]
+__all__ = [
+    "AlexNet",
+    "CifarResNet",
+    "Classifier",
+    "SplitClassifier",
+    "TrunkAndHead",
+    "cifar_alexnet",
+    "resnet20",
+]

@@ -30,24 +30,28 @@ class Classifier(LightningModule):
         model: (N, C, H, W) to logits (N, num_classes).
         num_classes: number of classes.
         optimizer: from parameters to an optimizer, as ``functools.partial(torch.optim.SGD, lr=0.1)``. It gets all
-            parameters in one group: weight decay is on all of them, as in He et al. 2015.
+            parameters in one group, unless ``parameter_groups`` makes more: weight decay is on all of them, as in He et
+            al. 2015.
         scheduler: from an optimizer to a learning rate schedule. One that has an argument ``total_steps`` and leaves it
             open gets the number of optimizer steps of the whole fit.
         interval: what the schedule counts, ``"step"`` or ``"epoch"``.
         label_smoothing: of the training loss only, 0 to 1.
         channels_last: memory format of the weights and images. It pays: ResNet-20 trains 1.2 to 1.4 times as many
             images a second on CPU (batches of 32 to 128 on one and two cores).
+        parameter_groups: from the network to the groups that the optimizer gets, each with options of its own, as
+            ``functools.partial(lightning_dp.optim.trunk_and_head_groups, ...)``.
     """
 
     def __init__(
         self,
         model: nn.Module,
         num_classes: int,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+        optimizer: Callable[[Iterable[Any]], Optimizer],
         scheduler: Callable[[Optimizer], Any] | None = None,
         interval: Literal["step", "epoch"] = "epoch",
         label_smoothing: float = 0.0,
         channels_last: bool = True,
+        parameter_groups: Callable[[nn.Module], Iterable[dict[str, Any]]] | None = None,
     ) -> None:
         super().__init__()
         if interval not in ("step", "epoch"):
@@ -58,24 +62,30 @@ class Classifier(LightningModule):
         self.model = model.to(memory_format=self.memory_format)  # type: ignore[call-overload]
         self.optimizer, self.scheduler, self.interval = optimizer, scheduler, interval
         self.label_smoothing = label_smoothing
+        self.parameter_groups = parameter_groups
         self.train_loss, self.val_loss, self.test_loss = (MeanLoss() for _ in range(3))
         self.train_acc, self.val_acc, self.test_acc = (_accuracy(num_classes) for _ in range(3))
         self.test_acc5 = _accuracy(num_classes, top_k=5) if num_classes > 5 else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (N, C, H, W) to logits (N, num_classes)."""
-        return self.model(x.contiguous(memory_format=self.memory_format))
+        return self.model(self._laid_out(x))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The mean loss over this rank's images (N, C, H, W) and labels (N,)."""
         x, y = batch
         logits = self(x)
-        loss = F.cross_entropy(logits, y, label_smoothing=self.label_smoothing)
-        self.log("loss", loss.detach(), prog_bar=True, logger=False)  # of this rank and step, to watch
+        loss = self.cost(logits, y, label_smoothing=self.label_smoothing)
         self.train_loss.update(loss.detach() * len(y), len(y))
         self.train_acc.update(logits.detach(), y)
-        self._log({"train/loss": self.train_loss, "train/acc": self.train_acc})
+        self._log_training(loss, {"train/loss": self.train_loss, "train/acc": self.train_acc})
         return loss
+
+    def cost(
+        self, logits: Tensor, target: Tensor, reduction: Literal["mean", "sum"] = "mean", label_smoothing: float = 0.0
+    ) -> Tensor:
+        """The loss of logits (N, num_classes) and labels (N,): the mean, or the sum, over the N images."""
+        return F.cross_entropy(logits, target, reduction=reduction, label_smoothing=label_smoothing)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Count this rank's share of the validation images."""
@@ -88,7 +98,8 @@ class Classifier(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """The optimizer of all parameters and, if there is one, its schedule."""
-        optimizer = self.optimizer(self.parameters())
+        groups = self.parameters() if self.parameter_groups is None else self.parameter_groups(self.model)
+        optimizer = self.optimizer(groups)
         if self.scheduler is None:
             return optimizer
         arguments = inspect.signature(self.scheduler).parameters
@@ -104,9 +115,16 @@ class Classifier(LightningModule):
         logits = self(x)
         for metric in metrics.values():
             if isinstance(metric, MeanLoss):
-                metric.update(F.cross_entropy(logits, y, reduction="sum"), len(y))
+                metric.update(self.cost(logits, y, reduction="sum"), len(y))
             elif len(y) > 0:  # torchmetrics' own take no empty batch
                 metric.update(logits, y)
+        self._log(metrics)
+
+    def _laid_out(self, x: Tensor) -> Tensor:
+        return x.contiguous(memory_format=self.memory_format)
+
+    def _log_training(self, loss: Tensor, metrics: dict[str, Metric]) -> None:
+        self.log("loss", loss.detach(), prog_bar=True, logger=False)  # of this rank and step, to watch
         self._log(metrics)
 
     def _log(self, metrics: dict[str, Metric]) -> None:

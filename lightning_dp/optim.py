@@ -1,0 +1,200 @@
+"""Batch sizes that grow, differ between the parts of a network, and the update rule they were tried with.
+
+All after Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks" (arXiv 1404.5997), section
+5, in its symbols: epsilon is the learning rate, omega the weight decay, mu the momentum, k how many times larger the
+batch has become.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import MultiStepLR
+
+Rule = Literal["linear", "sqrt"]
+
+
+def scale_learning_rate(lr: float, k: float, rule: Rule = "linear") -> float:
+    """Return the learning rate for a batch ``k`` times larger.
+
+    Args:
+        lr: that of the old batch size.
+        k: new batch size / old batch size.
+        rule: ``"linear"``, k lr, which the paper found to work best; ``"sqrt"``, sqrt(k) lr, which keeps the variance
+            of the gradient's expectation.
+
+    Raises:
+        ValueError: ``lr`` or ``k`` is not positive, or there is no such rule.
+    """
+    _require_positive(lr=lr, k=k)
+    if rule not in ("linear", "sqrt"):
+        raise ValueError(f"rule={rule!r} must be 'linear' or 'sqrt'")
+    return lr * (k if rule == "linear" else math.sqrt(k))
+
+
+def scale_weight_decay(weight_decay: float, lr: float, k: float, rule: Rule = "sqrt") -> float:
+    """Return the weight decay for a batch ``k`` times larger: one step of it decays as much as k steps did before.
+
+    omega' = (1 - (1 - epsilon omega)^k) / epsilon', where epsilon' = sqrt(k) epsilon. It is nearly sqrt(k) omega. With
+    the linear rule, epsilon' = k epsilon, it is nearly omega itself, which is what the paper used then.
+
+    Args:
+        weight_decay: that of the old batch size.
+        lr: the *old* batch size's learning rate.
+        k: new batch size / old batch size.
+        rule: by which the learning rate grows: give the one that `scale_learning_rate` was given. Note the other
+            default here, where the paper's formula is for the square root.
+
+    Raises:
+        ValueError: ``lr`` or ``k`` is not positive, ``weight_decay`` is negative, lr * weight_decay is 1 or more, so
+            that a single old step would leave nothing of the weights, or there is no such rule.
+    """
+    new_lr = scale_learning_rate(lr, k, rule)
+    if not 0 <= lr * weight_decay < 1:
+        raise ValueError(
+            f"weight_decay={weight_decay} with lr={lr} takes {lr * weight_decay:g} of the weights in each step; "
+            "their product must be at least 0 and less than 1"
+        )
+    return -math.expm1(k * math.log1p(-lr * weight_decay)) / new_lr
+
+
+class KrizhevskySGD(Optimizer):
+    """Momentum SGD with the learning rate within the velocity, the paper's update rule.
+
+        velocity := mu velocity - epsilon (gradient + omega w)
+        w := w + velocity
+
+    `torch.optim.SGD` multiplies by the learning rate outside of it. The two are the same while the rate is constant.
+    When the rate changes, the velocity gathered so far is kept here, and there changes by the same factor at once.
+
+    Args:
+        params: parameters or groups of them, as for any optimizer.
+        lr: learning rate, epsilon.
+        momentum: mu; the paper's is 0.9 for all batch sizes.
+        weight_decay: omega; the paper's is 0.0005.
+
+    Raises:
+        ValueError: ``lr`` or ``weight_decay`` is negative, or ``momentum`` not from 0 to less than 1.
+    """
+
+    def __init__(self, params: Any, lr: float, momentum: float = 0.9, weight_decay: float = 0.0005) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; options that it does not give are those of the constructor."""
+        options = {**self.defaults, **param_group}
+        for name in ("lr", "weight_decay"):
+            if options[name] < 0:
+                raise ValueError(f"{name}={options[name]} must not be negative")
+        if not 0 <= options["momentum"] < 1:
+            raise ValueError(f"momentum={options['momentum']} must be at least 0 and less than 1")
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have a gradient; the others, and their velocities, stay as they are."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            lr, momentum, weight_decay = group["lr"], group["momentum"], group["weight_decay"]
+            for w in group["params"]:
+                if w.grad is None:
+                    continue
+                state = self.state[w]
+                if not state:
+                    state["velocity"] = torch.zeros_like(w)
+                velocity = state["velocity"]
+                velocity.mul_(momentum).add_(w.grad, alpha=-lr).add_(w, alpha=-lr * weight_decay)
+                w.add_(velocity)
+        return loss
+
+
+def krizhevsky_schedule(
+    optimizer: Optimizer,
+    total_steps: int,
+    factor: float = 250 ** (-1 / 3),
+    milestones: Sequence[float] = (0.25, 0.5, 0.75),
+) -> MultiStepLR:
+    """Multiply the learning rate by ``factor`` at each share of the training: to 1/250 in all, as published.
+
+    Call its ``step()`` after every optimizer step. A step counts to the stretch in which it begins.
+
+    Args:
+        optimizer: any.
+        total_steps: of the whole training.
+        factor: of each change.
+        milestones: shares of ``total_steps``, rising, between 0 and 1.
+
+    Raises:
+        ValueError: ``total_steps`` or ``factor`` is not positive, or the milestones are not as they should be.
+    """
+    _require_positive(total_steps=total_steps, factor=factor)
+    milestones = tuple(milestones)
+    if list(milestones) != sorted(set(milestones)) or not all(0 < milestone < 1 for milestone in milestones):
+        raise ValueError(f"milestones={milestones} must be rising shares between 0 and 1, as (0.25, 0.5, 0.75)")
+    # Less a little, for 0.07 * 100 is more than 7 to a computer.
+    steps = [math.ceil(total_steps * milestone - 1e-9 * total_steps) for milestone in milestones]
+    return MultiStepLR(optimizer, steps, gamma=factor)
+
+
+def trunk_and_head_groups(
+    model: nn.Module,
+    head: str = "head",
+    *,
+    lr: float,
+    weight_decay: float,
+    trunk_batch_scale: float = 1,
+    head_batch_scale: float = 1,
+    rule: Rule = "linear",
+) -> list[dict[str, Any]]:
+    """Return an optimizer's groups "trunk" and "head", each with the rate and decay that its own batch size asks for.
+
+    With a variable batch size (section 4.2), K ranks of n examples each have a batch of n in the head and of nK in the
+    trunk. With ``lr`` and ``weight_decay`` of batches of n, that is ``trunk_batch_scale=K``.
+
+    Args:
+        model: the network.
+        head: dotted name of the submodule in ``model``; all parameters beside it are the trunk's.
+        lr: learning rate at scale 1.
+        weight_decay: weight decay at scale 1.
+        trunk_batch_scale: how many times larger the trunk's batch is than that of ``lr``.
+        head_batch_scale: the same of the head.
+        rule: see `scale_learning_rate` and `scale_weight_decay`.
+
+    Raises:
+        ValueError: there is no such submodule, or one of the two has no parameters; and as the scaling rules say.
+    """
+    modules = dict(model.named_modules())
+    if not head or head not in modules:
+        children = ", ".join(name for name, _ in model.named_children())
+        raise ValueError(f"head={head!r} names no submodule of {type(model).__name__}, which has {children}")
+    in_head = set(modules[head].parameters())
+    parts = {
+        "trunk": ([p for p in model.parameters() if p not in in_head], trunk_batch_scale),
+        "head": (list(modules[head].parameters()), head_batch_scale),
+    }
+    for name, (parameters, _) in parts.items():
+        if not parameters:
+            raise ValueError(f"with head={head!r}, the {name} of {type(model).__name__} has no parameters")
+    return [
+        {
+            "params": parameters,
+            "name": name,
+            "lr": scale_learning_rate(lr, scale, rule),
+            "weight_decay": scale_weight_decay(weight_decay, lr, scale, rule),
+        }
+        for name, (parameters, scale) in parts.items()
+    ]
+
+
+def _require_positive(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name}={value} must be a positive number")
