@@ -73,10 +73,10 @@ def global_batch_norm_layers(model: nn.Module) -> list[GlobalBatchNorm]:
 def average_running_statistics(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Give all ranks of ``group`` the mean of their running means, and of their running variances. One collective.
 
-    For ranks that draw from one distribution (shuffled shards, batches of equal size) the mean of the unbiased
-    variances is the unbiased estimate of the population's, and what the local phase normalised with; the variance
-    between the ranks' means, which the law of total variance would add, is sampling noise there. The running statistics
-    are linear in the batches' statistics, so it does not matter how often they are averaged on the way.
+    The mean of the variances is what the local phase normalised with. It leaves out the variance between the ranks'
+    means, which is sampling noise for ranks that draw from one distribution (shuffled shards, batches of equal size)
+    and have more than a few images each; with one image a rank it is not, for an image's pixels resemble each other.
+    The running statistics are linear in the batches' statistics, so it does not matter how often they are averaged.
 
     All ranks of the group must call it. Changes running_mean and running_var of the global batch norm layers, in place.
     """
