@@ -93,3 +93,23 @@ def test_failed_jobs_fail_the_sweep_and_leave_the_others_whole(failing_sweep, si
     files = failing_sweep.files()
     assert files[str((top / "1").relative_to(failing_sweep.folder))] == EXPECTED
     assert not same(weights(top / "1"), weights(single.run_dir())), "another seed: weights cannot be the same"
+
+
+ALEXNET = ("model=cifar_alexnet", "optim=krizhevsky", "model.model.dropout=0", "callbacks=default", "seed=2")
+
+
+def test_a_divided_head_trains_the_same_network(start):
+    """Its checkpoint has the whole head; a batch of 16 is one of 8 on each of two ranks."""
+    hybrid = start(*ALEXNET, "strategy=krizhevsky_hybrid", "trainer.devices=2")
+    assert hybrid.status == 0, hybrid.err
+    one = start(*ALEXNET, "strategy=ddp", "trainer.devices=2")
+    ours, theirs = weights(hybrid.run_dir()), weights(one.run_dir())
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-5)
+
+
+def test_the_head_can_be_updated_after_each_pass(start):
+    variable = ("strategy.variable_batch=true", "optim.trunk_batch_scale=2")
+    run = start(*ALEXNET, "strategy=krizhevsky_hybrid", "trainer.devices=2", *variable)
+    assert run.status == 0, run.err
