@@ -33,6 +33,7 @@ class StepTimer(Callback):
         self._last_end_s = 0.0
         self._begin_s = 0.0
         self._waited_before_s = 0.0
+        self._last_reduction = -1
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Check that the Trainer is of our framework; Lightning calls this."""
@@ -80,6 +81,9 @@ class StepTimer(Callback):
             waited_s = float(waited_s) - self._waited_before_s
         if isinstance(strategy.model, DistributedDataParallel):
             times_ns = strategy.model._get_ddp_logging_data()
+            if times_ns.get("iteration") == self._last_reduction:  # this step accumulates, and reduces nothing
+                return waited_s or 0.0
+            self._last_reduction = times_ns.get("iteration")
             reduction_ns = times_ns.get("backward_comm_time", 0)
             exposed_ns = reduction_ns - times_ns.get("backward_compute_comm_overlap_time", 0)
             return (waited_s or 0.0) + float(exposed_ns) / 1e9

@@ -97,41 +97,115 @@ def two_level_cost(
     )
 
 
+HeadCost = Literal["own", "logistic", "softmax"]
+
+
+def head_traffic(
+    widths: Sequence[int],
+    batch_sizes: Sequence[int],
+    element_bytes: int,
+    scheme: Literal["a", "b", "c"] = "c",
+    cost_function: HeadCost = "logistic",
+    rank: int = 0,
+    target_bytes: int = 8,
+) -> dict[str, Cost]:
+    """What a rank sends in a step for a model-parallel head (arXiv 1404.5997, section 4), by what it is.
+
+    Never the head's parameters. Features go from the rank that has them to the N-1 others, and their gradients come
+    back. So do the activations of each hidden layer, of which each rank has a slice, for the examples of all ranks. The
+    schemes send the same bytes: what they change is when, and in (b) one rank alone sends features at a time. Steps
+    count exchanges. The names are those of ``KrizhevskyHybridStrategy.bytes_sent``.
+
+    Args:
+        widths: of what enters each divided layer, the features first, and of the head's output.
+        batch_sizes: examples of each of the N ranks.
+        element_bytes: of an activation.
+        scheme: "a", "b" or "c".
+        cost_function: "own": each rank gets the logits of its own examples. "logistic" and "softmax", within a
+            ``head_step``: logits stay divided, and ranks exchange their sums, or four numbers an example.
+        rank: the one whose cost it is.
+        target_bytes: of one example's target, which all ranks get for a ``head_step``.
+    """
+    world_size = len(batch_sizes)
+    _require_head(widths, batch_sizes, element_bytes, scheme, cost_function)
+    _require_rank(rank, world_size)
+    peers, own, total = world_size - 1, batch_sizes[rank], sum(batch_sizes)
+    features, *hidden, classes = widths
+    *own_hidden, own_classes = (end - begin for begin, end in (chunk_bounds(w, world_size)[rank] for w in widths[1:]))
+    passes = _num_passes(scheme, batch_sizes)
+    elements = {
+        "features": (peers * own * features, passes),
+        "feature gradients": ((total - own) * features, passes),
+        "hidden activations": (peers * total * sum(own_hidden), passes * len(hidden)),
+        "hidden gradients": (total * (sum(hidden) - sum(own_hidden)), passes * len(hidden)),
+    }
+    if cost_function == "own":
+        elements["logits"] = ((total - own) * own_classes, passes)
+        elements["logit gradients"] = (own * (classes - own_classes), passes)
+    sent = {what: (count * element_bytes, steps) for what, (count, steps) in elements.items()}
+    sent["sizes"] = (peers * 3 * 8, 1)  # batch size, checksum of the shapes, seed
+    if cost_function != "own":
+        numbers, exchanges = (4 * total, 2 * passes) if cost_function == "softmax" else (passes, passes)
+        sent["targets"] = (peers * own * target_bytes, 1)
+        sent["loss"] = (peers * numbers * max(4, element_bytes), exchanges)
+    return {what: Cost(num_bytes, steps if peers else 0) for what, (num_bytes, steps) in sent.items()}
+
+
 def hybrid_cost(
     trunk_elements: int,
-    sharded_widths: Sequence[int],
-    local_batch_size: int,
+    widths: Sequence[int],
+    batch_sizes: Sequence[int],
     element_bytes: int,
-    world_size: int,
     scheme: Literal["a", "b", "c"] = "c",
+    cost_function: HeadCost = "logistic",
     rank: int = 0,
 ) -> Cost:
-    """Data-parallel trunk and model-parallel head (arXiv 1404.5997, section 4); the head's parameters are never sent.
+    """Data-parallel trunk and model-parallel head (arXiv 1404.5997): the trunk's ring and the head's `head_traffic`.
 
-    The trunk's gradients go round the ring. The activations that enter a sharded layer of input width W go from their
-    rank to the N-1 others, and their gradients come back: 2(N-1) times (local batch x W) for each rank, whatever the
-    scheme. What the schemes change is who sends trunk activations at one time: in (a) all ranks, at once; in (b) one
-    rank in each of N passes, so that its link limits all; in (c) all ranks in each of N passes, a N-th of their batch.
+    With N ranks of B examples each, and N dividing all sizes, 2(N-1)/N times the trunk, and 2(N-1) B times the sum of
+    the widths that enter the head's layers; the rest is small.
 
     Args:
         trunk_elements: parameters of the trunk.
-        sharded_widths: input width of each sharded layer, the trunk's features first.
-        local_batch_size: samples a rank.
+        widths: see `head_traffic`.
+        batch_sizes: of each of the N ranks.
         element_bytes: of a parameter and of an activation.
-        world_size: N.
-        scheme: "a", "b" or "c". Steps count an exchange forward and one backward, for each layer and pass.
-        rank: for the ring's chunks.
+        scheme: see `head_traffic`.
+        cost_function: see there.
+        rank: see there.
     """
-    trunk = ring_cost(trunk_elements, element_bytes, world_size, rank)
+    head = head_traffic(widths, batch_sizes, element_bytes, scheme, cost_function, rank).values()
+    trunk = ring_cost(trunk_elements, element_bytes, len(batch_sizes), rank)
+    return Cost(
+        trunk.bytes_sent + sum(part.bytes_sent for part in head), trunk.num_steps + sum(part.num_steps for part in head)
+    )
+
+
+def _num_passes(scheme: Literal["a", "b", "c"], batch_sizes: Sequence[int]) -> int:
+    """Passes with at least one example."""
+    world_size = len(batch_sizes)
+    if scheme == "a":
+        return int(any(batch_sizes))
+    if scheme == "b":
+        return sum(size > 0 for size in batch_sizes)
+    # A rank with fewer examples than there are passes begins at a place of its own.
+    return sum(
+        any((turn + rank) % world_size < size for rank, size in enumerate(batch_sizes)) for turn in range(world_size)
+    )
+
+
+def _require_head(
+    widths: Sequence[int], batch_sizes: Sequence[int], element_bytes: int, scheme: str, cost_function: str
+) -> None:
     if scheme not in ("a", "b", "c"):
         raise ValueError(f"scheme={scheme!r} is not known; use a, b or c")
-    if local_batch_size < 0 or any(width < 0 for width in sharded_widths):
-        raise ValueError(f"local_batch_size={local_batch_size}, sharded_widths={sharded_widths}: use none below 0")
-    if world_size == 1:
-        return trunk
-    features = 2 * (world_size - 1) * local_batch_size * sum(sharded_widths) * element_bytes
-    num_passes = 1 if scheme == "a" else world_size
-    return Cost(trunk.bytes_sent + features, trunk.num_steps + 2 * num_passes * len(sharded_widths))
+    if cost_function not in ("own", "logistic", "softmax"):
+        raise ValueError(f"cost_function={cost_function!r} is not known; use own, logistic or softmax")
+    if len(widths) < 2 or not batch_sizes or element_bytes < 1 or any(size < 0 for size in (*widths, *batch_sizes)):
+        raise ValueError(
+            f"widths={widths}, batch_sizes={batch_sizes}, element_bytes={element_bytes}: use two widths or more, a "
+            "batch size for each rank, none below 0, and at least 1 byte"
+        )
 
 
 def _require_sizes(num_elements: int, element_bytes: int, world_size: int) -> None:

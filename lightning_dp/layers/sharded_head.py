@@ -112,7 +112,9 @@ class ShardedHead:
                 slice is each rank's own. The global generator goes on as if there were no dropout. None: use that.
         """
         bounds = None  # of x; None while every rank has all of it
-        with _seeded(seed, x.device):
+        if getattr(self.layers[0], "inplace", False):
+            x = x.clone()
+        with seeded(seed, x.device):
             for layer in self.layers:
                 if isinstance(layer, nn.Linear):
                     if bounds is not None:
@@ -135,7 +137,8 @@ class ShardedHead:
 
 
 @contextmanager
-def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Draw random numbers of ``seed`` within, and go on as if nothing had been drawn. None: change nothing."""
     if seed is None:
         yield
         return
@@ -154,6 +157,7 @@ class _GatherColumns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        require_first_derivative()
         (gradient,) = gradients
         channel: Channel = ctx.channel
         blocks = [gradient[:, begin:end] for begin, end in ctx.bounds]
@@ -171,6 +175,12 @@ def gather_columns(own: Tensor, bounds: Bounds, channel: Channel, what: str) -> 
     blocks[channel.rank] = own.detach()
     channel.start(what, [own] * channel.world_size, blocks).wait()
     return torch.cat(blocks, dim=1)
+
+
+def require_first_derivative() -> None:
+    """Refuse, in a backward, to be differentiated itself: messages have no second derivative here."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("a head that is divided over ranks cannot be differentiated twice (create_graph=True)")
 
 
 def sum_in_order(parts: list[Tensor]) -> Tensor:
@@ -217,5 +227,10 @@ def _walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _require_plain(layer: nn.Linear, path: str) -> None:
+    if layer.weight.shape != (layer.out_features, layer.in_features):
+        raise ValueError(
+            f"{path}.weight is {tuple(layer.weight.shape)}, and not {(layer.out_features, layer.in_features)}: is it a "
+            "part that a run left there which ended with an exception? Load a checkpoint, or build the module anew"
+        )
     if not isinstance(layer.weight, nn.Parameter):
         raise ValueError(f"{path} computes its weight (weight_norm, spectral_norm, ...), which mixes rows; remove that")

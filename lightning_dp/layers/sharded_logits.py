@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_dp.collectives.exchange import Channel
-from lightning_dp.layers.sharded_head import Bounds, gather_columns
+from lightning_dp.layers.sharded_head import Bounds, gather_columns, require_first_derivative
 
 
 class ShardedLogits(Tensor):
@@ -39,8 +39,15 @@ class ShardedLogits(Tensor):
     def whole(self) -> Tensor:
         """All columns, (N, C), on every rank."""
         if self._whole is None:
-            self._whole = _GatherLogits.apply(self.own, self.bounds, self.channel)
+            # Who asks first may be a metric, without gradients; who asks next the loss.
+            with torch.inference_mode(False), torch.enable_grad():
+                self._whole = _GatherLogits.apply(self.own, self.bounds, self.channel)
         return self._whole
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether somebody has written into the gathered logits, so that the slices are no longer theirs."""
+        return self._whole is not None and self._whole._version > 0
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,7 +56,8 @@ class ShardedLogits(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _SHARDED and isinstance(args[0] if args else kwargs.get("input"), ShardedLogits):
+        logits = args[0] if args else kwargs.get("input")
+        if func in _SHARDED and isinstance(logits, ShardedLogits) and not logits.is_changed:
             loss = _SHARDED[func](*args, **kwargs)
             if loss is not None:
                 return loss
@@ -115,6 +123,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        require_first_derivative()
         own, lse, is_own, column = ctx.saved_tensors
         gradient = (own - lse[:, None]).exp() - ctx.smoothing / ctx.num_classes
         if own.shape[1]:
@@ -133,10 +142,12 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
     """F.cross_entropy, or None for what it can do and this cannot: weights, and targets that are probabilities."""
-    if weight is not None or target.dim() != 1 or target.is_floating_point() or not (size_average is reduce is None):
+    plain = weight is None and size_average is reduce is None and reduction in ("mean", "sum", "none")
+    if not plain or target.dim() != 1 or target.is_floating_point():
         return None
     own = _at_least_32_bits(logits.own)
     counts = target != ignore_index
+    _require_classes(target, counts, logits.bounds[-1][1])
     losses = _CrossEntropy.apply(own, torch.where(counts, target, 0), logits.bounds, logits.channel, label_smoothing)
     losses = torch.where(counts, losses, 0.0)
     if reduction == "none":
@@ -154,14 +165,23 @@ def _binary_cross_entropy(
     pos_weight: Tensor | None = None,
 ) -> Tensor | None:
     """F.binary_cross_entropy_with_logits, or None for what it can do and this cannot: weights, and no reduction."""
-    plain = weight is None and pos_weight is None and size_average is reduce is None
-    if not plain or reduction == "none" or isinstance(target, ShardedLogits) or target.shape != logits.shape:
+    plain = weight is None and pos_weight is None and size_average is reduce is None and reduction in ("mean", "sum")
+    if not plain or isinstance(target, ShardedLogits) or target.requires_grad or target.shape != logits.shape:
         return None
     begin, end = logits.bounds[logits.channel.rank]
     own = _at_least_32_bits(logits.own)
     share = F.binary_cross_entropy_with_logits(own, target[:, begin:end].to(own.dtype), reduction="sum")
     total: Tensor = _SumOverRanks.apply(share, logits.channel)
     return total / logits.numel() if reduction == "mean" else total
+
+
+def _require_classes(target: Tensor, counts: Tensor, num_classes: int) -> None:
+    """Raise as torch does for a class that there is not; on a GPU, too, without waiting for it."""
+    wrong = counts & ((target < 0) | (target >= num_classes))
+    if target.is_cuda:
+        torch._assert_async(~wrong.any())
+    elif wrong.any():
+        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds; classes are 0 to {num_classes - 1}")
 
 
 def _at_least_32_bits(tensor: Tensor) -> Tensor:

@@ -90,13 +90,14 @@ class FeatureExchange:
                 what = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
                 raise ValueError(f"the target has {what} beside {len(features)} features; use tensors (n, *) only")
         call = str([(tuple(tensor.shape[1:]), tensor.dtype) for tensor in (features, *target)])
+        call += "" if torch.is_grad_enabled() else " without gradients"
         seed = int(torch.randint(2**62, ()).item()) if needs_seed else -1
         own = torch.tensor([len(features), zlib.crc32(call.encode()), seed], device=features.device)
         sizes, calls, seeds = self.channel.all_gather("sizes", own).T.tolist()
         if len(set(calls)) > 1:
             raise ValueError(
-                f"the ranks pass features or targets of different shapes or dtypes to the head, this one {call} (the "
-                "number of examples left out); only the number of examples may differ"
+                f"the ranks pass different things to the head, this one {call} (shapes without the number of examples);"
+                " only that number may differ, and all ranks must train, or validate, at the same time"
             )
         return sizes, seeds[0] if needs_seed else None
 

@@ -84,6 +84,16 @@ def check_precision(plugin: Any, variable_batch: bool, strategy: str) -> None:
         )
 
 
+def warn_of_requeue(cluster_environment: Any, strategy: str) -> None:
+    """Say that Lightning's requeueing under SLURM saves a checkpoint wherever a rank stands when the signal comes."""
+    if getattr(cluster_environment, "requeue_signal", None) and getattr(cluster_environment, "auto_requeue", False):
+        log.warning(
+            f"{strategy}: a checkpoint is made by all ranks together, and Lightning's requeueing asks for one in the "
+            "midst of a step, which ends the job; use plugins=[SLURMEnvironment(auto_requeue=False)] and "
+            "ModelCheckpoint(every_n_train_steps=...)"
+        )
+
+
 def check_optimizers(optimizers: list[Optimizer], head: ShardedHead) -> None:
     """Refuse torch's optimizers that look at a parameter as a whole; of others, say what they must be like.
 

@@ -21,7 +21,13 @@ from lightning_dp.layers.sharded_head import ShardedHead
 from lightning_dp.strategies.head_passes import HeadPasses, HeadStep
 from lightning_dp.strategies.head_schedule import SCHEMES
 from lightning_dp.strategies.head_state import make_whole, own_state, whole_state
-from lightning_dp.strategies.hybrid_policy import check_module, check_optimizers, check_precision, find_head
+from lightning_dp.strategies.hybrid_policy import (
+    check_module,
+    check_optimizers,
+    check_precision,
+    find_head,
+    warn_of_requeue,
+)
 
 log = logging.getLogger(__name__)
 
@@ -33,15 +39,17 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
     the head and computes it for the examples of all ranks. Parameters equal those of synchronous SGD on the batches of
     all ranks, unless ``variable_batch`` is on. See arXiv 1404.5997; ``docs/krizhevsky_hybrid.md`` says when it pays.
 
-    While fitting, the head's parameters are this rank's rows; checkpoints, and the module after `fit`, hold all of
-    them. Outside of `fit` the module is as it was, on every rank.
+    While fitting, the head's parameters (and ``state_dict()``) are this rank's rows; checkpoints, and the module after
+    `fit`, hold all of them. Norms over parameters or gradients then differ between ranks: clip with
+    ``Trainer(gradient_clip_val=...)`` or ``self.clip_gradients``, which know; torch's ``clip_grad_norm_`` does not.
 
     Overrides of DDPStrategy, and why:
 
     - ``setup``: says what cannot work, before and after there are optimizers.
     - ``configure_ddp``: divides the head, before DDP and the optimizers see its parameters.
     - ``teardown``: puts the head together again.
-    - ``lightning_module_state_dict``, ``optimizer_state``, ``load_optimizer_state_dict``: checkpoints hold the whole.
+    - ``lightning_module_state_dict``, ``load_model_state_dict``, ``optimizer_state``, ``load_optimizer_state_dict``:
+      checkpoints hold the whole.
 
     Args:
         head: dotted name of the submodule to divide: an nn.Linear, or nn.Sequential of it and of elementwise
@@ -102,7 +110,11 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
         if self._head is not None:
-            check_optimizers(self.optimizers, self._head)
+            try:
+                check_optimizers(self.optimizers, self._head)
+            except ValueError:  # on all ranks alike
+                self._head.unshard()
+                raise
 
     @override
     def configure_ddp(self) -> None:
@@ -112,6 +124,7 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
         head = find_head(module, self._head_name, name)
         check_module(module, module.trainer, head, self._head_name, self._variable_batch, name)
         check_precision(self.precision_plugin, self._variable_batch, name)
+        warn_of_requeue(self.cluster_environment, name)
         timeout = self._timeout or timedelta(minutes=30)
         # Two groups, since features travel while the head exchanges activations.
         hidden, features = (Channel(dist.new_group(timeout=timeout), self._record_stage) for _ in range(2))
@@ -119,7 +132,12 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
         self._passes = HeadPasses(self._head, self._scheme, features)
         self._head.shard()
         self._take_over(module, head)
-        super().configure_ddp()
+        trunk = [p for p in module.parameters() if not self._head.owns(p)]
+        if any(p.requires_grad for p in trunk):
+            super().configure_ddp()
+        else:  # DDP takes no module without a gradient to reduce; all start from rank 0's all the same
+            for tensor in (*trunk, *module.buffers()):
+                dist.broadcast(tensor.data, src=0)
 
     def _take_over(self, module: LightningModule, head: nn.Module) -> None:
         """Put this strategy's ways in place of the module's and Lightning's, and remember how to undo it."""
@@ -170,12 +188,14 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
         assert self._passes is not None
         assert self.lightning_module is not None
         assert self._head_step is not None
-        if not (torch.is_grad_enabled() and self.lightning_module.training):
+        if not (torch.is_grad_enabled() and self.lightning_module.trainer.training):
             return self._head_step(features, target)
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = {} if scaler is None else {"scale": scaler.scale}
         update = self._update_head if self._variable_batch else None
-        return self._passes.step(features, target, self._head_step, update, **scale)
+        head = self._passes.head
+        others = {n: p for n, p in self.lightning_module.named_parameters() if p.requires_grad and not head.owns(p)}
+        return self._passes.step(features, target, self._head_step, update, others=others, **scale)
 
     def _update_head(self, gradients: Sequence[Tensor | None]) -> None:
         """One step of the head alone, by the optimizers that hold it: they skip what has no gradient."""
@@ -214,8 +234,18 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
         state = super().lightning_module_state_dict()
         if self._head is not None and self._head.is_sharded:
             self._require_all_ranks()
+            self._require_one_trunk(self._head)
             state |= {name: self._head.whole(p.data, p) for name, p in self._names().items()}
         return state
+
+    @override
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        head = self._head
+        if head is not None and head.is_sharded:
+            state = checkpoint["state_dict"]
+            own = {name: head.own_rows(state[name], p) for name, p in self._names().items() if name in state}
+            checkpoint = {**checkpoint, "state_dict": state | own}
+        super().load_model_state_dict(checkpoint, strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -237,21 +267,37 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
     def _require_all_ranks(self) -> None:
         assert self.lightning_module is not None
         if self.lightning_module.trainer.interrupted:
+            self._undo()  # Lightning would not come to teardown
             raise RuntimeError(
                 f"{type(self).__name__} cannot save a checkpoint after an exception: the head's parameters lie on all "
                 "ranks, and the others may be gone. Save every few steps: ModelCheckpoint(every_n_train_steps=...)"
+            )
+
+    def _require_one_trunk(self, head: ShardedHead) -> None:
+        """Raise RuntimeError if the ranks' trunks have drifted apart, so that one of them would not stand for all."""
+        assert self.lightning_module is not None
+        trunk = [p.detach().double().abs().sum() for p in self.lightning_module.parameters() if not head.owns(p)]
+        sums = head.channel.all_gather("checksums", torch.stack(trunk)) if trunk else torch.zeros(1)
+        if not torch.allclose(sums, sums[:1].expand_as(sums), rtol=1e-6, equal_nan=True):
+            raise RuntimeError(
+                "the trunk's parameters are not the same on all ranks. Something in the module scales or skips their "
+                "gradients by what a rank sees of the head's, as torch.nn.utils.clip_grad_norm_ does: use "
+                "self.clip_gradients(optimizer, gradient_clip_val=...), or Trainer(gradient_clip_val=...)"
             )
 
     @override
     def teardown(self) -> None:
         if self._head is not None:
             self._put_together(self._head)
+        self._undo()
+        super().teardown()
+
+    def _undo(self) -> None:
         while self._restore:
             self._restore.pop()()
         for channel in self._channels:
             dist.destroy_process_group(channel.group)
         self._head = self._passes = None
-        super().teardown()
 
     def _put_together(self, head: ShardedHead) -> None:
         """The whole parameters, and optimizer states, on every rank."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning_fabric.utilities.warnings import PossibleUserWarning
 from pytorch_lightning.strategies import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dp.callbacks.step_timer import StepTimer
 from lightning_dp.collectives.exchange import Channel
@@ -77,6 +78,31 @@ def test_ddp():
     times = run_processes(2, timed_fit, DDPStrategy(), 2)[0]
     check(times)
     assert times["time/exposed_communication_s"] > 0.0
+
+
+def accumulating_fit(rank):
+    """What DDP's timers tell is of the last reduction, which is that of another step."""
+    DistributedDataParallel._get_ddp_logging_data = one_second(DistributedDataParallel._get_ddp_logging_data)
+    t = trainer(DDPStrategy(), 2, callbacks=[StepTimer()], accumulate_grad_batches=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PossibleUserWarning)
+        t.fit(Net(), data(2, steps=10))
+    return float(t.callback_metrics["time/exposed_communication_s"])
+
+
+def one_second(true):
+    def data(self):
+        times_ns = true(self)
+        overlap_ns = times_ns.get("backward_compute_comm_overlap_time", 0)
+        return {**times_ns, "backward_comm_time": overlap_ns + int(1e9)}
+
+    return data
+
+
+def test_a_step_that_only_accumulates_has_nothing_to_wait_for():
+    """Two steps of ten reduce, a second each, and DDP tells of a reduction at the next one."""
+    for exposed_s in run_processes(2, accumulating_fit):
+        assert exposed_s == pytest.approx(0.1)
 
 
 def test_layered_sgd_shows_what_is_not_hidden():

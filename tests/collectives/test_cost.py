@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 from lightning_dp.collectives import cost, ring_all_reduce, ring_reduce_scatter, star_all_reduce
+from lightning_dp.strategies.head_schedule import sub_passes
 from tests.collectives.counting import count_messages
 from tests.ranks import run_threads
 
@@ -82,13 +85,31 @@ def test_sharded_members_send_a_group_s_ring_among_them():
     assert sum(shares) == pytest.approx(cost.ring_cost(1003, 4, 4).bytes_sent, abs=2 * 3 * 4)
 
 
-def test_hybrid():
-    # 4 ranks, 10 samples each; features 30 and 20 enter the two sharded layers, and gradients come back.
-    for scheme, passes in (("a", 1), ("b", 4), ("c", 4)):
-        hybrid = cost.hybrid_cost(400, [30, 20], 10, 4, 4, scheme)
-        assert hybrid.bytes_sent == 2 * 3 * 100 * 4 + 2 * 3 * 10 * 50 * 4
-        assert hybrid.num_steps == 6 + 2 * passes * 2
-    assert cost.hybrid_cost(400, [30], 10, 4, 1).bytes_sent == 0
+@pytest.mark.parametrize("scheme", ["a", "b", "c"])
+def test_hybrid(scheme):
+    # 4 ranks, 10 samples each; 28 features and 20 hidden values enter the two divided layers, 8 classes leave them.
+    cost_of = functools.partial(cost.hybrid_cost, 400, [28, 20, 8], [10] * 4, 4, scheme)
+    passes = 1 if scheme == "a" else 4
+    shared = 2 * 3 * 100 * 4 + 2 * 3 * 10 * (28 + 20) * 4 + 3 * 24
+    logistic, softmax, own = cost_of("logistic"), cost_of("softmax"), cost_of("own")
+    assert logistic.bytes_sent == shared + 3 * 10 * 8 + 3 * passes * 4
+    assert softmax.bytes_sent == shared + 3 * 10 * 8 + 3 * 4 * 40 * 4
+    assert own.bytes_sent == shared + 2 * 3 * 10 * 2 * 4
+    # The ring; sizes and targets; features, hidden activations and their gradients, and the loss, in each pass.
+    assert logistic.num_steps == 6 + 2 + passes * 5
+    assert softmax.num_steps == 6 + 2 + passes * 6
+    assert own.num_steps == 6 + 1 + passes * 6
+
+
+def test_hybrid_of_one_rank_sends_nothing():
+    assert cost.hybrid_cost(400, [30, 8], [10], 4) == cost.Cost(0, 0)
+
+
+@pytest.mark.parametrize("sizes", [(0,), (0, 0), (1, 0, 0), (0, 2, 1), (1, 1, 1, 1), (0, 5, 0, 1), (3, 0, 0, 0)])
+@pytest.mark.parametrize("scheme", ["a", "b", "c"])
+def test_passes_without_examples_are_not_counted(sizes, scheme):
+    features = cost.head_traffic([1, 1], sizes, 1, scheme)["features"]
+    assert features.num_steps == (len(sub_passes(scheme, sizes)) if len(sizes) > 1 else 0)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +119,11 @@ def test_hybrid():
         (lambda: cost.ring_cost(1, 4, 2, rank=2), "rank=2 is not in a group of 2; use 0 to 1"),
         (lambda: cost.star_cost(1, 4, 0, True), "at least 1"),
         (lambda: cost.two_level_cost(1, 4, 2, 2, "all"), "use leader or sharded"),
-        (lambda: cost.hybrid_cost(1, [1], 1, 4, 2, "d"), "use a, b or c"),
-        (lambda: cost.hybrid_cost(1, [-1], 1, 4, 2), "use none below 0"),
+        (lambda: cost.hybrid_cost(1, [1, 1], [1, 1], 4, "d"), "use a, b or c"),
+        (lambda: cost.hybrid_cost(1, [1, 1], [1, 1], 4, "a", "hinge"), "use own, logistic or softmax"),
+        (lambda: cost.hybrid_cost(1, [1], [1, 1], 4), "use two widths or more"),
+        (lambda: cost.hybrid_cost(1, [1, -1], [1, 1], 4), "none below 0"),
+        (lambda: cost.head_traffic([1, 1], [1, 1], 4, rank=2), "rank=2 is not in a group of 2"),
     ],
 )
 def test_impossible_arguments_are_refused(function, message):

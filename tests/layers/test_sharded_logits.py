@@ -115,6 +115,54 @@ def test_they_look_like_a_tensor_and_are_gathered_once():
     assert all(run_threads(3, looks))
 
 
+def metric_first(logits):
+    with torch.no_grad():
+        logits.argmax(1)
+    with torch.inference_mode():
+        logits.softmax(1)
+    return F.cross_entropy(logits, TARGET, weight=WEIGHT)
+
+
+def masked(logits):
+    logits[:, 0] = -5.0
+    return F.cross_entropy(logits, TARGET)
+
+
+@pytest.mark.parametrize("cost", [metric_first, masked])
+def test_what_is_done_to_them_before_the_cost(cost):
+    plain = LOGITS.clone().requires_grad_()
+    loss = cost(plain.clone())
+    loss.backward()
+    for rank, (one, gradient, _) in enumerate(run_threads(2, costs, cost)):
+        begin, end = chunk_bounds(CLASSES, 2)[rank]
+        torch.testing.assert_close(one, loss.detach())
+        torch.testing.assert_close(gradient, plain.grad[:, begin:end])
+
+
+@pytest.mark.parametrize("wrong", [-1, CLASSES])
+def test_a_class_that_there_is_not(wrong):
+    target = torch.tensor([0, wrong, 3, 3, 5])
+
+    def refused(rank, group):
+        with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds; classes are 0 to 6"):
+            costs(rank, group, lambda logits: F.cross_entropy(logits, target))
+
+    run_threads(2, refused)
+
+
+def target_gradient(rank, group):
+    target = SOFT.clone().requires_grad_()
+    costs(rank, group, lambda logits: F.binary_cross_entropy_with_logits(logits, target))
+    return target.grad
+
+
+def test_gradients_of_targets():
+    target = SOFT.clone().requires_grad_()
+    F.binary_cross_entropy_with_logits(LOGITS, target).backward()
+    for gradient in run_threads(2, target_gradient):
+        torch.testing.assert_close(gradient, target.grad)
+
+
 def half(rank, group):
     bounds = chunk_bounds(CLASSES, group.size())
     begin, end = bounds[rank]

@@ -30,6 +30,7 @@ OVERRIDES = {
     KrizhevskyHybridStrategy: [
         "configure_ddp",
         "lightning_module_state_dict",
+        "load_model_state_dict",
         "load_optimizer_state_dict",
         "optimizer_state",
         "setup",

@@ -9,14 +9,16 @@ from typing import Any, ClassVar
 import pytest
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from lightning_fabric.utilities.warnings import PossibleUserWarning
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Subset
 
 from lightning_dp import AdaptiveGlobalBatchNorm, KrizhevskyHybridStrategy
-from tests.ranks import RankError, run_processes
+from tests.ranks import run_processes
 from tests.strategies.hybrid_modules import HybridNet, StepNet, all_batches, batches
 from tests.strategies.modules import CLASSES, FEATURES, assert_same, optimizers, snapshot, trainer
 
@@ -66,6 +68,42 @@ class BatchNormNet(StepNet):
         self.trunk.insert(1, nn.BatchNorm1d(8).double())
 
 
+class RecomputedHeadNet(HybridNet):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.head, self.trunk(x), use_reentrant=False)
+
+
+class RecomputedNet(HybridNet):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class RecomputedStepNet(StepNet):
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        return self.cost(checkpoint(self.head, features, use_reentrant=False), target)
+
+
+class FrozenTrunkNet(StepNet):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.trunk.requires_grad_(False)
+
+
+class InPlaceNet(StepNet):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.trunk[-1] = nn.Identity()  # tanh needs its output again
+        self.head[0] = nn.ReLU(inplace=True)
+
+
+class EvalNet(StepNet):
+    """Lightning keeps the mode that a module has."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.eval()
+
+
 CASES: dict[str, tuple[type[HybridNet], dict[str, Any]]] = {
     "clip by norm": (StepNet, {"gradient_clip_val": 0.05}),
     "clip by norm, head only": (HybridNet, {"gradient_clip_val": 0.05}),
@@ -75,6 +113,12 @@ CASES: dict[str, tuple[type[HybridNet], dict[str, Any]]] = {
     "schedule": (ScheduledNet, {}),
     "two rates": (TwoRatesNet, {"gradient_clip_val": 0.05}),
     "manual": (ManualNet, {}),
+    "recomputed head": (RecomputedHeadNet, {"gradient_clip_val": 0.05}),
+    "recomputed net": (RecomputedNet, {"gradient_clip_val": 0.05}),
+    "recomputed head in head_step": (RecomputedStepNet, {"gradient_clip_val": 0.05}),
+    "frozen trunk": (FrozenTrunkNet, {}),
+    "in place": (InPlaceNet, {}),
+    "eval": (EvalNet, {"gradient_clip_val": 0.05}),
     "bf16": (StepNet, {"precision": "bf16-mixed"}),
 }
 
@@ -105,6 +149,7 @@ def _fit(loader: DataLoader, strategy: Any, world_size: int, net: type[HybridNet
 
 
 def _cases(rank: int, world_size: int) -> dict[str, Result]:
+    warnings.filterwarnings("ignore", "Found .* in eval mode")
     loader = batches(rank, world_size)
     return {
         name: _fit(loader, KrizhevskyHybridStrategy(), world_size, net, options)
@@ -118,6 +163,7 @@ def assert_close_in_16_bits(actual: Result, expected: Result) -> None:
         torch.testing.assert_close(actual[name], expected[name], rtol=0.02, atol=0.005)
 
 
+@pytest.mark.filterwarnings("ignore:Found .* in eval mode")
 def test_each_equals_one_process():
     of_ranks = run_processes(2, _cases, 2, timeout=120)
     plain = _fit(all_batches(2), "auto", 1, StepNet, {})
@@ -380,19 +426,128 @@ class SaveOnException(pl.Callback):
         trainer.save_checkpoint(Path(self.folder, "exception.ckpt"))
 
 
-def _fail(rank: int, folder: str, save: bool) -> None:
+def _fail(rank: int, folder: str, save: bool) -> str:
     module = _Fails()
     callbacks = [SaveOnException(folder)] if save else []
     runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, callbacks=callbacks)
-    try:
+    with pytest.raises((KeyError, RuntimeError)) as error:
         runner.fit(module, batches(rank, 2))
-    finally:
-        assert "forward" not in vars(module.head)
-        assert "head_step" not in vars(module)
+    assert "forward" not in vars(module.head)
+    assert "head_step" not in vars(module)
+    assert len(dist.distributed_c10d._world.pg_map) == 1
+    with pytest.raises(ValueError, match=r"head.1.weight is \(., 6\), and not \(7, 6\).* Load a checkpoint"):
+        trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False).fit(module, batches(rank, 2))
+    return str(error.value)
 
 
-def test_an_exception_is_what_is_seen(tmp_path):
-    with pytest.raises(RankError, match="KeyError: 'broken'"):
-        run_processes(2, _fail, str(tmp_path), False)
-    with pytest.raises(RankError, match="cannot save a checkpoint after an exception"):
-        run_processes(2, _fail, str(tmp_path), True)
+def test_an_exception_leaves_nothing_behind_but_parts_of_the_head(tmp_path):
+    assert set(run_processes(2, _fail, str(tmp_path), False)) == {"'broken'"}
+    for text in run_processes(2, _fail, str(tmp_path), True):
+        assert "cannot save a checkpoint after an exception" in text
+
+
+def _refit(rank: int) -> Result:
+    module = StepNet()
+    module.configure_optimizers = lambda: torch.optim.Adafactor(module.parameters())
+    runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False)
+    with pytest.raises(ValueError, match="Adafactor looks at parameters as a whole"):
+        runner.fit(module, batches(rank, 2))
+    del module.configure_optimizers
+    return _fit(batches(rank, 2), KrizhevskyHybridStrategy(), 2, lambda: module, {})
+
+
+def test_after_a_mistake_in_the_optimizer_one_can_go_on():
+    expected = _fit(all_batches(2), "auto", 1, StepNet, {})
+    for result in run_processes(2, _refit):
+        assert_same(result, expected, 1e-9)
+
+
+class OwnClipNet(StepNet):
+    """torch's function sees one rank's part of the head."""
+
+    def configure_gradient_clipping(self, optimizer: Any, **options: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+def _drift(rank: int, folder: str) -> str:
+    runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, **_saving(folder))
+    with pytest.raises(RuntimeError) as error:
+        runner.fit(OwnClipNet(), batches(rank, 2))
+    return str(error.value)
+
+
+def test_trunks_that_drift_apart_are_not_saved(tmp_path):
+    for text in run_processes(2, _drift, str(tmp_path)):
+        assert "the trunk's parameters are not the same on all ranks" in text
+
+
+class TemperatureNet(StepNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        return super().head_step(features * self.temperature, target)
+
+
+class PenaltyOnGradientNet(StepNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        features = self.trunk(batch[0])
+        (gradient,) = torch.autograd.grad(self.head_step(features, batch[1]), features, create_graph=True)
+        return gradient.square().sum()
+
+
+def _refused(rank: int, net: type[HybridNet]) -> str:
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        _fit(batches(rank, 2), KrizhevskyHybridStrategy(find_unused_parameters=True), 2, net, {})
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [(TemperatureNet, "head_step uses the parameter temperature"), (PenaltyOnGradientNet, "differentiated twice")],
+)
+def test_what_would_go_wrong_silently(net, message):
+    assert all(message in text for text in run_processes(2, _refused, net))
+
+
+class RandomNet(StepNet):
+    """Its cost draws random numbers, and calls the head twice."""
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        self.drawn = torch.rand(3)
+        first, second = (self.head(features).clone() for _ in range(2))
+        assert not torch.equal(first, second)
+        return self.cost(self.head(features), target)
+
+
+def _random(rank: int) -> Tensor:
+    module = RandomNet(dropout=0.5)
+    torch.manual_seed(rank)  # and the ranks' own generators are not alike
+    trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False).fit(module, batches(rank, 2))
+    return module.drawn
+
+
+def test_ranks_draw_the_same_within_head_step():
+    first, second = run_processes(2, _random)
+    assert torch.equal(first, second)
+
+
+def _load_while_fitting(rank: int) -> Result:
+    """As the learning rate finder does."""
+    module = StepNet()
+    before = {"state_dict": {name: value.clone() for name, value in module.state_dict().items()}}
+
+    class Load(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 4:
+                trainer.strategy.load_model_state_dict(before)
+
+    runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, callbacks=[Load()], max_steps=5)
+    runner.fit(module, batches(rank, 2))
+    return dict(module.state_dict())
+
+
+def test_a_whole_checkpoint_can_be_loaded_while_fitting():
+    for result in run_processes(2, _load_while_fitting):
+        assert_same(result, dict(StepNet().state_dict()), 0.0)
