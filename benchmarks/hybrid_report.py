@@ -25,6 +25,11 @@ def communication_s(side: dict[str, Any]) -> list[float]:
     return [turn["step_s"] - turn["alone_s"] for turn in side["rounds"] if turn["alone_s"] is not None]
 
 
+def bound_s(side: dict[str, Any]) -> float | None:
+    """None also where only the bytes' part of the bound is known, and not that of computing alone."""
+    return side["bound_s"] if communication_s(side) else None
+
+
 def table(results: dict[str, Any], num_samples: int) -> str:
     """Medians over the rounds, with the least and most of ratios. ``num_samples``: of a step, on all ranks."""
     lines = [
@@ -47,7 +52,7 @@ def table(results: dict[str, Any], num_samples: int) -> str:
             card = median(turn["card_bytes"] for turn in side["rounds"])
             cells += [
                 f"{side['bytes'] / 1e6:.1f}, {card / 1e6:.1f}",
-                f"{side['bound_s'] * 1e3:.0f}" if side["bound_s"] else "",
+                f"{bound * 1e3:.0f}" if (bound := bound_s(side)) else "",
             ]
             lines.append(f"| {rate} | {name} | {' | '.join(cells)} |")
     if all(VARIABLE in sides and FIXED in sides for sides in results.values()):
@@ -73,10 +78,10 @@ def picture(results: dict[str, Any], num_samples: int, path: Path, title: str) -
         error = [[m - min(r) for m, r in zip(middle, rates, strict=True)],
                  [max(r) - m for m, r in zip(middle, rates, strict=True)]]  # fmt: skip
         axes.bar(places, middle, width * 0.92, yerr=error, capsize=2, label=name)
-        bounds = [num_samples / (sides[name]["bound_s"] or nan) for sides in results.values()]
+        bounds = [num_samples / (bound_s(sides[name]) or nan) for sides in results.values()]
         axes.hlines(bounds, [p - width / 2 for p in places], [p + width / 2 for p in places], "k", linewidth=1,
                     label="bound" if index == 0 else None)  # fmt: skip
     axes.set_xticks(range(len(results)), ["unlimited" if rate == "none" else rate for rate in results])
     axes.set(xlabel="rate of each host's link", ylabel="samples a second", title=title)
-    axes.legend()
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=120)
