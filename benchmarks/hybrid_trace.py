@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gantt
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
@@ -149,29 +150,18 @@ def hidden(of_ranks: list[list[list[Stage]]], steps: int) -> dict[str, float]:
 
 def draw(of_ranks: list[list[list[Stage]]], steps: int, title: str, path: Path) -> None:
     """Three rows a rank, the last of the overlapping steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.patches import Patch
-
-    figure, axes = plt.subplots(figsize=(14, 1 + 1.1 * len(of_ranks)), layout="constrained")
     shown = [rank[WARM_UP + steps - 1] for rank in of_ranks]
     first = min(start for stages in shown for _, start, _ in stages)
+    bars = []
     for rank, stages in enumerate(shown):
         # Waits are drawn over what they interrupt.
         for name, start, end in sorted(stages, key=lambda stage: stage[0].startswith("wait")):
             row = 3 * rank + (1 if name in FEATURES else 2 if name in HIDDEN else 0)
             kind = "wait" if name.startswith("wait") else "exchange within the head" if name in HIDDEN else name
             if kind in COLORS:
-                axes.barh(row, end - start, left=start - first, height=0.85, color=COLORS[kind], linewidth=0)
-    who = ("", "features", "within")
-    axes.set_yticks(range(3 * len(shown)), [f"rank {r} {w}" for r in range(len(shown)) for w in who])
-    axes.set(xlabel="s", title=title)
-    axes.invert_yaxis()
-    axes.legend(handles=[Patch(color=c, label=n) for n, c in COLORS.items()], ncols=7, loc="upper center",
-                bbox_to_anchor=(0.5, -0.1))  # fmt: skip
-    figure.savefig(path, dpi=110)
+                bars.append((row, kind, start - first, end - first))
+    rows = [f"rank {r} {who}" for r in range(len(shown)) for who in ("", "features", "within")]
+    gantt.draw(bars, rows, COLORS, title, path)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gantt
 import pytorch_lightning as pl
 import torch
 from hosts import Hosts, missing
@@ -85,26 +86,15 @@ def hidden_share(stages: list[Stage]) -> float:
 
 def draw(traces: dict[int, list[Stage]], title: str, path: Path) -> None:
     """Two rows a rank, the last `SHOWN` steps but one."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.patches import Patch
-
-    figure, axes = plt.subplots(figsize=(14, 1 + 1.1 * len(traces)), layout="constrained")
     loads = [start for name, start, _ in traces[0] if name == "load"]
     first, last = loads[-SHOWN - 1], loads[-1]
+    bars = []
     for rank, stages in traces.items():
         # A wait is drawn over the forward in which it happens.
         for name, start, end in sorted(stages, key=lambda stage: stage[0] == "wait"):
-            row = 2 * rank + (name not in OWN)
-            axes.barh(row, end - start, left=start - first, height=0.85, color=COLORS[name], linewidth=0)
-    axes.set_yticks(range(2 * len(traces)), [f"rank {r} {who}" for r in traces for who in ("", "communicator")])
-    axes.set(xlim=(0, last - first), xlabel="s", title=title)
-    axes.invert_yaxis()
-    axes.legend(handles=[Patch(color=c, label=n) for n, c in COLORS.items()], ncols=7, loc="upper center",
-                bbox_to_anchor=(0.5, -0.1))  # fmt: skip
-    figure.savefig(path, dpi=110)
+            bars.append((2 * rank + (name not in OWN), name, start - first, end - first))
+    rows = [f"rank {r} {who}" for r in traces for who in ("", "communicator")]
+    gantt.draw(bars, rows, COLORS, title, path, last - first)
 
 
 def main() -> None:

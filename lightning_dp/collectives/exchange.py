@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dp.collectives.transfer import Message, Transfer, post
+from lightning_dp.collectives.transfer import Message, Transfer, needs_host_copy, post
 
 Record = Callable[[str, float, float], None]
 """Told of each stage: its name, start and end in seconds of ``time.perf_counter``."""
@@ -60,15 +60,11 @@ class Channel:
         return gathered
 
     def _sendable(self, tensor: Tensor) -> Tensor:
-        return tensor.cpu() if self._needs_host(tensor) else tensor
+        return tensor.cpu() if needs_host_copy(tensor, self.group) else tensor
 
     def _buffer(self, tensor: Tensor) -> Tensor:
         assert tensor.is_contiguous()
-        return torch.empty_like(tensor, device="cpu") if self._needs_host(tensor) else tensor
-
-    def _needs_host(self, tensor: Tensor) -> bool:
-        """Gloo's point-to-point messages carry CPU memory only."""
-        return tensor.is_cuda and self.group._get_backend(tensor.device).name() == "gloo"
+        return torch.empty_like(tensor, device="cpu") if needs_host_copy(tensor, self.group) else tensor
 
 
 class Exchange:

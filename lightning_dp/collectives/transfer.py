@@ -111,6 +111,11 @@ def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
+def needs_host_copy(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether messages cannot carry ``tensor`` where it is: gloo's point-to-point ones carry CPU memory only."""
+    return tensor.is_cuda and group._get_backend(tensor.device).name() == "gloo"
+
+
 @contextmanager
 def flat_buffer(tensor: torch.Tensor, group: dist.ProcessGroup) -> Iterator[torch.Tensor]:
     """``tensor`` as one dense row that the group can send, written back at the end where it had to be copied.
@@ -122,7 +127,7 @@ def flat_buffer(tensor: torch.Tensor, group: dist.ProcessGroup) -> Iterator[torc
         raise ValueError(f"layout={tensor.layout} is not dense; use .to_dense(), or reduce indices and values apart")
     tensor = tensor.detach()
     flat = tensor.contiguous().view(-1)
-    if tensor.is_cuda and group._get_backend(tensor.device).name() == "gloo":
+    if needs_host_copy(tensor, group):
         flat = flat.cpu()
     with torch.no_grad():
         yield flat

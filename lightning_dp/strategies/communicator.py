@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dp.collectives.exchange import Record
 from lightning_dp.collectives.two_level import HostCopy, TwoLevelAllReduce
 
-# Called with the name of a stage, its start and its end (`time.perf_counter`, s).
-Record = Callable[[str, float, float], None]
 REDUCE, ALL_REDUCE, BROADCAST, WAIT = "reduce inside", "all-reduce between", "broadcast inside", "wait"
 
 NOTHING = -1  # no bucket

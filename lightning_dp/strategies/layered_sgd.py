@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dp._lightning import DDPStrategy, OwnTrainerOnly
+from lightning_dp.collectives.exchange import Record
 from lightning_dp.collectives.ring import ring_all_reduce
 from lightning_dp.collectives.topology import RankTopology
 from lightning_dp.collectives.two_level import AllReduce, TwoLevelAllReduce, native_all_reduce
-from lightning_dp.strategies.communicator import WAIT, BucketReduction, Communicator, Record
+from lightning_dp.strategies.communicator import WAIT, BucketReduction, Communicator
 from lightning_dp.strategies.pending_update import ApplyOnUse, PendingUpdate, PendingUpdates
 from lightning_dp.strategies.update_policy import (
     check_supported,

@@ -17,6 +17,16 @@ def value(rank: int) -> torch.Tensor:
     return torch.randn(SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
 
 
+def sum_in_stages(collective, buffer):
+    for work in collective.reduce_inside(buffer):
+        work.wait()
+    collective.all_reduce_between(buffer)
+    for work in collective.broadcast_inside(buffer):
+        work.wait()
+    collective.close()
+    return buffer
+
+
 def sum_and_count(rank, world_size, group_size, carriers):
     """The buffer after all stages, and what this rank issued: (collective, elements) -> times."""
     issued: Counter = Counter()
@@ -34,13 +44,7 @@ def sum_and_count(rank, world_size, group_size, carriers):
     collective = TwoLevelAllReduce(RankTopology(world_size, group_size), rank, carriers)
     for name in ("reduce", "all_reduce", "broadcast"):
         setattr(dist, name, counted(name))
-    buffer = value(rank)
-    for work in collective.reduce_inside(buffer):
-        work.wait()
-    collective.all_reduce_between(buffer)
-    for work in collective.broadcast_inside(buffer):
-        work.wait()
-    collective.close()
+    buffer = sum_in_stages(collective, value(rank))
     return buffer, issued
 
 
@@ -74,13 +78,7 @@ def sum_beside_a_bound_group(rank):
     default = dist.group.WORLD
     default.bound_device_id = torch.device("cuda:0")
     collective = TwoLevelAllReduce(RankTopology(4, 2), rank, backend="gloo")
-    buffer = value(rank)
-    for work in collective.reduce_inside(buffer):
-        work.wait()
-    collective.all_reduce_between(buffer)
-    for work in collective.broadcast_inside(buffer):
-        work.wait()
-    collective.close()
+    buffer = sum_in_stages(collective, value(rank))
     assert default.bound_device_id == torch.device("cuda:0")
     return buffer
 

@@ -239,7 +239,7 @@ def test_fp16_skips_a_step_on_all_ranks_where_one_slice_overflows():
             assert_close_in_16_bits(ours, expected)
 
 
-def _uneven(rank: int, world_size: int, net: type[HybridNet], scheme: str) -> tuple[Result, list[Tensor], float]:
+def _uneven(rank: int, world_size: int, net: type[HybridNet], scheme: str) -> tuple[Result, list[Tensor]]:
     """Rank r has r + 1 of every 6 examples in training, and batches down to none in prediction."""
     dataset = all_batches(1).dataset
     own = [i for i in range(len(dataset)) if (i % 6) in {0: (0,), 1: (1, 2), 2: (3, 4, 5)}[rank]]
@@ -247,16 +247,11 @@ def _uneven(rank: int, world_size: int, net: type[HybridNet], scheme: str) -> tu
     strategy = KrizhevskyHybridStrategy(scheme=scheme)
     runner = trainer(strategy, world_size, use_distributed_sampler=False, limit_val_batches=2)
     loader = DataLoader(Subset(dataset, own), batch_size=rank + 1)
-    predictor = _Predict(DataLoader(Subset(dataset, range(7)), batch_size=[4, 1, 2][rank]))
+    evaluation = DataLoader(Subset(dataset, range(7)), batch_size=[4, 1, 2][rank])
     runner.fit(module, loader)
     state = snapshot(module, runner)
-    evaluated = _while_fitting(module, world_size, scheme, [x for x, _ in predictor.loader])
-    return state, evaluated, runner.strategy.num_processes
-
-
-class _Predict:
-    def __init__(self, loader: DataLoader) -> None:
-        self.loader = loader
+    evaluated = _while_fitting(module, world_size, scheme, [x for x, _ in evaluation])
+    return state, evaluated
 
 
 def _while_fitting(module: HybridNet, world_size: int, scheme: str, own: list[Tensor]) -> list[Tensor]:
@@ -290,7 +285,7 @@ def test_uneven_batches(scheme):
     x = torch.stack([all_batches(1).dataset[i][0] for i in range(7)])
     with torch.no_grad():
         logits = expected.eval()(x)
-    for state, evaluated, _ in results:
+    for state, evaluated in results:
         assert_same(state, snapshot(expected, single), 1e-9)
         torch.testing.assert_close(torch.cat(evaluated), logits, rtol=1e-9, atol=1e-12)
 

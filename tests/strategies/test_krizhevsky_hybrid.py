@@ -69,7 +69,7 @@ def test_equals_one_process(net, world_size):
 
 
 def _without_messages(rank: int, world_size: int, net: type[HybridNet]) -> dict[str, Tensor]:
-    sizes = Channel.all_gather
+    before = Channel.start, Channel.all_gather
 
     def start(self: Channel, what: str, sends: list[Tensor], receives: list[Tensor]) -> Any:
         for peer, received in enumerate(receives):
@@ -84,7 +84,7 @@ def _without_messages(rank: int, world_size: int, net: type[HybridNet]) -> dict[
         Channel.start, Channel.all_gather = start, all_gather
         own, module = fit(rank, world_size, net, KrizhevskyHybridStrategy())
     finally:
-        Channel.all_gather = sizes
+        Channel.start, Channel.all_gather = before
     return snapshot(module, own)
 
 
