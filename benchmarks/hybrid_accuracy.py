@@ -189,7 +189,7 @@ def draw(rows: list[Result], n: int, factors: list[int], path: Path) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", default="data", help="folder that holds cifar-10-batches-py")
+    parser.add_argument("--root", help="folder that holds cifar-10-batches-py; without it nothing is trained")
     parser.add_argument("--n", type=int, default=64, help="the small batch")
     parser.add_argument("--factors", type=int, nargs="+", default=[8], help="K, how many times larger the large one is")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -214,6 +214,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
+    if arguments.root is None:
+        print("left out: no --root with CIFAR-10 to train on")
+        return
     folder, machine, planned = output_folder(arguments.name), describe_machine(), plan(arguments)
     results = folder / "results.jsonl"
     print(f"{machine}\n{len(planned)} runs, {len(read(results, planned))} are done; results in {results}", flush=True)
