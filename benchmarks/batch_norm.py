@@ -31,7 +31,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dp.launch import launch
-from lightning_dp.layers import GlobalBatchNorm2d, apply_global_batch_norm, global_batch_norm_layers
+from lightning_dp.layers import (
+    GlobalBatchNorm2d,
+    apply_global_batch_norm,
+    batch_statistics,
+    global_batch_norm_layers,
+)
 from lightning_dp.models import resnet20
 
 PAPER = {4: 0.75, 8: 0.70}  # global over local, section 5
@@ -91,18 +96,18 @@ def in_turn(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, lis
 def count_collectives(side: Side) -> dict[str, int]:
     """What batch norm's collectives of one step hand over on this rank; DDP's own do not pass here."""
     counts = {"collectives": 0, "bytes": 0}
-    all_gather = dist.all_gather
+    gather = batch_statistics.small_all_gather
 
-    def counted(outputs: list[Tensor], tensor: Tensor, **kwargs: Any) -> Any:
+    def counted(tensor: Tensor, group: Any) -> Tensor:
         counts["collectives"] += 1
         counts["bytes"] += tensor.numel() * tensor.element_size()
-        return all_gather(outputs, tensor, **kwargs)
+        return gather(tensor, group)
 
-    dist.all_gather = counted
+    batch_statistics.small_all_gather = counted
     try:
         side.step()
     finally:
-        dist.all_gather = all_gather
+        batch_statistics.small_all_gather = gather
     return counts
 
 

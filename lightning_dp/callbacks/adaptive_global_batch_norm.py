@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_dp._lightning import Callback, LightningModule, Trainer, require_own_trainer
 from lightning_dp.callbacks.convergence import Convergence, ask
 from lightning_dp.callbacks.statistics_policy import GlobalPhase, check_arguments, in_global_phase, local_batch_size
+from lightning_dp.collectives.small_gather import small_all_gather
 from lightning_dp.collectives.topology import RankTopology
 from lightning_dp.layers import (
     NoEffectWarning,
@@ -43,7 +44,7 @@ class AdaptiveGlobalBatchNorm(Callback):
     Args:
         max_batch_size: BZ_max in the paper's section 4.3: from this global batch size on, statistics stay local. The
             global batch is the sum of what the ranks get in a forward (with gradient accumulation: in one of several),
-            summed anew for every batch, which costs an all-reduce of one number.
+            summed anew for every batch, which costs an all-gather of one number.
         convergence: the criterion: `Plateau`, an object with its ``update``, or a function that takes the metrics of an
             epoch and returns whether training has converged. It is asked until it says so. None: never.
         global_phase: ``"until_converged"``: global until the criterion is met, local then. ``"after_converged"``:
@@ -142,12 +143,12 @@ class AdaptiveGlobalBatchNorm(Callback):
         if not is_global or self.max_batch_size is None:
             converged = "converged" if self._converged else "not converged"
             return is_global, f"{converged}, global_phase={self.global_phase!r}"
-        batch_size = torch.tensor(local_batch_size(batch))
+        batch_size = local_batch_size(batch)
         if self._batch_size_group is not None:
-            dist.all_reduce(batch_size, group=self._batch_size_group)
-        is_global = batch_size.item() < self.max_batch_size
+            batch_size = int(small_all_gather(torch.tensor(batch_size), self._batch_size_group).sum())
+        is_global = batch_size < self.max_batch_size
         relation = "<" if is_global else ">="
-        return is_global, f"global batch size {batch_size.item()} {relation} max_batch_size={self.max_batch_size}"
+        return is_global, f"global batch size {batch_size} {relation} max_batch_size={self.max_batch_size}"
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -84,7 +84,7 @@ def _start(group: dist.ProcessGroup, what: str, message: Message) -> Transfer:
     return Transfer(group, what, message, [work])
 
 
-def peer_error(group: dist.ProcessGroup, what: str, peer: int, error: RuntimeError) -> PeerError:
+def peer_error(group: dist.ProcessGroup, what: str, peer: int, error: Exception) -> PeerError:
     """Name the peer, in the group and in the whole job where the group is known to it."""
     name = f"rank {peer} of the group"
     with suppress(ValueError, RuntimeError):  # a group of which torch.distributed has no list

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
+from lightning_dp.collectives.small_gather import small_all_gather
+
 # Elements centred at a time on CPU: they stay in the cache, where the copy of a whole activation would not.
 _CHUNK = 2**17
 
@@ -102,7 +104,7 @@ class GlobalBatchNormFunction(torch.autograd.Function):
         dtype = statistics_dtype(x)
         mean, deviations = local_moments(x, eps)
         packed = torch.cat([mean, deviations, mean.new_full((1,), x.numel() // x.shape[1])])
-        gathered = gather(packed, group)
+        gathered = small_all_gather(packed, group)
         mean, var, unbiased = (moment.to(dtype) for moment in combine_moments(gathered))
         invstd = (var + eps).rsqrt_()
         ctx.save_for_backward(x, weight, mean, invstd, gathered[:, -1])
@@ -123,7 +125,7 @@ class GlobalBatchNormFunction(torch.autograd.Function):
         dx = None
         if needs_dx:
             # Not an all-reduce: that has twice the steps, and the bytes are few.
-            sums = gather(sums, ctx.group).sum(0)
+            sums = small_all_gather(sums, ctx.group).sum(0)
             dx = _input_gradient(dy, x, _to(weight, mean.dtype), mean, invstd, sums, counts)
         return dx, dweight, dbias, None, None
 
@@ -167,13 +169,6 @@ def _input_gradient(
 def _affine(x: Tensor, mean: Tensor, slope: Tensor, offset: Tensor | None) -> Tensor:
     """``(x - mean) slope + offset`` in one pass: torch's CPU kernel of an evaluation with variance 1 and eps 0."""
     return torch.native_batch_norm(x, slope, offset, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
-
-
-def gather(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """All ranks' ``values``, stacked in rank order: (ranks, *)."""
-    gathered = values.new_empty(group_size(group), *values.shape)
-    dist.all_gather(list(gathered.unbind()), values, group=group)
-    return gathered
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:

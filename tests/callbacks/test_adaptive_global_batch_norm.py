@@ -21,7 +21,8 @@ from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from lightning_dp.callbacks import AdaptiveGlobalBatchNorm, Plateau
+from lightning_dp.callbacks import AdaptiveGlobalBatchNorm, Plateau, adaptive_global_batch_norm
+from lightning_dp.collectives.small_gather import small_all_gather
 from lightning_dp.layers import GlobalBatchNorm1d, global_batch_norm_layers
 from lightning_dp.strategies import LayeredSGDStrategy
 from tests.ranks import RankError, run_processes
@@ -261,14 +262,13 @@ SIZES = [[2, 5, 2, 6, 4], [3, 2, 7, 2, 3]]  # by rank: 5, 7, 9, 8 and 7 together
 def train_sizes(rank: int, max_batch_size: int) -> tuple[list[bool], float, list[int]]:
     loader = DataLoader(dataset(2), batch_sampler=Batches([list(range(size)) for size in SIZES[rank]]))
     probe, callback, groups = Probe(), AdaptiveGlobalBatchNorm(max_batch_size=max_batch_size), []
-    all_reduce = dist.all_reduce
 
-    def counted(tensor: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-        if group is not None and group is callback._batch_size_group:
-            groups.append(tensor.numel())
-        return all_reduce(tensor, *args, group=group, **kwargs)
+    def counted(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        assert group is callback._batch_size_group
+        groups.append(tensor.numel())
+        return small_all_gather(tensor, group)
 
-    dist.all_reduce = counted
+    adaptive_global_batch_norm.small_all_gather = counted
     _, trainer = fit(2, callback, probe, loader=loader)
     return probe.is_global, trainer.callback_metrics["agbn/is_global"].item(), groups
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dp.layers import GlobalBatchNorm1d, GlobalBatchNorm2d, GlobalBatchNorm3d
+from lightning_dp.layers import GlobalBatchNorm1d, GlobalBatchNorm2d, GlobalBatchNorm3d, batch_statistics
 from tests.ranks import RankError, run_processes, run_threads
 
 SHARDS = {1: [4], 2: [5, 3], 3: [4, 1, 6], 4: [3, 5, 1, 2]}  # unequal local batches
@@ -105,16 +105,16 @@ def against_oracle(
 @pytest.fixture(params=["forward", "backward"])
 def broken_collective(request, monkeypatch) -> None:
     """One of the two collectives gives each rank only what it has itself."""
-    all_gather, dimensions = dist.all_gather, {"forward": 1, "backward": 2}[request.param]
+    gather, dimensions = batch_statistics.small_all_gather, {"forward": 1, "backward": 2}[request.param]
 
-    def gather(outputs: list[Tensor], tensor: Tensor, group: Any = None) -> None:
-        if tensor.dim() != dimensions:
-            return all_gather(outputs, tensor, group=group)
-        outputs[0].copy_(tensor)
-        for output in outputs[1:]:
-            output.zero_()
+    def broken(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        gathered = gather(tensor, group)
+        if tensor.dim() == dimensions:
+            gathered[0] = tensor
+            gathered[1:] = 0
+        return gathered
 
-    monkeypatch.setattr(dist, "all_gather", gather)
+    monkeypatch.setattr(batch_statistics, "small_all_gather", broken)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -248,17 +248,24 @@ def test_a_layer_of_another_dtype_than_float32(dtype):
 
 
 def count_collectives(monkeypatch) -> Counter:
-    """Count calls and numbers of each collective, on all ranks together."""
+    """Count calls of each collective, and the numbers that batch norm's own hands over, on all ranks together."""
     calls: Counter = Counter()
     for name in ("all_gather", "all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "barrier"):
         original = getattr(dist, name)
 
         def counted(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
             calls[_name] += 1
-            calls[_name + " numbers"] += args[1 if _name == "all_gather" else 0].numel()
             return _original(*args, **kwargs)
 
         monkeypatch.setattr(dist, name, counted)
+    gather = batch_statistics.small_all_gather
+
+    def counted_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        calls["small_all_gather"] += 1
+        calls["numbers"] += tensor.numel()
+        return gather(tensor, group)
+
+    monkeypatch.setattr(batch_statistics, "small_all_gather", counted_gather)
     return calls
 
 
@@ -266,7 +273,12 @@ def test_one_collective_a_forward_and_one_a_backward(monkeypatch):
     calls = count_collectives(monkeypatch)
     against_oracle(GlobalBatchNorm2d, SHARDS[3], batches(SHARDS[3], (4, 3), steps=2))
     calls_a_rank = 2 * 2  # steps, and forward and backward
-    assert calls == {"all_gather": 3 * calls_a_rank, "all_gather numbers": 3 * 2 * ((2 * C + 1) + 2 * C)}
+    to_connect = 3  # once a group
+    assert calls == {
+        "all_gather": 3 * to_connect,
+        "small_all_gather": 3 * calls_a_rank,
+        "numbers": 3 * 2 * ((2 * C + 1) + 2 * C),
+    }
 
 
 @pytest.mark.parametrize("reason", ["switched off", "evaluation", "group of one", "no group"])

@@ -1,0 +1,187 @@
+"""The small all-gather: the group's own result, over sockets where it can be, and an error where a rank is missing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dp.collectives import PeerError, host_sockets
+from lightning_dp.collectives.small_gather import MAX_BYTES, _mailboxes, small_all_gather
+from tests.ranks import run_processes, run_threads, thread_group
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+
+
+def rank_tensor(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Tensor:
+    return (torch.arange(1000 * rank, 1000 * rank + torch.Size(shape).numel()) % 251).view(shape).to(dtype)
+
+
+def gather_everything(rank: int, group: dist.ProcessGroup, over_sockets: bool) -> None:
+    small_all_gather(torch.ones(1), group)
+    assert (_mailboxes[group] is not None) == over_sockets
+    for dtype in DTYPES:
+        for shape in ((), (1,), (7,), (2, 5), (3, 0), (MAX_BYTES // 8 + 1,)):
+            gathered = small_all_gather(rank_tensor(rank, shape, dtype), group)
+            expected = torch.stack([rank_tensor(r, shape, dtype) for r in range(group.size())])
+            assert torch.equal(gathered, expected)
+            assert gathered.dtype == dtype
+            assert gathered.is_contiguous()
+    turned = rank_tensor(rank, (4, 3)).requires_grad_().T
+    gathered = small_all_gather(turned, group)
+    assert torch.equal(gathered[-1], rank_tensor(group.size() - 1, (4, 3)).T)
+    assert not gathered.requires_grad
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_gathers_all_ranks_tensors_in_rank_order(world_size):
+    run_threads(world_size, gather_everything, True)
+
+
+def test_needs_the_messages(monkeypatch):
+    monkeypatch.setattr("lightning_dp.collectives.small_gather._receive", lambda *_: None)
+    with pytest.raises(AssertionError):
+        run_threads(2, gather_everything, True)
+
+
+def refuse(*_: Any, **__: Any) -> Any:
+    raise PermissionError("no")
+
+
+@pytest.mark.parametrize("obstacle", ["no folder", "long path", "other host", "shared folder", "no Unix sockets"])
+def test_where_a_rank_cannot_be_reached_all_use_the_group(obstacle, monkeypatch, tmp_path):
+    made: list[str] = []
+    mkdtemp = tempfile.mkdtemp
+
+    def folder(prefix: str) -> str:
+        made.append(mkdtemp(prefix=prefix, dir=tmp_path))
+        return made[-1] + "x" * 200 * (obstacle == "long path")
+
+    monkeypatch.setattr(host_sockets.tempfile, "mkdtemp", refuse if obstacle == "no folder" else folder)
+    if obstacle == "no Unix sockets":
+        monkeypatch.delattr(host_sockets.socket, "AF_UNIX")
+
+    class Socket(host_sockets.socket.socket):
+        def bind(self, address: str) -> None:
+            super().bind("/does/not/exist" if obstacle == "other host" and address.endswith("/1") else address)
+
+        def connect(self, address: str) -> None:
+            super().connect("/does/not/exist" if obstacle == "shared folder" else address)
+
+    monkeypatch.setattr(host_sockets.socket, "socket", Socket)
+    run_threads(3, gather_everything, False)
+    assert not [name for name in made if os.path.exists(name)] or obstacle == "long path"
+
+
+def test_no_rank_waits_for_another_to_read():
+    """Messages of the largest size, from ranks that can be a call ahead."""
+
+    def many(rank: int, group: dist.ProcessGroup) -> None:
+        for call in range(200):
+            own = torch.full((MAX_BYTES // 4,), float(10 * call + rank))
+            assert small_all_gather(own, group)[:, -1].tolist() == [10 * call + r for r in range(3)]
+
+    run_threads(3, many)
+
+
+def failing(call: Callable[[dist.ProcessGroup], Any], timeout: float) -> str:
+    """What rank 0 says when rank 1 does ``call`` instead of the second of two all-gathers."""
+    store, said, done = dist.HashStore(), [], threading.Event()
+
+    def other() -> None:
+        group = thread_group(store, 1, 2, timeout)
+        small_all_gather(torch.ones(3), group)
+        call(group)
+        done.wait(30)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    try:
+        group = thread_group(store, 0, 2, timeout)
+        small_all_gather(torch.ones(3), group)
+        with pytest.raises(PeerError) as caught:
+            small_all_gather(torch.ones(3), group)
+        said.append(str(caught.value))
+        assert caught.value.group_rank == 1
+    finally:
+        done.set()
+        thread.join()
+    return said[0]
+
+
+def test_a_rank_that_is_gone_is_named():
+    text = failing(lambda group: _mailboxes.pop(group), 30)
+    assert re.match("rank 0 could not (send to|receive from) rank 1 of the group", text)
+
+
+def test_a_rank_that_is_silent_is_named_after_the_groups_timeout():
+    assert "the group's timeout is over" in failing(lambda group: None, 0.2)
+
+
+def test_a_rank_that_makes_another_call_is_named():
+    def smaller(group: dist.ProcessGroup) -> None:
+        with pytest.raises(PeerError):
+            small_all_gather(torch.ones(2), group)
+
+    text = failing(smaller, 30)
+    assert "it sent 8 bytes in call 1, where this rank sent 12 bytes in call 1" in text
+
+
+def open_and_close(rank: int) -> list[int]:
+    """The number of open files without and with a group's sockets, twice."""
+
+    def open_files() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    dist.init_process_group("gloo")
+    assert small_all_gather(torch.tensor(rank)).tolist() == [0, 1, 2]
+    counts = []
+    for _ in range(2):
+        group = dist.new_group([0, 2])
+        if rank != 1:
+            counts.append(open_files())
+            assert small_all_gather(torch.tensor(rank), group).tolist() == [0, 2]
+            counts.append(open_files())
+            dist.destroy_process_group(group)
+        del group
+        assert len(_mailboxes) == 1
+    dist.destroy_process_group()
+    assert len(_mailboxes) == 0
+    return counts
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files in /proc")
+def test_sockets_close_with_their_group():
+    for without, with_sockets, without_again, with_other_sockets in run_processes(3, open_and_close)[::2]:
+        assert with_sockets == without + 1
+        assert (without_again, with_other_sockets) == (without, with_sockets)
+
+
+def compile_on_one_rank(rank: int) -> list[float]:
+    import warnings
+
+    warnings.simplefilter("ignore")  # dynamo itself uses what it deprecates
+    dist.init_process_group("gloo")
+
+    def scaled(x: Tensor) -> Tensor:
+        return 2 * small_all_gather(x * 3).sum(0)
+
+    function = torch.compile(scaled, backend="aot_eager", fullgraph=True) if rank == 0 else scaled
+    result = [function(torch.tensor([1.0 + rank, step])).tolist() for step in range(3)]
+    dist.destroy_process_group()
+    return result
+
+
+def test_a_rank_that_compiles_meets_one_that_does_not():
+    expected = [[18.0, 12.0 * step] for step in range(3)]
+    assert run_processes(2, compile_on_one_rank) == [expected, expected]
