@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -142,14 +143,14 @@ def throughput(local_batch_size: int, num_steps: int, rounds: int) -> dict[str, 
     return {"times": times, "counts": counts}
 
 
-def local_phase(local_batch_size: int, num_steps: int, rounds: int) -> dict[str, list[float]]:
-    """Part 2, in a process of its own."""
+def local_phase(local_batch_size: int, rounds: int) -> dict[str, list[float]]:
+    """Part 2, in a process of its own. A round is a single step, so that many pairs lie close together in time."""
     torch.set_num_threads(1)
     sides = {
         "plain": Side(None, local_batch_size, False),
         "local": Side(lambda _: False, local_batch_size, False),
     }
-    return in_turn({name: lambda side=side: side.seconds(num_steps) for name, side in sides.items()}, rounds)
+    return in_turn({name: lambda side=side: side.seconds(1) for name, side in sides.items()}, rounds)
 
 
 def on_gpu(num_steps: int, rounds: int) -> dict[str, dict[str, list[float]]]:
@@ -173,14 +174,18 @@ def on_gpu(num_steps: int, rounds: int) -> dict[str, dict[str, list[float]]]:
     return results
 
 
-def ratio(numerator: list[float], denominator: list[float]) -> dict[str, float]:
-    """Median and quartiles of the rounds' ratios."""
-    ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
+def ratio(numerator: list[float], denominator: list[float]) -> dict[str, Any]:
+    """Median and quartiles of the rounds' ratios, and the interval that holds their true median with 95 %."""
+    ratios = sorted(a / b for a, b in zip(numerator, denominator, strict=True))
     low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    return {"median": median(ratios), "low": low, "high": high}
+    # How many ratios lie below the true median is binomial (n, 1/2): from it, order statistics as bounds.
+    reach = 0.98 * len(ratios) ** 0.5
+    first, last = math.floor(len(ratios) / 2 - reach), math.ceil(len(ratios) / 2 + reach)
+    interval = ratios[max(0, first)], ratios[min(len(ratios) - 1, last)]
+    return {"median": median(ratios), "low": low, "high": high, "interval": interval}
 
 
-def show(value: dict[str, float]) -> str:
+def show(value: dict[str, Any]) -> str:
     """As percentages."""
     return f"{100 * value['median']:5.1f} % ({100 * value['low']:.1f} to {100 * value['high']:.1f})"
 
@@ -242,9 +247,12 @@ def main() -> None:
                 end="",
             )
             print(f"{raw['counts']['local']['collectives']} collectives")
-    phase = launch(local_phase, arguments.local_batch[-1], arguments.steps, 2 * arguments.rounds, num_processes=1)
+    num_pairs = 2 * arguments.rounds * arguments.steps
+    phase = launch(local_phase, arguments.local_batch[-1], num_pairs, num_processes=1)
     phase["plain / local"] = ratio(phase["plain"], phase["local"])
-    print(f"local phase: throughput / torch.nn.BatchNorm2d's  {show(phase['plain / local'])}")
+    low, high = (100 * end for end in phase["plain / local"]["interval"])
+    print(f"local phase: throughput / torch.nn.BatchNorm2d's  {show(phase['plain / local'])}", end="")
+    print(f"; the median of {num_pairs} pairs is surely (95 %) between {low:.1f} and {high:.1f} %")
     gpu = {}
     if torch.cuda.is_available():
         gpu = launch(in_group, on_gpu, 20, arguments.rounds, num_processes=2)

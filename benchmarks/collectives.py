@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hosts import Hosts, bytes_per_s, missing
+from hosts import Hosts, bytes_per_s, worker_or_hosts
 from report import describe_machine, output_folder
 
 from lightning_dp.collectives import ring_all_reduce, star_all_reduce
@@ -176,20 +176,8 @@ def picture(records: list[dict[str, Any]], rate: str, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Ring, star and native all-reduce on rate-limited hosts")
-    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4, 6, 8])
-    parser.add_argument("--megabytes", type=float, nargs="+", default=[0.25, 1, 4, 16, 32], help="of 2**20 bytes")
-    parser.add_argument("--rate", default="200mbit", help="of each host in each direction")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker is not None:
-        worker(arguments)
-        return
-    if lacking := missing():
-        print(f"skipped: this machine cannot make hosts: {lacking}")
-        return
+def measure_and_report(arguments: argparse.Namespace) -> None:
+    """Measure on the hosts, and write tables and pictures."""
     records: list[dict[str, Any]] = []
     print(f"{describe_machine()}; {arguments.rate} a host in each direction; load {os.getloadavg()[0]:.1f}", flush=True)
     for num_hosts in sorted(arguments.hosts):
@@ -202,6 +190,17 @@ def main() -> None:
     (folder / "results.json").write_text(json.dumps(summary, indent=1))
     picture(records, arguments.rate, folder / "collectives.png")
     print("\n".join(["", *lines, "", f"written to {folder}"]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Ring, star and native all-reduce on rate-limited hosts")
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4, 6, 8])
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[0.25, 1, 4, 16, 32], help="of 2**20 bytes")
+    parser.add_argument("--rate", default="200mbit", help="of each host in each direction")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    worker_or_hosts(arguments, worker, measure_and_report)
 
 
 if __name__ == "__main__":

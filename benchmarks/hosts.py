@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -46,6 +46,23 @@ def missing() -> str | None:
     if os.geteuid() != 0:
         return "needs root, to make network namespaces"
     return None
+
+
+def worker_or_hosts(
+    arguments: argparse.Namespace,
+    worker: Callable[[argparse.Namespace], None],
+    report: Callable[[argparse.Namespace], None],
+) -> None:
+    """A benchmark's `main`: ``worker`` in a process that the benchmark started on a host, ``report`` in the first one.
+
+    Where no hosts can be made the reason is printed, and nothing is measured.
+    """
+    if arguments.worker is not None:
+        worker(arguments)
+    elif lacking := missing():
+        print(f"skipped: this machine cannot make hosts: {lacking}")
+    else:
+        report(arguments)
 
 
 class Hosts:

@@ -30,7 +30,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from hosts import CARD, Hosts, bytes_per_s, missing
+from hosts import CARD, Hosts, bytes_per_s, worker_or_hosts
 from hybrid_model import IMAGE_SIZE, WIDTHS, Images, Marked, Whole, alexnet, trunk_and_head
 from hybrid_peers import PEERS, train
 from hybrid_report import picture, table
@@ -177,6 +177,21 @@ def bound(arguments: argparse.Namespace, num_hosts: int, rate: str, name: str, r
     return {"bytes": num_bytes, "bound_s": max(alone_s, crossing_s)}
 
 
+def measure_and_report(arguments: argparse.Namespace) -> None:
+    """Measure on the hosts, and write tables and pictures."""
+    for num_hosts in arguments.hosts:
+        folder = output_folder("hybrid", f"{num_hosts}-hosts{arguments.name and '-'}{arguments.name}")
+        results = {rate: measure(arguments, num_hosts, rate, folder) for rate in arguments.rates}
+        title = f"AlexNet, {num_hosts} hosts, {arguments.batch_size} images of {arguments.image_size} px a rank"
+        text = table(results, num_hosts * arguments.batch_size)
+        print(f"{title}; {describe_machine()}\n{text}")
+        (folder / "table.md").write_text(text + "\n")
+        what = {"machine": describe_machine(), "arguments": vars(arguments), "results": results}
+        (folder / "results.json").write_text(json.dumps(what, indent=1))
+        picture(results, num_hosts * arguments.batch_size, folder / "samples_per_s.png", title)
+        print(f"written to {folder}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
@@ -190,23 +205,7 @@ def main() -> None:
     parser.add_argument("--rate", help=argparse.SUPPRESS)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.worker:
-        worker(arguments)
-        return
-    if lacking := missing():
-        print(f"skipped: this machine cannot make hosts: {lacking}")
-        return
-    for num_hosts in arguments.hosts:
-        folder = output_folder("hybrid", f"{num_hosts}-hosts{arguments.name and '-'}{arguments.name}")
-        results = {rate: measure(arguments, num_hosts, rate, folder) for rate in arguments.rates}
-        title = f"AlexNet, {num_hosts} hosts, {arguments.batch_size} images of {arguments.image_size} px a rank"
-        text = table(results, num_hosts * arguments.batch_size)
-        print(f"{title}; {describe_machine()}\n{text}")
-        (folder / "table.md").write_text(text + "\n")
-        what = {"machine": describe_machine(), "arguments": vars(arguments), "results": results}
-        (folder / "results.json").write_text(json.dumps(what, indent=1))
-        picture(results, num_hosts * arguments.batch_size, folder / "samples_per_s.png", title)
-        print(f"written to {folder}")
+    worker_or_hosts(arguments, worker, measure_and_report)
 
 
 if __name__ == "__main__":

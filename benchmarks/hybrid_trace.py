@@ -30,7 +30,7 @@ import gantt
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from hosts import Hosts, bytes_per_s, missing
+from hosts import Hosts, bytes_per_s, worker_or_hosts
 from hybrid_model import IMAGE_SIZE, WIDTHS, Images, Marked, alexnet
 from report import describe_machine, output_folder
 from torch import nn
@@ -164,6 +164,18 @@ def draw(of_ranks: list[list[list[Stage]]], steps: int, title: str, path: Path) 
     gantt.draw(bars, rows, COLORS, title, path)
 
 
+def measure_and_report(arguments: argparse.Namespace) -> None:
+    """Measure on the hosts, and write tables and pictures."""
+    folder = output_folder("hybrid_trace", f"{arguments.hosts}-hosts-{arguments.rate}")
+    script = [__file__, "--worker", str(folder / "stages"), "--steps", str(arguments.steps)]
+    script += ["--batch-size", str(arguments.batch_size), "--image-size", str(arguments.image_size)]
+    with Hosts(arguments.hosts, None if arguments.rate == "none" else arguments.rate) as hosts:
+        hosts.torchrun(1, [*script, "--schemes", *arguments.schemes], timeout_s=3600, logs=folder)
+    print(describe_machine())
+    report(arguments, folder)
+    print(f"written to {folder}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=4)
@@ -174,20 +186,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.worker:
-        worker(arguments)
-        return
-    if lacking := missing():
-        print(f"skipped: this machine cannot make hosts: {lacking}")
-        return
-    folder = output_folder("hybrid_trace", f"{arguments.hosts}-hosts-{arguments.rate}")
-    script = [__file__, "--worker", str(folder / "stages"), "--steps", str(arguments.steps)]
-    script += ["--batch-size", str(arguments.batch_size), "--image-size", str(arguments.image_size)]
-    with Hosts(arguments.hosts, None if arguments.rate == "none" else arguments.rate) as hosts:
-        hosts.torchrun(1, [*script, "--schemes", *arguments.schemes], timeout_s=3600, logs=folder)
-    print(describe_machine())
-    report(arguments, folder)
-    print(f"written to {folder}")
+    worker_or_hosts(arguments, worker, measure_and_report)
 
 
 def report(arguments: argparse.Namespace, folder: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import gantt
 import pytorch_lightning as pl
 import torch
-from hosts import Hosts, missing
+from hosts import Hosts, worker_or_hosts
 from report import describe_machine, output_folder
 from two_hosts import Batches, Module, quiet
 
@@ -97,19 +97,8 @@ def draw(traces: dict[int, list[Stage]], title: str, path: Path) -> None:
     gantt.draw(bars, rows, COLORS, title, path, last - first)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="1gbit")
-    parser.add_argument("--overlap", choices=["load", "step"], default="step")
-    parser.add_argument("--communicator", choices=["leader", "sharded"], default="leader")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        worker(arguments)
-        return
-    if lacking := missing():
-        print(f"skipped: this machine cannot make hosts: {lacking}")
-        return
+def measure_and_report(arguments: argparse.Namespace) -> None:
+    """Measure on the hosts, and write tables and pictures."""
     name = f"{arguments.overlap}-{arguments.communicator}-{arguments.rate}"
     folder = output_folder("overlap_trace", name)
     with Hosts(2, None if arguments.rate == "none" else arguments.rate) as hosts:
@@ -123,6 +112,16 @@ def main() -> None:
     draw(traces, title, folder / "trace.png")
     (folder / "trace.json").write_text(json.dumps({"machine": describe_machine(), "hidden": shares, "stages": traces}))
     print(f"{title}\n{describe_machine()}\nwritten to {folder}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--overlap", choices=["load", "step"], default="step")
+    parser.add_argument("--communicator", choices=["leader", "sharded"], default="leader")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    worker_or_hosts(arguments, worker, measure_and_report)
 
 
 if __name__ == "__main__":

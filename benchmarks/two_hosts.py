@@ -30,7 +30,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hosts import Hosts, bytes_per_s, missing
+from hosts import Hosts, bytes_per_s, worker_or_hosts
 from pytorch_lightning.strategies import DDPStrategy
 from report import describe_machine, output_folder
 from torch import Tensor, nn
@@ -244,23 +244,8 @@ def picture(results: dict[str, Any], bounds: dict[str, float], path: Path, title
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--per-host", type=int, default=2)
-    parser.add_argument("--rates", nargs="+", default=list(RATES))
-    parser.add_argument("--compute", choices=["emulated", "real"], default="emulated")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rate", help=argparse.SUPPRESS)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        worker(arguments)
-        return
-    if lacking := missing():
-        print(f"skipped: this machine cannot make hosts: {lacking}")
-        return
+def measure_and_report(arguments: argparse.Namespace) -> None:
+    """Measure on the hosts, and write tables and pictures."""
     folder = output_folder("two_hosts", arguments.compute)
     results = {rate: measure(arguments, rate, folder) for rate in arguments.rates}
     bounds = {rate: bound_s(arguments, rate, results[rate]["bytes"]) for rate in results}
@@ -276,6 +261,20 @@ def main() -> None:
     (folder / "table.md").write_text(text + "\n")
     picture(results, bounds, folder / "step_time.png", title)
     print(f"written to {folder}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--per-host", type=int, default=2)
+    parser.add_argument("--rates", nargs="+", default=list(RATES))
+    parser.add_argument("--compute", choices=["emulated", "real"], default="emulated")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rate", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    worker_or_hosts(arguments, worker, measure_and_report)
 
 
 if __name__ == "__main__":
