@@ -20,7 +20,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median, quantiles
 from typing import Any
 
@@ -44,15 +44,16 @@ PAPER = {4: 0.75, 8: 0.70}  # global over local, section 5
 RESNET50_SHAPES = [(64, 112), (256, 56), (512, 28), (1024, 14), (2048, 7)]  # channels, height and width
 
 
-class Side:
-    """A model in training whose statistics are as ``is_global`` says for each step (None: torch's own layers)."""
+class Training:
+    """ResNet-20 in training, whose layers' statistics are global or local from step to step.
 
-    def __init__(self, is_global: Callable[[float], bool] | None, local_batch_size: int, distributed: bool) -> None:
+    All sides of a comparison are one model: where a model lies in memory makes several percent of difference.
+    """
+
+    def __init__(self, local_batch_size: int, distributed: bool) -> None:
         torch.manual_seed(0)
         self.model: nn.Module = resnet20()
-        self.is_global = is_global
-        if is_global is not None:
-            apply_global_batch_norm(self.model)
+        apply_global_batch_norm(self.model)
         self.layers = global_batch_norm_layers(self.model)
         if distributed:  # without broadcasts of running statistics, as the callback has it
             buffers = [name for name, _ in self.model.named_buffers()]
@@ -62,22 +63,22 @@ class Side:
         self.x = torch.randn(local_batch_size, 3, 32, 32)
         self.y = torch.randint(10, (local_batch_size,))
 
-    def step(self, progress: float = 0.0) -> None:
-        """One training step; ``progress`` is its place in the run, from 0 to 1."""
+    def step(self, is_global: bool) -> None:
+        """One training step."""
         for layer in self.layers:
-            layer.is_global = self.is_global is not None and self.is_global(progress)
+            layer.is_global = is_global
         self.optimizer.zero_grad()
         F.cross_entropy(self.model(self.x), self.y).backward()
         self.optimizer.step()
 
-    def seconds(self, num_steps: int) -> float:
-        """Seconds a step."""
+    def seconds(self, global_steps: Sequence[bool]) -> float:
+        """Seconds a step, for steps with statistics as given."""
         start = time.perf_counter()
-        for index in range(num_steps):
-            self.step(index / num_steps)
+        for is_global in global_steps:
+            self.step(is_global)
         if dist.is_initialized():
             dist.barrier()
-        return (time.perf_counter() - start) / num_steps
+        return (time.perf_counter() - start) / len(global_steps)
 
 
 def in_turn(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -94,7 +95,7 @@ def in_turn(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, lis
     return times
 
 
-def count_collectives(side: Side) -> dict[str, int]:
+def count_collectives(training: Training, is_global: bool) -> dict[str, int]:
     """What batch norm's collectives of one step hand over on this rank; DDP's own do not pass here."""
     counts = {"collectives": 0, "bytes": 0}
     gather = batch_statistics.small_all_gather
@@ -106,7 +107,7 @@ def count_collectives(side: Side) -> dict[str, int]:
 
     batch_statistics.small_all_gather = counted
     try:
-        side.step()
+        training.step(is_global)
     finally:
         batch_statistics.small_all_gather = gather
     return counts
@@ -133,24 +134,29 @@ def share_cores() -> None:
 def throughput(local_batch_size: int, num_steps: int, rounds: int) -> dict[str, Any]:
     """Part 1, on each rank."""
     share_cores()
+    training = Training(local_batch_size, True)
     sides = {
-        "local": Side(lambda _: False, local_batch_size, True),
-        "global": Side(lambda _: True, local_batch_size, True),
-        "adaptive": Side(lambda progress: progress < 0.5, local_batch_size, True),
+        "local": [False] * num_steps,
+        "global": [True] * num_steps,
+        "adaptive": [index < num_steps / 2 for index in range(num_steps)],
     }
-    times = in_turn({name: lambda side=side: side.seconds(num_steps) for name, side in sides.items()}, rounds)
-    counts = {name: count_collectives(sides[name]) for name in ("local", "global")}
+    times = in_turn({name: lambda steps=steps: training.seconds(steps) for name, steps in sides.items()}, rounds)
+    counts = {name: count_collectives(training, name == "global") for name in ("local", "global")}
     return {"times": times, "counts": counts}
 
 
 def local_phase(local_batch_size: int, rounds: int) -> dict[str, list[float]]:
     """Part 2, in a process of its own. A round is a single step, so that many pairs lie close together in time."""
     torch.set_num_threads(1)
-    sides = {
-        "plain": Side(None, local_batch_size, False),
-        "local": Side(lambda _: False, local_batch_size, False),
-    }
-    return in_turn({name: lambda side=side: side.seconds(1) for name, side in sides.items()}, rounds)
+    training = Training(local_batch_size, False)
+
+    def seconds(kind: type[nn.BatchNorm2d]) -> float:
+        for layer in training.layers:
+            layer.__class__ = kind
+        return training.seconds([False])
+
+    kinds = {"plain": nn.BatchNorm2d, "local": GlobalBatchNorm2d}
+    return in_turn({name: lambda kind=kind: seconds(kind) for name, kind in kinds.items()}, rounds)
 
 
 def on_gpu(num_steps: int, rounds: int) -> dict[str, dict[str, list[float]]]:

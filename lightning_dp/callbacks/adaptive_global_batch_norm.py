@@ -110,7 +110,8 @@ class AdaptiveGlobalBatchNorm(Callback):
         """Leave the running statistics out of DDP's broadcasts, which would put rank 0's in the others' place."""
         ours = {id(buffer) for layer in global_batch_norm_layers(pl_module) for buffer in layer.buffers()}
         names = [name for name, buffer in pl_module.named_buffers(remove_duplicate=False) if id(buffer) in ours]
-        self._ignored_before = getattr(pl_module, "_ddp_params_and_buffers_to_ignore", ())
+        ignored = getattr(pl_module, "_ddp_params_and_buffers_to_ignore", ())
+        self._ignored_before = [name for name in ignored if name not in names]  # ours are there if a fit has failed
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(pl_module, [*self._ignored_before, *names])
 
     @override

@@ -20,19 +20,21 @@ from torch import Tensor
 from lightning_dp.collectives.host_sockets import all_gather, connect
 from lightning_dp.collectives.transfer import own_group, peer_error
 
-# All ranks write before they read, and one can be a call ahead of another: two messages must fit into a socket's
-# buffer (208 KiB on Linux), or two ranks would wait for each other.
 MAX_BYTES = 32 * 1024
+# All ranks write before they read, and one can be a call ahead of another: two messages must fit into a socket's
+# buffer, with what the kernel needs beside them, or two ranks would wait for each other.
+_BUFFER_BYTES = 4 * MAX_BYTES
 # How often to look for a message before going to sleep until it comes: waking up takes longer than the message.
 _LOOKS = 50
-_HEADER = struct.Struct("<II")  # number of the call, bytes of the tensor
+_HEADER = struct.Struct("<QQ")  # number of the call, bytes of the tensor; what follows is aligned for every dtype
 
 
 def small_all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return all ranks' ``tensor`` in rank order: (ranks, *shape of ``tensor``). No gradient flows through it.
 
     On the CPU, and where all ranks of the group share a host, up to `MAX_BYTES` go over sockets that the group's first
-    call makes; all ranks come to the same choice. ``torch.compile`` traces it.
+    call makes; all ranks come to the same choice. Under ``torch.compile`` it is the group's own all-gather, without a
+    graph break: the compiler knows that collectives must keep their order. Compile on all ranks or on none.
 
     Args:
         tensor: of the same shape and dtype on all ranks.
@@ -42,28 +44,23 @@ def small_all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
         PeerError: a rank is gone, silent for longer than the group's timeout, or makes another call than this one.
     """
     group = own_group(group)
-    if tensor.is_cuda or not 0 < tensor.nbytes <= MAX_BYTES:
+    if tensor.device.type != "cpu" or not 0 < tensor.nbytes <= MAX_BYTES:
         return all_gather(tensor, group)
     if torch.compiler.is_compiling():
-        return _compiled(tensor, group.size(), group.group_name)
+        _leave_to_the_group(group)
+        return all_gather(tensor, group)
     return _over_sockets(tensor, group)
 
 
-@torch.library.custom_op("lightning_dp::small_all_gather", mutates_args=())
-def _compiled(tensor: Tensor, world_size: int, group_name: str) -> Tensor:
-    """Compiled code's way to the same sockets, so that a rank that compiles meets one that does not."""
-    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
-    return _over_sockets(tensor, group)
-
-
-@_compiled.register_fake
-def _(tensor: Tensor, world_size: int, group_name: str) -> Tensor:
-    return tensor.new_empty(world_size, *tensor.shape)
+@torch.compiler.assume_constant_result
+def _leave_to_the_group(group: dist.ProcessGroup) -> None:
+    """Run while a compiler traces: a rank that later falls back to eager code must meet the others' compiled code."""
+    _mailboxes.setdefault(group, None)
 
 
 def _over_sockets(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group not in _mailboxes:
-        sockets = connect(group)
+        sockets = connect(group, _BUFFER_BYTES)
         _mailboxes[group] = None if sockets is None else Mailbox(sockets)
     mailbox = _mailboxes[group]
     return all_gather(tensor, group) if mailbox is None else mailbox.all_gather(tensor, group)
@@ -78,7 +75,7 @@ class Mailbox:
     def all_gather(self, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         """As `small_all_gather`; ``group`` is the mailbox's."""
         world_size, own = group.size(), group.rank()
-        header = _HEADER.pack(next(self._calls) % 2**32, tensor.nbytes)
+        header = _HEADER.pack(next(self._calls), tensor.nbytes)
         length = len(header) + tensor.nbytes
         buffer = bytearray(world_size * length)
         parts = [memoryview(buffer)[rank * length : (rank + 1) * length] for rank in range(world_size)]

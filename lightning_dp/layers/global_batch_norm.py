@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
@@ -63,6 +64,8 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
         if not (self.is_global and self.training and group_size(self.group) > 1):
             return super().forward(input)
         self._check_input_dim(input)
+        if input.shape[0] == 0 and torch.compiler.is_compiling():
+            _refuse_empty_batch()
         output, mean, var = GlobalBatchNormFunction.apply(input, self.weight, self.bias, self.eps, self.group)
         if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
             momentum = self._count_batch()
@@ -75,6 +78,14 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+
+
+@torch.compiler.disable  # what a compiler traces cannot raise
+def _refuse_empty_batch() -> None:
+    raise ValueError(
+        "an empty batch in a compiled model with global batch norm: the compiler would drop collectives that the other "
+        "ranks wait for; give each rank at least one sample, or do not compile"
+    )
 
 
 class GlobalBatchNorm1d(GlobalBatchNorm, nn.BatchNorm1d):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from lightning_dp.collectives import PeerError, host_sockets
 from lightning_dp.collectives.small_gather import MAX_BYTES, _mailboxes, small_all_gather
 from tests.ranks import run_processes, run_threads, thread_group
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex128]
 
 
 def rank_tensor(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Tensor:
@@ -57,21 +57,30 @@ def refuse(*_: Any, **__: Any) -> Any:
     raise PermissionError("no")
 
 
-@pytest.mark.parametrize("obstacle", ["no folder", "long path", "other host", "shared folder", "no Unix sockets"])
+@pytest.mark.parametrize(
+    "obstacle", ["no folder", "long path", "other host", "shared folder", "no Unix sockets", "small buffers"]
+)
 def test_where_a_rank_cannot_be_reached_all_use_the_group(obstacle, monkeypatch, tmp_path):
     made: list[str] = []
     mkdtemp = tempfile.mkdtemp
 
     def folder(prefix: str) -> str:
-        made.append(mkdtemp(prefix=prefix, dir=tmp_path))
-        return made[-1] + "x" * 200 * (obstacle == "long path")
+        parent = tmp_path / ("x" * 200) / "users" if obstacle == "long path" else tmp_path
+        parent.mkdir(parents=True, exist_ok=True)
+        made.append(mkdtemp(prefix=prefix, dir=parent))
+        return made[-1]
 
     monkeypatch.setattr(host_sockets.tempfile, "mkdtemp", refuse if obstacle == "no folder" else folder)
     if obstacle == "no Unix sockets":
         monkeypatch.delattr(host_sockets.socket, "AF_UNIX")
 
     class Socket(host_sockets.socket.socket):
+        def setsockopt(self, level: int, option: int, value: Any) -> None:
+            small = obstacle == "small buffers" and option == host_sockets.socket.SO_SNDBUF
+            super().setsockopt(level, option, 8192 if small else value)
+
         def bind(self, address: str) -> None:
+            assert os.path.dirname(address) in made
             super().bind("/does/not/exist" if obstacle == "other host" and address.endswith("/1") else address)
 
         def connect(self, address: str) -> None:
@@ -79,7 +88,18 @@ def test_where_a_rank_cannot_be_reached_all_use_the_group(obstacle, monkeypatch,
 
     monkeypatch.setattr(host_sockets.socket, "socket", Socket)
     run_threads(3, gather_everything, False)
-    assert not [name for name in made if os.path.exists(name)] or obstacle == "long path"
+    assert not [name for name in made if os.path.exists(name)]
+    assert all(Path(name).parent.exists() for name in made), "a folder that is not ours is gone"
+
+
+def test_a_folder_whose_name_is_no_text_will_do(monkeypatch, tmp_path):
+    folder = os.fsdecode(b"/tmp/\xff-" + str(os.getpid()).encode())
+    os.mkdir(folder)
+    try:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        run_threads(2, gather_everything, True)
+    finally:
+        os.rmdir(folder)  # which fails where something has been left in it
 
 
 def test_no_rank_waits_for_another_to_read():
@@ -136,52 +156,44 @@ def test_a_rank_that_makes_another_call_is_named():
     assert "it sent 8 bytes in call 1, where this rank sent 12 bytes in call 1" in text
 
 
-def open_and_close(rank: int) -> list[int]:
-    """The number of open files without and with a group's sockets, twice."""
-
-    def open_files() -> int:
-        gc.collect()
-        return len(os.listdir("/proc/self/fd"))
-
+def open_and_close(rank: int) -> None:
     dist.init_process_group("gloo")
     assert small_all_gather(torch.tensor(rank)).tolist() == [0, 1, 2]
-    counts = []
     for _ in range(2):
         group = dist.new_group([0, 2])
         if rank != 1:
-            counts.append(open_files())
             assert small_all_gather(torch.tensor(rank), group).tolist() == [0, 2]
-            counts.append(open_files())
+            assert len(_mailboxes) == 2
+            (end,) = _mailboxes[group]._sockets.values()
             dist.destroy_process_group(group)
-        del group
+            del group
+            assert end.fileno() == -1, "the socket is still open"
         assert len(_mailboxes) == 1
     dist.destroy_process_group()
     assert len(_mailboxes) == 0
-    return counts
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files in /proc")
 def test_sockets_close_with_their_group():
-    for without, with_sockets, without_again, with_other_sockets in run_processes(3, open_and_close)[::2]:
-        assert with_sockets == without + 1
-        assert (without_again, with_other_sockets) == (without, with_sockets)
+    run_processes(3, open_and_close)
 
 
-def compile_on_one_rank(rank: int) -> list[float]:
+def compile_and_fall_back(rank: int) -> list[list[float]]:
     import warnings
 
     warnings.simplefilter("ignore")  # dynamo itself uses what it deprecates
     dist.init_process_group("gloo")
 
-    def scaled(x: Tensor) -> Tensor:
+    def doubled(x: Tensor) -> Tensor:
         return 2 * small_all_gather(x * 3).sum(0)
 
-    function = torch.compile(scaled, backend="aot_eager", fullgraph=True) if rank == 0 else scaled
-    result = [function(torch.tensor([1.0 + rank, step])).tolist() for step in range(3)]
+    compiled = torch.compile(doubled, backend="aot_eager", fullgraph=True)
+    results = [compiled(torch.tensor([1.0 + rank, 0.0]))]
+    # As where one rank has met more shapes than dynamo compiles for.
+    results += [(doubled if rank == 0 else compiled)(torch.tensor([1.0 + rank, step])) for step in (1.0, 2.0)]
     dist.destroy_process_group()
-    return result
+    return [result.tolist() for result in results]
 
 
-def test_a_rank_that_compiles_meets_one_that_does_not():
+def test_compiled_ranks_meet_one_that_falls_back_to_eager_code():
     expected = [[18.0, 12.0 * step] for step in range(3)]
-    assert run_processes(2, compile_on_one_rank) == [expected, expected]
+    assert run_processes(2, compile_and_fall_back) == [expected, expected]

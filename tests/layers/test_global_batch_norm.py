@@ -390,3 +390,31 @@ def compiled(rank: int) -> dict[str, Any]:
 def test_torch_compile_breaks_the_graph_nowhere():
     for rank in run_processes(2, compiled):
         assert set(rank["breaks"].values()) == {(0, 1)}, rank
+
+
+def compiled_block(rank: int) -> None:
+    """A residual block whose branches have equally many channels, compiled for changing batch sizes."""
+    dist.init_process_group("gloo")
+    import warnings
+
+    warnings.simplefilter("ignore")  # dynamo itself uses what it deprecates
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right, self.last = (randomize(GlobalBatchNorm2d(C)) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last((self.left(x * 2).relu() * self.right(x.tanh())).sigmoid())
+
+    steps = [batches(shards, (4, 3), steps=1)[0][rank] for shards in ([5, 3], [4, 6], [2, 3])]
+    block = Block().double()
+    eager = run(copy.deepcopy(block), steps)
+    compare([run(torch.compile(copy.deepcopy(block), backend="aot_eager"), steps)], eager, **EXACT)
+    empty = torch.zeros(0, C, 4, 3, dtype=torch.float64)
+    with pytest.raises(ValueError, match="an empty batch in a compiled model"):
+        torch.compile(block, backend="aot_eager")(empty)
+
+
+def test_torch_compile_of_changing_batches_and_of_empty_ones():
+    run_processes(2, compiled_block)

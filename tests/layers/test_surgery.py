@@ -126,8 +126,8 @@ def wrapped() -> nn.Module:
     [
         (nn.SyncBatchNorm(2), "layer '1', a SyncBatchNorm: it shares statistics already"),
         (nn.LazyBatchNorm2d(), "layer '1', a LazyBatchNorm2d: its number of channels is not known"),
-        (Activated(2), "layer '1', a Activated: its own forward would be lost"),
-        (wrapped(), "layer '1', a BatchNorm2d: its own forward would be lost"),
+        (Activated(2), "layer '1', a Activated: what it changes would be lost"),
+        (wrapped(), "layer '1', a BatchNorm2d: what it changes would be lost"),
     ],
     ids=["sync", "lazy", "subclass", "wrapped forward"],
 )
