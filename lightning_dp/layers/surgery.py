@@ -101,9 +101,7 @@ def _check_convertible(name: str, module: nn.Module) -> None:
     elif isinstance(module, nn.modules.lazy.LazyModuleMixin):
         remedy = "its number of channels is not known yet; run one batch through the model first"
     elif type(module) not in _GLOBAL or "forward" in vars(module):
-        remedy = (
-            "what it changes would be lost; replace it by a plain BatchNorm layer or by GlobalBatchNorm1d/2d/3d"
-        )
+        remedy = "what it changes would be lost; replace it by a plain BatchNorm layer or by GlobalBatchNorm1d/2d/3d"
     elif name == "":
         remedy = "it has no parent to be replaced in; put it into an nn.Sequential, or build a GlobalBatchNorm1d/2d/3d"
     else:
