@@ -92,9 +92,12 @@ def test_where_a_rank_cannot_be_reached_all_use_the_group(obstacle, monkeypatch,
     assert all(Path(name).parent.exists() for name in made), "a folder that is not ours is gone"
 
 
-def test_a_folder_whose_name_is_no_text_will_do(monkeypatch, tmp_path):
-    folder = os.fsdecode(b"/tmp/\xff-" + str(os.getpid()).encode())
-    os.mkdir(folder)
+def test_a_folder_whose_name_is_no_text_will_do(monkeypatch):
+    folder = os.fsdecode(os.fsencode(tempfile.gettempdir()) + b"/\xff-%d" % os.getpid())
+    try:
+        os.mkdir(folder)
+    except OSError:
+        pytest.skip("this file system has no such names")
     try:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         run_threads(2, gather_everything, True)
