@@ -44,7 +44,7 @@ def local_moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if x.numel() == 0:
         zeros = torch.zeros(2, x.shape[1], dtype=dtype, device=x.device)
         return zeros[0], zeros[1]
-    if x.is_cuda:
+    if _has_split_kernels(x):
         mean, invstd = torch.batch_norm_stats(x, eps)
         return mean, (invstd.square().reciprocal() - eps).clamp_(min=0) * (x.numel() // x.shape[1])
     count = x.numel() // x.shape[1]
@@ -134,7 +134,7 @@ def _normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tens
     """Algorithm 3, equations 6 and 7."""
     if x.numel() == 0:
         return torch.empty_like(x)
-    if x.is_cuda:
+    if _has_split_kernels(x):
         return torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0)
     return _affine(x, mean, invstd if weight is None else invstd * weight, bias)
 
@@ -143,7 +143,7 @@ def _gradient_sums(dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tenso
     """Algorithm 4, with x normalised: this rank's sums of dy and of dy (x - mean) invstd, together (2, C)."""
     if x.numel() == 0:
         return mean.new_zeros(2, mean.numel())
-    if x.is_cuda:
+    if _has_split_kernels(x):
         sum_dy, sum_dy_xmu, _, _ = torch.batch_norm_backward_reduce(dy, x, mean, invstd, None, True, False, False)
         return torch.stack([sum_dy, sum_dy_xmu * invstd])
     _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
@@ -158,7 +158,7 @@ def _input_gradient(
     """``weight invstd (dy - sums[0] / n - x_hat sums[1] / n)``, with the sums of all ranks (Algorithm 5)."""
     if x.numel() == 0:
         return torch.empty_like(x)
-    if x.is_cuda:
+    if _has_split_kernels(x):
         sum_dy_xmu = sums[1] / invstd
         return torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, sums[0], sum_dy_xmu, counts.int())
     scale = invstd if weight is None else invstd * weight
@@ -169,6 +169,11 @@ def _input_gradient(
 def _affine(x: Tensor, mean: Tensor, slope: Tensor, offset: Tensor | None) -> Tensor:
     """``(x - mean) slope + offset`` in one pass: torch's CPU kernel of an evaluation with variance 1 and eps 0."""
     return torch.native_batch_norm(x, slope, offset, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
+
+
+def _has_split_kernels(x: Tensor) -> bool:
+    """Whether torch has the four kernels of its SyncBatchNorm for ``x``: statistics, output, sums, input gradient."""
+    return x.is_cuda
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:

@@ -418,3 +418,43 @@ def compiled_block(rank: int) -> None:
 
 def test_torch_compile_of_changing_batches_and_of_empty_ones():
     run_processes(2, compiled_block)
+
+
+class SplitKernels:
+    """What the kernels of torch's SyncBatchNorm compute on CUDA, in a few lines that run anywhere."""
+
+    @staticmethod
+    def batch_norm_stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        var, mean = torch.var_mean(x, (0, 2, 3), correction=0)
+        return mean, (var + eps).rsqrt()
+
+    @staticmethod
+    def batch_norm_elemt(x, weight, bias, mean, invstd, eps) -> Tensor:
+        c = (1, -1, 1, 1)
+        y = (x - mean.view(c)) * invstd.view(c)
+        y = y if weight is None else y * weight.view(c)
+        return y if bias is None else y + bias.view(c)
+
+    @staticmethod
+    def batch_norm_backward_reduce(dy, x, mean, invstd, weight, input_g, weight_g, bias_g) -> tuple:
+        xmu = x - mean.view(1, -1, 1, 1)
+        return dy.sum((0, 2, 3)), (dy * xmu).sum((0, 2, 3)), None, None
+
+    @staticmethod
+    def batch_norm_backward_elemt(dy, x, mean, invstd, weight, sum_dy, sum_dy_xmu, counts) -> Tensor:
+        assert counts.dtype == torch.int32
+        c, n = (1, -1, 1, 1), counts.sum()
+        slope = (invstd.square() * sum_dy_xmu / n).view(c)
+        scale = invstd if weight is None else invstd * weight
+        return (dy - (sum_dy / n).view(c) - (x - mean.view(c)) * slope) * scale.view(c)
+
+
+@pytest.mark.parametrize("options", [{}, {"affine": False}], ids=str)
+@pytest.mark.parametrize("shards", [[5, 3], [3, 0, 6]], ids=str)
+def test_cuda_path_around_its_kernels(shards, options, monkeypatch):
+    """Everything of the CUDA path but the kernels themselves, which the tests marked gpu need a GPU for."""
+    for name, kernel in vars(SplitKernels).items():
+        if not name.startswith("_"):
+            monkeypatch.setattr(torch, name, kernel.__func__)
+    monkeypatch.setattr(batch_statistics, "_has_split_kernels", lambda x: True)
+    against_oracle(GlobalBatchNorm2d, shards, batches(shards, (4, 3)), options=options)
