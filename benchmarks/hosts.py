@@ -6,7 +6,8 @@
     python benchmarks/hosts.py --hosts 2 --per-host 2 --rate 1gbit -- script.py ARG ...      # torchrun on each
 
 Linux, root, and iproute2 (`ip`, `tc`). The commands get ``GLOO_SOCKET_IFNAME`` and ``OMP_NUM_THREADS=1``. All that was
-made is removed at the end.
+made is removed at the end. The hosts share a file system, so that Unix sockets (global batch norm's, between ranks
+of one host) go past the limits.
 """
 
 from __future__ import annotations
