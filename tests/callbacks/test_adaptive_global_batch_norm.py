@@ -395,6 +395,22 @@ def test_a_second_fit_of_the_same_model_works():
     assert_same(first[1], second[1])
 
 
+def test_a_failed_fit_leaves_nothing_to_the_next_one():
+    """Lightning tears no callback down after an exception."""
+
+    class Failing(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            raise RuntimeError("as a user's code may")
+
+    net = Net()
+    net._ddp_params_and_buffers_to_ignore = ["of the user"]
+    with pytest.raises(RuntimeError, match="as a user's code may"):
+        fit(1, AdaptiveGlobalBatchNorm(), Failing(), net=net, strategy="auto")
+    assert len(net._ddp_params_and_buffers_to_ignore) > 1
+    fit(1, AdaptiveGlobalBatchNorm(), net=net, strategy="auto")
+    assert net._ddp_params_and_buffers_to_ignore == ["of the user"]
+
+
 # --- what cannot work says so ---
 
 

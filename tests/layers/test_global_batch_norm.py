@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections import Counter
 from typing import Any
@@ -453,8 +454,16 @@ class SplitKernels:
 @pytest.mark.parametrize("shards", [[5, 3], [3, 0, 6]], ids=str)
 def test_cuda_path_around_its_kernels(shards, options, monkeypatch):
     """Everything of the CUDA path but the kernels themselves, which the tests marked gpu need a GPU for."""
-    for name, kernel in vars(SplitKernels).items():
-        if not name.startswith("_"):
-            monkeypatch.setattr(torch, name, kernel.__func__)
+    calls: Counter = Counter()
+
+    def counted(name: str, *args: Any) -> Any:
+        calls[name] += 1
+        return getattr(SplitKernels, name)(*args)
+
+    names = [name for name in vars(SplitKernels) if not name.startswith("_")]
+    for name in names:
+        monkeypatch.setattr(torch, name, functools.partial(counted, name))
     monkeypatch.setattr(batch_statistics, "_has_split_kernels", lambda x: True)
     against_oracle(GlobalBatchNorm2d, shards, batches(shards, (4, 3)), options=options)
+    ranks_with_data = len([n for n in shards if n])
+    assert calls == dict.fromkeys(names, 2 * ranks_with_data), "a kernel a rank and step"
