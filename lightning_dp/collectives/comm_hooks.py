@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from lightning_dp.collectives.ring import SEGMENT_BYTES, WIRE_DTYPES, ring_all_reduce
-from lightning_dp.collectives.transfer import own_group
+from lightning_dp.collectives.transfer import group_timeout, own_group
 
 
 class RingState:
@@ -101,8 +101,7 @@ class RingState:
             return own_group(self.group)
         world = own_group(None)
         if self._ring_group is None or self._world is not world:  # first use, or the default group was made anew
-            options = world._get_backend(world._device_types[0]).options
-            self._ring_group = dist.new_group(timeout=options._timeout)
+            self._ring_group = dist.new_group(timeout=group_timeout(world, world._device_types[0]))
             self._world, self._error = world, None
         return self._ring_group
 

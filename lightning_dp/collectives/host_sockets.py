@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dp.collectives.transfer import group_timeout
+
 _PATH_BYTES = 96  # a socket's address has at most 104 on macOS, 108 on Linux, with its name in the folder
 _RANK = struct.Struct("<I")
 
@@ -101,9 +103,7 @@ def _set_up(end: socket.socket, buffer_bytes: int, group: dist.ProcessGroup) -> 
             raise OSError(f"the system limits a socket's buffer to less than {buffer_bytes} bytes")
     # The kernel keeps the time: with `settimeout` Python would poll before each message.
     end.settimeout(None)
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
-    timeout = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
-    seconds = timeout.total_seconds()
+    seconds = group_timeout(group, torch.device("cpu")).total_seconds()
     timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         end.setsockopt(socket.SOL_SOCKET, option, timeval)

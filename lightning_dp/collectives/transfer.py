@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -109,6 +110,12 @@ def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group={group!r} holds no such rank as this one; call on the ranks of the group only")
     return group
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long the group's collectives on ``device`` may take; torch's default where its backend does not say."""
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
 
 
 def needs_host_copy(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
