@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from report import describe_machine, output_folder
+from support.report import describe_machine, output_folder
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

@@ -23,14 +23,15 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from hybrid_model import WIDTHS, Images, Marked, Whole, alexnet, trunk_and_head
+from layered_sgd_throughput import quiet
 from pytorch_lightning.strategies import DDPStrategy
-from report import describe_machine, output_folder
+from support.alexnet import WIDTHS, Images, Marked, Whole, alexnet, trunk_and_head
+from support.report import describe_machine, output_folder
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from two_hosts import quiet
 
-from lightning_dp.collectives.cost import head_traffic, ring_cost
+from lightning_dp.collectives.cost import ring_cost
 from lightning_dp.strategies import KrizhevskyHybridStrategy
+from lightning_dp.strategies.krizhevsky_hybrid.traffic import head_traffic
 
 COUNTED, SHOWN = (4, 8), 32  # images a rank
 # Name -> module, scheme, and where the cost is computed, for the formula.

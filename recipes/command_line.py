@@ -101,13 +101,13 @@ def explain(error: Exception) -> str:
     return text.partition("\nConfig search path")[0].strip()
 
 
-def mistaken(run_dir: str, error: Exception) -> JobError:
+def config_error(run_dir: str, error: Exception) -> JobError:
     """The error of a job that did not start, and whose folder is removed."""
     _discard(Path(run_dir), {".hydra", LOG_FILE})
     return _noted(str(error))
 
 
-def crashed(run_dir: str, error: Exception) -> JobError:
+def job_error(run_dir: str, error: Exception) -> JobError:
     """The error of a job that failed on the way; its traceback goes to train.log."""
     if isinstance(error, LaunchError):
         message, text = str(error), error.traceback

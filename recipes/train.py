@@ -13,9 +13,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import hydra
-from command_line import crashed, job_logging, mistaken, run
+from command_line import config_error, job_error, job_logging, run
 from omegaconf import DictConfig, OmegaConf
-from training import optimised, result_line, train
+from training import optimized, result_line, train
 from validation import validate
 
 from lightning_dp.launch import external_rank, launch
@@ -28,14 +28,14 @@ def main(cfg: DictConfig) -> float | None:
         config = OmegaConf.to_container(cfg, resolve=True)
         num_processes = validate(config)
     except (ValueError, OSError, ImportError) as error:
-        raise mistaken(cfg.run_dir, error) from error
+        raise config_error(cfg.run_dir, error) from error
     try:
         metrics = launch(train, config, job_logging(), num_processes=num_processes, num_nodes=cfg.trainer.num_nodes)
         if external_rank() in (None, 0):
             print(result_line(metrics, cfg.run_dir), flush=True)
-        return optimised(metrics, cfg.optimised_metric)
+        return optimized(metrics, cfg.optimized_metric)
     except Exception as error:
-        raise crashed(cfg.run_dir, error) from error
+        raise job_error(cfg.run_dir, error) from error
 
 
 if __name__ == "__main__":

@@ -68,12 +68,12 @@ def result_line(metrics: dict[str, float], run_dir: str) -> str:
     return f"test/acc={metrics['test/acc']:.4f}  run_dir={run_dir if folder.startswith('..') else folder}"
 
 
-def optimised(metrics: dict[str, float], name: str | None) -> float | None:
-    """The metric that a sweep is to optimise.
+def optimized(metrics: dict[str, float], name: str | None) -> float | None:
+    """The metric that a sweep is to optimize.
 
     Raises:
         ValueError: there is no such metric.
     """
     if name is not None and name not in metrics:
-        raise ValueError(f"optimised_metric={name} was not logged; there are {', '.join(sorted(metrics))}, or null")
+        raise ValueError(f"optimized_metric={name} was not logged; there are {', '.join(sorted(metrics))}, or null")
     return None if name is None else metrics[name]

@@ -12,22 +12,23 @@ PACKAGE = ROOT / "lightning_dp"
 
 # Folder or module -> the parts of the package that it may import, beside itself.
 ALLOWED = {
-    "collectives": set(),
-    "layers": {"collectives"},
-    "recompute": {"collectives"},
+    "_private": set(),
+    "collectives": {"_private"},
+    "layers": {"_private", "collectives"},
+    "recompute": {"_private", "collectives"},
     "optim": set(),
     "planner": set(),
     "models": {"_lightning", "layers"},
     "data": {"_lightning"},
-    "strategies": {"_lightning", "collectives", "layers", "recompute"},
-    "callbacks": {"_lightning", "collectives", "layers", "recompute"},
+    "strategies": {"_lightning", "_private", "collectives", "layers", "recompute"},
+    "callbacks": {"_lightning", "_private", "collectives", "layers", "recompute"},
     "launch": set(),
     "_lightning": set(),
     "__init__": {"_lightning", "strategies", "callbacks"},
 }
 FRAMEWORK = {"lightning", "pytorch_lightning", "lightning_fabric"}
 CONFIGURATION = {"hydra", "omegaconf"}
-ONLY_TORCH = {"collectives", "layers", "recompute", "optim", "launch"}
+ONLY_TORCH = {"_private", "collectives", "layers", "recompute", "optim", "launch"}
 
 
 def modules() -> list[Path]:

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_dp._lightning import Callback, LightningModule, Trainer, require_own_trainer
+from lightning_dp._private.lightning_names import converts_batch_norm
+from lightning_dp._private.torch_names import ignore_in_ddp, stop_ignoring_in_ddp
 from lightning_dp.callbacks.convergence import Convergence, ask
 from lightning_dp.callbacks.statistics_policy import GlobalPhase, check_arguments, in_global_phase, local_batch_size
-from lightning_dp.collectives.small_gather import small_all_gather
+from lightning_dp.collectives.small_all_gather import small_all_gather
 from lightning_dp.collectives.topology import RankTopology
 from lightning_dp.layers import (
     NoEffectWarning,
@@ -74,7 +75,7 @@ class AdaptiveGlobalBatchNorm(Callback):
         self._ranks_differ = False  # in their running statistics
         self._statistics_group: dist.ProcessGroup | None = None
         self._batch_size_group: dist.ProcessGroup | None = None
-        self._ignored_before: Any = ()
+        self._ignored_names: list[str] = []
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -83,7 +84,7 @@ class AdaptiveGlobalBatchNorm(Callback):
             return
         if trainer.world_size > 1 and not dist.is_initialized():
             raise ValueError(f"{type(trainer.strategy).__name__} does not use torch.distributed; use strategy='ddp'")
-        if getattr(trainer.strategy, "_layer_sync", None) is not None:
+        if converts_batch_norm(trainer.strategy):
             raise ValueError("Trainer(sync_batchnorm=True) would replace the layers of this callback; leave it out")
         topology = RankTopology(trainer.world_size, self.group_size or trainer.world_size)
         if topology.num_groups > 1:
@@ -109,10 +110,9 @@ class AdaptiveGlobalBatchNorm(Callback):
     def _keep_from_ddp(self, pl_module: LightningModule) -> None:
         """Leave the running statistics out of DDP's broadcasts, which would put rank 0's in the others' place."""
         ours = {id(buffer) for layer in global_batch_norm_layers(pl_module) for buffer in layer.buffers()}
-        names = [name for name, buffer in pl_module.named_buffers(remove_duplicate=False) if id(buffer) in ours]
-        ignored = getattr(pl_module, "_ddp_params_and_buffers_to_ignore", ())
-        self._ignored_before = [name for name in ignored if name not in names]  # ours are there if a fit has failed
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(pl_module, [*self._ignored_before, *names])
+        buffers = pl_module.named_buffers(remove_duplicate=False)
+        self._ignored_names = [name for name, buffer in buffers if id(buffer) in ours]
+        ignore_in_ddp(pl_module, self._ignored_names)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -204,7 +204,7 @@ class AdaptiveGlobalBatchNorm(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(pl_module, list(self._ignored_before))
+        stop_ignoring_in_ddp(pl_module, self._ignored_names)
         for layer in global_batch_norm_layers(pl_module):
             layer.group = None
         for group in (self._statistics_group, self._batch_size_group):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from lightning_dp._private.torch_names import tree_leaves
 from lightning_dp.callbacks.convergence import Convergence
 
 GlobalPhase = Literal["until_converged", "after_converged", "always"]

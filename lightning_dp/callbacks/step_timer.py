@@ -9,6 +9,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dp._lightning import Callback, LightningModule, require_own_trainer
+from lightning_dp._private.torch_names import ddp_timing, enable_ddp_timing
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class StepTimer(Callback):
         self._last_end_s = 0.0
         self._begin_s = 0.0
         self._waited_before_s = 0.0
-        self._last_reduction = -1
+        self._last_reduction: int | None = None
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Check that the Trainer is of our framework; Lightning calls this."""
@@ -42,7 +43,7 @@ class StepTimer(Callback):
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Have DDP time every step; Lightning calls this."""
         if isinstance(trainer.strategy.model, DistributedDataParallel):
-            trainer.strategy.model._set_ddp_runtime_logging_sample_rate(1)
+            enable_ddp_timing(trainer.strategy.model)
         if self._exposed_s(trainer) is None:
             log.info(f"StepTimer: {type(trainer.strategy).__name__} does not say how long it waits for the network")
 
@@ -80,7 +81,7 @@ class StepTimer(Callback):
         if waited_s is not None:
             waited_s = float(waited_s) - self._waited_before_s
         if isinstance(strategy.model, DistributedDataParallel):
-            times_ns = strategy.model._get_ddp_logging_data()
+            times_ns = ddp_timing(strategy.model)
             if times_ns.get("iteration") == self._last_reduction:  # this step accumulates, and reduces nothing
                 return waited_s or 0.0
             self._last_reduction = times_ns.get("iteration")

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from lightning_dp._private.torch_names import device_types, group_timeout
+from lightning_dp.collectives.groups import resolve_group
 from lightning_dp.collectives.ring import SEGMENT_BYTES, WIRE_DTYPES, ring_all_reduce
-from lightning_dp.collectives.transfer import group_timeout, own_group
 
 
 class RingState:
@@ -98,10 +99,10 @@ class RingState:
 
     def _prepare(self) -> dist.ProcessGroup:
         if self.group is not None:
-            return own_group(self.group)
-        world = own_group(None)
+            return resolve_group(self.group)
+        world = resolve_group(None)
         if self._ring_group is None or self._world is not world:  # first use, or the default group was made anew
-            self._ring_group = dist.new_group(timeout=group_timeout(world, world._device_types[0]))
+            self._ring_group = dist.new_group(timeout=group_timeout(world, device_types(world)[0]))
             self._world, self._error = world, None
         return self._ring_group
 

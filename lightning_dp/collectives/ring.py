@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lightning_dp.collectives.agreement import agree
-from lightning_dp.collectives.rotation import chunk_bounds, rotate
-from lightning_dp.collectives.transfer import flat_buffer, own_group
+from lightning_dp.collectives.groups import resolve_group
+from lightning_dp.collectives.point_to_point import flat_buffer
+from lightning_dp.collectives.ring_schedule import chunk_bounds, run_ring
+from lightning_dp.collectives.same_call import require_same_call
 
 SEGMENT_BYTES = 512 * 1024
 OPS = ("sum", "mean")
@@ -42,7 +43,7 @@ def ring_all_reduce(
         ValueError: on all ranks, where they do not make the same call or the arguments do not fit the dtype.
         PeerError: a neighbour is gone or silent for longer than the group's timeout; names it.
     """
-    group = own_group(group)
+    group = resolve_group(group)
     with flat_buffer(tensor, group) as flat:
         wire = "" if wire_dtype is None else f" as {wire_dtype} on the wire"
         _agree(group, f"ring_all_reduce, {op}{wire}", flat, segment_bytes)
@@ -55,7 +56,7 @@ def ring_all_reduce(
         if op == "mean":
             flat.div_(group.size())
         steps = group.size() - 1
-        rotate(flat, group, num_reducing=steps, num_copying=steps, segment_bytes=segment_bytes, wire_dtype=wire_dtype)
+        run_ring(flat, group, num_reducing=steps, num_copying=steps, segment_bytes=segment_bytes, wire_dtype=wire_dtype)
     return tensor
 
 
@@ -77,14 +78,14 @@ def ring_reduce_scatter(
     Raises:
         ValueError, PeerError: as `ring_all_reduce`, whose other arguments are the same too.
     """
-    group = own_group(group)
+    group = resolve_group(group)
     rank, world_size = group.rank(), group.size()
     with flat_buffer(tensor, group) as flat:
         _agree(group, f"ring_reduce_scatter, {op}", flat, segment_bytes)
         require_op(op, flat.dtype, segment_bytes)
         if op == "mean":
             flat.div_(world_size)
-        rotate(
+        run_ring(
             flat,
             group,
             num_reducing=world_size - 1,
@@ -106,17 +107,17 @@ def ring_all_gather(
     Raises:
         ValueError, PeerError: as `ring_all_reduce`.
     """
-    group = own_group(group)
+    group = resolve_group(group)
     with flat_buffer(tensor, group) as flat:
         _agree(group, "ring_all_gather", flat, segment_bytes)
         require_segment(segment_bytes)
-        rotate(flat, group, num_reducing=0, num_copying=group.size() - 1, segment_bytes=segment_bytes)
+        run_ring(flat, group, num_reducing=0, num_copying=group.size() - 1, segment_bytes=segment_bytes)
     return tensor
 
 
 def _agree(group: dist.ProcessGroup, call: str, flat: torch.Tensor, segment_bytes: int) -> None:
     size = f"{flat.numel()} elements of {flat.dtype}"
-    agree(group, f"{call}, {size}, segments of {segment_bytes} bytes", flat.device)
+    require_same_call(group, f"{call}, {size}, segments of {segment_bytes} bytes", flat.device)
 
 
 def require_op(op: str, dtype: torch.dtype, segment_bytes: int) -> None:

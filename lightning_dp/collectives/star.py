@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lightning_dp.collectives.agreement import agree
+from lightning_dp.collectives.groups import resolve_group
+from lightning_dp.collectives.point_to_point import Transfer, flat_buffer, post
 from lightning_dp.collectives.ring import SEGMENT_BYTES, require_op
-from lightning_dp.collectives.transfer import Transfer, flat_buffer, own_group, post
+from lightning_dp.collectives.same_call import require_same_call
 
 
 def star_all_reduce(
@@ -39,10 +40,10 @@ def star_all_reduce(
         ValueError: on all ranks, where they do not make the same call or an argument does not fit.
         PeerError: a rank is gone or silent for longer than the group's timeout; names it.
     """
-    group = own_group(group)
+    group = resolve_group(group)
     with flat_buffer(tensor, group) as flat:
         call = f"star_all_reduce, {op} on rank {reducer}, {flat.numel()} elements of {flat.dtype}"
-        agree(group, f"{call}, segments of {segment_bytes} bytes", flat.device)
+        require_same_call(group, f"{call}, segments of {segment_bytes} bytes", flat.device)
         require_op(op, flat.dtype, segment_bytes)
         if not 0 <= reducer < group.size():
             raise ValueError(f"reducer={reducer} is no rank of a group of {group.size()}; use 0 to {group.size() - 1}")

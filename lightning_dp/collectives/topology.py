@@ -37,7 +37,7 @@ class RankTopology:
         """The index of the group that ``rank`` belongs to."""
         return rank // self.group_size
 
-    def local_rank(self, rank: int) -> int:
+    def group_rank(self, rank: int) -> int:
         """The place of ``rank`` within its group; 0 is the leader."""
         return rank % self.group_size
 
@@ -48,4 +48,4 @@ class RankTopology:
 
     def peers(self, rank: int) -> list[int]:
         """The ranks that have ``rank``'s place in their groups, one a group: of a leader, all leaders."""
-        return list(range(self.local_rank(rank), self.world_size, self.group_size))
+        return list(range(self.group_rank(rank), self.world_size, self.group_size))

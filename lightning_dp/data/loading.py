@@ -35,12 +35,12 @@ class BatchSlice(NamedTuple):
     seed: int
 
 
-def cut(total: int, part: int, num_parts: int) -> tuple[int, int]:
+def slice_bounds(total: int, part: int, num_parts: int) -> tuple[int, int]:
     """Return start and stop of contiguous part ``part`` of ``num_parts``; sizes differ by one at most."""
     return total * part // num_parts, total * (part + 1) // num_parts
 
 
-def mix(*numbers: int) -> int:
+def derive_seed(*numbers: int) -> int:
     """Return one 63-bit seed for several numbers, such that (1, 2) and (2, 1) and (3,) have nothing in common."""
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "big") >> 1
 
@@ -56,7 +56,7 @@ def stratified_holdout(labels: Tensor, size: int, seed: int) -> tuple[Tensor, Te
     Returns:
         Indices (N - size,) kept and (size,) held out, both ascending.
     """
-    shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(mix(seed)))
+    shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(derive_seed(seed)))
     by_class = shuffled[labels[shuffled].argsort(stable=True)]
     # Evenly spaced places in a list sorted by class fall on every class in its proportion.
     places = (2 * torch.arange(size) + 1) * len(labels) // max(1, 2 * size)
@@ -137,12 +137,12 @@ class TrainingSampler(DistributedSampler[BatchSlice]):
         # The epoch goes to worker processes inside each slice's seed; their copies of this object never hear of it.
         epoch = self.epoch
         num_images = len(self.dataset)  # type: ignore[arg-type]
-        generator = torch.Generator().manual_seed(mix(self.seed, epoch))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
         order = torch.randperm(num_images, generator=generator).tolist()
         for number in range(len(self)):
             batch = order[number * self.batch_size : (number + 1) * self.batch_size]
-            start, stop = cut(len(batch), self.rank, self.num_replicas)
-            yield BatchSlice(batch[start:stop], start, len(batch), mix(self.seed, epoch, number))
+            start, stop = slice_bounds(len(batch), self.rank, self.num_replicas)
+            yield BatchSlice(batch[start:stop], start, len(batch), derive_seed(self.seed, epoch, number))
 
 
 class EvaluationSampler(DistributedSampler[BatchSlice]):
@@ -177,6 +177,6 @@ class EvaluationSampler(DistributedSampler[BatchSlice]):
 
     def __iter__(self) -> Iterator[BatchSlice]:
         for number in range(self.num_batches):
-            first, last = cut(len(self.dataset), number, self.num_batches)  # type: ignore[arg-type]
-            start, stop = cut(last - first, self.rank, self.num_replicas)
+            first, last = slice_bounds(len(self.dataset), number, self.num_batches)  # type: ignore[arg-type]
+            start, stop = slice_bounds(last - first, self.rank, self.num_replicas)
             yield BatchSlice(list(range(first + start, first + stop)), start, last - first, seed=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_dp.data.loading import mix
+from lightning_dp.data.loading import derive_seed
 from lightning_dp.data.module import ImageDataModule, Split
 
 
@@ -59,10 +59,10 @@ class Synthetic(ImageDataModule):
         return {"train": self.num_train, "val": self.num_val, "test": self.num_test}
 
     def _make(self, num_images: int, split: int) -> Split:
-        generator = torch.Generator().manual_seed(mix(0))  # the same patterns in every split
+        generator = torch.Generator().manual_seed(derive_seed(0))  # the same patterns in every split
         coarse = torch.rand(self.num_classes, self.image_shape[0], 4, 4, generator=generator)
         patterns = torch.nn.functional.interpolate(coarse, size=self.image_shape[1:], mode="bilinear")
         labels = torch.arange(num_images) % self.num_classes
-        noise = torch.randn(num_images, *self.image_shape, generator=generator.manual_seed(mix(split)))
+        noise = torch.randn(num_images, *self.image_shape, generator=generator.manual_seed(derive_seed(split)))
         images = noise.mul_(0.15).add_(patterns[labels]).mul_(255).round_().clamp_(0, 255).to(torch.uint8)
         return images, labels

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from lightning_dp.collectives.small_gather import small_all_gather
+from lightning_dp.collectives.small_all_gather import small_all_gather
 
 # Elements centred at a time on CPU: they stay in the cache, where the copy of a whole activation would not.
 _CHUNK = 2**17
@@ -174,13 +174,6 @@ def _affine(x: Tensor, mean: Tensor, slope: Tensor, offset: Tensor | None) -> Te
 def _has_split_kernels(x: Tensor) -> bool:
     """Whether torch has the four kernels of its SyncBatchNorm for ``x``: statistics, output, sums, input gradient."""
     return x.is_cuda
-
-
-def group_size(group: dist.ProcessGroup | None) -> int:
-    """Number of ranks in ``group``; None is the default group, or a single rank where there is none."""
-    if group is not None:
-        return group.size()
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _format(x: Tensor) -> torch.memory_format:

@@ -9,7 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_dp.layers.batch_statistics import GlobalBatchNormFunction, group_size
+from lightning_dp._private.torch_names import BatchNorm
+from lightning_dp.collectives.groups import group_size
+from lightning_dp.layers.batch_statistics import GlobalBatchNormFunction
 
 
 class _Group:
@@ -25,7 +27,7 @@ class _Group:
         return _Group, ()
 
 
-class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
+class GlobalBatchNorm(BatchNorm):
     """Base of the three layers, and what they add to torch's: ``is_global``, ``group`` and a forward that heeds them.
 
     In training, with ``is_global`` and more than one rank in ``group``, the batch is all ranks' batches together: the

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dp.layers.batch_statistics import group_size
+from lightning_dp._private.torch_names import BatchNorm, child_entries
+from lightning_dp.collectives.groups import group_size
 from lightning_dp.layers.global_batch_norm import (
     GlobalBatchNorm,
     GlobalBatchNorm1d,
@@ -49,7 +50,7 @@ def apply_global_batch_norm(model: nn.Module, group: dist.ProcessGroup | None = 
         _check_convertible(name, module)
     converted: dict[nn.Module, GlobalBatchNorm] = {}
     for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):  # named_children() would skip second places
+        for name, child in child_entries(parent):
             if child is not None and type(child) in _GLOBAL:
                 if child not in converted:
                     converted[child] = _to_global(child)
@@ -93,7 +94,7 @@ def average_running_statistics(model: nn.Module, group: dist.ProcessGroup | None
 
 def _check_convertible(name: str, module: nn.Module) -> None:
     """Raise for a batch norm whose own behaviour a conversion would lose."""
-    if not isinstance(module, nn.modules.batchnorm._BatchNorm) or isinstance(module, GlobalBatchNorm):
+    if not isinstance(module, BatchNorm) or isinstance(module, GlobalBatchNorm):
         return
     kind = type(module).__name__
     if isinstance(module, nn.SyncBatchNorm):

@@ -75,13 +75,13 @@ class Classifier(LightningModule):
         """The mean loss over this rank's images (N, C, H, W) and labels (N,)."""
         x, y = batch
         logits = self(x)
-        loss = self.cost(logits, y, label_smoothing=self.label_smoothing)
+        loss = self.compute_loss(logits, y, label_smoothing=self.label_smoothing)
         self.train_loss.update(loss.detach() * len(y), len(y))
         self.train_acc.update(logits.detach(), y)
         self._log_training(loss, {"train/loss": self.train_loss, "train/acc": self.train_acc})
         return loss
 
-    def cost(
+    def compute_loss(
         self, logits: Tensor, target: Tensor, reduction: Literal["mean", "sum"] = "mean", label_smoothing: float = 0.0
     ) -> Tensor:
         """The loss of logits (N, num_classes) and labels (N,): the mean, or the sum, over the N images."""
@@ -115,7 +115,7 @@ class Classifier(LightningModule):
         logits = self(x)
         for metric in metrics.values():
             if isinstance(metric, MeanLoss):
-                metric.update(self.cost(logits, y, reduction="sum"), len(y))
+                metric.update(self.compute_loss(logits, y, reduction="sum"), len(y))
             elif len(y) > 0:  # torchmetrics' own take no empty batch
                 metric.update(logits, y)
         self._log(metrics)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_dp.models.classifier import Batch, Classifier
 
-COSTS = ("logistic", "cross_entropy")
+LOSSES = ("logistic", "cross_entropy")
 
 
 class SplitClassifier(Classifier):
@@ -61,8 +61,8 @@ class SplitClassifier(Classifier):
                 f"{type(model).__name__} has no submodule {' and no '.join(lacking)}; wrap its two parts in "
                 "lightning_dp.models.TrunkAndHead(trunk, head), or use Classifier"
             )
-        if loss not in COSTS:
-            raise ValueError(f"loss={loss!r} must be one of {', '.join(map(repr, COSTS))}")
+        if loss not in LOSSES:
+            raise ValueError(f"loss={loss!r} must be one of {', '.join(map(repr, LOSSES))}")
         if loss == "logistic" and label_smoothing:
             raise ValueError(
                 f"label_smoothing={label_smoothing} is of softmax, and loss='logistic' has none; "
@@ -85,18 +85,18 @@ class SplitClassifier(Classifier):
     def head_step(self, features: Tensor, target: Tensor) -> Tensor:
         """The mean loss over examples with features (n, F) and labels (n,); they are counted in the metrics."""
         logits = self.model.head(features)
-        loss = self.cost(logits, target, label_smoothing=self.label_smoothing)
+        loss = self.compute_loss(logits, target, label_smoothing=self.label_smoothing)
         self.train_loss.update(loss.detach() * len(target), len(target))
         if self.train_accuracy:
             self.train_acc.update(logits.detach(), target)
         return loss
 
-    def cost(
+    def compute_loss(
         self, logits: Tensor, target: Tensor, reduction: Literal["mean", "sum"] = "mean", label_smoothing: float = 0.0
     ) -> Tensor:
         """The loss of logits (N, num_classes) and labels (N,): the mean, or the sum, over the N images."""
         if self.loss == "cross_entropy":
-            return super().cost(logits, target, reduction, label_smoothing)
+            return super().compute_loss(logits, target, reduction, label_smoothing)
         # Of the logits' precision, or the sum is not; of 32 bits at least, for it is over N x num_classes numbers.
         dtype = torch.promote_types(logits.dtype, torch.float32)
         is_target = F.one_hot(target, self.num_classes).to(dtype)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from lightning_dp.callbacks import AdaptiveGlobalBatchNorm, Plateau, adaptive_global_batch_norm
-from lightning_dp.collectives.small_gather import small_all_gather
+from lightning_dp.collectives.small_all_gather import small_all_gather
 from lightning_dp.layers import GlobalBatchNorm1d, global_batch_norm_layers
 from lightning_dp.strategies import LayeredSGDStrategy
 from tests.ranks import RankError, run_processes

@@ -10,8 +10,8 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dp.callbacks.step_timer import StepTimer
-from lightning_dp.collectives.exchange import Channel
-from lightning_dp.collectives.two_level import TwoLevelAllReduce
+from lightning_dp.collectives.all_to_all import Channel
+from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
 from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredSGDStrategy
 from tests.ranks import run_processes
 from tests.strategies.modules import SMALL_BUCKETS_MB, Net, data, trainer
@@ -33,22 +33,22 @@ class SlowLoading(torch.utils.data.TensorDataset):
 
 def timed_fit(rank, strategy, world_size, slow_network=False, slow_messages=False):
     if slow_messages and rank == 1:
-        start = Channel.start
+        start = Channel.all_to_all
 
         def late_start(self, what, sends, receives):
             if what == "sizes":  # the first message of a step
                 time.sleep(NETWORK_S)
             return start(self, what, sends, receives)
 
-        Channel.start = late_start
+        Channel.all_to_all = late_start
     if slow_network:
-        crossing = TwoLevelAllReduce.all_reduce_between
+        crossing = HierarchicalAllReduce.inter_group_all_reduce
 
         def late(self, buffer):
             time.sleep(NETWORK_S)
             crossing(self, buffer)
 
-        TwoLevelAllReduce.all_reduce_between = late
+        HierarchicalAllReduce.inter_group_all_reduce = late
     dataset = SlowLoading(*data(world_size, steps=10).dataset.tensors)
     t = trainer(strategy, world_size, callbacks=[StepTimer()])
     with warnings.catch_warnings():

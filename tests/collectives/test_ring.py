@@ -14,7 +14,7 @@ from lightning_dp.collectives import (
     ring_reduce_scatter,
 )
 from lightning_dp.collectives import ring as ring_module
-from lightning_dp.collectives.agreement import HEADER_BYTES
+from lightning_dp.collectives.same_call import HEADER_BYTES
 from tests.collectives.counting import count_messages
 from tests.ranks import run_processes, run_threads
 
@@ -84,7 +84,7 @@ def test_all_reduce_is_the_sum_on_every_rank(world_size):
 
 
 def test_the_check_fails_without_communication(monkeypatch):
-    monkeypatch.setattr(ring_module, "rotate", lambda *args, **kwargs: None)
+    monkeypatch.setattr(ring_module, "run_ring", lambda *args, **kwargs: None)
     with pytest.raises(AssertionError):
         check_all_reduce(3, sizes=(24,), dtypes=(torch.float32,))
 

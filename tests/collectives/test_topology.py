@@ -14,7 +14,7 @@ def test_groups_and_peers_partition_the_ranks(world_size, group_size):
         assert len(members) == group_size
         assert len(peers) == topology.num_groups
         assert set(members) & set(peers) == {rank}
-        assert members[topology.local_rank(rank)] == rank
+        assert members[topology.group_rank(rank)] == rank
         assert peers[topology.group_of(rank)] == rank
         assert all(topology.members(other) == members for other in members)
         assert all(topology.peers(other) == peers for other in peers)

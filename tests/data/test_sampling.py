@@ -13,8 +13,8 @@ from lightning_dp.data.loading import (
     EvaluationSampler,
     ImageDataset,
     TrainingSampler,
-    cut,
-    mix,
+    derive_seed,
+    slice_bounds,
     stratified_holdout,
 )
 
@@ -83,7 +83,7 @@ def test_seed_and_epoch_choose_order_and_augmentation_apart():
     later = TrainingSampler(data, 12, seed=0)
     later.set_epoch(1)
     assert len({first[0].seed, first[1].seed, next(iter(later)).seed}) == 3
-    numbers = [mix(*key) for key in [(0, 1), (1, 0), (1,), (0,), (0, 0), (0, 0, 1), (0, 1, 0)]]
+    numbers = [derive_seed(*key) for key in [(0, 1), (1, 0), (1,), (0,), (0, 0), (0, 0, 1), (0, 1, 0)]]
     assert len(set(numbers)) == len(numbers)
 
 
@@ -124,7 +124,7 @@ def test_a_single_index_is_refused():
 
 @pytest.mark.parametrize(("total", "parts"), [(0, 3), (1, 3), (10, 4), (12, 4)])
 def test_cut_covers_all(total, parts):
-    cuts = [cut(total, part, parts) for part in range(parts)]
+    cuts = [slice_bounds(total, part, parts) for part in range(parts)]
     assert [n for start, stop in cuts for n in range(start, stop)] == list(range(total))
     assert max(b - a for a, b in cuts) - min(b - a for a, b in cuts) <= 1
 

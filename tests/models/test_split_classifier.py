@@ -57,13 +57,13 @@ def test_the_cost_is_the_mean_over_images_of_what_it_says(loss):
     model = split(loss=loss)
     logits, y = torch.randn(6, CLASSES, dtype=torch.double), batch(6, 1)[1]
     expected = logistic_by_hand(logits, y) if loss == "logistic" else F.cross_entropy(logits, y, reduction="none")
-    torch.testing.assert_close(model.cost(logits, y), expected.mean(), rtol=1e-12, atol=0)
-    torch.testing.assert_close(model.cost(logits, y, reduction="sum"), expected.sum(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(model.compute_loss(logits, y), expected.mean(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(model.compute_loss(logits, y, reduction="sum"), expected.sum(), rtol=1e-12, atol=0)
 
 
 def test_the_logistic_cost_of_16_bit_logits_is_summed_in_32():
     logits, y = torch.full((64, CLASSES), -2.0, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.long)
-    cost = split().cost(logits, y, reduction="sum")
+    cost = split().compute_loss(logits, y, reduction="sum")
     assert cost.dtype == torch.float32
     assert cost.item() == pytest.approx(64 * (math.log1p(math.exp(2)) + 6 * math.log1p(math.exp(-2))), rel=1e-2)
 
@@ -73,7 +73,7 @@ def test_unseen_classes_start_as_likely_as_any_so_that_the_cost_starts_small():
     model = SplitClassifier(cifar_alexnet(dropout=0.0), 10, SGD_PARTIAL)
     x, y = torch.randn(64, 3, 32, 32), torch.randint(10, (64,))
     with torch.no_grad():
-        assert model.cost(model(x), y).item() < 4.5  # 3.25 at the best; with all units at one half it is 6.93
+        assert model.compute_loss(model(x), y).item() < 4.5  # 3.25 at the best; with all units at one half it is 6.93
 
 
 STEPS = 4

@@ -120,7 +120,7 @@ def test_multirun_may_stand_between_the_overrides():
 
 
 def test_a_folder_with_results_is_never_removed(tmp_path):
-    from command_line import mistaken
+    from command_line import config_error
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
@@ -128,9 +128,9 @@ def test_a_folder_with_results_is_never_removed(tmp_path):
     folder = tmp_path / "runs" / "old"
     folder.mkdir(parents=True)
     (folder / "metrics.csv").write_text("epoch\n")
-    mistaken(str(folder), ValueError("no"))
+    config_error(str(folder), ValueError("no"))
     assert (folder / "metrics.csv").exists()
     (folder / "metrics.csv").unlink()
     (folder / "train.log").touch()
-    mistaken(str(folder), ValueError("no"))
+    config_error(str(folder), ValueError("no"))
     assert list(tmp_path.iterdir()) == []

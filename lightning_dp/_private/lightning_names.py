@@ -1,0 +1,38 @@
+"""Names that are private in Lightning. `LayeredSGDStrategy` also overrides one, ``_configure_launcher``."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+def ddp_options(strategy: Any) -> dict[str, Any]:
+    """Return the keyword arguments that a DDPStrategy will pass to DistributedDataParallel; may be changed."""
+    options: dict[str, Any] = strategy._ddp_kwargs
+    return options
+
+
+def strategy_timeout(strategy: Any) -> timedelta:
+    """Return the timeout that the user gave to a DDPStrategy: for every process group that is made for it."""
+    timeout: timedelta | None = strategy._timeout
+    return DEFAULT_TIMEOUT if timeout is None else timeout
+
+
+def converts_batch_norm(strategy: Any) -> bool:
+    """Return whether ``Trainer(sync_batchnorm=True)`` makes this strategy replace batch norm layers."""
+    return getattr(strategy, "_layer_sync", None) is not None  # strategies for one device do not have it
+
+
+def is_compiled_by_lightning(module: nn.Module) -> bool:
+    """Return whether ``module`` is a LightningModule that was passed through ``torch.compile``."""
+    return getattr(module, "_compiler_ctx", None) is not None  # other modules do not have it
+
+
+def clip_gradients(plugin: Any, module: nn.Module, optimizer: Optimizer, clip_val: Any, algorithm: Any) -> None:
+    """Clip the gradients of one optimizer as Lightning does before each step, with the module's own hook."""
+    plugin._clip_gradients(module, optimizer, clip_val, gradient_clip_algorithm=algorithm)

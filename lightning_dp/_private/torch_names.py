@@ -1,0 +1,137 @@
+"""Names that are private in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+__all__ = [
+    "BatchNorm",
+    "OptimizedModule",
+    "assert_async",
+    "backend_name",
+    "child_entries",
+    "ddp_ignored_names",
+    "ddp_timing",
+    "device_types",
+    "enable_ddp_timing",
+    "group_timeout",
+    "has_compiled_forward",
+    "has_step_hooks",
+    "ignore_in_ddp",
+    "make_wrapper_tensor",
+    "mark_stepped",
+    "scaler_device",
+    "stop_ignoring_in_ddp",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map_only",
+    "tree_unflatten",
+    "version_of",
+    "without_torch_function",
+]
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """Return how long a collective of ``group`` on ``device`` may take before its backend gives up."""
+    # Not every backend has options: those that are written in Python need none.
+    options = getattr(group._get_backend(device), "options", None)
+    return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return ``"gloo"``, ``"nccl"``, ...: what carries the messages of ``group`` that lie on ``device``."""
+    return group._get_backend(device).name()
+
+
+def device_types(group: dist.ProcessGroup) -> list[torch.device]:
+    """Return the types of devices that ``group`` has a backend for."""
+    return list(group._device_types)
+
+
+def ddp_ignored_names(module: nn.Module) -> list[str]:
+    """Return the names of parameters and buffers that DistributedDataParallel is told to leave alone."""
+    return list(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))  # set by the first call of `ignore_in_ddp`
+
+
+def ignore_in_ddp(module: nn.Module, names: Collection[str]) -> None:
+    """Tell DistributedDataParallel not to reduce or broadcast these parameters and buffers either.
+
+    Takes effect when DDP wraps ``module``, not on a model that is wrapped already.
+    """
+    others = [name for name in ddp_ignored_names(module) if name not in names]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [*others, *names])
+
+
+def stop_ignoring_in_ddp(module: nn.Module, names: Collection[str]) -> None:
+    """Undo `ignore_in_ddp` for these names."""
+    others = [name for name in ddp_ignored_names(module) if name not in names]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, others)
+
+
+def enable_ddp_timing(model: DistributedDataParallel) -> None:
+    """Let DDP time every step; by default it samples."""
+    model._set_ddp_runtime_logging_sample_rate(1)
+
+
+def ddp_timing(model: DistributedDataParallel) -> dict[str, Any]:
+    """Return DDP's record of the last timed step; times are in nanoseconds."""
+    return model._get_ddp_logging_data()
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Return whether hooks run before or after each ``step`` of this optimizer."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def mark_stepped(optimizer: Optimizer) -> None:
+    """Tell learning-rate schedules that the optimizer has stepped; they warn when they step before it."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def child_entries(module: nn.Module) -> list[tuple[str, nn.Module | None]]:
+    """Return all children by name; unlike ``named_children`` with those that are None or stand there twice."""
+    return list(module._modules.items())
+
+
+def has_compiled_forward(module: nn.Module) -> bool:
+    """Return whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
+
+
+def scaler_device(scaler: torch.amp.GradScaler) -> str:
+    """Return the type of device that a gradient scaler works on."""
+    return scaler._device
+
+
+def make_wrapper_tensor(cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a tensor of a subclass that has a shape but no storage."""
+    return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often ``tensor`` was changed in place."""
+    return tensor._version
+
+
+@contextmanager
+def without_torch_function() -> Iterator[None]:
+    """Call tensor subclasses' functions as if they were plain tensors'."""
+    with torch._C.DisableTorchFunctionSubclass():
+        yield
+
+
+def assert_async(condition: Tensor) -> None:
+    """Fail on the device if ``condition``, one bool, is false; the host does not wait for the answer."""
+    torch._assert_async(condition)

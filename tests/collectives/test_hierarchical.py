@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
+from lightning_dp.collectives.host_copy import HostCopy
+from lightning_dp.collectives.topology import RankTopology
+from tests.ranks import run_processes
+
+SIZE = 7  # no group size divides it
+
+
+def value(rank: int) -> torch.Tensor:
+    return torch.randn(SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+
+
+def sum_in_stages(collective, buffer):
+    for work in collective.intra_group_reduce(buffer):
+        work.wait()
+    collective.inter_group_all_reduce(buffer)
+    for work in collective.intra_group_broadcast(buffer):
+        work.wait()
+    collective.close()
+    return buffer
+
+
+def sum_and_count(rank, world_size, group_size, carriers):
+    """The buffer after all stages, and what this rank issued: (collective, elements) -> times."""
+    issued: Counter = Counter()
+
+    def counted(name):
+        original = getattr(dist, name)
+
+        def call(tensor, *args, **kwargs):
+            issued[name, tensor.numel()] += 1
+            return original(tensor, *args, **kwargs)
+
+        return call
+
+    dist.init_process_group("gloo")
+    collective = HierarchicalAllReduce(RankTopology(world_size, group_size), rank, carriers)
+    for name in ("reduce", "all_reduce", "broadcast"):
+        setattr(dist, name, counted(name))
+    buffer = sum_in_stages(collective, value(rank))
+    return buffer, issued
+
+
+@pytest.mark.parametrize("carriers", ["leader", "sharded"])
+@pytest.mark.parametrize(("world_size", "group_size"), [(4, 2), (3, 1), (3, 3)])
+def test_stages_sum_over_all_ranks(world_size, group_size, carriers):
+    expected = sum(value(rank) for rank in range(world_size))
+    results = run_processes(world_size, sum_and_count, world_size, group_size, carriers)
+    for buffer, _ in results:
+        torch.testing.assert_close(buffer, expected, rtol=1e-14, atol=1e-14)
+        assert torch.equal(buffer, results[0][0])
+
+
+def test_the_leader_carries_all_and_the_others_nothing():
+    results = run_processes(4, sum_and_count, 4, 2, "leader")
+    for rank, (_, issued) in enumerate(results):
+        across = {("all_reduce", SIZE): 1} if rank % 2 == 0 else {}
+        assert issued == {("reduce", SIZE): 1, ("broadcast", SIZE): 1, **across}
+
+
+def test_sharded_members_carry_their_shares():
+    results = run_processes(4, sum_and_count, 4, 2, "sharded")
+    for rank, (_, issued) in enumerate(results):
+        inside = {(name, share): 1 for name in ("reduce", "broadcast") for share in (4, 3)}
+        assert issued == {**inside, ("all_reduce", 4 if rank % 2 == 0 else 3): 1}
+
+
+def sum_beside_a_bound_group(rank):
+    """Lightning binds the default group to the rank's GPU; PyTorch then splits it for ranks outside a new group."""
+    dist.init_process_group("gloo")
+    default = dist.group.WORLD
+    default.bound_device_id = torch.device("cuda:0")
+    collective = HierarchicalAllReduce(RankTopology(4, 2), rank, backend="gloo")
+    buffer = sum_in_stages(collective, value(rank))
+    assert default.bound_device_id == torch.device("cuda:0")
+    return buffer
+
+
+def test_groups_of_gloo_beside_a_default_group_that_is_bound_to_a_device():
+    expected = sum(value(rank) for rank in range(4))
+    for buffer in run_processes(4, sum_beside_a_bound_group):
+        torch.testing.assert_close(buffer, expected, rtol=1e-14, atol=1e-14)
+
+
+def test_a_host_copy_leaves_the_buffer_alone_until_it_is_brought_back():
+    buffer = value(0)
+    copy = HostCopy(buffer)
+    copy.wait()
+    assert torch.equal(copy.tensor, value(0))
+    copy.tensor.mul_(2)
+    assert torch.equal(buffer, value(0))
+    copy.copy_back()
+    assert torch.equal(buffer, 2 * value(0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_host_copy_holds_what_the_gpu_has_yet_to_compute(dtype):
+    stream = torch.cuda.Stream()
+    matrix = torch.full((2048, 2048), 1 / 2048, dtype=dtype, device="cuda")
+    for _ in range(20):  # of one pool, from which a copy must not get memory that is in use
+        busy = matrix
+        for _ in range(20):
+            busy = busy @ matrix
+        buffer = busy.view(-1)
+        copy = HostCopy(buffer, stream)
+        assert copy.tensor.is_pinned()
+        copy.wait()
+        assert torch.equal(copy.tensor, buffer.cpu())
+        copy.tensor.add_(1)
+        expected = copy.tensor.clone()
+        copy.copy_back()
+        del copy
+        assert torch.equal(buffer.cpu(), expected)

@@ -1,0 +1,156 @@
+"""Ranks that disagree, and ranks that are gone: an error that says so, everywhere, and no hang."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_dp.collectives import PeerError, ring_all_gather, ring_all_reduce, ring_reduce_scatter, star_all_reduce
+from lightning_dp.collectives import ring as ring_module
+from tests.ranks import run_processes, run_threads, thread_group
+
+ODD_CALLS = {
+    "size": lambda group: ring_all_reduce(torch.ones(5), group),
+    "empty": lambda group: ring_all_reduce(torch.ones(0), group),
+    "dtype": lambda group: ring_all_reduce(torch.ones(4, dtype=torch.int32), group),
+    "mean of integers": lambda group: ring_all_reduce(torch.ones(4, dtype=torch.int32), group, "mean"),
+    "op": lambda group: ring_all_reduce(torch.ones(4), group, "mean"),
+    "wire": lambda group: ring_all_reduce(torch.ones(4), group, wire_dtype=torch.bfloat16),
+    "segments": lambda group: ring_all_reduce(torch.ones(4), group, segment_bytes=1),
+    "half": lambda group: ring_reduce_scatter(torch.ones(4), group),
+    "other half": lambda group: ring_all_gather(torch.ones(4), group),
+    "star": lambda group: star_all_reduce(torch.ones(4), group),
+}
+
+
+def disagree(rank, group):
+    messages = {}
+    for name, odd_call in ODD_CALLS.items():
+        with pytest.raises(ValueError, match="do not make the same call") as caught:
+            odd_call(group) if rank == 2 else ring_all_reduce(torch.ones(4), group)
+        messages[name] = str(caught.value)
+    # The group has taken no harm.
+    assert ring_all_reduce(torch.ones(4), group).tolist() == [5.0] * 4
+    return messages
+
+
+def test_ranks_that_disagree_all_say_so_and_can_go_on():
+    results = run_threads(5, disagree)
+    assert results == [results[0]] * 5
+    assert re.search(r"rank 0, 1, 3, 4: .* 4 elements of torch.float32", results[0]["size"])
+    assert re.search(r"rank 2: .* 5 elements of torch.float32", results[0]["size"])
+
+
+def unfit(rank, group):
+    integers, floats = torch.ones(4, dtype=torch.int32), torch.ones(4)
+    with pytest.raises(ValueError, match=r"the mean of torch.int32 is not defined; sum and divide"):
+        ring_all_reduce(integers, group, "mean")
+    with pytest.raises(ValueError, match=r"op='max' is not known; use one of sum, mean"):
+        ring_all_reduce(floats, group, "max")
+    with pytest.raises(ValueError, match=r"wire_dtype=torch.float16 for a tensor of torch.int32"):
+        ring_all_reduce(integers, group, wire_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"wire_dtype=torch.int8 for a tensor of torch.float32"):
+        ring_all_reduce(floats, group, wire_dtype=torch.int8)
+    with pytest.raises(ValueError, match="segment_bytes=0 is not positive"):
+        ring_all_gather(floats, group, segment_bytes=0)
+    with pytest.raises(ValueError, match="is not dense"):
+        ring_all_reduce(torch.eye(3).to_sparse(), group)
+
+
+def test_arguments_that_fit_nothing_are_refused():
+    run_threads(2, unfit)
+
+
+WORLD_SIZE, GONE = 4, 2
+
+
+class Scene:
+    """Four ranks, of which one goes; the groups of the others stay open until all have seen it."""
+
+    def __init__(self, timeout: float) -> None:
+        self.store, self.timeout = dist.HashStore(), timeout
+        self.all_saw = threading.Barrier(WORLD_SIZE - 1)
+        self.may_go = threading.Event()
+
+    def group(self, rank: int) -> dist.ProcessGroup:
+        return thread_group(self.store, rank, WORLD_SIZE, self.timeout)
+
+    def survive(self, group: dist.ProcessGroup, collective) -> PeerError:
+        with pytest.raises(PeerError) as caught:
+            collective(torch.ones(100_000), group)
+        self.all_saw.wait(20)
+        self.may_go.set()
+        return caught.value
+
+
+def dead(rank, _, scene, collective):
+    group = scene.group(rank)
+    if rank == GONE:
+        return None  # its connections close
+    return scene.survive(group, collective)
+
+
+def silent(rank, _, scene, collective):
+    group = scene.group(rank)
+    if rank == GONE:
+        scene.may_go.wait(20)
+        return None
+    return scene.survive(group, collective)
+
+
+@pytest.mark.parametrize("collective", [ring_all_reduce, star_all_reduce])
+@pytest.mark.parametrize(("way", "timeout"), [(dead, 20.0), (silent, 2.0)])
+def test_a_rank_that_is_gone_is_named_by_all(way, timeout, collective):
+    errors = run_threads(WORLD_SIZE, way, Scene(timeout), collective)
+    for rank, error in enumerate(errors):
+        if rank != GONE:
+            assert error.group_rank == GONE
+            assert re.match(rf"rank {rank} could not (send to|receive from) rank 2 of the group: ", str(error))
+
+
+def test_a_rank_that_goes_half_way_is_named_by_its_neighbours(monkeypatch):
+    run_ring = ring_module.run_ring
+
+    def leave(flat, group, **kwargs):
+        return None if group.rank() == GONE else run_ring(flat, group, **kwargs)
+
+    monkeypatch.setattr(ring_module, "run_ring", leave)
+
+    def half_way(rank, _, scene):
+        group = scene.group(rank)
+        if rank == GONE:
+            ring_all_reduce(torch.ones(100_000), group)  # agrees, and then moves nothing
+            scene.may_go.wait(20)
+            return None
+        return scene.survive(group, ring_all_reduce)
+
+    errors = run_threads(WORLD_SIZE, half_way, Scene(2.0))
+    # The rank across the ring can only see that its neighbour waits too.
+    assert [error and error.group_rank for error in errors] == [3, 2, None, 2]
+
+
+def killed(rank):
+    if rank == 2 and (child := os.fork()):
+        # The rank itself is the child, so that its death is no failure of this process.
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    dist.init_process_group("gloo")
+    group = dist.new_group([1, 2])
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        with pytest.raises(PeerError) as caught:
+            ring_all_reduce(torch.ones(10), group)
+        return str(caught.value)
+    return None
+
+
+def test_a_killed_process_is_named_by_its_global_rank_too():
+    _, said, exit_code = run_processes(3, killed)
+    assert exit_code == -signal.SIGKILL
+    assert "rank 1 of the group (global rank 2)" in said

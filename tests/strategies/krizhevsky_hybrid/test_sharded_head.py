@@ -1,0 +1,112 @@
+"""A head divided over ranks against the same head on one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dp.collectives.all_to_all import Channel
+from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead
+from tests.ranks import run_threads
+
+
+def make_head(dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(5)
+    layers = [nn.Flatten(), nn.Dropout(dropout), nn.Linear(6, 7), nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, 5)]
+    return nn.Sequential(*layers, nn.ReLU(), nn.Linear(5, 3)).double()
+
+
+HEAD = make_head()
+X = torch.randn(4, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+COTANGENT = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+
+
+def forward_and_backward(rank, group):
+    head = copy.deepcopy(HEAD)
+    if rank:  # all start from rank 0's parameters
+        nn.init.zeros_(head[2].weight)
+    before = {name: id(p) for name, p in head.named_parameters()}
+    sharded = ShardedHead(head, Channel(group))
+    sharded.shard()
+    assert {name: id(p) for name, p in head.named_parameters()} == before
+    x = X.clone().requires_grad_()
+    begin, end = sharded.output_bounds[rank]
+    out = sharded(x)
+    out.backward(COTANGENT[:, begin:end])
+    gradients = {name: sharded.whole(p.grad, p) for name, p in head.named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in head.named_parameters()}
+    sharded.unshard()
+    return out.detach(), x.grad, gradients, shapes, head.state_dict()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_output_and_gradients(world_size):
+    head = copy.deepcopy(HEAD)
+    x = X.clone().requires_grad_()
+    expected = head(x)
+    expected.backward(COTANGENT)
+    results = run_threads(world_size, forward_and_backward)
+    torch.testing.assert_close(torch.cat([r[0] for r in results], 1), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(sum(r[1] for r in results), x.grad, rtol=1e-12, atol=1e-12)
+    rows = [sum(r[3]["2.weight"][0] for r in results), sum(r[3]["7.bias"][0] for r in results)]
+    assert rows == [7, 3]
+    for _, _, gradients, _, state in results:
+        for name, parameter in head.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-12, atol=1e-12)
+            assert torch.equal(state[name], parameter)
+
+
+@pytest.mark.parametrize("broken", ["hidden activations", "hidden gradients"])
+def test_without_messages_they_are_wrong(broken, monkeypatch):
+    start = Channel.all_to_all
+
+    def lost(self, what, sends, receives):
+        if what == broken:
+            for peer, received in enumerate(receives):
+                if peer != self.rank:
+                    received.zero_()
+            sends = receives = [torch.empty(0)] * self.world_size
+        return start(self, what, sends, receives)
+
+    monkeypatch.setattr(Channel, "all_to_all", lost)
+    x = X.clone().requires_grad_()
+    expected = copy.deepcopy(HEAD)(x)
+    expected.backward(COTANGENT)
+    results = run_threads(2, forward_and_backward)
+    same_output = torch.allclose(torch.cat([r[0] for r in results], 1), expected)
+    same_gradient = torch.allclose(sum(r[1] for r in results), x.grad)
+    assert same_output == (broken == "hidden gradients")
+    assert not same_gradient
+
+
+def test_dropout_has_one_mask_for_what_all_ranks_have_and_other_ones_for_slices():
+    # Threads share one generator, as processes do not, so two ranks are played one after the other.
+    channel = type("Alone", (), {"rank": 0, "world_size": 1})()
+    head = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 64, bias=False), nn.Dropout(0.5))
+    nn.init.eye_(head[1].weight)
+    seen = []
+    for rank in range(2):
+        channel.rank = rank
+        sharded = ShardedHead(head, channel)
+        assert sharded.draws_random_numbers
+        torch.manual_seed(0)
+        before = torch.get_rng_state()
+        first, second = sharded(torch.ones(8, 64), 3), sharded(torch.ones(8, 64), 3)
+        assert torch.equal(first, second)
+        assert not torch.equal(first, sharded(torch.ones(8, 64), 4))
+        assert torch.equal(torch.get_rng_state(), before)
+        seen.append(first != 0)
+    assert not torch.equal(seen[0], seen[1])
+    torch.manual_seed(3)
+    common = torch.nn.functional.dropout(torch.ones(8, 64), 0.5) != 0
+    for one in seen:
+        assert not (one & ~common).any()  # both keep nothing that the common mask drops
+
+
+def test_features_that_are_not_flat():
+    channel = type("Alone", (), {"rank": 0, "world_size": 1})()
+    with pytest.raises(ValueError, match=r"features of shape \(2, 3, 4\) reach head's first nn.Linear; flatten them"):
+        ShardedHead(nn.Linear(4, 4), channel)(torch.ones(2, 3, 4))
