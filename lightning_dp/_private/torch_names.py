@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -11,9 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
+from torch._dynamo.callback import callback_handler
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 __all__ = [
@@ -27,18 +31,22 @@ __all__ = [
     "device_types",
     "enable_ddp_timing",
     "group_timeout",
+    "has_any_step_hooks",
     "has_compiled_forward",
-    "has_step_hooks",
     "ignore_in_ddp",
     "make_wrapper_tensor",
     "mark_stepped",
+    "on_compile_start",
     "scaler_device",
+    "sequence_number",
+    "step_function",
     "stop_ignoring_in_ddp",
     "tree_flatten",
     "tree_leaves",
     "tree_map_only",
     "tree_unflatten",
     "version_of",
+    "without_modes",
     "without_torch_function",
 ]
 
@@ -90,11 +98,6 @@ def ddp_timing(model: DistributedDataParallel) -> dict[str, Any]:
     return model._get_ddp_logging_data()
 
 
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Return whether hooks run before or after each ``step`` of this optimizer."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-
-
 def mark_stepped(optimizer: Optimizer) -> None:
     """Tell learning-rate schedules that the optimizer has stepped; they warn when they step before it."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -135,3 +138,50 @@ def without_torch_function() -> Iterator[None]:
 def assert_async(condition: Tensor) -> None:
     """Fail on the device if ``condition``, one bool, is false; the host does not wait for the answer."""
     torch._assert_async(condition)
+
+
+def has_any_step_hooks(optimizer: Optimizer) -> bool:
+    """Return whether hooks run before or after ``optimizer.step``: its own, or those of all optimizers."""
+    return bool(
+        _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+    )
+
+
+def step_function(optimizer: Optimizer) -> Callable[..., Any]:
+    """Return the function that ``optimizer.step()`` runs, below the wrapper that learning-rate schedules put on it."""
+    step: Any = optimizer.step
+    function: Any = getattr(step, "__func__", step)
+    while getattr(function, "_wrapped_by_lr_sched", False):
+        function = function.__wrapped__
+    return function
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Run as if at the top level: no dispatch mode of the caller's and no `torch.func` transform is in force."""
+    with _disable_current_modes(), temporarily_clear_interpreter_stack():
+        yield
+
+
+def on_compile_start(callback: Callable[[], None]) -> Callable[[], None]:
+    """Call ``callback`` before Dynamo traces a function; return a function that stops that."""
+
+    def call(*_: Any) -> None:  # later versions of torch pass an argument
+        callback()
+
+    callback_handler.register_start_callback(call)
+    return lambda: callback_handler.remove_start_callback(call)
+
+
+def sequence_number(node: Any) -> int:
+    """Return the place of a node of the autograd graph in the order in which this thread made nodes."""
+    return node._sequence_nr()
+
+
+def release_reducer(model: DistributedDataParallel) -> None:
+    """Make ``model`` give up its reducer, which then takes its hooks off the parameters."""
+    model._remove_autograd_hooks()
+    del model.reducer

@@ -2,93 +2,210 @@
 
 from __future__ import annotations
 
+import enum
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
 from lightning_dp.collectives.host_copy import HostCopy
 from lightning_dp.collectives.tracing import OnStage
 
+INTRA_GROUP_REDUCE = "intra-group reduce"
+INTER_GROUP_ALL_REDUCE = "inter-group all-reduce"
+INTRA_GROUP_BROADCAST = "intra-group broadcast"
 WAIT = "wait"
 
 
+class Stage(enum.Enum):
+    """What has happened to a bucket. `BucketReduction` moves through the members in this order."""
+
+    SUBMITTED = enum.auto()
+    """Backward has filled the buffer, or on a GPU has launched the kernels that fill it."""
+    REDUCED = enum.auto()
+    """Each carrier (the leader, or every member its shard) has the sum over its group."""
+    CROSSED = enum.auto()
+    """Each carrier has the sum over all ranks."""
+    SETTLED = enum.auto()
+    """The broadcast is under way, and the communicator is done. Whoever needs the sum waits for the rest."""
+    DELIVERED = enum.auto()
+    """The buffer holds the sum over all ranks."""
+    FAILED = enum.auto()
+    """A stage has raised, and whoever waits gets the error."""
+
+
+_FOLLOWS = {
+    Stage.REDUCED: Stage.SUBMITTED,
+    Stage.CROSSED: Stage.REDUCED,
+    Stage.SETTLED: Stage.CROSSED,
+    Stage.DELIVERED: Stage.SETTLED,
+}
+
+
 class BucketReduction:
-    """One gradient bucket on its way: summed inside the group, between the groups, and handed back to the group."""
+    """The sum of one gradient bucket over all ranks: three collectives, started on one thread and awaited on another.
+
+    The constructor and `wait` belong to the thread that trains, the other methods to the communicator's thread. The
+    stage is the only state that both look at; it changes in `_advance` and `fail` alone.
+
+    Args:
+        index: DDP's number of the bucket; the highest index holds the layers nearest the input.
+        buffer: (K,) the bucket's gradients, changed in place.
+        collective: performs the stages.
+        stream: of the communicator, if the buffer is on a GPU.
+        on_host: sum a copy of the buffer in host memory, and copy the sum back in `wait`.
+        release: called by `wait` if the bucket has not settled: lets the communicator begin with a bucket that it holds
+            back until backward ends. Without it, a hook that reads a gradient during backward would wait forever.
+        on_stage: told of each stage, and of the time that `wait` blocks.
+    """
 
     def __init__(
         self,
         index: int,
         buffer: Tensor,
-        inside: str = "",
-        on_stage: OnStage | None = None,
+        collective: HierarchicalAllReduce,
+        stream: torch.cuda.Stream | None = None,
+        on_host: bool = False,
         release: Callable[[], None] | None = None,
+        on_stage: OnStage | None = None,
     ) -> None:
         self.index = index
         self.buffer = buffer
-        self._release = release  # whoever waits before backward has ended must not wait for its end
-        self._inside = inside  # names the group, for errors
+        self.stage = Stage.SUBMITTED
+        self._collective = collective
+        self._stream = stream
+        self._release = release
         self._on_stage = on_stage
-        self.on_host: HostCopy | None = None  # summed in place of the buffer, until the sum is in the buffer
-        self.works: list[dist.Work] = []  # first of the reduction inside the group, then of the broadcast
-        self.produced: torch.cuda.Event | None = None  # on a GPU: backward has filled the buffer
-        self.delivered: torch.cuda.Event | None = None  # on a GPU: the sum is in the buffer
-        self._settled = threading.Event()
+        self._host_copy: HostCopy | None = None
+        self._works: list[dist.Work] = []  # of the collective that is under way inside the group
+        self._produced: torch.cuda.Event | None = None
+        self._delivered: torch.cuda.Event | None = None
+        self._settled_or_failed = threading.Event()
         self._error: Exception | None = None
+        if on_host:
+            self._host_copy = HostCopy(buffer, stream)
+        elif stream is not None:
+            self._produced = torch.cuda.current_stream(buffer.device).record_event()
+        if stream is None:
+            # The data is there. On a GPU the communicator starts the reduce, once the kernels or the copy are done:
+            # this thread would have to wait for them, and NCCL wants all collectives of a group from one thread.
+            self._start_intra_group_reduce()
 
     @property
-    def carried(self) -> Tensor:
-        """What the communicator sums: the buffer, or its copy on the host."""
-        return self.buffer if self.on_host is None else self.on_host.tensor
+    def _payload(self) -> Tensor:
+        """What the collectives change: the buffer, or its copy in host memory."""
+        return self.buffer if self._host_copy is None else self._host_copy.tensor
 
-    def settle(self, error: Exception | None = None) -> None:
-        """Called by the communicator once nothing is left to do but to wait for ``works``, or when it failed."""
+    def _advance(self, stage: Stage) -> None:
+        assert self.stage is _FOLLOWS[stage], f"bucket {self.index} cannot go from {self.stage} to {stage}"
+        self.stage = stage
+
+    def _start_intra_group_reduce(self) -> None:
+        self._works = self._collective.intra_group_reduce(self._payload)
+
+    def reduce_intra_group(self) -> None:
+        """Wait until the carriers have the sum over their group."""
+        with self._stage_reported(INTRA_GROUP_REDUCE):
+            if self._stream is not None:
+                if self._host_copy is not None:
+                    self._host_copy.wait()
+                elif self._produced is not None:
+                    self._stream.wait_event(self._produced)
+                self._start_intra_group_reduce()
+            self._wait_for_works()
+        self._advance(Stage.REDUCED)
+
+    def all_reduce_inter_group(self) -> None:
+        """Sum this rank's shard over the groups; nothing to do for a rank that carries none."""
+        with self._stage_reported(INTER_GROUP_ALL_REDUCE), self._named(self._collective.describe("between")):
+            self._collective.inter_group_all_reduce(self._payload)
+        self._advance(Stage.CROSSED)
+
+    def start_broadcast(self) -> None:
+        """Start handing the sum to the members of the group. Not awaited: the next bucket crosses groups meanwhile."""
+        start_s = time.perf_counter()
+        self._works = self._collective.intra_group_broadcast(self._payload)
+        if self._stream is not None and self._host_copy is None:
+            for work in self._works:
+                work.wait()  # orders the stream, and does not block the thread
+            self._delivered = self._stream.record_event()
+        elif self._works and (on_stage := self._on_stage) is not None:
+            done = self._works[-1].get_future()
+            done.add_done_callback(lambda _: on_stage(INTRA_GROUP_BROADCAST, start_s, time.perf_counter()))
+        self._advance(Stage.SETTLED)
+        self._settled_or_failed.set()
+
+    def fail(self, error: Exception) -> None:
+        """Hand ``error`` to whoever waits."""
+        self.stage = Stage.FAILED
         self._error = error
-        self._settled.set()
+        self._settled_or_failed.set()
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `wait` would return at once."""
+        if self.stage is Stage.DELIVERED:
+            return True
+        return self.stage is Stage.SETTLED and all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
-        """Return when ``buffer`` holds the sum over all ranks. Raises what went wrong on the way."""
-        start = time.perf_counter()
-        if self._release is not None and not self._settled.is_set():
+        """Return when ``buffer`` holds the sum over all ranks; on a GPU, when the current stream will see it.
+
+        Raises:
+            RuntimeError: a stage failed; the message names the bucket, the stage and the ranks that took part.
+        """
+        start_s = time.perf_counter()
+        if self._release is not None and not self._settled_or_failed.is_set():
             self._release()
-        self._settled.wait()
+        self._settled_or_failed.wait()
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
-        if self.delivered is not None:
-            torch.cuda.current_stream(self.buffer.device).wait_event(self.delivered)
-        else:
-            self.wait_for_works()
-            self._bring_back()
+        if self._delivered is not None:
+            # Each time, and not only the first: another stream may ask.
+            torch.cuda.current_stream(self.buffer.device).wait_event(self._delivered)
+        if self.stage is Stage.SETTLED:
+            self._finish_delivery()
         if self._on_stage is not None:
-            self._on_stage(WAIT, start, time.perf_counter())
+            self._on_stage(WAIT, start_s, time.perf_counter())
 
-    def _bring_back(self) -> None:
-        # Once: what the rank does to its gradients afterwards must stay. And by the rank itself: the communicator would
-        # have to wait for the broadcast, while the link between the groups idles.
-        if self.on_host is not None:
-            self.on_host.copy_back()
-            self.on_host = None
+    def _finish_delivery(self) -> None:
+        if self._delivered is None:
+            self._wait_for_works()
+        if self._host_copy is not None:
+            # The waiting thread copies the sum back, not the communicator: that would have to wait for the broadcast
+            # while the link between the groups is idle. And only once: later changes to the gradients must stay.
+            self._host_copy.copy_back()
+            self._host_copy = None
             if self.buffer.is_cuda:
-                self.delivered = torch.cuda.current_stream(self.buffer.device).record_event()
+                self._delivered = torch.cuda.current_stream(self.buffer.device).record_event()
+        self._advance(Stage.DELIVERED)
 
-    def wait_for_works(self) -> None:
-        """Wait for what is under way inside the group."""
-        with self.named(self._inside):
-            for work in self.works:
+    def _wait_for_works(self) -> None:
+        with self._named(self._collective.describe("inside")):
+            for work in self._works:
                 work.wait()
 
-    def named(self, where: str) -> AbstractContextManager[None]:
-        """Let an error say that it is about this bucket, and where."""
-        return named(f"the sum of gradient bucket {self.index}, {where}")
+    @contextmanager
+    def _stage_reported(self, stage: str) -> Iterator[None]:
+        start_s = time.perf_counter()
+        yield
+        if self._on_stage is not None:
+            self._on_stage(stage, start_s, time.perf_counter())
+
+    @contextmanager
+    def _named(self, where: str) -> Iterator[None]:
+        with blame(f"the sum of gradient bucket {self.index}, {where}"):
+            yield
 
 
 @contextmanager
-def named(what: str) -> Iterator[None]:
-    """Say of a backend's error what it was about and who may be to blame."""
+def blame(what: str) -> Iterator[None]:
+    """Let a backend's error say which operation failed, between which ranks."""
     try:
         yield
     except RuntimeError as error:

@@ -1,11 +1,9 @@
-"""The communicator: a thread that carries gradient buckets through the two levels while the rank does other work."""
+"""The communicator: a thread that takes gradient buckets through the hierarchical all-reduce while the rank trains."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
@@ -13,52 +11,54 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
-from lightning_dp.collectives.host_copy import HostCopy
 from lightning_dp.collectives.tracing import OnStage
-from lightning_dp.strategies.layered_sgd.bucket import BucketReduction, named
+from lightning_dp.strategies.layered_sgd.bucket import BucketReduction, blame
 
-REDUCE, ALL_REDUCE, BROADCAST = "intra-group reduce", "inter-group all-reduce", "intra-group broadcast"
-
-NOTHING = -1  # no bucket
+NO_BUCKET = -1
 
 
 class _Choice:
-    """Rank 0's choice of a bucket, on its way to all ranks."""
+    """Rank 0's choice of the next bucket, on its way to all ranks."""
 
     def __init__(self, index: int, group: dist.ProcessGroup, where: str) -> None:
         self._what = f"the order of the gradient buckets, {where}"
         self._index = torch.tensor([index])
-        with named(self._what):
+        with blame(self._what):
             self._work = dist.broadcast(self._index, group=group, group_src=0, async_op=True)
 
     def wait(self) -> int:
-        """The bucket's index, or `NOTHING`."""
-        with named(self._what):
+        """Return the bucket's index, or `NO_BUCKET`."""
+        with blame(self._what):
             self._work.wait()
         return int(self._index)
 
 
 class Communicator:
-    """Carries submitted buckets one after another; every rank of the job has one.
+    """Sums the submitted buckets one after another; every rank of the job has one.
 
-    In the paper the communicator is a CPU process a node (arXiv 1906.05936, section 4.1). A thread with process groups
-    of its own has the same data flow: its waits are in native code, which lets the rank's Python go on.
+    In the paper the communicator is a CPU process on each node (arXiv 1906.05936, section 4.1). Here it is a thread
+    with process groups of its own: the data flow is the same, and its waits are in native code, so the rank's own
+    Python code runs on.
+
+    The order of the buckets is decided in `_choose`. All ranks must sum them in one order, or each would wait for a
+    bucket that the other has put off.
 
     Args:
-        collective: the stages.
-        prioritised: carry a bucket as soon as backward has produced it, and the highest index first: the layers nearest
-            the input, whose next forward comes first. Ranks see buckets become ready at different times, so rank 0
-            chooses and tells the others. False: after backward, in the order of submission.
-        timeout: how long to wait for a bucket that rank 0 has chosen and this rank has not produced.
+        collective: performs the stages.
+        prioritized: sum a bucket as soon as backward has filled it, highest index first: that is the bucket of the
+            layers nearest the input, whose next forward comes first. Ranks see buckets become ready at different times,
+            so rank 0 chooses and tells the others. False: after backward, in the order of submission, which is DDP's
+            and the same on all ranks.
+        timeout: how long to wait for a bucket that rank 0 has chosen and this rank has not submitted.
         device: of the buckets.
         on_host: sum copies of the buckets in host memory; ``collective`` then needs groups that can, such as gloo's.
-        on_stage: told of each stage, and of what the rank's own thread waits.
+        on_stage: told of each stage, and of the time that the training thread waits.
     """
 
     def __init__(
         self,
         collective: HierarchicalAllReduce,
-        prioritised: bool,
+        prioritized: bool,
         timeout: timedelta,
         device: torch.device,
         on_host: bool = False,
@@ -69,51 +69,49 @@ class Communicator:
         self._timeout_s = timeout.total_seconds()
         self._on_host = on_host
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._order_group = dist.new_group(timeout=timeout, backend="gloo") if prioritised else None
-        self._held: list[BucketReduction] = []
-        self._ready: dict[int, BucketReduction] = {}
+        # A group of its own: the choice for the next bucket travels while the present one crosses groups.
+        self._order_group = dist.new_group(timeout=timeout, backend="gloo") if prioritized else None
+        self._held: list[BucketReduction] = []  # submitted, not yet released
+        # Guards what both threads use: `_ready`, `_closed` and `_failed`. Notified when one of them changes.
         self._changed = threading.Condition()
+        self._ready: dict[int, BucketReduction] = {}
         self._closed = False
         self._failed: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="lightning_dp communicator", daemon=True)
         self._thread.start()
 
     def submit(self, index: int, buffer: Tensor) -> BucketReduction:
-        """Start to sum ``buffer`` over the group, in place; the rest follows at once, or after `release`.
+        """Start the sum of ``buffer`` over all ranks, in place; prioritized at once, else after `release`.
 
-        Every rank submits the same indices in the same order, and the same index again only after the last one's
-        `BucketReduction.wait`.
+        Every rank submits the same indices in the same order, and an index again only after `BucketReduction.wait` has
+        returned for it.
         """
-        bucket = BucketReduction(index, buffer, self._collective.describe("inside"), self._on_stage, self.release)
-        if self._on_host:
-            bucket.on_host = HostCopy(buffer, self._stream)
-        elif self._stream is not None:
-            bucket.produced = torch.cuda.current_stream(buffer.device).record_event()
-        if self._stream is None:
-            bucket.works = self._collective.intra_group_reduce(bucket.carried)
+        bucket = BucketReduction(
+            index, buffer, self._collective, self._stream, self._on_host, self.release, self._on_stage
+        )
         self._held.append(bucket)
         if self._order_group is not None:
             self.release()
         return bucket
 
     def release(self) -> None:
-        """Let what was submitted go on, now that backward has ended. Prioritised buckets do not wait for this."""
+        """Let the thread begin with all buckets that were submitted. Call it when backward has ended."""
         with self._changed:
             for bucket in self._held:
                 assert bucket.index not in self._ready, f"bucket {bucket.index} submitted twice"
                 if self._failed is not None:
-                    bucket.settle(self._failed)
+                    bucket.fail(self._failed)
                 else:
                     self._ready[bucket.index] = bucket
             self._held.clear()
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop the thread once it has carried what it holds, and release the process groups."""
+        """Stop the thread once it has summed the buckets that it has, and release the process groups."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        # A thread that waits for a dead peer ends by its collective's timeout; there is no sense in waiting for that.
+        # A thread that waits for a dead peer ends when its collective times out; do not wait for that.
         self._thread.join(timeout=5.0)
         if not self._thread.is_alive():
             self._collective.close()
@@ -121,18 +119,19 @@ class Communicator:
                 dist.destroy_process_group(self._order_group)
 
     def _run(self) -> None:
-        bucket, proposal = None, None
+        bucket: BucketReduction | None = None
+        proposal: _Choice | None = None
         try:
             while (bucket := self._next(proposal)) is not None:
-                proposal = self._carry(bucket)
-                bucket = None  # delivered: what fails from here on is another one's
+                proposal = self._sum(bucket)
+                bucket = None  # an error from here on is not this bucket's
         except Exception as error:
             self._fail(error, bucket)
 
     def _next(self, proposal: _Choice | None) -> BucketReduction | None:
-        """Wait for the bucket whose turn it is; None when the communicator is closed."""
-        index = NOTHING if proposal is None else proposal.wait()
-        if index == NOTHING:
+        """Wait for the bucket whose turn it is. Return None when the communicator is closed."""
+        index = NO_BUCKET if proposal is None else proposal.wait()
+        if index == NO_BUCKET:
             with self._changed:
                 self._changed.wait_for(lambda: self._ready or self._closed)
                 if not self._ready:
@@ -141,62 +140,38 @@ class Communicator:
             if self._order_group is not None:
                 index = self._choose(self._order_group).wait()
         with self._changed:
+            # Rank 0 may be ahead, and choose a bucket that backward has not filled here yet.
             if not self._changed.wait_for(lambda: index in self._ready or self._closed, self._timeout_s):
                 raise TimeoutError(f"bucket {index}, chosen by rank 0, was not produced within {self._timeout_s} s")
             return self._ready.pop(index, None)
 
     def _choose(self, group: dist.ProcessGroup) -> _Choice:
-        """Start to tell all ranks what rank 0 would carry next, or that nothing is ready there."""
+        """Start to tell all ranks which bucket comes next: of those that are ready on rank 0, the highest index.
+
+        Every rank takes part in the broadcast; what the others propose is overwritten by rank 0's choice.
+        """
         with self._changed:
-            index = max(self._ready, default=NOTHING)
+            index = max(self._ready, default=NO_BUCKET)
         return _Choice(index, group, self._collective.describe("all"))
 
-    def _carry(self, bucket: BucketReduction) -> _Choice | None:
-        """Take ``bucket`` through the stages, the last of which is only started; return the proposal for the next."""
+    def _sum(self, bucket: BucketReduction) -> _Choice | None:
+        """Take ``bucket`` through the stages; return the proposal for the next one."""
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            if self._stream is not None:
-                self._start_on_gpu(bucket, self._stream)
-            with self._recorded(REDUCE):
-                bucket.wait_for_works()
-            # The next bucket is agreed upon while this one crosses: else the link would idle for a round trip.
+            bucket.reduce_intra_group()
+            # The ranks agree on the next bucket while this one crosses groups. Afterwards the link would be idle for a
+            # round trip.
             proposal = None if self._order_group is None else self._choose(self._order_group)
-            with self._recorded(ALL_REDUCE), bucket.named(self._collective.describe("between")):
-                self._collective.inter_group_all_reduce(bucket.carried)
-            # The broadcast is only started: the next bucket crosses the groups meanwhile.
-            start = time.perf_counter()
-            bucket.works = self._collective.intra_group_broadcast(bucket.carried)
-            if self._stream is not None and bucket.on_host is None:
-                for work in bucket.works:
-                    work.wait()
-                bucket.delivered = self._stream.record_event()
-            elif bucket.works and (on_stage := self._on_stage) is not None:
-                done = bucket.works[-1].get_future()
-                done.add_done_callback(lambda _: on_stage(BROADCAST, start, time.perf_counter()))
-        bucket.settle()
+            bucket.all_reduce_inter_group()
+            bucket.start_broadcast()
         return proposal
 
-    def _start_on_gpu(self, bucket: BucketReduction, stream: torch.cuda.Stream) -> None:
-        """Start the sum inside the group once backward has filled the bucket; `submit` could not wait for that.
-
-        On NCCL there is a second reason: all collectives of a group must be issued in one order, so by one thread.
-        """
-        if bucket.on_host is not None:
-            bucket.on_host.wait()
-        elif bucket.produced is not None:
-            stream.wait_event(bucket.produced)
-        bucket.works = self._collective.intra_group_reduce(bucket.carried)
-
-    @contextmanager
-    def _recorded(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        if self._on_stage is not None:
-            self._on_stage(stage, start, time.perf_counter())
-
     def _fail(self, error: Exception, bucket: BucketReduction | None) -> None:
+        """Hand the error to all who wait, and through `release` to all who come later."""
         with self._changed:
             self._failed = error
-            stranded = [*self._ready.values(), *([bucket] if bucket is not None else [])]
+            stranded = list(self._ready.values())
             self._ready.clear()
+        if bucket is not None:
+            stranded.append(bucket)
         for each in stranded:
-            each.settle(error)
+            each.fail(error)

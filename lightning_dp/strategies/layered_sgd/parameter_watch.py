@@ -1,59 +1,174 @@
-"""See every use of a parameter, and apply its pending update first."""
+"""The watch: while a parameter's update or gradient is not there yet, every use of the parameter asks for it first.
+
+PyTorch lets a subclass of Tensor see each function that is called with one of its instances (``__torch_function__``).
+A watched parameter is an instance of such a subclass for as long as it is watched: `ParameterWatch.add` changes
+``parameter.__class__``, `ParameterWatch.remove` changes it back. That is how PyTorch's own lazy parameters become plain
+ones. Its identity, storage and attributes stay as they are.
+
+Why not a `torch.overrides.TorchFunctionMode`, which would see everything: a mode sees *all* functions of the thread. It
+makes each of them slower for as long as anything is pending, it switches PyTorch's fused inference paths off, Dynamo
+traces into it, and it sees one thread alone. A watched parameter costs a few microseconds once per step.
+
+What PyTorch does not show to ``__torch_function__``: functions made by ``torch.jit``, C++ extensions, aliases of the
+storage (a kept ``p.data``), ``torch.tensor(p)``, and arguments that a `torch.func` transform differentiates. The
+strategy finds most of these when backward delivers a gradient (`stale_use.StaleUseDetector`).
+"""
 
 from __future__ import annotations
 
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lightning_dp.strategies.layered_sgd.bucket import BucketReduction
-from lightning_dp.strategies.layered_sgd.pending_update import PendingUpdates
+Hook = Callable[[Tensor], None]
+
+_GET_GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
+
+# Attributes that tell nothing of the value. All others count as a use: `data`, `T`, `mT`, `real`, ...
+_HARMLESS_ATTRIBUTES = frozenset(
+    {
+        *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "name", "output_nr"),
+        *("requires_grad", "is_leaf", "grad", "grad_fn", "retains_grad", "_version", "_base"),
+        *("is_cuda", "is_cpu", "is_meta", "is_mps", "is_xla", "is_xpu", "is_sparse", "is_sparse_csr"),
+        *("is_quantized", "is_nested", "is_mkldnn", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    }
+)
+_HARMLESS_METHODS = frozenset(
+    {
+        *(Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__),
+        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.get_device),
+        *(Tensor.requires_grad_, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
+    }
+)
+_ZERO_GRAD = {inspect.unwrap(function).__code__ for function in (Optimizer.zero_grad, nn.Module.zero_grad)}
 
 
-class ParameterWatch(TorchFunctionMode):
-    """While active, every use of a parameter with a pending update applies that update first.
+class ParameterWatch:
+    """Calls ``before_use(p)`` before a watched parameter's value is used, ``before_gradient(p)`` before ``p.grad`` is.
 
-    PyTorch shows each call of its functions to the active modes before running it, on the thread that activated them.
-    Asking a parameter for its shape, dtype and the like is no use; taking its ``data`` or ``T`` is. Reading ``grad``
-    first waits for the bucket that carries it.
+    Both may `remove` the parameter. The function that was called then runs as it would have without the watch.
+
+    Args:
+        before_use: must bring the value up to date.
+        before_gradient: must bring the gradient up to date.
     """
 
-    _GRADIENT: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+    def __init__(self, before_use: Hook, before_gradient: Hook) -> None:
+        self._before_use = before_use
+        self._before_gradient = before_gradient
+        self._classes: dict[type[Tensor], type[Tensor]] = {}
 
-    # Attributes that tell nothing of the value. All others count as a use: `data`, `T`, `mT`, `real`, ...
-    _HARMLESS = frozenset(
-        {
-            *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "name", "output_nr"),
-            *("requires_grad", "is_leaf", "grad", "grad_fn", "retains_grad", "_version", "_base"),
-            *("is_cuda", "is_cpu", "is_meta", "is_mps", "is_xla", "is_xpu", "is_sparse", "is_sparse_csr"),
-            *("is_quantized", "is_nested", "is_mkldnn", "_backward_hooks", "_post_accumulate_grad_hooks"),
-        }
-    )
+    def add(self, parameters: Iterable[Tensor]) -> None:
+        """Watch these parameters."""
+        for parameter in parameters:
+            kind = type(parameter)
+            if not issubclass(kind, _Watched):
+                if kind not in self._classes:
+                    members = {"watch": self, "plain": kind}
+                    self._classes[kind] = type(f"Watched{kind.__name__}", (_Watched, kind), members)
+                parameter.__class__ = self._classes[kind]
 
-    def __init__(self, updates: PendingUpdates, reductions: dict[Tensor, BucketReduction]) -> None:
-        super().__init__()
-        self._updates = updates
-        self._reductions = reductions
-        self.paused = False
+    def remove(self, parameters: Iterable[Tensor]) -> None:
+        """Stop watching these parameters."""
+        for parameter in parameters:
+            kind = type(parameter)
+            if issubclass(kind, _Watched):
+                parameter.__class__ = kind.plain
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called by PyTorch in place of ``func``."""
-        if not self.paused and (self._updates or self._reductions):
-            self._prepare(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+    def prepare(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Do what must be done before ``func(*args, **kwargs)``."""
+        if func == _GET_GRADIENT:
+            if not _is_asked_by_zero_grad():
+                self._before_gradient(args[0])
+        elif not _is_harmless(func):
+            for parameter in _watched_in((args, kwargs)):
+                self._before_use(parameter)
 
-    def _prepare(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if func == self._GRADIENT:
-            if args[0] in self._reductions:
-                self._reductions[args[0]].wait()
-            return
-        if getattr(func, "__name__", "") in ("__get__", "__set__"):
-            attribute = getattr(func, "__self__", None)
-            if getattr(attribute, "__name__", "") in self._HARMLESS:
-                return
-        for argument in (*args, *kwargs.values()):
-            for item in argument if isinstance(argument, (list, tuple)) else (argument,):
-                if isinstance(item, Tensor) and item in self._updates:
-                    self._updates.apply_for(item)
+
+class _Watched:
+    """Base of the classes that watched parameters have for a while."""
+
+    watch: ParameterWatch
+    plain: type[Tensor]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        cls.watch.prepare(func, args, kwargs)
+        # A parameter that is still watched (somebody asked for its shape) must not bring us here again.
+        with _unwatched(_watched_in((args, kwargs))):
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # Copying looks at the class before it looks at the value.
+        return self._plainly(lambda parameter: parameter.__deepcopy__(memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plainly(lambda parameter: parameter.__reduce_ex__(protocol))
+
+    def _plainly(self, act: Callable[[Any], Any]) -> Any:
+        parameter: Any = self
+        self.watch.prepare(act, (parameter,), {})
+        with _unwatched([parameter]):
+            return act(parameter)
+
+
+def watched_class(kind: type[Tensor]) -> type[Tensor]:
+    """Return the class that a parameter of class ``kind`` has when it is not watched."""
+    return kind.plain if issubclass(kind, _Watched) else kind
+
+
+def _watched_in(argument: Any) -> list[Tensor]:
+    """Find the watched parameters in nested tuples, lists and mappings; each once."""
+    found: dict[int, Tensor] = {}
+    to_search = [argument]
+    while to_search:
+        item = to_search.pop()
+        if isinstance(item, _Watched):
+            found[id(item)] = item  # type: ignore[assignment]
+        elif isinstance(item, (tuple, list, set, frozenset)):
+            to_search.extend(item)
+        elif isinstance(item, Mapping):
+            to_search.extend(item.values())
+    return list(found.values())
+
+
+@contextmanager
+def _unwatched(parameters: list[Tensor]) -> Iterator[None]:
+    classes = [type(parameter) for parameter in parameters]
+    for parameter in parameters:
+        parameter.__class__ = watched_class(type(parameter))
+    try:
+        yield
+    finally:
+        for parameter, kind in zip(parameters, classes, strict=True):
+            parameter.__class__ = kind
+
+
+def _is_harmless(func: Any) -> bool:
+    """Return whether ``func`` neither reads nor changes the value of its argument."""
+    if getattr(func, "__name__", "") in ("__get__", "__set__"):
+        attribute = getattr(func, "__self__", None)
+        return getattr(attribute, "__name__", "") in _HARMLESS_ATTRIBUTES
+    return func in _HARMLESS_METHODS
+
+
+def _is_asked_by_zero_grad() -> bool:
+    """Return whether ``zero_grad(set_to_none=True)`` reads the gradient, only to see whether there is one to drop.
+
+    It runs before the forward in many training loops, and must not wait there for the reduction.
+    """
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code in _ZERO_GRAD and bool(frame.f_locals.get("set_to_none"))
+
+
+def is_watched(parameter: Tensor) -> bool:
+    """Return whether `ParameterWatch.add` was called for ``parameter`` and `ParameterWatch.remove` was not."""
+    return isinstance(parameter, _Watched)

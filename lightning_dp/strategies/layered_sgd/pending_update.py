@@ -1,42 +1,40 @@
 """The postponed update: staged when backward has ended, applied when the averaged gradients are there and needed.
 
 Algorithm 3 of arXiv 1906.05936 postpones the update of step t past the loading of batch t+1 (line 10). Here it is
-postponed until somebody needs the parameters, which `ParameterWatch` sees: whoever reads them (the next forward, a
-callback, a checkpoint) gets the updated ones, so nothing can tell a postponed update from one that was done at once.
+postponed until somebody needs the parameters: the next forward, a callback, a checkpoint. `ParameterWatch` sees who
+does. So nothing can tell a postponed update from one that was applied at once: not by the parameters, nor by
+``optimizer.state``, nor by ``parameter.grad``, which stays as it is until somebody zeroes it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dp._private.torch_names import mark_stepped
+from lightning_dp._private.torch_names import mark_stepped, without_modes, without_torch_function
 from lightning_dp.strategies.layered_sgd.bucket import BucketReduction
+from lightning_dp.strategies.layered_sgd.guarded_state import GuardedState
 
-
-def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """A copy of everything in the parameter groups but the parameters; schedules change some of it in place."""
-    return [
-        {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
+Group = dict[str, Any]
 
 
 class PendingUpdate:
     """One step of one optimizer, with the gradients and hyperparameters of the moment it was staged.
 
-    Staging takes the gradients off the parameters (``.grad`` is None afterwards, as after ``zero_grad``).
-
     Args:
-        optimizer: the optimizer.
-        reductions: for each parameter, the bucket that carries its gradient.
-        whole_step: performs the step, all gradients being in place. None if the optimizer may step some parameters
-            before others: then each bucket's parameters are updated on their own.
+        optimizer: the optimizer. Its ``state`` is guarded until the update is applied: whoever looks at it before gets
+            the whole update first.
+        reductions: the bucket that carries each parameter's gradient.
+        whole_step: performs the step once all gradients are there. None if the optimizer may step some parameters
+            before others: then the buckets are applied as they arrive and are needed.
+        finish: called when somebody looks at ``optimizer.state``; must apply the whole update.
+        before_step: called with the parameters that a step is about to update, their gradients being there.
     """
 
     def __init__(
@@ -44,18 +42,27 @@ class PendingUpdate:
         optimizer: Optimizer,
         reductions: dict[Tensor, BucketReduction],
         whole_step: Callable[[], Any] | None,
+        finish: Callable[[], None],
+        before_step: Callable[[list[Tensor]], None],
     ) -> None:
         self.optimizer = optimizer
         self._whole_step = whole_step
-        self._hyperparameters = hyperparameters(optimizer)
-        self._reductions = reductions
-        self._gradients: dict[Tensor, Tensor] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._gradients[parameter] = parameter.grad
-                    parameter.grad = None
-        # A scheduler warns if it steps before its optimizer has. It has, as far as the schedule is concerned.
+        self._before_step = before_step
+        self._entries: dict[Tensor, _Entry] = {}
+        # The parameters of each bucket, so that applying one costs as much as it holds and no more.
+        self._parameters_in: dict[BucketReduction | None, list[Tensor]] = {}
+        with without_torch_function():  # the watch would wait for the gradients
+            for group in map(_StagedGroup, optimizer.param_groups):
+                for parameter in group.original["params"]:
+                    if parameter.grad is not None:
+                        bucket = reductions.get(parameter)
+                        self._entries[parameter] = _Entry(len(self._entries), group, bucket, parameter.grad)
+                        self._parameters_in.setdefault(bucket, []).append(parameter)
+        self._state = optimizer.state
+        self._guard = GuardedState(optimizer, finish)
+        if self._entries:
+            optimizer.state = self._guard  # type: ignore[assignment]
+        # A schedule warns if it steps before its optimizer has. As far as the schedule is concerned, it has.
         mark_stepped(optimizer)
 
     @property
@@ -64,58 +71,129 @@ class PendingUpdate:
         return self._whole_step is not None
 
     def parameters(self) -> list[Tensor]:
-        """Those still to be updated."""
-        return list(self._gradients)
+        """Return those still to be updated."""
+        return list(self._entries)
 
     def apply_for(self, parameter: Tensor) -> None:
-        """Update ``parameter``, and whatever must be updated together with it."""
+        """Update ``parameter``, and with it whatever must be, or can be, updated now.
+
+        A step of the optimizer has a price of its own, so one step takes all buckets that have arrived.
+        """
         if self._whole_step is not None:
             self.finish()
             return
-        bucket = self._reductions.get(parameter)
-        self._apply([p for p in self._gradients if self._reductions.get(p) is bucket], self.optimizer.step)
+        needed = self._entries[parameter].bucket
+        buckets = [b for b in self._parameters_in if b is needed or b is None or b.has_arrived]
+        self._apply(buckets, self.optimizer.step)
 
     def finish(self) -> None:
-        """Update all that is left."""
-        if self._whole_step is not None:
-            self._apply(list(self._gradients), self._whole_step)
-            return
-        while self._gradients:
-            self.apply_for(next(reversed(self._gradients)))
+        """Update all that is left, in one step."""
+        self._apply(list(self._parameters_in), self._whole_step or self.optimizer.step)
 
-    def _apply(self, parameters: list[Tensor], step: Callable[[], Any]) -> None:
-        for bucket in {self._reductions[p] for p in parameters if p in self._reductions}:
-            bucket.wait()
-        for parameter in parameters:
-            parameter.grad = self._gradients.pop(parameter)
-        # Whoever brings the update about, it is done as after a backward: not in inference mode, not under autocast.
-        device_type = parameters[0].device.type if parameters else "cpu"
-        with self._as_staged(), torch.inference_mode(False), torch.autocast(device_type, enabled=False):
-            step()
-        for parameter in parameters:
-            parameter.grad = None
+    def give_up(self) -> None:
+        """Leave the parameters as they are."""
+        self._end_guard()
+
+    def _apply(self, buckets: list[BucketReduction | None], step: Callable[[], Any]) -> None:
+        for bucket in buckets:
+            if bucket is not None:
+                bucket.wait()  # raises before anything has changed
+        parameters = [parameter for bucket in buckets for parameter in self._parameters_in.pop(bucket)]
+        entries = {parameter: self._entries.pop(parameter) for parameter in parameters}
+        if not self._entries:
+            self._end_guard()
+        self._before_step(parameters)
+        if entries:
+            with _as_after_backward(parameters[0].device.type), self._restricted_to(entries):
+                step()
 
     @contextmanager
-    def _as_staged(self) -> Iterator[None]:
-        """Put the hyperparameters back to the moment of staging; schedules may have moved on since."""
-        present = hyperparameters(self.optimizer)
-        # Groups may have been added meanwhile (fine-tuning), at the end.
-        groups = list(zip(self.optimizer.param_groups, self._hyperparameters, present, strict=False))
-        for group, staged, _ in groups:
-            group.update(staged)
+    def _restricted_to(self, entries: dict[Tensor, _Entry]) -> Iterator[None]:
+        """Let the optimizer see these parameters alone, as they were staged: gradients, hyperparameters, its state."""
+        optimizer = self.optimizer
+        # In the order of the optimizer's own groups: a norm over all gradients depends on the order of summation.
+        parts: dict[_StagedGroup, list[Tensor]] = {}
+        for parameter, entry in sorted(entries.items(), key=lambda item: item[1].place):
+            parts.setdefault(entry.group, []).append(parameter)
+        restricted = [(group, group.restricted_to(part)) for group, part in parts.items()]
+        present_groups = optimizer.param_groups
+        present_state = optimizer.state
+        present_gradients = {parameter: parameter.grad for parameter in entries}
+        optimizer.param_groups = [group for _, group in restricted]
+        optimizer.state = self._state
+        for parameter, entry in entries.items():
+            parameter.grad = entry.gradient
         try:
             yield
         finally:
-            for group, staged, current in groups:
-                # What a hook changed during the step stays changed.
-                group.update({key: value for key, value in current.items() if group.get(key) is staged[key]})
+            optimizer.param_groups = present_groups
+            optimizer.state = present_state
+            for staged, group in restricted:
+                staged.keep_changes(group)
+            for parameter, gradient in present_gradients.items():
+                parameter.grad = gradient
+
+    def _end_guard(self) -> None:
+        # Somebody may have assigned another state meanwhile: that stays.
+        if self.optimizer.state is self._guard:
+            self.optimizer.state = self._state
+
+
+class _Entry(NamedTuple):
+    """What an update keeps for one parameter."""
+
+    place: int
+    group: _StagedGroup
+    bucket: BucketReduction | None
+    gradient: Tensor
+
+
+class _StagedGroup:
+    """A parameter group with its hyperparameters of the moment of staging; schedules change the group afterwards."""
+
+    def __init__(self, original: Group) -> None:
+        self.original = original
+        self._staged = {
+            # Tensors are copied, for schedules and users fill them in place. Plain values cannot change.
+            key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in original.items()
+            if key != "params"
+        }
+
+    def restricted_to(self, parameters: list[Tensor]) -> Group:
+        """Return the group as staged, with some of its parameters."""
+        return {**self._staged, "params": parameters}
+
+    def keep_changes(self, restricted: Group) -> None:
+        """Write what the step itself has changed (a hook that sets the rate, say) into the original group."""
+        for key, value in restricted.items():
+            if key != "params" and value is not self._staged.get(key):
+                self._staged[key] = value
+                self.original[key] = value
+
+
+@contextmanager
+def _as_after_backward(device_type: str) -> Iterator[None]:
+    """Apply an update as if right after backward, wherever its first reader stands.
+
+    The reader may be in inference mode, under autocast, inside a `torch.func` transform, or under a mode of the user's
+    that would record the optimizer's operations (selective checkpointing caches them, and then refuses the update).
+    """
+    with without_modes(), torch.inference_mode(False), torch.autocast(device_type, enabled=False):
+        yield
 
 
 class PendingUpdates:
-    """The updates that are staged and not yet applied, found by parameter."""
+    """The updates that are staged and not yet applied, found by parameter. May be used from any thread.
 
-    def __init__(self) -> None:
+    Args:
+        before_step: called with the parameters that a step is about to update, their gradients being there.
+    """
+
+    def __init__(self, before_step: Callable[[list[Tensor]], None] = lambda parameters: None) -> None:
+        self._before_step = before_step
         self._by_parameter: dict[Tensor, PendingUpdate] = {}
+        self.lock = threading.RLock()  # held by whoever applies an update
 
     def __contains__(self, parameter: Tensor) -> bool:
         return parameter in self._by_parameter
@@ -128,28 +206,59 @@ class PendingUpdates:
         """Whether an optimizer waits that updates all its parameters together."""
         return any(update.is_whole for update in set(self._by_parameter.values()))
 
-    def clear(self) -> None:
-        """Give up what is pending."""
-        self._by_parameter.clear()
+    def parameters(self) -> list[Tensor]:
+        """Return those that are not up to date."""
+        return list(self._by_parameter)
 
-    def stage(self, update: PendingUpdate) -> None:
-        """Take charge of ``update``."""
-        self._by_parameter.update(dict.fromkeys(update.parameters(), update))
+    def stage(
+        self,
+        optimizer: Optimizer,
+        reductions: dict[Tensor, BucketReduction],
+        whole_step: Callable[[], Any] | None = None,
+    ) -> list[Tensor]:
+        """Postpone a step of ``optimizer``; see `PendingUpdate`. Return the parameters that it will update.
+
+        What is pending for the optimizer, or for one of its parameters, is applied first.
+        """
+        with self.lock:
+            self.finish_optimizer(optimizer)
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self.apply_for(parameter)
+            update = PendingUpdate(
+                optimizer, reductions, whole_step, lambda: self.finish_optimizer(optimizer), self._forget
+            )
+            self._by_parameter.update(dict.fromkeys(update.parameters(), update))
+            return update.parameters()
 
     def apply_for(self, parameter: Tensor) -> None:
         """Bring ``parameter`` up to date."""
-        self._run(self._by_parameter[parameter], lambda update: update.apply_for(parameter))
+        with self.lock:
+            if parameter in self._by_parameter:
+                self._by_parameter[parameter].apply_for(parameter)
+
+    def finish_optimizer(self, optimizer: Optimizer) -> None:
+        """Bring all parameters of ``optimizer`` up to date."""
+        with self.lock:
+            for update in set(self._by_parameter.values()):
+                if update.optimizer is optimizer:
+                    update.finish()
 
     def finish(self) -> None:
         """Bring everything up to date."""
-        while self._by_parameter:
-            self._run(next(iter(self._by_parameter.values())), PendingUpdate.finish)
+        with self.lock:
+            while self._by_parameter:
+                next(iter(self._by_parameter.values())).finish()
 
-    def _run(self, update: PendingUpdate, act: Callable[[PendingUpdate], None]) -> None:
-        # Forgotten first, for the step itself uses the parameters.
-        for parameter in update.parameters():
+    def clear(self) -> None:
+        """Give up what is pending."""
+        with self.lock:
+            for update in set(self._by_parameter.values()):
+                update.give_up()
+            self._forget(list(self._by_parameter))
+
+    def _forget(self, parameters: list[Tensor]) -> None:
+        # Before the step, not after it: the step itself uses the parameters.
+        for parameter in parameters:
             del self._by_parameter[parameter]
-        try:
-            act(update)
-        finally:
-            self.stage(update)
+        self._before_step(parameters)

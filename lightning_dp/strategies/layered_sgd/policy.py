@@ -1,22 +1,28 @@
-"""When an update may be postponed, and when it may be done a bucket at a time: predicates without state."""
+"""When an update may be postponed, and when it may be applied bucket by bucket: predicates without state."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
+from torch import Tensor, nn
 from torch.nn import Embedding, EmbeddingBag, Module
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import LBFGS, Optimizer
 
 from lightning_dp._lightning import FRAMEWORK, Callback, LightningModule
-from lightning_dp._private.torch_names import has_step_hooks
+from lightning_dp._private.torch_names import has_any_step_hooks, step_function
 from lightning_dp.strategies.compiled import hides_parameter_use
 
+# Modules whose optimizers compute a parameter's update from its own gradient and state alone, in one pass.
+_KNOWN_OPTIMIZERS = ("torch.optim.", "lightning_dp.optim")
 
-def why_not_postponed(trainer: Any, module: LightningModule) -> str | None:
-    """Name the hook that makes postponing the update visible, or return None if there is none.
 
-    These hooks run during the step, or read the gradients between two steps; run later, they would log into the next
-    batch, or find gradients that are gone.
+def why_module_is_not_postponed(trainer: Any, module: LightningModule) -> str | None:
+    """Name the hook of the module or of a callback that makes postponing visible, or return None.
+
+    These hooks run during the step, or read the gradients between two steps. Run later, they would log into the next
+    batch, or find other gradients.
     """
     if hides_parameter_use(module) and not module.automatic_optimization:
         return f"{type(module).__name__}.training_step, which is compiled and steps its optimizers itself,"
@@ -30,38 +36,95 @@ def why_not_postponed(trainer: Any, module: LightningModule) -> str | None:
     return None
 
 
+def why_step_is_not_postponed(optimizer: Optimizer, precision_plugin: Any) -> str | None:
+    """Name what would notice if this step of ``optimizer`` were taken later, or return None.
+
+    It may communicate (all ranks must then take it at the same time, while a use of a parameter can happen on one rank
+    alone), call its closure, or look at gradients that change until then.
+    """
+    name = type(optimizer).__name__
+    step = step_function(optimizer)
+    if not type(optimizer).__module__.startswith(_KNOWN_OPTIMIZERS):
+        return f"{name}.step, which is not PyTorch's own,"
+    if not getattr(step, "__module__", "").startswith(_KNOWN_OPTIMIZERS) or step is not _of_class(optimizer):
+        return f"{name}.step, which somebody has replaced,"
+    if has_any_step_hooks(optimizer):
+        return f"a hook before or after {name}.step"
+    if not type(precision_plugin).__module__.startswith(FRAMEWORK + "."):
+        return f"{type(precision_plugin).__name__}.optimizer_step"
+    return None
+
+
+def _of_class(optimizer: Optimizer) -> Any:
+    return type(optimizer).step
+
+
 def _overrides(instance: object, name: str, base: type) -> bool:
     """Whether the hook is not the base class's; it may be set on the instance alone, as LambdaCallback does."""
     return getattr(getattr(instance, name), "__func__", None) is not getattr(base, name)
 
 
-def steps_by_bucket(optimizer: Optimizer, trainer: Any) -> bool:
-    """Whether updating some parameters before the gradients of others are there gives the same result.
+def steps_by_bucket(trainer: Any) -> bool:
+    """Return whether some parameters may be updated before the gradients of others are there.
 
-    It does if each parameter's update depends on its own gradient alone: not with clipping by the global norm, with a
-    gradient scaler (one overflow skips the whole step), in an optimizer that is not known to work so, or with a
-    precision plugin of the user's own, which would not be asked.
+    Not with clipping by the global norm, nor with a gradient scaler: one overflow skips the whole step.
     """
-    own_gradient_only = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(
-        optimizer, (LBFGS, SparseAdam)
-    )
-    return (
-        own_gradient_only
-        and not has_step_hooks(optimizer)
-        and not trainer.gradient_clip_val
-        and getattr(trainer.precision_plugin, "scaler", None) is None
-        and type(trainer.precision_plugin).__module__.startswith(FRAMEWORK + ".")
-    )
+    return not trainer.gradient_clip_val and getattr(trainer.precision_plugin, "scaler", None) is None
 
 
-def check_supported(module: Module, optimizers: list[Optimizer], strategy_name: str) -> None:
-    """Raise ValueError for an optimizer or a layer that cannot work with postponed gradients."""
+def check_supported(module: Module, optimizers: Iterable[Optimizer], strategy_name: str) -> None:
+    """Raise ValueError for an optimizer or a layer that cannot work, by name."""
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise ValueError(
-                f"{strategy_name} cannot run {type(optimizer).__name__}: it evaluates the closure several times in one "
-                "step and needs each gradient at once; use a first-order optimizer or DDPStrategy"
+                f"{strategy_name} cannot run {type(optimizer).__name__}: it calls its closure until this rank's own "
+                "loss meets a criterion, so ranks would run different numbers of backward passes and wait for each "
+                "other (under DDPStrategy, too); use a first-order optimizer"
             )
     for name, part in module.named_modules():
         if isinstance(part, (Embedding, EmbeddingBag)) and part.sparse:
             raise ValueError(f"{strategy_name} cannot sum the sparse gradients of {name!r}; build it with sparse=False")
+
+
+def overlapping_parameters(module: nn.Module) -> tuple[str, str] | None:
+    """Return the names of two parameters that share memory, or None.
+
+    Using one of them then uses the other, which nobody can see. A flat buffer that holds one parameter after the other,
+    as cuDNN's for an LSTM, is no such case.
+    """
+    places = sorted(
+        (parameter.data_ptr(), parameter.data_ptr() + _span_bytes(parameter), name)
+        for name, parameter in module.named_parameters()
+        if parameter.numel() and parameter.device.type != "meta"
+    )
+    for (_, end, name), (begin, _, other) in pairwise(places):
+        if begin < end:
+            return name, other
+    return None
+
+
+def _span_bytes(tensor: Tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def check_options(ddp_kwargs: dict[str, Any], **choices: tuple[str, Iterable[str]]) -> None:
+    """Raise ValueError for a value that is not among its choices, or an option of DDP that cannot be given.
+
+    Args:
+        ddp_kwargs: options of DDPStrategy and DistributedDataParallel; ``gradient_as_bucket_view`` is taken out.
+        **choices: value and possible values, by name.
+    """
+    for name, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(map(repr, allowed))}")
+    for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
+        if ddp_kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name} cannot be given: layered SGD reduces the gradients itself; use DDPStrategy for it"
+            )
+    if not ddp_kwargs.pop("gradient_as_bucket_view", True):
+        raise ValueError(
+            "gradient_as_bucket_view=False cannot work: the gradients must be views of the buckets, which are summed "
+            "in place after backward; leave the option out"
+        )

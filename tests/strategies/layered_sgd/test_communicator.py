@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class Recorder:
-    """In place of the two-level all-reduce: notes the order, and holds the first bucket until it is let go."""
+    """In place of the hierarchical all-reduce: notes the order, and holds the first bucket until it is let go."""
 
     def __init__(self) -> None:
         self.let_go = threading.Event()
@@ -48,12 +48,12 @@ class Passing(Recorder):
         self.let_go.set()
 
 
-def carry(rank, prioritised, on_host):
+def carry(rank, prioritized, on_host):
     dist.init_process_group("gloo")
     recorder = Recorder()
-    communicator = Communicator(recorder, prioritised, timedelta(seconds=20), CPU, on_host)
+    communicator = Communicator(recorder, prioritized, timedelta(seconds=20), CPU, on_host)
     buckets = [communicator.submit(i, torch.tensor(float(i))) for i in range(4)]
-    if not prioritised:
+    if not prioritized:
         communicator.release()
     recorder.let_go.set()
     for bucket in buckets:
@@ -108,10 +108,10 @@ def values(rank):
     return [torch.randn(size, dtype=torch.float64, generator=generator).to(dtype) for dtype in DTYPES for size in SIZES]
 
 
-def carry_all(rank, carriers, prioritised, on_host):
+def carry_all(rank, carriers, prioritized, on_host):
     topology, timeout = RankTopology(4, 2), timedelta(seconds=20)
     collective = HierarchicalAllReduce(topology, rank, carriers, timeout, "gloo")
-    communicator = Communicator(collective, prioritised, timeout, CPU, on_host)
+    communicator = Communicator(collective, prioritized, timeout, CPU, on_host)
     own = values(rank)
     buckets = [communicator.submit(index, buffer.clone()) for index, buffer in enumerate(own)]
     communicator.release()
@@ -126,9 +126,9 @@ def compare_copies(rank):
     dist.init_process_group("gloo")
     for carriers in ("leader", "sharded"):
         expected = carry_all(rank, carriers, False, False)
-        for prioritised in (False, True):
-            got = carry_all(rank, carriers, prioritised, True)
-            assert all(map(torch.equal, got, expected)), f"{carriers}, {prioritised}"
+        for prioritized in (False, True):
+            got = carry_all(rank, carriers, prioritized, True)
+            assert all(map(torch.equal, got, expected)), f"{carriers}, {prioritized}"
     return got
 
 

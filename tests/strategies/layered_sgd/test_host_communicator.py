@@ -31,9 +31,9 @@ needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs
 class OnHost(Communicator):
     """Copies buckets that are in host memory already, as it would those of a GPU."""
 
-    def __init__(self, collective, prioritised, timeout, device, on_host, on_stage):
+    def __init__(self, collective, prioritized, timeout, device, on_host, on_stage):
         assert not on_host, "on a CPU there is nothing to copy"
-        super().__init__(collective, prioritised, timeout, device, True, on_stage)
+        super().__init__(collective, prioritized, timeout, device, True, on_stage)
 
 
 def layered(group_size: int = 1, **options: Any) -> LayeredSGDStrategy:

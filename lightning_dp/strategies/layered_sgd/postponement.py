@@ -1,0 +1,109 @@
+"""Whether the update of a step is postponed, and how far; what forbids it is said once, by name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_dp._lightning import LightningModule
+from lightning_dp._private.torch_names import on_compile_start
+from lightning_dp.strategies.compiled import hides_parameter_use
+from lightning_dp.strategies.layered_sgd.policy import (
+    overlapping_parameters,
+    steps_by_bucket,
+    why_module_is_not_postponed,
+    why_step_is_not_postponed,
+)
+from lightning_dp.strategies.layered_sgd.reduction import LayeredReduction
+
+log = logging.getLogger(__name__)
+
+
+class Postponement:
+    """Decides, step by step, between three ways: bucket by bucket within the next forward, whole before it, at once.
+
+    Args:
+        reduction: holds what is postponed.
+        trainer: the Trainer that fits ``module``.
+        module: the module that is trained.
+        before_forward: always apply the whole update before the forward (``overlap="load"``).
+        strategy_name: for messages.
+    """
+
+    def __init__(
+        self,
+        reduction: LayeredReduction,
+        trainer: Any,
+        module: LightningModule,
+        before_forward: bool,
+        strategy_name: str,
+    ) -> None:
+        self._reduction = reduction
+        self._trainer = trainer
+        self._strategy_name = strategy_name
+        self._warned_of: set[str] = set()
+        self._is_in_training_step = False
+        self.is_use_hidden = hides_parameter_use(module)
+        self._before_forward = before_forward or self.is_use_hidden
+        shared = overlapping_parameters(module)
+        if shared is not None:
+            self._stop_within_forward(f"{shared[0]} and {shared[1]} share memory")
+        self._forbidden = why_module_is_not_postponed(trainer, module)
+        if self._forbidden is not None:
+            self._warn_at_once(self._forbidden)
+        self.close = on_compile_start(self._on_compile_start)
+
+    def is_allowed(self, optimizer: Optimizer) -> bool:
+        """Return whether this step of ``optimizer`` may be postponed; if not, warn once of the reason."""
+        reason = self._forbidden or why_step_is_not_postponed(optimizer, self._trainer.precision_plugin)
+        if reason is not None:
+            self._warn_at_once(reason)
+        return reason is None
+
+    @property
+    def goes_by_bucket(self) -> bool:
+        """Whether parameters may be updated while the forward runs, a bucket at a time."""
+        return not self._before_forward and steps_by_bucket(self._trainer)
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Run a training step; what must be updated before it is."""
+        if self._before_forward or self._reduction.updates.are_whole:
+            self._reduction.finish_update()
+        self._is_in_training_step = True
+        try:
+            yield
+        finally:
+            self._is_in_training_step = False
+
+    def _on_compile_start(self) -> None:
+        """Dynamo is about to trace a function. It must find plain parameters, now and in every later step."""
+        if self._reduction.is_in_backward:
+            return
+        was_pending = bool(self._reduction.updates)
+        self._reduction.bring_up_to_date()
+        if self._is_in_training_step:
+            self._stop_within_forward("training_step runs compiled code")
+        elif was_pending and self._forbidden is None:
+            self._forbidden = "compiled code that runs between two training steps"
+            self._warn_at_once(self._forbidden)
+
+    def _stop_within_forward(self, reason: str) -> None:
+        if not self._before_forward:
+            self._before_forward = True
+            log.warning(
+                f"{self._strategy_name}: {reason}, so a use of parameters can go unseen: each update is applied as a "
+                "whole before the forward, as with overlap='load'"
+            )
+
+    def _warn_at_once(self, reason: str) -> None:
+        if reason not in self._warned_of:
+            self._warned_of.add(reason)
+            log.warning(
+                f"{self._strategy_name}: {reason} must run within its own step, so the update is not postponed: the "
+                "reduction is not hidden behind the loading of data or the next forward."
+            )

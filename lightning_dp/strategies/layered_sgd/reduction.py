@@ -1,0 +1,139 @@
+"""What happens to gradients and updates between a backward pass and the next use of the parameters."""
+
+# No `from __future__ import annotations`: DDP checks the communication hook's annotations as objects.
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_dp.strategies.layered_sgd.bucket import BucketReduction
+from lightning_dp.strategies.layered_sgd.communicator import Communicator
+from lightning_dp.strategies.layered_sgd.fork_guard import ForkGuard
+from lightning_dp.strategies.layered_sgd.parameter_watch import ParameterWatch
+from lightning_dp.strategies.layered_sgd.pending_update import PendingUpdates
+from lightning_dp.strategies.layered_sgd.stale_use import StaleUseDetector
+
+
+class LayeredReduction:
+    """Sums gradient buckets while the rank goes on, and keeps the updates that wait for them. Knows no Lightning.
+
+    The parameters of a bucket are watched from the moment backward hands the bucket over until its sum has arrived and
+    the update, if one was staged, is applied.
+
+    Args:
+        communicator: sums the buckets; closed by `close`.
+        world_size: number of ranks that the gradients are averaged over.
+        module: the module that is trained.
+    """
+
+    def __init__(self, communicator: Communicator, world_size: int, module: nn.Module) -> None:
+        self._communicator = communicator
+        self._world_size = world_size
+        self._module = module
+        self._reductions: dict[Tensor, BucketReduction] = {}  # of the last backward pass, by parameter
+        self._watch = ParameterWatch(self._before_use, self._before_gradient)
+        self.updates = PendingUpdates(self._watch.remove)
+        self._stale_uses = StaleUseDetector()
+        self._of_this_backward = ExitStack()
+        self.is_in_backward = False
+        self._fork_guard = ForkGuard(self.updates.lock, self.bring_up_to_date)
+        self._load_hooks: dict[Optimizer, Any] = {}
+
+    # Dynamo must not trace what follows: it runs in the middle of backward, or inside a compiled training step.
+
+    @torch.compiler.disable
+    def reduce_bucket(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """DDP's communication hook: hand the bucket to the communicator, and let backward go on.
+
+        DDP is told that the bucket is done. Its gradients are views of the buffer that the communicator works on.
+        """
+        # Divided before the sum, as DDP does, so that 16-bit sums do not overflow (Algorithm 3 divides after it).
+        buffer = bucket.buffer().div_(self._world_size)
+        reduction = self._communicator.submit(bucket.index(), buffer)
+        parameters = bucket.parameters()
+        self._reductions.update(dict.fromkeys(parameters, reduction))
+        self._watch.add(parameters)
+        done: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.device.type == "cuda" else None
+        )
+        done.set_result(buffer)
+        return done
+
+    @torch.compiler.disable
+    def begin_backward(self, loss: Tensor) -> None:
+        """Free the buckets, which backward is going to fill again, and look out for uses of stale parameters."""
+        self._of_this_backward.close()  # an earlier backward may have raised
+        not_seen_used = self.updates.parameters()
+        self.bring_up_to_date()
+        self._reductions.clear()
+        self._of_this_backward.enter_context(self._stale_uses.watching(loss, not_seen_used, self._module))
+        self.is_in_backward = True
+
+    @torch.compiler.disable
+    def end_backward(self) -> None:
+        """Let the communicator begin with what it was not to begin with during backward."""
+        self._of_this_backward.close()
+        self.is_in_backward = False
+        self._communicator.release()
+
+    def stage(self, optimizer: Optimizer, whole_step: Callable[[], Any] | None) -> None:
+        """Postpone a step of ``optimizer`` until its parameters are used; see `PendingUpdates.stage`."""
+        if optimizer not in self._load_hooks:
+            # A state that is loaded must not be changed by an earlier step.
+            self._load_hooks[optimizer] = optimizer.register_load_state_dict_pre_hook(
+                lambda optimizer, _: self.updates.finish_optimizer(optimizer)
+            )
+        staged = self.updates.stage(optimizer, dict(self._reductions), whole_step)
+        self._stale_uses.note_staged(staged)
+
+    def finish_update(self) -> None:
+        """Apply what is pending. The parameters are those of synchronous SGD then."""
+        self.updates.finish()
+
+    def wait_for_gradients(self) -> None:
+        """Wait until all gradients are averaged."""
+        self._wait_for(self._reductions)
+
+    def wait_for_kept_gradients(self) -> None:
+        """Wait for the gradients that no update was staged for.
+
+        Manual optimization accumulates them over several backward passes. DDP may move them to new buckets in the next
+        forward, when no communicator may be working on the old ones.
+        """
+        self._wait_for(parameter for parameter in self._reductions if parameter not in self.updates)
+
+    def bring_up_to_date(self) -> None:
+        """Finish all updates and all gradients: nothing is pending or watched then."""
+        self.finish_update()
+        self.wait_for_gradients()
+
+    def _wait_for(self, parameters: Iterable[Tensor]) -> None:
+        ready = list(parameters)
+        for reduction in {self._reductions[parameter] for parameter in ready}:
+            reduction.wait()
+        self._watch.remove(ready)
+
+    def _before_use(self, parameter: Tensor) -> None:
+        self.updates.apply_for(parameter)
+
+    def _before_gradient(self, parameter: Tensor) -> None:
+        # Whoever reads a gradient may change it, which must not change an earlier update.
+        self.updates.apply_for(parameter)
+        if parameter in self._reductions:
+            self._reductions[parameter].wait()
+
+    def close(self) -> None:
+        """Give up what is pending, and stop the communicator."""
+        self._of_this_backward.close()
+        self._fork_guard.close()
+        self.updates.clear()
+        self._watch.remove(self._reductions)
+        self._reductions.clear()
+        for handle in self._load_hooks.values():
+            handle.remove()
+        self._load_hooks.clear()
+        self._communicator.close()

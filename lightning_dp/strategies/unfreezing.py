@@ -1,0 +1,62 @@
+"""Parameters that become trainable while fitting: taken into the reduction, which DistributedDataParallel does not do.
+
+DDP looks at ``requires_grad`` once, when it wraps the module. Whatever is unfrozen later (BaseFinetuning and other
+fine-tuning callbacks do that) is trained by each rank on its own data, and the ranks' weights drift apart silently:
+https://github.com/Lightning-AI/pytorch-lightning/issues/20340. Here the module is wrapped anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dp._private.torch_names import release_reducer, without_torch_function
+
+
+class ReducedParameters:
+    """The parameters of a module whose gradients DDP reduces, and those that have become trainable since.
+
+    Args:
+        module: the module that DDP wraps. All its trainable parameters are reduced.
+        others: parameters that somebody else takes care of.
+    """
+
+    def __init__(self, module: nn.Module, others: Collection[Tensor] = ()) -> None:
+        self._module = module
+        own = [parameter for parameter in module.parameters() if parameter not in set(others)]
+        self._reduced = [parameter for parameter in own if parameter.requires_grad]
+        self._frozen = [parameter for parameter in own if not parameter.requires_grad]
+
+    def unfrozen(self) -> list[str]:
+        """Return the names of the parameters that have become trainable. Cheap enough to be called in each step."""
+        with without_torch_function():  # layered SGD watches some of its parameters
+            unfrozen = {parameter for parameter in self._frozen if parameter.requires_grad}
+        return (
+            [name for name, parameter in self._module.named_parameters() if parameter in unfrozen] if unfrozen else []
+        )
+
+    def wrap_anew(
+        self, wrapped: DistributedDataParallel, wrap: Callable[[], DistributedDataParallel]
+    ) -> DistributedDataParallel:
+        """Return the module in a new DDP, which reduces the unfrozen parameters too. All ranks must call it.
+
+        Parameters that were reduced and are frozen at this moment (a GAN toggles them) stay in the reduction.
+
+        Args:
+            wrapped: the present DDP; it is of no use afterwards.
+            wrap: wraps the module.
+        """
+        release_reducer(wrapped)  # its hooks on the parameters would reduce each gradient a second time
+        frozen_now = [parameter for parameter in self._reduced if not parameter.requires_grad]
+        for parameter in frozen_now:
+            parameter.requires_grad_(True)
+        try:
+            anew = wrap()
+        finally:
+            for parameter in frozen_now:
+                parameter.requires_grad_(False)
+        self._reduced += [parameter for parameter in self._frozen if parameter.requires_grad]
+        self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
+        return anew
