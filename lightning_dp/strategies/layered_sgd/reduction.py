@@ -1,13 +1,14 @@
 """What happens to gradients and updates between a backward pass and the next use of the parameters."""
 
 # No `from __future__ import annotations`: DDP checks the communication hook's annotations as objects.
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dp.strategies.layered_sgd.bucket import BucketReduction
@@ -35,6 +36,7 @@ class LayeredReduction:
         self._world_size = world_size
         self._module = module
         self._reductions: dict[Tensor, BucketReduction] = {}  # of the last backward pass, by parameter
+        self._has_final_buckets = False
         self._watch = ParameterWatch(self._before_use, self._before_gradient)
         self.updates = PendingUpdates(self._watch.remove)
         self._stale_uses = StaleUseDetector()
@@ -43,10 +45,15 @@ class LayeredReduction:
         self._fork_guard = ForkGuard(self.updates.lock, self.bring_up_to_date)
         self._load_hooks: dict[Optimizer, Any] = {}
 
+    def feed_from(self, model: DistributedDataParallel) -> None:
+        """Take the gradient buckets of ``model`` from now on."""
+        self._has_final_buckets = False
+        model.register_comm_hook(None, self._reduce_bucket)
+
     # Dynamo must not trace what follows: it runs in the middle of backward, or inside a compiled training step.
 
     @torch.compiler.disable
-    def reduce_bucket(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _reduce_bucket(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's communication hook: hand the bucket to the communicator, and let backward go on.
 
         DDP is told that the bucket is done. Its gradients are views of the buffer that the communicator works on.
@@ -88,6 +95,7 @@ class LayeredReduction:
                 lambda optimizer, _: self.updates.finish_optimizer(optimizer)
             )
         staged = self.updates.stage(optimizer, dict(self._reductions), whole_step)
+        self._watch.add(staged)  # no longer watched if their gradients have been waited for
         self._stale_uses.note_staged(staged)
 
     def finish_update(self) -> None:
@@ -96,26 +104,25 @@ class LayeredReduction:
 
     def wait_for_gradients(self) -> None:
         """Wait until all gradients are averaged."""
-        self._wait_for(self._reductions)
+        for reduction in set(self._reductions.values()):
+            reduction.wait()
+        # What is pending is still to be watched.
+        self._watch.remove(parameter for parameter in self._reductions if parameter not in self.updates)
 
-    def wait_for_kept_gradients(self) -> None:
-        """Wait for the gradients that no update was staged for.
+    def before_forward(self) -> None:
+        """Let DDP make its buckets anew, which it does once: in the forward after the first backward pass.
 
-        Manual optimization accumulates them over several backward passes. DDP may move them to new buckets in the next
-        forward, when no communicator may be working on the old ones.
+        (It learns in the first backward pass in which order gradients become ready.) It copies the gradients into the
+        new buckets then, so they must be averaged by that time.
         """
-        self._wait_for(parameter for parameter in self._reductions if parameter not in self.updates)
+        if self._reductions and not self._has_final_buckets:
+            self.wait_for_gradients()
+            self._has_final_buckets = True
 
     def bring_up_to_date(self) -> None:
         """Finish all updates and all gradients: nothing is pending or watched then."""
         self.finish_update()
         self.wait_for_gradients()
-
-    def _wait_for(self, parameters: Iterable[Tensor]) -> None:
-        ready = list(parameters)
-        for reduction in {self._reductions[parameter] for parameter in ready}:
-            reduction.wait()
-        self._watch.remove(ready)
 
     def _before_use(self, parameter: Tensor) -> None:
         self.updates.apply_for(parameter)

@@ -152,7 +152,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         assert module is not None
         check_supported(module, self.optimizers, type(self).__name__)
         self._reduction = LayeredReduction(self._make_communicator(), self.world_size, module)
-        model.register_comm_hook(None, self._reduction.reduce_bucket)
+        self._reduction.feed_from(model)
         self._postponement = Postponement(
             self._reduction, trainer, module, self._overlap == "load", type(self).__name__
         )
@@ -189,8 +189,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
             self._reduce_unfrozen(self._reduced, unfrozen)
         if self._reduction is None or self._postponement is None:
             return super().training_step(*args, **kwargs)
-        if not self._is_automatic:
-            self._reduction.wait_for_kept_gradients()
+        self._reduction.before_forward()
         with self._postponement.training_step():
             return super().training_step(*args, **kwargs)
 
@@ -205,7 +204,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         with blame(f"taking {names[0]}, which has become trainable, into the reduction, with all ranks,"):
             self.model = reduced.wrap_anew(model, lambda: self._setup_model(module))
         if self._reduction is not None:
-            self.model.register_comm_hook(None, self._reduction.reduce_bucket)
+            self._reduction.feed_from(self.model)
         else:
             self._register_ddp_hooks()
 

@@ -1,0 +1,192 @@
+"""Parameters that become trainable while fitting are reduced from then on; plain DDP trains the ranks apart."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from lightning_fabric.utilities.warnings import PossibleUserWarning
+from pytorch_lightning.callbacks import BaseFinetuning
+from pytorch_lightning.strategies import DDPStrategy
+
+from lightning_dp.strategies import LayeredSGDStrategy
+from tests.ranks import RankError, run_processes
+from tests.strategies.modules import SMALL_BUCKETS_MB, Net, assert_same, data, snapshot, trainer
+
+EPOCHS, STEPS = 4, 6
+
+
+class FrozenAtFirst(Net):
+    """The first two layers are frozen until epoch 2; the optimizer has held them from the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = [*self.first.parameters(), *self.shared.parameters()]
+        for parameter in self.body:
+            parameter.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        parameters = [p for name, p in self.named_parameters() if not name.startswith("frozen")]
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 2:
+            self.unfreeze_body()
+
+    def unfreeze_body(self) -> None:
+        for parameter in self.body:
+            parameter.requires_grad_(True)
+
+
+class UnfrozenInMidEpoch(FrozenAtFirst):
+    def on_train_epoch_start(self) -> None:
+        pass
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == STEPS + 2:
+            self.unfreeze_body()
+
+
+class Finetuning(BaseFinetuning):
+    """Lightning's callback, which adds a parameter group when it unfreezes."""
+
+    def freeze_before_training(self, module: pl.LightningModule) -> None:
+        self.freeze([module.first, module.shared])
+
+    def finetune_function(self, module: pl.LightningModule, epoch: int, optimizer: Any) -> None:
+        if epoch == 2:
+            self.unfreeze_and_add_param_group([module.first, module.shared], optimizer, lr=0.05)
+
+
+class FinetunedNet(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.1, momentum=0.9)
+
+
+class Toggled(FrozenAtFirst):
+    """Freezes another parameter in every other batch, before and after the body is unfrozen."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.last.weight.requires_grad_(batch_idx % 2 == 0)
+
+
+def strategies(**options: Any) -> list[Any]:
+    options = {"bucket_cap_mb": SMALL_BUCKETS_MB, **options}
+    return [
+        LayeredSGDStrategy(1, overlap="step", **options),
+        LayeredSGDStrategy(1, overlap="load", **options),
+        LayeredSGDStrategy(2, **options),  # a single group: DDP reduces
+    ]
+
+
+def fit(strategy: Any, module: pl.LightningModule, world_size: int = 2, callbacks: Any = ()) -> pl.Trainer:
+    t = trainer(strategy, world_size, max_epochs=EPOCHS, callbacks=list(callbacks))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PossibleUserWarning)
+        t.fit(module, data(world_size, STEPS))
+    return t
+
+
+class Batches(torch.utils.data.Sampler):
+    """On one process the batches that two ranks have together, in the order of their samplers."""
+
+    def __init__(self, dataset: Any, t: pl.Trainer, world_size: int = 2) -> None:
+        self.samplers = [
+            torch.utils.data.DistributedSampler(dataset, world_size, rank, shuffle=True) for rank in range(world_size)
+        ]
+        self.trainer = t
+
+    def __iter__(self):
+        for sampler in self.samplers:
+            sampler.set_epoch(self.trainer.current_epoch)
+        of_ranks = [torch.tensor(list(sampler)).view(STEPS, -1) for sampler in self.samplers]
+        for step in range(STEPS):
+            yield torch.cat([each[step] for each in of_ranks]).tolist()
+
+    def __len__(self) -> int:
+        return STEPS
+
+
+def fit_on_one_process(module: pl.LightningModule, callbacks: Any = ()) -> pl.Trainer:
+    dataset = data(2, STEPS).dataset
+    t = trainer("auto", 1, max_epochs=EPOCHS, callbacks=list(callbacks))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PossibleUserWarning)
+        t.fit(module, torch.utils.data.DataLoader(dataset, batch_sampler=Batches(dataset, t)))
+    return t
+
+
+CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "by the module": (FrozenAtFirst, None, {}),
+    "in mid-epoch": (UnfrozenInMidEpoch, None, {}),
+    "by BaseFinetuning": (FinetunedNet, Finetuning, {}),
+    "while others are toggled": (Toggled, None, {"find_unused_parameters": True}),
+}
+
+
+def compare(rank, name, expected):
+    make, callback, options = CASES[name]
+    for strategy in strategies(**options):
+        module = make()
+        t = fit(strategy, module, callbacks=[] if callback is None else [callback()])
+        assert_same(snapshot(module, t), expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(name):
+    make, callback, _ = CASES[name]
+    module = make()
+    t = fit_on_one_process(module, [] if callback is None else [callback()])
+    run_processes(2, compare, name, snapshot(module, t), timeout=120)
+
+
+def drift(rank):
+    module = FrozenAtFirst()
+    fit(DDPStrategy(), module)
+    return module.first.weight.detach()
+
+
+def test_under_plain_ddp_the_ranks_drift_apart():
+    first, second = run_processes(2, drift)
+    assert not torch.allclose(first, second)
+
+
+class UnfrozenInTheStep(FrozenAtFirst):
+    def on_train_epoch_start(self) -> None:
+        pass
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 2:
+            self.unfreeze_body()
+        return super().training_step(batch, batch_idx)
+
+
+def unfreeze_in_the_step(rank):
+    for strategy in strategies():
+        message = "first.weight has become trainable within training_step.*unfreeze parameters in on_train_epoch_start"
+        with pytest.raises(RuntimeError, match=message):
+            fit(strategy, UnfrozenInTheStep())
+
+
+def test_unfreezing_within_the_step_is_refused_by_name():
+    run_processes(2, unfreeze_in_the_step)
+
+
+class UnfrozenOnRank1(FrozenAtFirst):
+    def unfreeze_body(self) -> None:
+        if self.global_rank == 1:
+            super().unfreeze_body()
+
+
+def unfreeze_on_one_rank(rank):
+    from datetime import timedelta
+
+    fit(LayeredSGDStrategy(1, timeout=timedelta(seconds=5)), UnfrozenOnRank1())
+
+
+def test_unfreezing_on_one_rank_alone_ends_with_an_error_within_the_timeout():
+    with pytest.raises(RankError, match="failed: one of these ranks has died, or has been silent"):
+        run_processes(2, unfreeze_on_one_rank, timeout=60)
