@@ -33,6 +33,7 @@ __all__ = [
     "group_timeout",
     "has_any_step_hooks",
     "has_compiled_forward",
+    "has_modes",
     "ignore_in_ddp",
     "make_wrapper_tensor",
     "mark_stepped",
@@ -157,6 +158,11 @@ def step_function(optimizer: Optimizer) -> Callable[..., Any]:
     while getattr(function, "_wrapped_by_lr_sched", False):
         function = function.__wrapped__
     return function
+
+
+def has_modes() -> bool:
+    """Return whether a dispatch mode or a `torch.func` transform is in force."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @contextmanager

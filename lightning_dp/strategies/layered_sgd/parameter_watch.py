@@ -80,13 +80,13 @@ class ParameterWatch:
             if issubclass(kind, _Watched):
                 parameter.__class__ = kind.plain
 
-    def prepare(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Do what must be done before ``func(*args, **kwargs)``."""
+    def prepare(self, func: Any, parameters: list[Tensor]) -> None:
+        """Do what must be done before ``func`` is called with these watched parameters."""
         if func == _GET_GRADIENT:
             if not _is_asked_by_zero_grad():
-                self._before_gradient(args[0])
+                self._before_gradient(parameters[0])
         elif not _is_harmless(func):
-            for parameter in _watched_in((args, kwargs)):
+            for parameter in parameters:
                 self._before_use(parameter)
 
 
@@ -99,9 +99,13 @@ class _Watched:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        cls.watch.prepare(func, args, kwargs)
+        parameters = _watched_in(args, kwargs)
+        cls.watch.prepare(func, parameters)
         # A parameter that is still watched (somebody asked for its shape) must not bring us here again.
-        with _unwatched(_watched_in((args, kwargs))):
+        still_watched = [parameter for parameter in parameters if isinstance(parameter, _Watched)]
+        if not still_watched:
+            return func(*args, **kwargs)
+        with _unwatched(still_watched):
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -113,7 +117,7 @@ class _Watched:
 
     def _plainly(self, act: Callable[[Any], Any]) -> Any:
         parameter: Any = self
-        self.watch.prepare(act, (parameter,), {})
+        self.watch.prepare(act, [parameter])
         with _unwatched([parameter]):
             return act(parameter)
 
@@ -123,17 +127,16 @@ def watched_class(kind: type[Tensor]) -> type[Tensor]:
     return kind.plain if issubclass(kind, _Watched) else kind
 
 
-def _watched_in(argument: Any) -> list[Tensor]:
-    """Find the watched parameters in nested tuples, lists and mappings; each once."""
+def _watched_in(args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Find the watched parameters in nested tuples, lists, sets and mappings; each once, in order."""
     found: dict[int, Tensor] = {}
-    to_search = [argument]
-    while to_search:
-        item = to_search.pop()
+    to_search: list[Any] = [*args, *kwargs.values()]
+    for item in to_search:  # which grows
         if isinstance(item, _Watched):
-            found[id(item)] = item  # type: ignore[assignment]
+            found[id(item)] = item
         elif isinstance(item, (tuple, list, set, frozenset)):
             to_search.extend(item)
-        elif isinstance(item, Mapping):
+        elif isinstance(item, dict):
             to_search.extend(item.values())
     return list(found.values())
 

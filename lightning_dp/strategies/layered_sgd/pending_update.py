@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dp._private.torch_names import mark_stepped, without_modes, without_torch_function
+from lightning_dp._private.torch_names import has_modes, mark_stepped, without_modes, without_torch_function
 from lightning_dp.strategies.layered_sgd.bucket import BucketReduction
 from lightning_dp.strategies.layered_sgd.guarded_state import GuardedState
 
@@ -54,9 +54,10 @@ class PendingUpdate:
         with without_torch_function():  # the watch would wait for the gradients
             for group in map(_StagedGroup, optimizer.param_groups):
                 for parameter in group.original["params"]:
-                    if parameter.grad is not None:
+                    gradient = parameter.grad
+                    if gradient is not None:
                         bucket = reductions.get(parameter)
-                        self._entries[parameter] = _Entry(len(self._entries), group, bucket, parameter.grad)
+                        self._entries[parameter] = _Entry(len(self._entries), group, bucket, gradient)
                         self._parameters_in.setdefault(bucket, []).append(parameter)
         self._state = optimizer.state
         self._guard = GuardedState(optimizer, finish)
@@ -118,11 +119,14 @@ class PendingUpdate:
         restricted = [(group, group.restricted_to(part)) for group, part in parts.items()]
         present_groups = optimizer.param_groups
         present_state = optimizer.state
-        present_gradients = {parameter: parameter.grad for parameter in entries}
         optimizer.param_groups = [group for _, group in restricted]
         optimizer.state = self._state
+        others: dict[Tensor, Tensor | None] = {}  # gradients that somebody has zeroed or replaced since the staging
         for parameter, entry in entries.items():
-            parameter.grad = entry.gradient
+            gradient = parameter.grad
+            if gradient is not entry.gradient:
+                others[parameter] = gradient
+                parameter.grad = entry.gradient
         try:
             yield
         finally:
@@ -130,7 +134,7 @@ class PendingUpdate:
             optimizer.state = present_state
             for staged, group in restricted:
                 staged.keep_changes(group)
-            for parameter, gradient in present_gradients.items():
+            for parameter, gradient in others.items():
                 parameter.grad = gradient
 
     def _end_guard(self) -> None:
@@ -172,15 +176,21 @@ class _StagedGroup:
                 self.original[key] = value
 
 
-@contextmanager
-def _as_after_backward(device_type: str) -> Iterator[None]:
+def _as_after_backward(device_type: str) -> ExitStack:
     """Apply an update as if right after backward, wherever its first reader stands.
 
-    The reader may be in inference mode, under autocast, inside a `torch.func` transform, or under a mode of the user's
-    that would record the optimizer's operations (selective checkpointing caches them, and then refuses the update).
+    The reader may be in inference mode, under autocast, inside a `torch.func` transform, or under a dispatch mode of
+    the user's that would record the optimizer's operations (selective checkpointing caches them, and then refuses the
+    update). Each of these contexts takes some microseconds to leave, and a step has many buckets.
     """
-    with without_modes(), torch.inference_mode(False), torch.autocast(device_type, enabled=False):
-        yield
+    contexts = ExitStack()
+    if torch.is_inference_mode_enabled():
+        contexts.enter_context(torch.inference_mode(False))
+    if torch.is_autocast_enabled(device_type):
+        contexts.enter_context(torch.autocast(device_type, enabled=False))
+    if has_modes():
+        contexts.enter_context(without_modes())
+    return contexts
 
 
 class PendingUpdates:
@@ -221,10 +231,11 @@ class PendingUpdates:
         What is pending for the optimizer, or for one of its parameters, is applied first.
         """
         with self.lock:
-            self.finish_optimizer(optimizer)
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    self.apply_for(parameter)
+            if self._by_parameter:
+                self.finish_optimizer(optimizer)
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        self.apply_for(parameter)
             update = PendingUpdate(
                 optimizer, reductions, whole_step, lambda: self.finish_optimizer(optimizer), self._forget
             )
