@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -133,7 +133,7 @@ def _watched_in(args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
     to_search: list[Any] = [*args, *kwargs.values()]
     for item in to_search:  # which grows
         if isinstance(item, _Watched):
-            found[id(item)] = item
+            found[id(item)] = item  # type: ignore[assignment]
         elif isinstance(item, (tuple, list, set, frozenset)):
             to_search.extend(item)
         elif isinstance(item, dict):
@@ -142,7 +142,7 @@ def _watched_in(args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
 
 
 @contextmanager
-def _unwatched(parameters: list[Tensor]) -> Iterator[None]:
+def _unwatched(parameters: Sequence[Tensor]) -> Iterator[None]:
     classes = [type(parameter) for parameter in parameters]
     for parameter in parameters:
         parameter.__class__ = watched_class(type(parameter))
