@@ -16,8 +16,6 @@ OVERRIDES = {
         "lightning_module_state_dict",
         "on_exception",
         "on_train_end",
-        "on_train_start",
-        "on_validation_end",
         "on_validation_start",
         "optimizer_state",
         "optimizer_step",
@@ -60,6 +58,11 @@ def test_the_attributes_that_are_used_exist():
     strategy = DDPStrategy(bucket_cap_mb=1)
     assert strategy._ddp_kwargs == {"bucket_cap_mb": 1}
     assert strategy._timeout is not None
+
+
+@pytest.mark.parametrize("name", ["_setup_model", "_register_ddp_hooks"])
+def test_what_wraps_a_module_anew_exists(name):
+    assert callable(getattr(DDPStrategy, name))
 
 
 def test_what_is_replaced_in_precision_plugins_exists():
