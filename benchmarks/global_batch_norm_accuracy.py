@@ -1,8 +1,8 @@
-"""What global batch norm gives: the accuracy of both kinds of statistics at small batches (the paper's Figure 4).
+"""Accuracy with global and with local batch norm statistics at small batches (the paper's Figure 4).
 
-    python benchmarks/agbn_accuracy.py --root DIR     # DIR holds cifar-10-batches-py; 51 runs on one core
-    python benchmarks/agbn_accuracy.py --root DIR --seeds 1 --batch-sizes 8 128
-    python benchmarks/agbn_accuracy.py                # no new runs: table and picture of those that there are
+    python benchmarks/global_batch_norm_accuracy.py --root DIR   # DIR holds cifar-10-batches-py; 51 runs on one core
+    python benchmarks/global_batch_norm_accuracy.py --root DIR --seeds 1 --batch-sizes 8 128
+    python benchmarks/global_batch_norm_accuracy.py              # no new runs: table and plot of those that there are
 
 ResNet-20 on CIFAR-10, global batches of 8 to 128 images on 4 and on 8 devices, at every batch size the same images, as
 often, and a learning rate in proportion to the batch. One device does the work of all, exactly: global statistics are
@@ -10,8 +10,10 @@ those of plain batch norm on the whole batch, whatever the number of devices, an
 (`sliced_batch_norm`; ``tests/layers/test_sliced_batch_norm.py`` proves it on real ranks). The last part compares the
 values of ``global_phase`` at one small batch.
 
-Not the paper's size: 4,096 training images seen 5 times, where it has 50,000 and 50 epochs. All cells have their first
-seed before any has its second. Each run ends as a line of results.jsonl; a run that is there is not done again.
+Not the paper's size: 4,096 training images seen 5 times, where it has 50,000 and 50 epochs. All settings have their
+first seed before any has its second. A gain is the difference of two runs with the same seed; its spread is the
+standard error over the seeds. The paper's gains stand in the plot. Each run ends as a line of results.jsonl; a run
+that is there is not done again. Writes results.json, table.md and accuracy.png, too.
 """
 
 from __future__ import annotations
@@ -20,29 +22,36 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from support.global_batch_norm_tables import draw, figure_4, phases
-from support.report import describe_machine, output_folder
-from support.sliced_batch_norm import slice_batch_norm
+from support.command_line import benchmark_parser, output_folder, parse
+from support.global_batch_norm_tables import draw, figure_4, figure_4_table, phases, phases_table
+from support.random_cifar10 import RandomCIFAR10
+from support.report import describe_machine, write_report
+from support.sliced_batch_norm import SlicedBatchNorm2d, slice_batch_norm
 
 from lightning_dp.callbacks.convergence import Plateau
 from lightning_dp.callbacks.statistics_policy import GlobalPhase, in_global_phase
 from lightning_dp.data import CIFAR10
 from lightning_dp.models import resnet20
 
+SMOKE = {
+    "seeds": 2, "batch_sizes": [8, 16], "devices": [4], "epochs": 1, "train_images": 16, "test_images": 16,
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Settings:
     """What all runs have in common."""
 
-    epochs: int = 5
-    train_images: int = 4096  # a multiple of every batch size: all see the same images
-    test_images: int = 4000
+    epochs: int
+    train_images: int  # a multiple of every batch size: all see the same images
+    test_images: int
     lr_at_128: float = 0.1  # in proportion to the batch, as in Goyal et al. 2017; falls linearly to 0
     plateau_min_delta: float = 0.15  # of the training loss, patience 1 epoch
 
@@ -56,18 +65,38 @@ class Run(NamedTuple):
     seed: int
 
 
-def train(run: Run, settings: Settings, root: str) -> dict[str, Any]:
-    """Train and test; accuracies in percent, and the share of steps with global statistics."""
-    torch.manual_seed(run.seed)
-    data = CIFAR10(
-        root,
-        val_size=0,
-        train_limit=settings.train_images,
-        test_limit=settings.test_images,
-        batch_size=run.batch_size,
-        seed=run.seed,
-    )
+def parser() -> argparse.ArgumentParser:
+    options = benchmark_parser(__doc__, __file__)
+    options.add_argument("--root", help="folder that holds cifar-10-batches-py; without it nothing is trained")
+    options.add_argument("--seeds", type=int, default=3)
+    options.add_argument("--batch-sizes", type=int, nargs="+", default=[8, 16, 32, 64, 128])
+    options.add_argument("--devices", type=int, nargs="+", default=[4, 8])
+    options.add_argument("--phase-cell", type=int, nargs=2, default=[8, 4], help="batch and devices of the last part")
+    options.add_argument("--epochs", type=int, default=5)
+    options.add_argument("--train-images", type=int, default=4096)
+    options.add_argument("--test-images", type=int, default=4000)
+    return options
+
+
+def cifar10(run: Run, settings: Settings, root: str | None) -> CIFAR10:
+    """Return the data; random images without ``root``, for smoke runs."""
+    if root is None:
+        data: CIFAR10 = RandomCIFAR10(
+            settings.train_images, batch_size=run.batch_size, eval_batch_size=settings.test_images, seed=run.seed
+        )
+    else:
+        data = CIFAR10(
+            root, val_size=0, train_limit=settings.train_images, test_limit=settings.test_images,
+            batch_size=run.batch_size, seed=run.seed,
+        )  # fmt: skip
     data.setup()
+    return data
+
+
+def train(run: Run, settings: Settings, root: str | None) -> dict[str, Any]:
+    """Train and test; return accuracies in percent, and the share of epochs with global statistics."""
+    torch.manual_seed(run.seed)
+    data = cifar10(run, settings, root)
     loader: Any = data.train_dataloader()
     model: Any = resnet20()
     layers = slice_batch_norm(model)
@@ -76,48 +105,65 @@ def train(run: Run, settings: Settings, root: str) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=1e-4)
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, settings.epochs * len(loader))
     criterion = Plateau("train_loss", patience=1, min_delta=settings.plateau_min_delta)
-    global_epochs, losses = 0, []
+    global_epochs = 0
+    train_accuracy = 0.0
+    losses: list[float] = []
     for epoch in range(settings.epochs):
         is_global = run.phase != "never" and in_global_phase(cast(GlobalPhase, run.phase), criterion.converged)
         for layer in layers:
             layer.num_slices = 1 if is_global else run.num_devices
         loader.sampler.set_epoch(epoch)
-        loss_sum = num_right = num_seen = 0.0
-        for x, y in loader:
-            logits = model(x.contiguous(memory_format=torch.channels_last))
-            loss = F.cross_entropy(logits, y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            decay.step()
-            loss_sum += loss.item() * len(y)
-            num_right += (logits.argmax(1) == y).sum().item()
-            num_seen += len(y)
+        loss, train_accuracy = train_epoch(model, loader, optimizer, decay)
         global_epochs += is_global
-        losses.append(loss_sum / num_seen)
-        criterion.update({"train_loss": losses[-1]})
-    averaged = accuracy(model, data.test_dataloader())
-    for layer in layers:
-        layer.running_var = layer.whole_var
+        losses.append(loss)
+        criterion.update({"train_loss": loss})
     return {
-        "test": 100 * averaged,  # with the running statistics averaged over the devices, as the callback has it
-        "test_whole_var": 100 * accuracy(model, data.test_dataloader()),  # with the variance between devices, too
-        "train": 100 * num_right / num_seen,  # in the last epoch, augmented, with the statistics of training
+        **test_accuracies(model, layers, data),
+        "train": 100 * train_accuracy,  # in the last epoch, augmented, with the statistics of training
         "losses": losses,
         "global_share": global_epochs / settings.epochs,
     }
 
 
+def train_epoch(model: Any, loader: Any, optimizer: Any, decay: Any) -> tuple[float, float]:
+    """Train for one epoch; return the mean loss and the share of images that were classified correctly."""
+    loss_sum = 0.0
+    num_correct = 0.0
+    num_images = 0
+    for x, y in loader:
+        logits = model(x.contiguous(memory_format=torch.channels_last))
+        loss = F.cross_entropy(logits, y)
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        decay.step()
+        loss_sum += loss.item() * len(y)
+        num_correct += (logits.argmax(1) == y).sum().item()
+        num_images += len(y)
+    return loss_sum / num_images, num_correct / num_images
+
+
+def test_accuracies(model: Any, layers: list[SlicedBatchNorm2d], data: CIFAR10) -> dict[str, float]:
+    """Return test accuracies with two kinds of running statistics; leaves the second kind in ``model``."""
+    averaged = accuracy(model, data.test_dataloader())
+    for layer in layers:
+        layer.running_var = layer.whole_var
+    return {
+        "test": 100 * averaged,  # running statistics averaged over the devices, as the callback does it
+        "test_whole_var": 100 * accuracy(model, data.test_dataloader()),  # with the variance between devices, too
+    }
+
+
 @torch.no_grad()
 def accuracy(model: torch.nn.Module, loader: Any) -> float:
-    """Share of images that the model has right in evaluation, with its running statistics."""
+    """Return the share of images that the model classifies correctly in evaluation, with its running statistics."""
     model.eval()
-    right = [model(x.contiguous(memory_format=torch.channels_last)).argmax(1) == y for x, y in loader]
-    return torch.cat(right).float().mean().item()
+    correct = [model(x.contiguous(memory_format=torch.channels_last)).argmax(1) == y for x, y in loader]
+    return torch.cat(correct).float().mean().item()
 
 
 def plan(arguments: argparse.Namespace) -> list[Run]:
-    """All runs, seed by seed."""
+    """Return all runs, seed by seed."""
     runs = []
     for seed in range(1, arguments.seeds + 1):
         for batch_size in arguments.batch_sizes:
@@ -129,12 +175,12 @@ def plan(arguments: argparse.Namespace) -> list[Run]:
 
 
 def read(path: Path, settings: Settings) -> dict[Run, dict[str, Any]]:
-    """The runs in ``path`` that had these settings."""
+    """Return the runs in ``path`` that had these settings."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return {Run(**line["run"]): line for line in lines if line["settings"] == asdict(settings)}
 
 
-def do_missing(runs: list[Run], settings: Settings, root: str, path: Path) -> None:
+def do_missing(runs: list[Run], settings: Settings, root: str | None, path: Path) -> None:
     """Do the runs that ``path`` lacks, one after the other, and append each to it."""
     done = read(path, settings)
     missing = [run for run in runs if run not in done]
@@ -152,39 +198,35 @@ def do_missing(runs: list[Run], settings: Settings, root: str, path: Path) -> No
         print(f", train {result['train']:.1f} %, {now - begin:.0f} s; about {minutes:.0f} min left", flush=True)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", help="folder that holds cifar-10-batches-py; without it nothing is trained")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[8, 16, 32, 64, 128])
-    parser.add_argument("--devices", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--phase-cell", type=int, nargs=2, default=[8, 4], help="batch and devices of the last part")
-    return parser.parse_args()
-
-
-def main() -> None:
-    arguments = parse_arguments()
-    settings = Settings()
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse(parser(), SMOKE, argv)
+    settings = Settings(arguments.epochs, arguments.train_images, arguments.test_images)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    folder = output_folder("agbn_accuracy")
+    folder = output_folder(arguments)
     path = folder / "results.jsonl"
     runs = plan(arguments)
-    if arguments.root is not None:
+    if arguments.root is not None or arguments.smoke:
         do_missing(runs, settings, arguments.root, path)
     done = {run: line for run, line in read(path, settings).items() if run in runs}
     if not done:
         print(f"left out: no runs in {path}, and no --root with CIFAR-10 to do them")
         return
-    print(f"{len(done)} of {len(runs)} runs; {settings}")
-    tables = {
-        "figure 4": figure_4(done, arguments.batch_sizes, arguments.devices),
-        "phases": phases(done, *arguments.phase_cell),
+    rows = figure_4(done, arguments.batch_sizes, arguments.devices)
+    batch_size, devices = arguments.phase_cell
+    table = "\n\n".join([
+        figure_4_table(done, arguments.batch_sizes, arguments.devices),
+        phases_table(done, batch_size, devices),
+    ])  # fmt: skip
+    results = {
+        "settings": asdict(settings),
+        "machines": sorted({line["machine"] for line in done.values()}),  # of runs that were done before, too
+        "figure 4": rows,
+        "phases": phases(done, batch_size, devices),
     }
-    machines = sorted({line["machine"] for line in done.values()})
-    everything = {"machines": machines, "settings": asdict(settings), **tables}
-    (folder / "summary.json").write_text(json.dumps(everything, indent=1))
-    draw(tables["figure 4"], folder / "accuracy.png")
-    print(f"\nwritten to {folder}")
+    title = f"ResNet-20 on CIFAR-10, {len(done)} of {len(runs)} runs, {settings}"
+    write_report(folder, arguments, title, table, results)
+    if rows:
+        draw(rows, folder / "accuracy.png")
 
 
 if __name__ == "__main__":

@@ -9,66 +9,90 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_dp.models import AlexNet
+from lightning_dp.models import AlexNet, TrunkAndHead
 
 NUM_CLASSES = 1000
-IMAGE_SIZE = 64  # of 224: the trunk computes a tenth to a fifteenth then, about as much as the head
-WIDTHS = (9216, 4096, 4096, NUM_CLASSES)  # of the head: what enters each layer, and the output
+IMAGE_SIZE = 64  # not 224: the trunk then computes a tenth to a fifteenth, about as much as the head
+FULL_SIZE = "full"
+SMALL = "small"
 
 
-def alexnet() -> AlexNet:
-    """AlexNet, its last pooling to 6 x 6 places whatever the image: parameters and head are those of the original."""
-    net = AlexNet(NUM_CLASSES)
-    places = [place for place, layer in enumerate(net.trunk) if isinstance(layer, nn.MaxPool2d)]
-    net.trunk[places[-1]] = nn.AdaptiveAvgPool2d(6)
+def alexnet(size: str = FULL_SIZE) -> TrunkAndHead:
+    """Return AlexNet, 61,838,248 parameters, its last pooling to 6 x 6 whatever the size of the images.
+
+    Args:
+        size: "full"; or "small" for smoke runs, the same layers with 1/16 of the filters and of the hidden units.
+    """
+    if size == FULL_SIZE:
+        net: TrunkAndHead = AlexNet(NUM_CLASSES)
+    else:
+        hidden = 4096 // 16
+        trunk = AlexNet(2, filters=(4, 12, 24, 24, 16)).trunk
+        head = nn.Sequential(
+            nn.Linear(16 * 6 * 6, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(),
+            nn.Linear(hidden, NUM_CLASSES),
+        )  # fmt: skip
+        net = TrunkAndHead(trunk, head)
+    assert isinstance(net.trunk, nn.Sequential)
+    pools = [place for place, layer in enumerate(net.trunk) if isinstance(layer, nn.MaxPool2d)]
+    net.trunk[pools[-1]] = nn.AdaptiveAvgPool2d(6)
     return net
 
 
-def trunk_and_head(prototype: AlexNet) -> tuple[int, int]:
-    """Parameters of the trunk and of the head."""
-    trunk, head = (sum(p.numel() for p in part.parameters()) for part in (prototype.trunk, prototype.head))
-    return trunk, head
+def num_parameters(module: nn.Module) -> int:
+    """Return the number of parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
-def cost(logits: Tensor, target: Tensor) -> Tensor:
-    """The paper's: a logistic unit a class, the sum of their cross-entropies, the mean over examples."""
-    is_target = F.one_hot(target, NUM_CLASSES).to(logits.dtype)
+def head_widths(net: TrunkAndHead) -> list[int]:
+    """Return what enters each linear layer of the head, and the output."""
+    layers = [layer for layer in net.head.modules() if isinstance(layer, nn.Linear)]
+    return [*(layer.in_features for layer in layers), layers[-1].out_features]
+
+
+def logistic_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Return the paper's loss: cross-entropy of a logistic unit for each class, the sum over classes, mean over images.
+
+    logits: (N, C); target: (N,), class indices.
+    """
+    is_target = F.one_hot(target, logits.shape[1]).to(logits.dtype)
     return F.binary_cross_entropy_with_logits(logits, is_target, reduction="sum") / len(target)
 
 
-def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
-    """The paper's, in one pass over memory a parameter."""
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    """Return the paper's optimizer. Fused, it passes over the memory of each parameter once."""
     return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, weight_decay=5e-4, fused=True)
 
 
-class Whole(pl.LightningModule):
+class WholeModule(pl.LightningModule):
     """An ordinary module: strategies see a network and a loss."""
 
-    def __init__(self, net: AlexNet) -> None:
+    def __init__(self, net: TrunkAndHead) -> None:
         super().__init__()
-        self.trunk, self.head = net.trunk, net.head
+        self.trunk = net.trunk
+        self.head = net.head
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, target = batch
-        return cost(self.head(self.trunk(x)), target)
+        return logistic_loss(self.head(self.trunk(x)), target)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return optimizer_of(self.parameters())
+        return make_optimizer(self.parameters())
 
 
-class Marked(Whole):
-    """The same, with the boundary between trunk and head marked."""
+class SplitModule(WholeModule):
+    """The same, with the boundary between trunk and head marked by ``head_step``."""
 
     def head_step(self, features: Tensor, target: Tensor) -> Tensor:
-        return cost(self.head(features), target)
+        return logistic_loss(self.head(features), target)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, target = batch
         return self.head_step(self.trunk(x), target)
 
 
-class Images(torch.utils.data.Dataset):
-    """Batches of the given sizes, one after another, the same images for each: they take no time to load."""
+class RandomImages(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Batches of the given sizes, one after another, from the same images: they take no time to load."""
 
     def __init__(self, batch_sizes: list[int], rank: int, image_size: int = IMAGE_SIZE) -> None:
         generator = torch.Generator().manual_seed(rank)
@@ -83,3 +107,7 @@ class Images(torch.utils.data.Dataset):
         if index >= len(self):
             raise IndexError(index)
         return self.x[: self.batch_sizes[index]], self.target[: self.batch_sizes[index]]
+
+    def loader(self) -> torch.utils.data.DataLoader[Any]:
+        """Return a loader of the batches."""
+        return torch.utils.data.DataLoader(self, batch_size=None)

@@ -1,13 +1,13 @@
-"""Several hosts on one machine: network namespaces on one bridge, each network card limited to a rate both ways.
+"""Several hosts on one machine: network namespaces on one bridge, each NIC limited to a rate in both directions.
 
     with Hosts(num_hosts=2, rate="200mbit") as hosts:
-        hosts.run([[sys.executable, "script.py", "--rank", "0"], [sys.executable, "script.py", "--rank", "1"]])
+        hosts.torchrun(2, ["script.py", "--option"])
 
-    python benchmarks/hosts.py --hosts 2 --per-host 2 --rate 1gbit -- script.py ARG ...      # torchrun on each
+    python benchmarks/support/emulated_hosts.py --hosts 2 --per-host 2 --rate 1gbit -- script.py --option
 
-Linux, root, and iproute2 (`ip`, `tc`). The commands get ``GLOO_SOCKET_IFNAME`` and ``OMP_NUM_THREADS=1``. All that was
-made is removed at the end. The hosts share a file system, so that Unix sockets (global batch norm's, between ranks
-of one host) go past the limits.
+Needs Linux, root, and iproute2 (`ip`, `tc`). The commands on the hosts get ``GLOO_SOCKET_IFNAME`` and
+``OMP_NUM_THREADS=1``. Everything that was made is removed at the end. The hosts share a file system, so Unix sockets
+(global batch norm uses them between ranks of one host) bypass the limits.
 """
 
 from __future__ import annotations
@@ -21,49 +21,56 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
 RATE_UNITS_BITS_PER_S = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-CARD = "nic0"
+UNLIMITED = "none"
+NIC = "nic0"  # on every host
 
 
 def bytes_per_s(rate: str) -> float:
-    """``"200mbit"`` -> 25e6."""
-    number, unit = rate[:-4], rate[-4:]
+    """Return the bytes a second of a rate as `tc` writes it: ``"200mbit"`` is 25e6; infinity for ``"none"``.
+
+    Raises:
+        ValueError: it is not a number with kbit, mbit or gbit.
+    """
+    if rate == UNLIMITED:
+        return float("inf")
+    number = rate[:-4]
+    unit = rate[-4:]
     if unit not in RATE_UNITS_BITS_PER_S or not number.replace(".", "", 1).isdigit():
-        raise ValueError(f"rate={rate!r} is not a number with kbit, mbit or gbit; for example 200mbit")
+        raise ValueError(f"rate={rate!r} is not a number with kbit, mbit or gbit, or none; for example 200mbit")
     return float(number) * RATE_UNITS_BITS_PER_S[unit] / 8
 
 
-def missing() -> str | None:
-    """What this machine lacks for `Hosts`, in words, or None."""
+def rate_name(rate: str) -> str:
+    """Return the rate for people to read: ``"200mbit"`` is "200 Mbit/s"."""
+    return "unlimited rate" if rate == UNLIMITED else f"{rate[:-4]} {rate[-4].upper()}{rate[-3:]}/s"
+
+
+def why_no_hosts() -> str | None:
+    """Return what this machine lacks for `Hosts`, in words; None if nothing."""
+    if lacking := _missing():
+        return lacking
+    # Root in a container may have the tools and not the permission, or the kernel no token bucket filter.
+    try:
+        with Hosts(1, "1gbit"):
+            return None
+    except RuntimeError as error:
+        return str(error)
+
+
+def _missing() -> str | None:
     if not sys.platform.startswith("linux"):
-        return f"network namespaces are Linux's, and this is {sys.platform}"
+        return f"network namespaces need Linux, and this is {sys.platform}"
     tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if tools:
         return f"{' and '.join(tools)} not found; install iproute2"
     if os.geteuid() != 0:
-        return "needs root, to make network namespaces"
+        return "only root can make network namespaces"
     return None
-
-
-def worker_or_hosts(
-    arguments: argparse.Namespace,
-    worker: Callable[[argparse.Namespace], None],
-    report: Callable[[argparse.Namespace], None],
-) -> None:
-    """A benchmark's `main`: ``worker`` in a process that the benchmark started on a host, ``report`` in the first one.
-
-    Where no hosts can be made the reason is printed, and nothing is measured.
-    """
-    if arguments.worker is not None:
-        worker(arguments)
-    elif lacking := missing():
-        print(f"skipped: this machine cannot make hosts: {lacking}")
-    else:
-        report(arguments)
 
 
 class Hosts:
@@ -71,27 +78,28 @@ class Hosts:
 
     Args:
         num_hosts: 1 to 250.
-        rate: of each host, in each direction, as `tc` writes it ("200mbit"); None leaves it unlimited.
+        rate: of each host, in each direction, as `tc` writes it ("200mbit"); "none" leaves it unlimited.
 
     Raises:
         RuntimeError: on entry, where the machine cannot do it, saying what it lacks.
     """
 
-    def __init__(self, num_hosts: int, rate: str | None) -> None:
-        self.num_hosts, self.rate = num_hosts, rate
-        # Names in use by another instance, in this or another process, would collide.
+    def __init__(self, num_hosts: int, rate: str) -> None:
+        self.num_hosts = num_hosts
+        self.rate = rate
+        # Names must not collide with those of another instance, in this process or in another one.
         self._tag = f"h{os.getpid() % 10**6:x}{time.monotonic_ns() % 4096:x}"
         self._processes: list[subprocess.Popen[bytes]] = []
 
     @staticmethod
     def address(host: int) -> str:
-        """The address of a host on the bridge."""
+        """Return the address of a host on the bridge."""
         return f"10.88.0.{host + 1}"
 
     def __enter__(self) -> Hosts:
-        if lacking := missing():
+        if lacking := _missing():
             raise RuntimeError(f"cannot make hosts on this machine: {lacking}")
-        # A `kill` of this process must not leave namespaces behind.
+        # A `kill` of this process must not leave namespaces behind: turned into an exception, it leads to `__exit__`.
         self._handler = signal.signal(signal.SIGTERM, _exit)
         try:
             _ip("link", "add", f"{self._tag}b", "type", "bridge")
@@ -104,53 +112,38 @@ class Hosts:
         return self
 
     def _add(self, host: int) -> None:
-        name, port = self.namespace(host), f"{self._tag}p{host}"
+        name = self.namespace(host)
+        port = f"{self._tag}p{host}"
         _ip("netns", "add", name)
-        _ip("link", "add", port, "type", "veth", "peer", "name", CARD, "netns", name)
+        _ip("link", "add", port, "type", "veth", "peer", "name", NIC, "netns", name)
         _ip("link", "set", port, "master", f"{self._tag}b", "up")
-        _ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", CARD)
+        _ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", NIC)
         _ip("-n", name, "link", "set", "lo", "up")
-        _ip("-n", name, "link", "set", CARD, "up")
-        if self.rate is not None:
-            # What the bucket holds goes out at once, beyond the rate: 4 ms of it, but one offloaded packet (64 KiB)
-            # must fit in.
+        _ip("-n", name, "link", "set", NIC, "up")
+        if self.rate != UNLIMITED:
+            # The content of the bucket leaves at once, beyond the rate. It is kept to 4 ms of the rate, but one
+            # offloaded packet (64 KiB) must fit in, else that packet is dropped each time that it is sent.
             burst = max(64 * 1024, int(bytes_per_s(self.rate) * 0.004))
             limit = ["root", "tbf", "rate", self.rate, "burst", str(burst), "latency", "100ms"]
-            _call("ip", "netns", "exec", name, "tc", "qdisc", "replace", "dev", CARD, *limit)  # out of the host
+            _call("ip", "netns", "exec", name, "tc", "qdisc", "replace", "dev", NIC, *limit)  # out of the host
             _call("tc", "qdisc", "replace", "dev", port, *limit)  # into the host
 
     def namespace(self, host: int) -> str:
-        """Name of the network namespace of a host."""
+        """Return the name of the network namespace of a host."""
         return f"{self._tag}n{host}"
 
-    def run(
-        self,
-        commands: Sequence[Sequence[str]],
-        *,
-        environment: Mapping[str, str] | None = None,
-        timeout_s: float = 600.0,
-        logs: Path | None = None,
-    ) -> None:
+    def run(self, commands: Sequence[Sequence[str]], *, timeout_s: float = 600.0, logs: Path | None = None) -> None:
         """Run command k on host k, all at once, and wait. Host 0's output is shown, the others' goes to ``logs``.
 
         Raises:
             RuntimeError: a command failed (the others are stopped then) or took longer than ``timeout_s``.
         """
         logs = logs or Path(tempfile.mkdtemp(prefix="hosts"))
-        env = {**os.environ, "GLOO_SOCKET_IFNAME": CARD, "OMP_NUM_THREADS": "1", **(environment or {})}
-        for host, command in enumerate(commands):
-            with open(logs / f"host{host}.log", "wb") as log:
-                output = None if host == 0 else log
-                self._processes.append(
-                    subprocess.Popen(
-                        ["ip", "netns", "exec", self.namespace(host), *command],
-                        env=env,
-                        stdout=output,
-                        stderr=output,
-                    )
-                )
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": NIC, "OMP_NUM_THREADS": "1"}
         deadline = time.monotonic() + timeout_s
         try:
+            for host, command in enumerate(commands):
+                self._start(host, command, environment, logs / f"host{host}.log")
             while None in (status := [process.poll() for process in self._processes]) and not any(status):
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"not finished after {timeout_s} s; the hosts' output is in {logs}")
@@ -160,18 +153,24 @@ class Hosts:
         finally:
             self._stop()
 
+    def _start(self, host: int, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
+        inside = ["ip", "netns", "exec", self.namespace(host), *command]
+        with log.open("wb") as file:
+            output = None if host == 0 else file
+            self._processes.append(subprocess.Popen(inside, env=environment, stdout=output, stderr=output))
+
     def torchrun(
         self, per_host: int, script: Sequence[str], *, timeout_s: float = 600.0, logs: Path | None = None
     ) -> None:
         """Run a script and its arguments under torchrun, ``per_host`` ranks on each host; otherwise as `run`."""
         command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.num_hosts}"]
         command += [f"--nproc_per_node={per_host}", f"--master_addr={self.address(0)}"]
-        command += ["--master_port=29500"]  # in namespaces of its own, every port is free
+        command += ["--master_port=29500"]  # the namespaces are new, so every port is free
         commands = [[*command, f"--node_rank={host}", *script] for host in range(self.num_hosts)]
         self.run(commands, timeout_s=timeout_s, logs=logs)
 
     def _stop(self) -> None:
-        """End all that runs on the hosts, also what the commands started in sessions of its own, as torchrun does."""
+        """End everything that runs on the hosts, also what the commands started in sessions of its own, as torchrun."""
         for process in self._processes:
             process.kill()
             process.wait()
@@ -189,7 +188,7 @@ class Hosts:
     ) -> None:
         self._stop()
         for host in range(self.num_hosts):
-            # A namespace that is deleted takes its card along only a while later.
+            # The NIC of a deleted namespace disappears only a while later, so it is deleted first.
             subprocess.run(["ip", "link", "del", f"{self._tag}p{host}"], capture_output=True, check=False)
             subprocess.run(["ip", "netns", "del", self.namespace(host)], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", f"{self._tag}b"], capture_output=True, check=False)
@@ -211,17 +210,15 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 def main() -> None:
+    """Run a script on hosts: the command line above."""
     parser = argparse.ArgumentParser(description="torchrun on several hosts, all on this machine")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--per-host", type=int, default=2, help="processes on each host")
     parser.add_argument("--rate", default="1gbit", help="of each host in each direction, or none")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds")
-    parser.add_argument("script", nargs="*", help="the script and its arguments, after --")
+    parser.add_argument("script", nargs="+", help="the script and its arguments, after --")
     arguments = parser.parse_args()
-    if not arguments.script:
-        parser.print_help()
-        return
-    with Hosts(arguments.hosts, None if arguments.rate == "none" else arguments.rate) as hosts:
+    with Hosts(arguments.hosts, arguments.rate) as hosts:
         hosts.torchrun(arguments.per_host, arguments.script, timeout_s=arguments.timeout)
 
 

@@ -1,87 +1,94 @@
-"""Table and picture of benchmarks/hybrid.py. Results: rate -> side -> rounds, bytes, bound."""
+"""Table and plot of hybrid_throughput. Results: rate -> side -> its rounds, bytes and bound."""
 
 from __future__ import annotations
 
-from math import nan
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-VARIABLE, FIXED = "hybrid c variable", "hybrid c"
+from support.bars import Bar, draw_bars
+from support.emulated_hosts import rate_name
+from support.report import markdown_table
+from support.sharded_peers import TENSOR_PARALLEL
+from support.spread import Spread, min_max, ratios
+
+REFERENCE = TENSOR_PARALLEL  # the strongest that PyTorch offers for this network
+DDP = "DDP"
+VARIABLE = "hybrid c, variable batch"
+FIXED = "hybrid c"
+
+Side = Mapping[str, Any]
+Sides = Mapping[str, Side]
 
 
-def spread(ratios: list[float]) -> str:
-    """Median, least and most."""
-    return f"{median(ratios):.2f}x ({min(ratios):.2f}-{max(ratios):.2f})"
+def step_times(side: Side) -> list[float]:
+    """Return the seconds a step of each round."""
+    return [turn["step_s"] for turn in side["rounds"]]
 
 
-def ratios(of: dict[str, Any], over: dict[str, Any]) -> list[float]:
-    """Throughput of one side over another's, round by round."""
-    return [b["step_s"] / a["step_s"] for a, b in zip(of["rounds"], over["rounds"], strict=True)]
+def throughput_over(side: Side, other: Side) -> Spread:
+    """Return the throughput over another side's, round by round: median, minimum, maximum."""
+    return min_max(ratios(step_times(other), step_times(side)))
 
 
-def communication_s(side: dict[str, Any]) -> list[float]:
-    """Of each round, the part of a step in which computing does not go on; empty where that is not known."""
+def communication_s(side: Side) -> list[float]:
+    """Return, for each round, the part of a step that is not computing alone; empty where that is not known."""
     return [turn["step_s"] - turn["alone_s"] for turn in side["rounds"] if turn["alone_s"] is not None]
 
 
-def bound_s(side: dict[str, Any]) -> float | None:
-    """None also where only the bytes' part of the bound is known, and not that of computing alone."""
-    return side["bound_s"] if communication_s(side) else None
-
-
-def table(results: dict[str, Any], num_samples: int) -> str:
-    """Medians over the rounds, with the least and most of ratios. ``num_samples``: of a step, on all ranks."""
-    lines = [
-        "| rate | | ms a step | samples/s | over DDP's | communication, ms a step | of DDP's | computing alone, ms "
-        "| MB sent: counted, on the card | bound, ms |",
-        "|" + "---|" * 10,
+def throughput_table(results: Mapping[str, Sides], num_samples: int) -> str:
+    """Return medians over the rounds, and ratios with minimum and maximum. ``num_samples``: of a step, on all ranks."""
+    header = [
+        "rate", "side", "ms a step", "samples/s", f"throughput over {REFERENCE}'s (minimum-maximum)",
+        "over DDP's (minimum-maximum)", "communication, ms a step", "over DDP's (minimum-maximum)",
+        "computing alone, ms", "MB sent a rank: counted, on its NIC", "bound, ms",
+    ]  # fmt: skip
+    rows = [
+        [rate_name(rate), name, *_cells(side, sides, num_samples)]
+        for rate, sides in results.items()
+        for name, side in sides.items()
     ]
+    lines = [markdown_table(header, rows)]
     for rate, sides in results.items():
-        ddp = sides.get("DDP")
-        for name, side in sides.items():
-            step_s = median(turn["step_s"] for turn in side["rounds"])
-            waits = communication_s(side)
-            cells = [f"{step_s * 1e3:.0f}", f"{num_samples / step_s:.0f}", spread(ratios(side, ddp)) if ddp else ""]
-            if waits:
-                parts = [own / other for own, other in zip(waits, communication_s(ddp), strict=True)] if ddp else []
-                alone_s = median(turn["alone_s"] for turn in side["rounds"])
-                cells += [f"{median(waits) * 1e3:.0f}", spread(parts) if parts else "", f"{alone_s * 1e3:.0f}"]
-            else:
-                cells += ["", "", ""]
-            card = median(turn["card_bytes"] for turn in side["rounds"])
-            cells += [
-                f"{side['bytes'] / 1e6:.1f}, {card / 1e6:.1f}",
-                f"{bound * 1e3:.0f}" if (bound := bound_s(side)) else "",
-            ]
-            lines.append(f"| {rate} | {name} | {' | '.join(cells)} |")
-    if all(VARIABLE in sides and FIXED in sides for sides in results.values()):
-        of_rates = ", ".join(f"{rate} {spread(ratios(s[VARIABLE], s[FIXED]))}" for rate, s in results.items())
-        lines.append(f"\nThroughput of {VARIABLE} over {FIXED}: {of_rates}")
-    return "\n".join(lines)
+        if VARIABLE in sides and FIXED in sides:
+            spread = throughput_over(sides[VARIABLE], sides[FIXED]).text()
+            lines.append(f"Throughput of {VARIABLE}, over {FIXED}, {rate_name(rate)}: {spread}")
+    return "\n\n".join(lines)
 
 
-def picture(results: dict[str, Any], num_samples: int, path: Path, title: str) -> None:
-    """Samples a second, a group of bars a rate, with least and most of the rounds; the bound as a line over each."""
-    import matplotlib
+def _cells(side: Side, sides: Sides, num_samples: int) -> list[str]:
+    step_s = median(step_times(side))
+    cells = [f"{step_s * 1e3:.0f}", f"{num_samples / step_s:.0f}"]
+    cells += [throughput_over(side, sides[name]).text() if name in sides else "" for name in (REFERENCE, DDP)]
+    waits = communication_s(side)
+    if waits:
+        parts = min_max(ratios(waits, communication_s(sides[DDP]))).text() if DDP in sides else ""
+        alone_s = median(turn["alone_s"] for turn in side["rounds"])
+        cells += [f"{median(waits) * 1e3:.0f}", parts, f"{alone_s * 1e3:.0f}"]
+        bound = f"{side['bound_s'] * 1e3:.0f}"
+    else:
+        cells += ["", "", ""]
+        bound = f"{side['bound_s'] * 1e3:.0f} (of the bytes alone)"
+    on_nic = median(turn["nic_bytes"] for turn in side["rounds"])
+    # Where no formula gives the bytes, those on the NIC are all there is.
+    counted = f"{side['bytes'] / 1e6:.1f}" if waits else "-"
+    return [*cells, f"{counted}, {on_nic / 1e6:.1f}", bound]
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
-    names = list(next(iter(results.values())))
-    width = 0.8 / len(names)
-    for index, name in enumerate(names):
-        places = [group + (index - (len(names) - 1) / 2) * width for group in range(len(results))]
-        rates = [[num_samples / turn["step_s"] for turn in sides[name]["rounds"]] for sides in results.values()]
-        middle = [median(r) for r in rates]
-        error = [[m - min(r) for m, r in zip(middle, rates, strict=True)],
-                 [max(r) - m for m, r in zip(middle, rates, strict=True)]]  # fmt: skip
-        axes.bar(places, middle, width * 0.92, yerr=error, capsize=2, label=name)
-        bounds = [num_samples / (bound_s(sides[name]) or nan) for sides in results.values()]
-        axes.hlines(bounds, [p - width / 2 for p in places], [p + width / 2 for p in places], "k", linewidth=1,
-                    label="bound" if index == 0 else None)  # fmt: skip
-    axes.set_xticks(range(len(results)), ["unlimited" if rate == "none" else rate for rate in results])
-    axes.set(xlabel="rate of each host's link", ylabel="samples a second", title=title)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(path, dpi=120)
+def draw(results: Mapping[str, Sides], path: Path, title: str) -> None:
+    """Draw a panel for each rate, a bar for each side."""
+    panels = {
+        rate_name(rate): [
+            Bar(name, min_max(1e3 * seconds for seconds in step_times(side)), 1e3 * side["bound_s"])
+            for name, side in sides.items()
+        ]
+        for rate, sides in results.items()
+    }
+    draw_bars(
+        panels,
+        path,
+        title=title,
+        axis="ms a step: median, minimum and maximum of the rounds",
+        bound_label="bound: computing alone, or bytes over rate\n(bytes only: tensor parallelism + DDP, FSDP2)",
+    )

@@ -11,12 +11,12 @@ from typing_extensions import override
 
 
 class SlicedBatchNorm2d(nn.BatchNorm2d):
-    """Batch norm in which each of ``num_slices`` equal parts of the batch is normalised with its own statistics.
+    """Batch norm that normalizes each of ``num_slices`` equal parts of the batch with the part's own statistics.
 
-    One device that trains with it on a batch does what that many devices do that share the batch evenly, in order, have
-    local batch norm and average their gradients. ``running_mean`` and ``running_var`` are the averages over those
-    devices: a device's are linear in the statistics of its slices, so one may as well average the statistics of each
-    step. That is what `lightning_dp.layers.average_running_statistics` gives.
+    One device that trains with this layer computes what ``num_slices`` data-parallel devices with local batch norm
+    compute, if slice k of the batch is the batch of device k. ``running_mean`` and ``running_var`` are the averages
+    over those devices, as `lightning_dp.layers.average_running_statistics` gives them. A device's running statistics
+    are linear in the statistics of its batches, so the layer averages over the devices in every step.
 
     In evaluation the layer is torch's own.
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.sliced_batch_norm import SlicedBatchNorm2d, slice_batch_norm
 from torch import Tensor, nn
 
-from benchmarks.support.sliced_batch_norm import SlicedBatchNorm2d, slice_batch_norm
 from lightning_dp.layers import apply_global_batch_norm, average_running_statistics, global_batch_norm_layers
 from lightning_dp.models import resnet20
 from tests.ranks import run_threads

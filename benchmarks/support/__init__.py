@@ -1,0 +1,1 @@
+"""What several benchmarks share. A benchmark itself is a file in the folder above, and no file imports it."""

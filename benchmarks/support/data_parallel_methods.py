@@ -1,0 +1,138 @@
+"""Data-parallel methods to compare: what each one is, whether it is exact, and the bytes that it must communicate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pytorch_lightning.strategies import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dp.strategies import LayeredSGDStrategy
+from support.comm_hooks import POWER_SGD_BUCKET_MB, POWER_SGD_RANK, HookedDDPStrategy, bf16_hook, power_sgd_state
+
+FLOAT_BYTES = 4
+LOCAL_STEPS = 4  # of post-local SGD between two averages of the parameters
+REFERENCE = "DDP"
+
+Shapes = Sequence[Sequence[int]]  # of all parameters
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the table.
+
+    Attributes:
+        make: returns the strategy.
+        payload_bytes: bytes a step that an all-reduce over all ranks must combine, for parameters of these shapes.
+        departs: what it computes instead of synchronous SGD; empty where it is exact, up to the order of sums.
+    """
+
+    make: Callable[[], Any]
+    payload_bytes: Callable[[Shapes], float]
+    departs: str = ""
+
+
+class PostLocalSGD(DDPStrategy):
+    """Averages gradients inside a host only, and parameters over all ranks every `LOCAL_STEPS` steps.
+
+    PyTorch's hook and averager. Lightning's own option for them drops the hook off CUDA, silently.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(gradient_as_bucket_view=True)
+        self._averager: PeriodicModelAverager | None = None
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        per_host = self.num_processes
+        hosts = [dist.new_group(list(range(first, first + per_host))) for first in range(0, self.world_size, per_host)]
+        own_host = hosts[self.global_rank // per_host]
+        make_state: Any = post_local.PostLocalSGDState  # without annotations in torch
+        state = make_state(None, own_host, start_localSGD_iter=0)
+        self.model.register_comm_hook(state, post_local.post_localSGD_hook)
+        self._averager = PeriodicModelAverager(period=LOCAL_STEPS, warmup_steps=0)
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, *args, **kwargs)
+        assert self._averager is not None
+        self._averager.average_parameters([p for group in optimizer.param_groups for p in group["params"]])
+        return output
+
+
+def full_bytes(shapes: Shapes) -> float:
+    """Return the bytes of float32 gradients."""
+    return float(FLOAT_BYTES * sum(math.prod(shape) for shape in shapes))
+
+
+def power_sgd_bytes(shapes: Shapes, rank: int = POWER_SGD_RANK, min_compression_rate: float = 2.0) -> float:
+    """Return the bytes that PowerSGD (arXiv 1905.13727, Algorithm 1) all-reduces in a step.
+
+    A gradient, viewed as an n x m matrix, becomes P (n x rank) and Q (m x rank). As in torch, it stays whole where that
+    saves less than ``min_compression_rate``, and so do all vectors.
+    """
+    elements = 0
+    for shape in shapes:
+        rows = shape[0]
+        columns = math.prod(shape[1:])
+        low_rank = (rows + columns) * min(rows, columns, rank)
+        is_compressed = low_rank * min_compression_rate < rows * columns
+        elements += low_rank if is_compressed else rows * columns
+    return float(FLOAT_BYTES * elements)
+
+
+def _layered(overlap: Any, communicator: Any) -> Callable[[], Any]:
+    return lambda: LayeredSGDStrategy(overlap=overlap, communicator=communicator)
+
+
+def methods(per_host: int) -> dict[str, Method]:
+    """Return the methods by name; the first one is the reference of the others.
+
+    Args:
+        per_host: ranks on a host. With one rank, leader and sharded communicators are the same, and stand once.
+    """
+    rows = {
+        REFERENCE: Method(lambda: DDPStrategy(gradient_as_bucket_view=True), full_bytes),
+        "DDP + bf16 hook": Method(
+            lambda: HookedDDPStrategy(bf16_hook, gradient_as_bucket_view=True),
+            lambda shapes: full_bytes(shapes) / 2,
+            "gradients and their sums rounded to bfloat16",
+        ),
+        f"DDP + PowerSGD rank {POWER_SGD_RANK}": Method(
+            lambda: HookedDDPStrategy(
+                powerSGD_hook.powerSGD_hook,
+                power_sgd_state,
+                gradient_as_bucket_view=True,
+                bucket_cap_mb=POWER_SGD_BUCKET_MB,
+            ),
+            power_sgd_bytes,
+            f"gradients approximated by rank {POWER_SGD_RANK}, with error feedback",
+        ),
+        "post-local SGD": Method(
+            PostLocalSGD,
+            lambda shapes: full_bytes(shapes) / LOCAL_STEPS,
+            f"gradients averaged inside a host only, parameters over all ranks every {LOCAL_STEPS} steps",
+        ),
+    }
+    for overlap in ("load", "step"):
+        for communicator in ("leader", "sharded") if per_host > 1 else ("leader",):
+            name = f"layered SGD {overlap}, {communicator}" if per_host > 1 else f"layered SGD {overlap}"
+            rows[name] = Method(_layered(overlap, communicator), full_bytes)
+    return rows
+
+
+def inter_host_bytes(payload_bytes: float, num_hosts: int) -> float:
+    """Return the bytes that must leave a host, and enter it, in an all-reduce of ``payload_bytes`` over all hosts.
+
+    2 (G-1)/G of the payload for G hosts: the bound of any all-reduce, which a ring over the hosts reaches. A ring over
+    all ranks, as gloo's, sends more.
+    """
+    return payload_bytes * 2 * (num_hosts - 1) / num_hosts
