@@ -1,0 +1,142 @@
+"""The rows of layered_sgd_throughput: what they send and what they compute is what the table says."""
+
+from __future__ import annotations
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from support.data_parallel_methods import (
+    LOCAL_STEPS,
+    REFERENCE,
+    full_bytes,
+    inter_host_bytes,
+    methods,
+    power_sgd_bytes,
+)
+from support.emulated_compute import TimedModule, Timing, slow_loader
+from support.training import make_trainer, quiet
+
+from tests.ranks import run_processes
+
+STEPS = 9
+FAST = Timing(0.0, 0.0, 0.0)
+WIDTH = 32
+
+
+class Steps(pl.Callback):
+    """Begins a new count with each step, and keeps the counts as they are at its end."""
+
+    def __init__(self, sent: list[int]) -> None:
+        self.sent = sent
+        self.per_step: list[int] = []
+
+    def on_train_batch_start(self, *_) -> None:
+        self.sent.append(0)
+
+    def on_train_batch_end(self, *_) -> None:
+        self.per_step = list(self.sent)
+
+
+def train(rank: int, names: list[str], width: int = WIDTH) -> dict:
+    """Train by each method; return parameters before and after, and the bytes all-reduced in each step."""
+    quiet()
+    results = {}
+    for name in names:
+        sent: list[int] = []
+        all_reduce = dist.all_reduce
+
+        def counted(tensor, *args, sent=sent, all_reduce=all_reduce, **kwargs):
+            if sent:
+                sent[-1] += tensor.nbytes
+            return all_reduce(tensor, *args, **kwargs)
+
+        steps = Steps(sent)
+        dist.all_reduce = counted
+        try:
+            strategy = methods(per_host=1)[name].make()
+            trainer = make_trainer(strategy, per_host=1, num_hosts=2, max_steps=STEPS, callbacks=[steps])
+            module = TimedModule("emulated", FAST, width)
+            before = torch.cat([p.detach().flatten() for p in module.parameters()])
+            trainer.fit(module, slow_loader(STEPS, 2, "emulated", FAST))
+        finally:
+            dist.all_reduce = all_reduce
+        after = torch.cat([p.detach().flatten() for p in module.parameters()])
+        buckets = len(getattr(getattr(strategy, "state", None), "error_dict", ()))
+        results[name] = {"sent": steps.per_step, "buckets": buckets, "before": before.tolist(), "after": after.tolist()}
+    return results
+
+
+def shapes() -> list[list[int]]:
+    return [list(p.shape) for p in TimedModule("emulated", FAST, WIDTH).parameters()]
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[dict]:
+    return run_processes(2, train, list(methods(per_host=1)), num_nodes=2)
+
+
+def test_every_method_trains_under_lightning_on_cpu(trained):
+    assert set(trained[0]) == set(methods(per_host=1))
+    for result in trained[0].values():
+        assert result["before"] != result["after"]
+
+
+def test_exact_methods_compute_what_ddp_computes_and_the_others_do_not(trained):
+    reference = torch.tensor(trained[0][REFERENCE]["after"])
+    moved = (reference - torch.tensor(trained[0][REFERENCE]["before"])).abs().max()
+    for name, method in methods(per_host=1).items():
+        difference = (torch.tensor(trained[0][name]["after"]) - reference).abs().max() / moved
+        if method.departs:
+            assert difference > 1e-4, name
+        else:
+            assert difference < 1e-5, name
+
+
+def test_all_ranks_agree_after_every_method_that_reduces_all_gradients(trained):
+    for name in trained[0]:
+        if name != "post-local SGD":  # its ranks differ between two averages
+            assert trained[0][name]["after"] == trained[1][name]["after"], name
+
+
+@pytest.mark.parametrize("name", ["DDP + bf16 hook", "DDP + PowerSGD rank 4"])
+def test_compressed_methods_send_the_bytes_of_the_formula_in_every_measured_step(trained, name):
+    bound = methods(per_host=1)[name].payload_bytes(shapes())
+    assert 0 < bound < full_bytes(shapes())
+    # Three steps warm up. PowerSGD needs the first two: it does not compress before.
+    assert trained[0][name]["sent"][3:] == [bound] * (STEPS - 3)
+
+
+def test_power_sgd_does_not_compress_before_its_start(trained):
+    assert trained[0]["DDP + PowerSGD rank 4"]["sent"][:2] == [full_bytes(shapes())] * 2
+
+
+def test_power_sgd_has_one_bucket_where_ddp_would_have_several():
+    """With several, the ranks start its all-reduces in different orders over gloo."""
+    name = "DDP + PowerSGD rank 4"
+    (result, _) = run_processes(2, train, [name], 512, num_nodes=2)
+    first_bucket_of_ddp = 2**20
+    assert result[name]["sent"][0] > 4 * first_bucket_of_ddp
+    assert result[name]["buckets"] == 1
+
+
+def test_post_local_sgd_sends_a_fourth_of_the_parameters_in_the_mean_of_four_steps(trained):
+    sent = trained[0]["post-local SGD"]["sent"]
+    # With one rank a host, the gradients of a host are all-reduced within that one rank: they never leave it.
+    within_a_host = full_bytes(shapes())
+    between_hosts = [step - within_a_host for step in sent[:8]]
+    assert sum(between_hosts) / 8 == methods(per_host=1)["post-local SGD"].payload_bytes(shapes())
+    assert between_hosts == [full_bytes(shapes()), *[0] * (LOCAL_STEPS - 1)] * 2
+
+
+def test_power_sgd_keeps_vectors_and_small_matrices_whole():
+    assert power_sgd_bytes([[100]]) == 400
+    assert power_sgd_bytes([[8, 8]]) == 256
+    assert power_sgd_bytes([[1024, 1024]]) == 4 * 4 * 2048
+    assert power_sgd_bytes([[64, 3, 11, 11]]) == 4 * 4 * (64 + 3 * 11 * 11)
+
+
+def test_a_host_sends_twice_its_share_of_the_payload():
+    assert inter_host_bytes(100.0, 1) == 0.0
+    assert inter_host_bytes(100.0, 2) == 100.0
+    assert inter_host_bytes(100.0, 4) == 150.0
