@@ -155,7 +155,7 @@ def step_function(optimizer: Optimizer) -> Callable[..., Any]:
     """Return the function that ``optimizer.step()`` runs, below the wrapper that learning-rate schedules put on it."""
     step: Any = optimizer.step
     function: Any = getattr(step, "__func__", step)
-    while getattr(function, "_wrapped_by_lr_sched", False):
+    while getattr(function, "_wrapped_by_lr_sched", False) is True:
         function = function.__wrapped__
     return function
 

@@ -1,0 +1,129 @@
+"""Run Lightning's own tests with this package's strategies in DDP's place, and compare with what DDP does there.
+
+    python -m tests.upstream.run CHECKOUT [--strategies layered_sgd ...] [--only trainer/optimization] [-k EXPRESSION]
+
+CHECKOUT is a checkout of Lightning with ``tests/tests_pytorch``, of about the installed version. Every Trainer on one
+CPU process becomes one on two ranks (`forced_strategy`). That alone makes many of Lightning's assertions fail, so what
+counts is the difference: a test that passes under DDP and fails under another strategy, or that ends with other bits in
+the parameters. `known_differences.txt` lists those that have a reason, each with it. Status 1 if there are others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+KNOWN = Path(__file__).with_name("known_differences.txt")
+# Not about training on several ranks, or in need of what a test machine lacks.
+IGNORED = (
+    *("accelerators", "demos", "deprecated_api", "graveyard", "profilers", "serve"),
+    *("test_cli.py", "utilities/test_cli.py"),
+)
+
+
+def run(checkout: Path, strategy: str, only: list[str], expression: str) -> dict[str, dict[str, Any]]:
+    """Run the tests on two ranks; return outcome and digests by test, a failure on either rank being a failure."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "tests.upstream.forced_strategy",
+            "-p",
+            "no:cacheprovider",
+        ]
+        command += [f"tests_pytorch/{path}" for path in only] or ["tests_pytorch"]
+        command += [f"--ignore=tests_pytorch/{path}" for path in IGNORED] + (["-k", expression] if expression else [])
+        repository = Path(__file__).parents[2]
+        processes = []
+        for rank in range(2):
+            environment = {
+                **os.environ,
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0",
+                "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "upstream",
+                "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+                "FORCED_STRATEGY": strategy, "FORCED_RESULTS": folder,
+                "PYTHONPATH": f"{repository}{os.pathsep}{checkout / 'tests'}",
+            }  # fmt: skip
+            output = None if rank == 0 else subprocess.DEVNULL
+            processes.append(subprocess.Popen(command, cwd=checkout / "tests", env=environment, stdout=output))
+        for process in processes:
+            process.wait()
+        return _merge([Path(folder, f"{rank}.jsonl") for rank in range(2)])
+
+
+def _merge(files: list[Path]) -> dict[str, dict[str, Any]]:
+    merged: dict[str, dict[str, Any]] = {}
+    for file in files:
+        for line in file.read_text().splitlines() if file.exists() else ():
+            report = json.loads(line)
+            test = merged.setdefault(report["test"], {"outcome": "passed", "digests": [], "error": ""})
+            test["digests"].append(report["digests"])
+            if report["outcome"] != "passed" and test["outcome"] != "failed":
+                test |= {"outcome": report["outcome"], "error": report.get("error", "")}
+    return merged
+
+
+def differences(ddp: dict[str, dict[str, Any]], ours: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """What passes under DDP and does not under the other strategy, or ends elsewhere."""
+    found = {}
+    for test, expected in ddp.items():
+        got = ours.get(test, {"outcome": "not run", "digests": [], "error": ""})
+        if expected["outcome"] == "passed" and got["outcome"] not in ("passed", "skipped"):
+            found[test] = f"{got['outcome']}: {got['error'].strip().splitlines()[-1:]}"
+        elif expected["outcome"] == got["outcome"] == "passed" and expected["digests"] != got["digests"]:
+            found[test] = "other parameters, optimizer states or steps"
+    return found
+
+
+def known_differences(strategy: str) -> dict[str, str]:
+    """Reason by test, from lines "STRATEGY | TEST | REASON"."""
+    lines = [line for line in KNOWN.read_text().splitlines() if line and not line.startswith("#")]
+    fields = [[field.strip() for field in line.split("|", 2)] for line in lines]
+    return {test: reason for of, test, reason in fields if of == strategy}
+
+
+def main() -> None:
+    """Print what differs; see the head of this file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument("--strategies", nargs="+", default=["layered_sgd", "layered_sgd_load"])
+    parser.add_argument("--only", nargs="*", default=[], help="files or folders below tests_pytorch")
+    parser.add_argument("-k", default="", dest="expression", help="as pytest's")
+    arguments = parser.parse_args()
+    if not (arguments.checkout / "tests" / "tests_pytorch").is_dir():
+        sys.exit(f"{arguments.checkout} has no tests/tests_pytorch; give a checkout of Lightning")
+    selection = arguments.only, arguments.expression
+    checkout = arguments.checkout.resolve()
+    ddp = run(checkout, "ddp", *selection)
+    print(f"ddp: {_count(ddp)}")
+    status = 0
+    for strategy in arguments.strategies:
+        ours = run(checkout, strategy, *selection)
+        found, known = differences(ddp, ours), known_differences(strategy)
+        unknown = {test: what for test, what in found.items() if test not in known}
+        print(
+            f"{strategy}: {_count(ours)}; {len(found)} differ, {len(found) - len(unknown)} of them for a known reason"
+        )
+        for test, what in unknown.items():
+            print(f"  {test}\n      {what}")
+        status |= bool(unknown)
+    sys.exit(status)
+
+
+def _count(results: dict[str, dict[str, Any]]) -> str:
+    outcomes = [test["outcome"] for test in results.values()]
+    return ", ".join(f"{outcomes.count(kind)} {kind}" for kind in ("passed", "failed", "skipped"))
+
+
+if __name__ == "__main__":
+    main()
