@@ -94,7 +94,7 @@ def explain(error: Exception) -> str:
     if parent is not None and key is not None and OmegaConf.is_dict(parent) and key not in parent:
         there = sorted(str(name) for name in parent)
         near = difflib.get_close_matches(str(key), there, n=1)
-        where = parent._get_full_key("") or "the configuration"
+        where = cause.full_key.rpartition(".")[0] or "the configuration"
         meant = f"; did you mean {near[0]}?" if near else ""
         return f"{cause.full_key} is unknown{meant} In {where} there are: {', '.join(there)}"
     text = str(error) if cause is error else f"{error}\n{cause}"

@@ -1,4 +1,8 @@
-"""Names that are private in Lightning. `LayeredSGDStrategy` also overrides one, ``_configure_launcher``."""
+"""Names that are private in Lightning.
+
+`LayeredSGDStrategy` also overrides a private method, ``_configure_launcher``, because Lightning calls no public one
+before it starts processes. It has a contract like the names below.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +16,32 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 def ddp_options(strategy: Any) -> dict[str, Any]:
-    """Return the keyword arguments that a DDPStrategy will pass to DistributedDataParallel; may be changed."""
+    """Return the keyword arguments that a DDPStrategy will pass to DistributedDataParallel.
+
+    Changes to the dictionary count until the strategy wraps its model.
+    """
     options: dict[str, Any] = strategy._ddp_kwargs
     return options
 
 
 def strategy_timeout(strategy: Any) -> timedelta:
-    """Return the timeout that the user gave to a DDPStrategy: for every process group that is made for it."""
+    """Return the timeout of a DDPStrategy: the user's, or torch's default. It holds for every group that we make."""
     timeout: timedelta | None = strategy._timeout
     return DEFAULT_TIMEOUT if timeout is None else timeout
 
 
 def converts_batch_norm(strategy: Any) -> bool:
     """Return whether ``Trainer(sync_batchnorm=True)`` makes this strategy replace batch norm layers."""
-    return getattr(strategy, "_layer_sync", None) is not None  # strategies for one device do not have it
+    # A default, because strategies for one device do not have the attribute.
+    return getattr(strategy, "_layer_sync", None) is not None
 
 
 def is_compiled_by_lightning(module: nn.Module) -> bool:
     """Return whether ``module`` is a LightningModule that was passed through ``torch.compile``."""
-    return getattr(module, "_compiler_ctx", None) is not None  # other modules do not have it
+    # A default, because modules that are no LightningModules do not have the attribute.
+    return getattr(module, "_compiler_ctx", None) is not None
 
 
 def clip_gradients(plugin: Any, module: nn.Module, optimizer: Optimizer, clip_val: Any, algorithm: Any) -> None:
-    """Clip the gradients of one optimizer as Lightning does before each step, with the module's own hook."""
+    """Clip the gradients of one optimizer as Lightning does before each step: through the module's own hook."""
     plugin._clip_gradients(module, optimizer, clip_val, gradient_clip_algorithm=algorithm)

@@ -25,6 +25,7 @@ __all__ = [
     "OptimizedModule",
     "assert_async",
     "backend_name",
+    "check_input_dim",
     "child_entries",
     "ddp_ignored_names",
     "ddp_timing",
@@ -54,13 +55,13 @@ __all__ = [
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Return how long a collective of ``group`` on ``device`` may take before its backend gives up."""
-    # Not every backend has options: those that are written in Python need none.
+    # Backends that are written in Python need not have options.
     options = getattr(group._get_backend(device), "options", None)
     return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return ``"gloo"``, ``"nccl"``, ...: what carries the messages of ``group`` that lie on ``device``."""
+    """Return the name of the backend that ``group`` uses for tensors on ``device``: ``"gloo"``, ``"nccl"``, ..."""
     return group._get_backend(device).name()
 
 
@@ -70,14 +71,15 @@ def device_types(group: dist.ProcessGroup) -> list[torch.device]:
 
 
 def ddp_ignored_names(module: nn.Module) -> list[str]:
-    """Return the names of parameters and buffers that DistributedDataParallel is told to leave alone."""
-    return list(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))  # set by the first call of `ignore_in_ddp`
+    """Return the names of the parameters and buffers that DistributedDataParallel is told to leave alone."""
+    # A default, because the first call of `ignore_in_ddp` sets the attribute.
+    return list(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def ignore_in_ddp(module: nn.Module, names: Collection[str]) -> None:
-    """Tell DistributedDataParallel not to reduce or broadcast these parameters and buffers either.
+    """Tell DistributedDataParallel to neither reduce nor broadcast these parameters and buffers.
 
-    Takes effect when DDP wraps ``module``, not on a model that is wrapped already.
+    This takes effect when DDP wraps ``module``. It does not change a model that is wrapped already.
     """
     others = [name for name in ddp_ignored_names(module) if name not in names]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [*others, *names])
@@ -90,23 +92,28 @@ def stop_ignoring_in_ddp(module: nn.Module, names: Collection[str]) -> None:
 
 
 def enable_ddp_timing(model: DistributedDataParallel) -> None:
-    """Let DDP time every step; by default it samples."""
+    """Make DDP time every step. By default it times a sample of the steps."""
     model._set_ddp_runtime_logging_sample_rate(1)
 
 
 def ddp_timing(model: DistributedDataParallel) -> dict[str, Any]:
-    """Return DDP's record of the last timed step; times are in nanoseconds."""
+    """Return DDP's record of the last timed step. Times are in nanoseconds."""
     return model._get_ddp_logging_data()
 
 
 def mark_stepped(optimizer: Optimizer) -> None:
-    """Tell learning-rate schedules that the optimizer has stepped; they warn when they step before it."""
+    """Tell learning-rate schedules that the optimizer has stepped. They warn when they step before it."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def child_entries(module: nn.Module) -> list[tuple[str, nn.Module | None]]:
-    """Return all children by name; unlike ``named_children`` with those that are None or stand there twice."""
+    """Return all children by name, with those that are None or occur twice, which ``named_children`` leaves out."""
     return list(module._modules.items())
+
+
+def check_input_dim(layer: BatchNorm, input: Tensor) -> None:
+    """Raise ValueError if a batch norm layer is not made for inputs with so many dimensions."""
+    layer._check_input_dim(input)
 
 
 def has_compiled_forward(module: nn.Module) -> bool:
@@ -131,13 +138,13 @@ def version_of(tensor: Tensor) -> int:
 
 @contextmanager
 def without_torch_function() -> Iterator[None]:
-    """Call tensor subclasses' functions as if they were plain tensors'."""
+    """Treat tensor subclasses as plain tensors: their ``__torch_function__`` is not called."""
     with torch._C.DisableTorchFunctionSubclass():
         yield
 
 
 def assert_async(condition: Tensor) -> None:
-    """Fail on the device if ``condition``, one bool, is false; the host does not wait for the answer."""
+    """Fail on the device if ``condition``, a tensor of one bool, is false. The host does not wait for the result."""
     torch._assert_async(condition)
 
 

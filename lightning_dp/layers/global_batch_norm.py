@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_dp._private.torch_names import BatchNorm
+from lightning_dp._private.torch_names import BatchNorm, check_input_dim
 from lightning_dp.collectives.groups import group_size
 from lightning_dp.layers.batch_statistics import GlobalBatchNormFunction
 
@@ -65,7 +65,7 @@ class GlobalBatchNorm(BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not (self.is_global and self.training and group_size(self.group) > 1):
             return super().forward(input)
-        self._check_input_dim(input)
+        check_input_dim(self, input)
         if input.shape[0] == 0 and torch.compiler.is_compiling():
             _refuse_empty_batch()
         output, mean, var = GlobalBatchNormFunction.apply(input, self.weight, self.bias, self.eps, self.group)

@@ -32,14 +32,14 @@ class ShardedLogits(Tensor):
     own: Tensor
     bounds: Bounds
     channel: Channel
-    _whole: Tensor | None
+    _whole: Tensor | None = None
 
     @staticmethod
     def __new__(cls, own: Tensor, bounds: Bounds, channel: Channel) -> ShardedLogits:
         """own: (N, own columns), in the autograd graph."""
         shape = (len(own), bounds[-1][1])
         logits = make_wrapper_tensor(cls, shape, own.dtype, own.device)
-        logits.own, logits.bounds, logits.channel, logits._whole = own, bounds, channel, None
+        logits.own, logits.bounds, logits.channel = own, bounds, channel
         return logits
 
     def whole(self) -> Tensor:

@@ -1,0 +1,50 @@
+"""A contract: what one private name of torch or Lightning must do for this package."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What one private name must do.
+
+    Attributes:
+        owner: the class or module that has the name; a string for the path of a private module.
+        name: the private name.
+        check: fails if the name does not have the effect that `lightning_dp` needs.
+    """
+
+    owner: Any
+    name: str
+    check: Callable[[], None]
+
+    @property
+    def library(self) -> str:
+        path = self.owner if isinstance(self.owner, str) else getattr(self.owner, "__module__", self.owner.__name__)
+        return path.partition(".")[0]
+
+    def hold(self) -> None:
+        """Run the check; say which name of which version broke it."""
+        version = importlib.import_module(self.library).__version__
+        try:
+            self.check()
+        except Exception as error:
+            raise AssertionError(
+                f"{self.name} of {self.library} {version} does not do what lightning_dp relies on "
+                f"({type(error).__name__}: {error}); adapt lightning_dp/_private"
+            ) from error
+
+
+CONTRACTS: list[Contract] = []
+
+
+def contract(owner: Any, name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    def add(check: Callable[[], None]) -> Callable[[], None]:
+        CONTRACTS.append(Contract(owner, name, check))
+        return check
+
+    return add

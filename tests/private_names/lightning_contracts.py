@@ -1,0 +1,85 @@
+"""What `lightning_dp._private.lightning_names` relies on."""
+
+from __future__ import annotations
+
+import importlib
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from lightning_dp._lightning import FRAMEWORK, DDPStrategy, LightningModule, Trainer
+from lightning_dp._private import lightning_names
+from tests.private_names.contract import contract
+from tests.private_names.torch_contracts import CPU, in_one_process
+
+Precision = importlib.import_module(FRAMEWORK + ".plugins.precision").Precision
+Strategy = importlib.import_module(FRAMEWORK + ".strategies").Strategy
+
+
+def trainer(**options: Any) -> Any:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return Trainer(accelerator="cpu", **{**quiet, **options})
+
+
+@contract(DDPStrategy, "_ddp_kwargs")
+def check_ddp_gets_the_options_as_they_were_changed() -> None:
+    def check() -> None:
+        strategy = DDPStrategy(parallel_devices=[CPU], find_unused_parameters=False)
+        options = lightning_names.ddp_options(strategy)
+        assert options == {"find_unused_parameters": False}
+        options["find_unused_parameters"] = True
+        strategy.model = LightningModule()
+        strategy.model.layer = nn.Linear(1, 1)
+        strategy.configure_ddp()
+        assert strategy.model.find_unused_parameters
+
+    in_one_process(check)
+
+
+@contract(DDPStrategy, "_timeout")
+def check_a_strategy_tells_its_timeout() -> None:
+    assert lightning_names.strategy_timeout(DDPStrategy(timeout=timedelta(seconds=5))) == timedelta(seconds=5)
+    assert lightning_names.strategy_timeout(DDPStrategy(timeout=None)) == lightning_names.DEFAULT_TIMEOUT
+
+
+@contract(Strategy, "_layer_sync")
+def check_the_conversion_of_batch_norm_is_seen() -> None:
+    for converts in (True, False):
+        strategy = trainer(strategy="ddp", devices=2, sync_batchnorm=converts).strategy
+        assert lightning_names.converts_batch_norm(strategy) == converts
+
+
+@contract(LightningModule, "_compiler_ctx")
+def check_a_compiled_lightning_module_is_recognized() -> None:
+    from_compiled = importlib.import_module(FRAMEWORK + ".utilities.compile").from_compiled
+    assert not lightning_names.is_compiled_by_lightning(LightningModule())
+    assert lightning_names.is_compiled_by_lightning(from_compiled(torch.compile(LightningModule(), backend="eager")))
+
+
+@contract(Precision, "_clip_gradients")
+def check_gradients_are_clipped_through_the_modules_hook() -> None:
+    class Hooked(LightningModule):
+        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            hooked.append((args, kwargs))
+
+    hooked: list[Any] = []
+    module = Hooked()
+    module.trainer = trainer()
+    module.trainer.strategy.connect(module)
+    lightning_names.clip_gradients(Precision(), module, SGD([nn.Parameter(torch.ones(1))], lr=0.1), 0.5, "norm")
+    assert hooked == [((), {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norm"})]
+
+
+@contract(DDPStrategy, "_configure_launcher")
+def check_a_trainer_configures_the_launcher_when_it_is_made() -> None:
+    class Recording(DDPStrategy):
+        configured = False
+
+        def _configure_launcher(self) -> None:
+            super()._configure_launcher()
+            self.configured = True
+
+    assert trainer(strategy=Recording(), devices=2).strategy.configured

@@ -1,0 +1,200 @@
+"""What `lightning_dp._private.torch_names` relies on."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.modules.batchnorm
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from lightning_dp._private import torch_names
+from tests.private_names.contract import contract
+from tests.ranks import thread_group
+
+CPU = torch.device("cpu")
+
+
+@contract("torch._dynamo", "_dynamo")
+def check_compiled_modules_are_recognized() -> None:
+    optimized_module = importlib.import_module("torch._dynamo").OptimizedModule
+    assert optimized_module is torch_names.OptimizedModule
+    assert isinstance(torch.compile(nn.Linear(1, 1), backend="eager"), optimized_module)
+
+
+@contract("torch.utils._pytree", "_pytree")
+def check_trees_are_taken_apart_and_put_together() -> None:
+    pytree = importlib.import_module("torch.utils._pytree")
+    tree = {"a": [1, 2.0], "b": (3,)}
+    leaves, spec = pytree.tree_flatten(tree)
+    assert leaves == pytree.tree_leaves(tree) == [1, 2.0, 3]
+    assert pytree.tree_unflatten(leaves, spec) == tree
+    assert pytree.tree_map_only(int, str, tree) == {"a": ["1", 2.0], "b": ("3",)}
+
+
+@contract(torch.nn.modules.batchnorm, "_BatchNorm")
+def check_batch_norms_have_one_base() -> None:
+    base = torch.nn.modules.batchnorm._BatchNorm
+    assert base is torch_names.BatchNorm
+    assert all(issubclass(kind, base) for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
+
+
+@contract(nn.BatchNorm2d, "_check_input_dim")
+def check_batch_norm_refuses_the_wrong_number_of_dimensions() -> None:
+    torch_names.check_input_dim(nn.BatchNorm2d(3), torch.ones(2, 3, 4, 4))
+    with pytest.raises(ValueError, match="expected 4D input"):
+        torch_names.check_input_dim(nn.BatchNorm2d(3), torch.ones(2, 3))
+
+
+@contract(dist.ProcessGroup, "_get_backend")
+@contract(dist.ProcessGroupGloo._Options, "_timeout")
+def check_a_group_tells_its_backend_and_timeout() -> None:
+    group = thread_group(dist.HashStore(), 0, 1, 77.0)
+    assert torch_names.group_timeout(group, CPU) == timedelta(seconds=77)
+    assert torch_names.backend_name(group, CPU) == "gloo"
+
+
+@contract(dist.ProcessGroup, "_device_types")
+def check_a_group_tells_its_devices() -> None:
+    assert torch_names.device_types(thread_group(dist.HashStore(), 0, 1, 77.0)) == [CPU]
+
+
+def in_one_process(check: Callable[[], None]) -> None:
+    """Run ``check`` with a default process group of one rank, which DistributedDataParallel needs."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        check()
+    finally:
+        dist.destroy_process_group()
+
+
+@contract(nn.Module, "_ddp_params_and_buffers_to_ignore")
+@contract(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model")
+def check_ddp_ignores_what_it_is_told_to() -> None:
+    def check() -> None:
+        module = nn.Linear(2, 2)
+        torch_names.ignore_in_ddp(module, ["bias"])
+        assert torch_names.ddp_ignored_names(module) == ["bias"]
+        assert set(DistributedDataParallel(module).parameters_to_ignore) == {"bias"}
+        torch_names.stop_ignoring_in_ddp(module, ["bias"])
+        assert torch_names.ddp_ignored_names(module) == []
+
+    in_one_process(check)
+
+
+@contract(DistributedDataParallel, "_set_ddp_runtime_logging_sample_rate")
+@contract(DistributedDataParallel, "_get_ddp_logging_data")
+def check_ddp_times_every_step() -> None:
+    def check() -> None:
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        torch_names.enable_ddp_timing(model)
+        iterations = []
+        for _ in range(4):
+            model(torch.ones(1, 2)).sum().backward()
+            timing = torch_names.ddp_timing(model)
+            iterations.append(timing["iteration"])
+        assert iterations[2:] == [iterations[1] + 1, iterations[1] + 2], "each step is timed"
+        assert timing["backward_comm_time"] > 0
+        assert timing["backward_compute_comm_overlap_time"] >= 0
+
+    in_one_process(check)
+
+
+@contract(Optimizer, "_optimizer_step_pre_hooks")
+@contract(Optimizer, "_optimizer_step_post_hooks")
+def check_hooks_of_an_optimizer_are_seen() -> None:
+    for register in ("register_step_pre_hook", "register_step_post_hook"):
+        optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        assert not torch_names.has_step_hooks(optimizer)
+        getattr(optimizer, register)(lambda *_: None)
+        assert torch_names.has_step_hooks(optimizer)
+
+
+@contract(Optimizer, "_opt_called")
+def check_a_schedule_believes_that_the_optimizer_has_stepped() -> None:
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    schedule = StepLR(optimizer, 1)
+    torch_names.mark_stepped(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule.step()
+
+
+@contract(nn.Module, "_modules")
+def check_children_are_listed_with_repetitions_and_none() -> None:
+    module, child = nn.Module(), nn.ReLU()
+    module.add_module("a", child)
+    module.add_module("b", child)
+    module.add_module("c", None)
+    assert torch_names.child_entries(module) == [("a", child), ("b", child), ("c", None)]
+
+
+@contract(nn.Module, "_compiled_call_impl")
+def check_a_module_compiled_in_place_is_recognized() -> None:
+    module = nn.Linear(1, 1)
+    assert not torch_names.has_compiled_forward(module)
+    module.compile(backend="eager")
+    assert torch_names.has_compiled_forward(module)
+
+
+@contract(torch.amp.GradScaler, "_device")
+def check_a_scaler_tells_its_device() -> None:
+    assert torch_names.scaler_device(torch.amp.GradScaler("cpu")) == "cpu"
+
+
+class Labeled(torch.Tensor):
+    calls = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Empty(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError  # there is nothing to compute with
+
+
+@contract(torch.Tensor, "_make_wrapper_subclass")
+def check_a_tensor_without_storage_has_shape_and_dtype() -> None:
+    tensor = torch_names.make_wrapper_tensor(Empty, (2, 3), torch.float64, CPU)
+    assert type(tensor) is Empty
+    assert (tuple(tensor.shape), tensor.dtype, tensor.device) == ((2, 3), torch.float64, CPU)
+
+
+@contract(torch._C, "DisableTorchFunctionSubclass")
+@contract(torch, "_C")
+def check_a_subclass_is_called_as_a_plain_tensor() -> None:
+    tensor = torch.ones(2).as_subclass(Labeled)
+    Labeled.calls = 0
+    with torch_names.without_torch_function():
+        tensor + tensor
+    assert Labeled.calls == 0
+    tensor + tensor
+    assert Labeled.calls > 0
+
+
+@contract(torch.Tensor, "_version")
+def check_changes_in_place_are_counted() -> None:
+    tensor = torch.zeros(1)
+    before = torch_names.version_of(tensor)
+    tensor.add_(1)
+    assert torch_names.version_of(tensor) == before + 1
+
+
+@contract(torch, "_assert_async")
+def check_a_condition_on_the_device_can_fail() -> None:
+    torch_names.assert_async(torch.tensor(True))
+    with pytest.raises(RuntimeError):
+        torch_names.assert_async(torch.tensor(False))
