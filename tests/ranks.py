@@ -1,12 +1,16 @@
 """Several ranks for a test: as threads (for collectives and layers) or as processes (for strategies and callbacks).
 
-``run_threads(world_size, function, ...)`` calls ``function(rank, group, ...)`` in a thread a rank, over gloo; it takes
-0.05 s. ``run_processes(world_size, function, ...)`` calls ``function(rank, ...)`` in a process a rank, with the
-environment that torchrun gives, so that ``Trainer(devices=world_size)`` works in it; about 0.5 s. The processes have
-the environment of the test session's start, not what the test changed in it.
+``run_threads(world_size, function, ...)`` calls ``function(rank, group, ...)`` in one thread per rank, over gloo; it
+takes 0.05 s. ``run_processes(world_size, function, ...)`` calls ``function(rank, ...)`` in one process per rank, with
+the environment variables that torchrun sets, so that ``Trainer(devices=world_size)`` works in it; it takes 0.5 s. The
+processes have the environment of the start of the test session, not what the test changed in it, and the test's warning
+filters.
 
-Both return the results in rank order, and raise `RankError` with each failed rank's traceback, or, past ``timeout``,
-with the place where each rank stands. No process outlives the call, and no port is fixed.
+Both return the results in rank order. They raise `RankError` with the traceback of each failed rank. No process
+outlives the call, and no port is fixed.
+
+The time limits are there to end a test that hangs. They are far longer than any test needs on a busy machine, and the
+clock starts when all ranks have entered ``function``. A rank that runs past its limit is reported with its stack.
 """
 
 from __future__ import annotations
@@ -31,7 +35,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# A server that has imported torch and Lightning once: each rank is a fork of it, clean of the test's own threads.
+LIMIT_S = 240.0
+# After a failure, how long the other ranks may take to report what they saw of it.
+GRACE_S = 30.0
+
+# A server process that has imported torch and Lightning once. Each rank is a fork of it, without the test's threads.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torchmetrics", "pytorch_lightning"])
 
@@ -41,7 +49,7 @@ class RankError(AssertionError):
 
 
 def thread_group(store: dist.Store, rank: int, world_size: int, timeout: float) -> dist.ProcessGroup:
-    """A gloo process group for a rank that is a thread. It is not the default group: pass it as ``group``."""
+    """Make a gloo process group for a rank that is a thread. It is not the default group: pass it as ``group``."""
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
@@ -53,24 +61,29 @@ def thread_group(store: dist.Store, rank: int, world_size: int, timeout: float) 
     return group
 
 
-def run_threads(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 30.0) -> list[Any]:
-    """Call ``function(rank, group, *args)`` on every rank, a thread each; see the head of this module."""
+def run_threads(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = LIMIT_S) -> list[Any]:
+    """Call ``function(rank, group, *args)`` on every rank, one thread each; see the head of this module."""
     store = dist.HashStore()
     results: list[Any] = [None] * world_size
     errors: dict[int, str] = {}
+    entered = threading.Semaphore(0)
 
     def work(rank: int) -> None:
         try:
-            group = thread_group(dist.PrefixStore("ranks", store), rank, world_size, timeout)
+            group = thread_group(dist.PrefixStore("ranks", store), rank, world_size, LIMIT_S)
+            entered.release()
             results[rank] = function(rank, group, *args)
         except BaseException:
             errors[rank] = traceback.format_exc()
+            entered.release()
 
     threads = [
         threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)
     ]
     for thread in threads:
         thread.start()
+    for _ in threads:
+        entered.acquire(timeout=LIMIT_S)
     deadline = time.monotonic() + timeout
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -84,35 +97,35 @@ def run_threads(world_size: int, function: Callable[..., Any], *args: Any, timeo
 
 
 def run_processes(
-    world_size: int, function: Callable[..., Any], *args: Any, num_nodes: int = 1, timeout: float = 60.0
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    num_nodes: int = 1,
+    timeout: float = LIMIT_S,
+    grace: float = GRACE_S,
 ) -> list[Any]:
-    """Call ``function(rank, *args)`` on every rank, a process each; see the head of this module.
+    """Call ``function(rank, *args)`` on every rank, one process each; see the head of this module.
 
     ``function`` is a module-level function; arguments and results are pickled. ``num_nodes`` divides the ranks evenly.
+    ``grace`` is the time (s) that the peers of a failed rank get to fail as well, or to finish.
     """
-    # The parent keeps the store (as torchrun's agent does), so that its port is found free and stays ours.
+    # The parent keeps the store, as torchrun's agent does. Its port was free, and stays taken.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            _Process(rank, world_size, num_nodes, store.port, timeout, folder, function, args)
-            for rank in range(world_size)
-        ]
+        ranks: list[_Process] = []
         try:
-            deadline = time.monotonic() + timeout
-            pending = list(ranks)
-            while pending and (left := deadline - time.monotonic()) > 0 and not any(r.error for r in ranks):
-                ready = wait([r.receiver for r in pending], left)
-                for rank in [r for r in pending if r.receiver in ready]:
-                    rank.receive()
-                    pending.remove(rank)
-            # The peers of a failed rank have a moment to say what they saw, and are stopped then.
-            for rank in [r for r in pending if r.receiver in wait([r.receiver for r in pending], 2.0)]:
-                rank.receive()
-                pending.remove(rank)
-            failed = any(r.error for r in ranks)
-            for rank in pending:
-                late = f"not finished after {timeout} s; it stands at\n"
-                rank.error = "stopped after a peer failed" if failed else late + rank.where()
+            for rank in range(world_size):
+                environment = _environment(rank, world_size, num_nodes, store.port)
+                ranks.append(_Process(rank, environment, folder, function, args))
+            _receive(ranks, LIMIT_S, lambda rank: rank.entered or rank.done)
+            _receive(ranks, timeout, lambda rank: rank.done)
+            if any(rank.error for rank in ranks):
+                _receive(ranks, grace, lambda rank: rank.done, stop_at_error=False)
+            failed = any(rank.error for rank in ranks)
+            for rank in ranks:
+                if not rank.done:
+                    late = f"not finished after {timeout} s; it stands at\n"
+                    rank.error = "stopped after a peer failed" if failed else late + rank.where()
         finally:
             for rank in ranks:
                 rank.stop()
@@ -120,48 +133,68 @@ def run_processes(
     return [r.result for r in ranks]
 
 
+def _receive(
+    ranks: list[_Process], limit_s: float, arrived: Callable[[_Process], bool], stop_at_error: bool = True
+) -> None:
+    """Take messages until all ranks have arrived, one has failed, or the time is up."""
+    deadline = time.monotonic() + limit_s
+    while pending := [rank for rank in ranks if not arrived(rank)]:
+        left = deadline - time.monotonic()
+        if left <= 0 or (stop_at_error and any(rank.error for rank in ranks)):
+            return
+        ready = wait([rank.receiver for rank in pending], left)
+        for rank in pending:
+            if rank.receiver in ready:
+                rank.receive()
+
+
 def _raise(errors: dict[int, str]) -> None:
     if errors:
         raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
 
 
-class _Process:
-    """One rank's process, seen from the test."""
+def _environment(rank: int, world_size: int, num_nodes: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun would set for this rank."""
+    assert world_size % num_nodes == 0
+    per_node = world_size // num_nodes
+    values = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": rank % per_node,
+        "LOCAL_WORLD_SIZE": per_node,
+        "GROUP_RANK": rank // per_node,
+        "TORCHELASTIC_RUN_ID": "test",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": 1,
+    }
+    return {name: str(value) for name, value in values.items()}
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        num_nodes: int,
-        port: int,
-        timeout: float,
-        folder: str,
-        function: Any,
-        args: Any,
-    ) -> None:
-        assert world_size % num_nodes == 0
-        per_node = world_size // num_nodes
-        environment = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "RANK": rank,
-            "WORLD_SIZE": world_size,
-            "LOCAL_RANK": rank % per_node,
-            "LOCAL_WORLD_SIZE": per_node,
-            "GROUP_RANK": rank // per_node,
-            "TORCHELASTIC_RUN_ID": "test",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": 1,
-        }
+
+class _Process:
+    """One rank's process, seen from the test.
+
+    Attributes:
+        entered: the rank has called the test's function.
+        done: the rank has returned, raised or died.
+        result: what the function returned.
+        error: why there is no result.
+    """
+
+    def __init__(self, rank: int, environment: dict[str, str], folder: str, function: Any, args: Any) -> None:
         self.rank = rank
+        self.entered = self.done = False
         self.result: Any = None
         self.error: str | None = None
         self._stack = Path(folder, f"stack{rank}")
         self.receiver, sender = _context.Pipe(duplex=False)
+        # The filters are the test's own: those of pyproject.toml, the command line and its marks.
+        filters = list(warnings.filters)
         self._process = _context.Process(
             target=_work,
-            args=(rank, {k: str(v) for k, v in environment.items()}, str(self._stack), timeout, sender, function, args),
+            args=(rank, environment, filters, str(self._stack), sender, function, args),
             name=f"rank {rank}",
             daemon=True,
         )
@@ -169,20 +202,32 @@ class _Process:
         sender.close()
 
     def receive(self) -> None:
+        """Take the next of its two messages: that it has entered the function, and how the function ended."""
         try:
-            self.error, self.result = pickle.loads(self.receiver.recv_bytes())  # noqa: S301  our own child wrote it
+            message = pickle.loads(self.receiver.recv_bytes())  # noqa: S301  our own child wrote it
         except EOFError:
-            self._process.join(5.0)
-            self.error = f"died with exit code {self._process.exitcode}"
+            self._process.join()
+            self.error, self.done = f"died with exit code {self._process.exitcode}\n{self._read_stack()}", True
+            return
+        if message is None:
+            self.entered = True
+        else:
+            (self.error, self.result), self.done = message, True
 
     def where(self) -> str:
-        """The stack of each of its threads."""
-        os.kill(self._process.pid, _STACK_SIGNAL)
-        self._process.join(0.5)  # the handler writes and the process goes on; this gives it the time to
-        return self._stack.read_text() if self._stack.exists() else "(unknown)"
+        """End the process, and return the stack of each of its threads."""
+        os.kill(self._process.pid, signal.SIGABRT)  # the handler of `faulthandler` writes the stacks
+        self._process.join()
+        return self._read_stack()
+
+    def _read_stack(self) -> str:
+        return self._stack.read_text() if self._stack.exists() else "(its stack is unknown)"
 
     def stop(self) -> None:
-        self._process.join(10.0 if self.error is None else 0.0)
+        """End the process, if it has not ended by itself."""
+        if self.error is not None:
+            self._process.kill()
+        self._process.join(GRACE_S)  # a rank that was successful has only to exit
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -190,19 +235,16 @@ class _Process:
         self.receiver.close()
 
 
-_STACK_SIGNAL = signal.SIGUSR1
-
-
 def _work(
-    rank: int, environment: dict[str, str], stack: str, timeout: float, sender: Any, function: Any, args: Any
+    rank: int, environment: dict[str, str], filters: Any, stack: str, sender: Any, function: Any, args: Any
 ) -> None:
     os.environ.update(environment)
-    warnings.simplefilter("error")
-    # Lightning's own use of a function that torch has deprecated.
-    warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
+    warnings.resetwarnings()
+    warnings.filters.extend(filters)  # type: ignore[attr-defined]
     torch.set_num_threads(1)
     with open(stack, "w") as file:
-        faulthandler.register(_STACK_SIGNAL, file=file)
+        faulthandler.enable(file)
+        sender.send_bytes(pickle.dumps(None))
         try:
             message = (None, function(rank, *args))
         except BaseException:
@@ -211,3 +253,4 @@ def _work(
             dist.destroy_process_group()
         sender.send_bytes(pickle.dumps(message))  # by value: torch's own way hands over files that die with the process
         sender.close()
+        faulthandler.disable()

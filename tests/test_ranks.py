@@ -1,9 +1,11 @@
-"""The ground the other tests stand on."""
+"""The helpers that run a test on several ranks."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -30,13 +32,16 @@ def test_a_failing_thread_is_named():
         run_threads(2, fail_on_one)
 
 
-def test_a_hanging_thread_is_shown():
-    def wait_for_a_peer_that_never_sends(rank, group):
-        if rank == 0:
-            dist.recv(torch.zeros(1), group=group, group_src=1)
+def test_the_stack_of_a_hanging_thread_is_shown():
+    release = threading.Event()
 
-    with pytest.raises(RankError, match=r"rank 0: (.|\n)*wait_for_a_peer_that_never_sends"):
-        run_threads(2, wait_for_a_peer_that_never_sends, timeout=1.0)
+    def wait_for_an_event(rank, group):
+        if rank == 0:
+            release.wait()
+
+    with pytest.raises(RankError, match=r"rank 0: not finished after 0.1 s(.|\n)*wait_for_an_event"):
+        run_threads(2, wait_for_an_event, timeout=0.1)
+    release.set()
 
 
 def sum_of_ranks(rank):
@@ -76,9 +81,35 @@ def wait_forever(rank):
 
 def test_a_dead_process_is_named_and_its_peer_is_stopped():
     with pytest.raises(RankError, match=r"rank 0: stopped after a peer failed(.|\n)*rank 1: died with exit code 7"):
-        run_processes(2, die_on_one)
+        run_processes(2, die_on_one, grace=0)
+
+
+def fail_after_a_peer(rank):
+    dist.init_process_group("gloo")
+    if rank == 1:
+        os._exit(7)
+    dist.all_reduce(torch.zeros(1))
+
+
+def test_the_peers_of_a_dead_process_have_time_to_say_what_they_saw():
+    with pytest.raises(RankError, match=r"rank 0: Traceback(.|\n)*all_reduce(.|\n)*rank 1: died with exit code 7"):
+        run_processes(2, fail_after_a_peer)
 
 
 def test_a_hanging_process_is_shown_and_stopped():
-    with pytest.raises(RankError, match=r"rank 0: not finished after 4.0 s(.|\n)*wait_forever"):
-        run_processes(1, wait_forever, timeout=4.0)
+    with pytest.raises(RankError, match=r"rank 0: not finished after 0.1 s(.|\n)*wait_forever"):
+        run_processes(1, wait_forever, timeout=0.1)
+
+
+def warn(rank):
+    warnings.warn("that is old", DeprecationWarning, stacklevel=1)
+
+
+def test_warnings_are_errors_in_a_process_too():
+    with pytest.raises(RankError, match="DeprecationWarning: that is old"):
+        run_processes(1, warn)
+
+
+@pytest.mark.filterwarnings("ignore:that is old")
+def test_a_process_ignores_the_warnings_that_the_test_ignores():
+    run_processes(1, warn)
