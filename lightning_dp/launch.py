@@ -1,25 +1,22 @@
-"""Start a function in several local processes, as ranks that Lightning, torch.distributed and the user can rely on.
+"""Start a function in several local processes, as ranks that Lightning and torch.distributed accept.
 
-Lightning's own launcher runs ``sys.argv`` again in each process, and leaves its environment variables behind. Under a
-configuration framework that is wrong twice: in a sweep every child would start the whole sweep, in folders of its own,
-and the second job would take the first one's variables for a cluster's
-(https://github.com/Lightning-AI/pytorch-lightning/issues/2727). Here a child gets a function and its arguments, nothing
-else; each call has a free port of its own; and the caller's environment is afterwards what it was.
+Lightning's own launcher runs ``sys.argv`` again in each process and leaves its environment variables behind. Under a
+configuration framework both are wrong. In a sweep, every child would start the whole sweep, in folders of its own. The
+second job would take the variables of the first for those of a cluster
+(https://github.com/Lightning-AI/pytorch-lightning/issues/2727). Here a child gets a function and its arguments, and
+nothing else. Each call has a free port of its own, and restores the caller's environment.
 
-The processes are torch's elastic agent's (what ``torchrun --standalone`` uses), so Lightning sees ranks that were
-created externally and starts none itself.
+The processes are started by torch's elastic agent, as ``torchrun --standalone`` does. Lightning therefore takes them
+for ranks that were created externally, and starts none itself.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import tempfile
 import threading
-import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,14 +27,16 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from lightning_dp._rank_report import first_report, run_and_report
+
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class LaunchError(RuntimeError):
-    """A rank failed; the message is the rank's own.
+    """A rank failed. The message is the rank's own.
 
     Attributes:
-        traceback: the rank's traceback, as text; empty where the process died without one.
+        traceback: the rank's traceback, as text. Empty if the process died without one.
     """
 
     def __init__(self, message: str, traceback: str = "") -> None:
@@ -46,9 +45,9 @@ class LaunchError(RuntimeError):
 
 
 def external_rank() -> int | None:
-    """The global rank that torchrun or SLURM gave to this process; None if neither started it.
+    """Return the global rank that torchrun or SLURM gave to this process, or None if neither started it.
 
-    A SLURM allocation with one task is none: there the processes are ours to start.
+    A SLURM job with a single task returns None: its processes are still to be started, by `launch`.
     """
     environment = os.environ
     if "TORCHELASTIC_RUN_ID" in environment:
@@ -60,33 +59,34 @@ def external_rank() -> int | None:
 
 
 def launch(function: Callable[..., Any], *args: Any, num_processes: int, num_nodes: int = 1) -> Any:
-    """Run ``function(*args)`` as ``num_processes`` local ranks and return rank 0's result.
+    """Run ``function(*args)`` as ``num_processes`` local ranks and return the result of rank 0.
 
-    Under torchrun or SLURM, where the ranks exist already, and for one process on one node it is called right here, and
-    the result is this rank's. Standard output and error stay the caller's own, so rank 0's progress bar is live. The
-    environment is afterwards as it was.
+    The function is called in this process, and its result returned, if the ranks exist already (under torchrun or
+    SLURM), or if there is one process on one node. Standard output and error stay those of the caller, so the progress
+    bar of rank 0 is live. The caller's environment variables are restored at the end.
 
     Args:
-        function: of a module, not a closure: with ``args`` and the result it is pickled, if processes are started.
-            The caller's main module is imported in them, not run.
+        function: a function of a module, not a closure. It, ``args`` and the result are pickled if processes are
+            started. The children import the caller's main module and do not run it.
         args: its positional arguments.
         num_processes: ranks on this node.
-        num_nodes: nodes; more than one only under an external launcher.
+        num_nodes: number of nodes. More than one needs an external launcher.
 
     Raises:
-        ValueError: the ranks that exist are not ``num_processes * num_nodes``, or several nodes without a launcher.
-        LaunchError: a rank raised or died; the others have been stopped.
-        KeyboardInterrupt: Ctrl-C; every rank has been stopped.
+        ValueError: the number of existing ranks is not ``num_processes * num_nodes``, or there are several nodes and no
+            launcher.
+        LaunchError: a rank raised an error or died. The other ranks have been stopped.
+        KeyboardInterrupt: Ctrl-C. Every rank has been stopped.
     """
     check_ranks(num_processes, num_nodes)
     if external_rank() is None and num_processes > 1:
         return _start(function, args, num_processes)
-    with _environment_kept():
+    with _environment_restored():
         return function(*args)
 
 
 def check_ranks(num_processes: int, num_nodes: int = 1) -> None:
-    """Raise ValueError if `launch` could not have so many ranks here; see there."""
+    """Raise ValueError if `launch` cannot run with this number of ranks."""
     if num_processes < 1 or num_nodes < 1:
         raise ValueError(f"num_processes={num_processes} and num_nodes={num_nodes} must be at least 1")
     if external_rank() is not None:
@@ -97,12 +97,19 @@ def check_ranks(num_processes: int, num_nodes: int = 1) -> None:
                 f"devices times nodes must be {world_size}"
             )
     elif num_nodes > 1:
-        raise ValueError(f"num_nodes={num_nodes} needs a launcher on each node, as torchrun --nnodes={num_nodes}")
+        raise ValueError(
+            f"num_nodes={num_nodes} needs a launcher on each node, for example torchrun --nnodes={num_nodes}"
+        )
 
 
 def _start(function: Callable[..., Any], args: tuple[Any, ...], num_processes: int) -> Any:
-    with tempfile.TemporaryDirectory(prefix="launch_") as folder, _environment_kept(), _signals_kept(), _quiet():
-        # A rank's share of the cores: without it each would take all of them.
+    with (
+        tempfile.TemporaryDirectory(prefix="launch_") as folder,
+        _environment_restored(),
+        _signal_handlers_restored(),
+        _agent_silenced(),
+    ):
+        # Each rank gets its share of the cores. By default it would start as many threads as there are cores.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
         config = LaunchConfig(
             min_nodes=1,
@@ -110,15 +117,16 @@ def _start(function: Callable[..., Any], args: tuple[Any, ...], num_processes: i
             nproc_per_node=num_processes,
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",  # a free port, found and kept by the agent's own store
+            # The agent's own store finds a free port and keeps it.
+            rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
-            return elastic_launch(config, _run_rank)(folder, function, args)[0]
+            return elastic_launch(config, run_and_report)(folder, function, args)[0]
         except ChildFailedError as error:
-            failure = _first_failure(Path(folder), error, num_processes)
+            failure = _launch_error(Path(folder), error, num_processes)
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
@@ -126,39 +134,26 @@ def _start(function: Callable[..., Any], args: tuple[Any, ...], num_processes: i
     raise failure
 
 
-def _run_rank(folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """In the child: call the function; only rank 0's result travels back. What it raises is written down first."""
-    rank = int(os.environ["RANK"])
-    try:
-        result = function(*args)
-    except BaseException as error:
-        report = {
-            "time": time.time(),
-            "rank": rank,
-            "message": f"{type(error).__name__}: {error}",
-            "traceback": traceback.format_exc(),
-        }
-        Path(folder, f"{rank}.json").write_text(json.dumps(report))
-        raise SystemExit(1) from None
-    return result if rank == 0 else None
+def _launch_error(folder: Path, error: ChildFailedError, num_processes: int) -> LaunchError:
+    """Return the error of the rank that failed first. The errors of the others are mostly lost connections to it.
 
-
-def _first_failure(folder: Path, error: ChildFailedError, num_processes: int) -> LaunchError:
-    """The failure that came first: the other ranks' are mostly lost connections to that one."""
+    The agent stops all ranks when it sees that one has exited, and it reports that rank alone. This need not be the one
+    that failed first: gloo aborts a rank that waits for one that has raised an error. So a report comes before what the
+    agent saw.
+    """
+    report = first_report(folder)
+    if report is not None:
+        return LaunchError(f"rank {report.rank} of {num_processes}: {report.message}", report.traceback)
     rank, failure = error.get_first_failure()
     if failure.exitcode < 0:
         name = failure.signal_name()
         hint = " (often: out of memory)" if name == "SIGKILL" else ""
         return LaunchError(f"rank {rank} of {num_processes} was killed by {name}{hint}")
-    reports = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    if not reports:
-        return LaunchError(f"rank {rank} of {num_processes} ended with exit code {failure.exitcode} and no message")
-    first = min(reports, key=lambda report: report["time"])
-    return LaunchError(f"rank {first['rank']} of {num_processes}: {first['message']}", first["traceback"])
+    return LaunchError(f"rank {rank} of {num_processes} ended with exit code {failure.exitcode} and no message")
 
 
 @contextmanager
-def _environment_kept() -> Iterator[None]:
+def _environment_restored() -> Iterator[None]:
     before = dict(os.environ)
     try:
         yield
@@ -169,10 +164,11 @@ def _environment_kept() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_kept() -> Iterator[None]:
-    """The agent installs handlers and leaves them."""
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in _HANDLED} if main else {}
+def _signal_handlers_restored() -> Iterator[None]:
+    """Undo what the agent does: it installs signal handlers and leaves them."""
+    # Python allows handlers to be set in the main thread only; in another one, the agent sets none.
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in _HANDLED} if is_main else {}
     try:
         yield
     finally:
@@ -181,12 +177,12 @@ def _signals_kept() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """No banner and no warnings of the agent: the message of what failed is raised instead."""
-    logger = logging.getLogger(
-        "torch.distributed.elastic"
-    )  # its children set levels of their own: a level would not do
-    handler, propagate = logging.NullHandler(), logger.propagate
+def _agent_silenced() -> Iterator[None]:
+    """Drop the agent's banner and warnings. The message of the rank that failed is raised instead."""
+    # The agent's loggers are children of this one and set levels of their own, so a level here would have no effect.
+    logger = logging.getLogger("torch.distributed.elastic")
+    handler = logging.NullHandler()
+    propagate = logger.propagate
     logger.addHandler(handler)
     logger.propagate = False
     try:

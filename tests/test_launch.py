@@ -18,7 +18,7 @@ NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 
 
 def sum_of_ranks(offset: float) -> tuple[float, int, list[str]]:
-    """A result that only working collectives give."""
+    """Return a sum over all ranks, and the variables that a rank should have and does not."""
     dist.init_process_group("gloo")
     total = torch.tensor(offset + dist.get_rank())
     dist.all_reduce(total)
@@ -27,7 +27,7 @@ def sum_of_ranks(offset: float) -> tuple[float, int, list[str]]:
     return total.item(), world_size, [name for name in NAMES if name not in os.environ]
 
 
-def test_ranks_can_speak_and_rank_0_answers_with_nothing_left_behind():
+def test_ranks_communicate_and_rank_0_returns_its_result_with_the_environment_restored():
     environment, handler = dict(os.environ), signal.getsignal(signal.SIGINT)
     assert launch(sum_of_ranks, 10.0, num_processes=2) == (21.0, 2, [])
     assert dict(os.environ) == environment
@@ -40,29 +40,37 @@ def pollute() -> int:
     return os.getpid()
 
 
-def test_one_process_is_this_one_and_its_changes_to_the_environment_go(monkeypatch):
+def test_a_single_process_is_this_one_and_its_changes_to_the_environment_are_undone(monkeypatch):
     monkeypatch.setenv("GIVEN", "1")
     assert launch(pollute, num_processes=1) == os.getpid()
     assert "LOCAL_RANK" not in os.environ
     assert os.environ["GIVEN"] == "1"
 
 
-def fail_on_1() -> None:
+def fail_on_1(folder: str) -> None:
     dist.init_process_group("gloo")
+    Path(folder, str(dist.get_rank())).write_text(str(os.getpid()))
     if dist.get_rank() == 1:
         raise ValueError("rank 1 has no data; give it some")
     dist.all_reduce(torch.zeros(1))  # waits for rank 1
 
 
-def test_a_failed_rank_stops_the_others_and_its_message_comes_back(capfd):
-    start = time.monotonic()
+def test_a_failed_rank_stops_the_others_and_its_message_comes_back(tmp_path, capfd):
     with pytest.raises(LaunchError) as caught:
-        launch(fail_on_1, num_processes=2)
+        launch(fail_on_1, str(tmp_path), num_processes=2)
     assert str(caught.value) == "rank 1 of 2: ValueError: rank 1 has no data; give it some"
     assert "in fail_on_1" in caught.value.traceback
-    assert time.monotonic() - start < 25  # the agent's patience with a rank that does not stop is 30 s
+    assert_gone(tmp_path, 2)
     output = capfd.readouterr()
     assert "====" not in output.err + output.out, "the banner of the elastic agent"
+
+
+def assert_gone(folder: Path, num_processes: int) -> None:
+    pids = [int(path.read_text()) for path in folder.iterdir()]
+    assert len(pids) == num_processes
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def die_on_1() -> None:
@@ -72,8 +80,8 @@ def die_on_1() -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-def test_a_killed_rank_is_named():
-    with pytest.raises(LaunchError, match=r"rank 1 of 2 was killed by SIGKILL"):
+def test_a_killed_rank_is_named_and_not_the_peer_that_lost_its_connection():
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 was killed by SIGKILL \(often: out of memory\)"):
         launch(die_on_1, num_processes=2)
 
 
@@ -95,23 +103,20 @@ if __name__ == "__main__":
 """
 
 
-def test_ctrl_c_leaves_no_orphans(tmp_path):
+def test_ctrl_c_leaves_no_processes(tmp_path):
     script, ranks = tmp_path / "script.py", tmp_path / "ranks"
     script.write_text(INTERRUPTED)
     ranks.mkdir()
     process = subprocess.Popen(
         [sys.executable, str(script), str(ranks)], env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE
     )
-    deadline = time.monotonic() + 60
-    while len([p for p in ranks.iterdir() if p.read_text()]) < 2 and time.monotonic() < deadline:
+    while len([p for p in ranks.iterdir() if p.read_text()]) < 2:
         assert process.poll() is None, process.stderr.read().decode()
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate()
     assert process.returncode == 3, errors.decode()
-    for rank in ranks.iterdir():
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(rank.read_text()), 0)
+    assert_gone(ranks, 2)
 
 
 def test_ranks_that_exist_already_are_used(monkeypatch):

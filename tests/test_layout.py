@@ -22,13 +22,14 @@ ALLOWED = {
     "data": {"_lightning"},
     "strategies": {"_lightning", "_private", "collectives", "layers", "recompute"},
     "callbacks": {"_lightning", "_private", "collectives", "layers", "recompute"},
-    "launch": set(),
+    "launch": {"_rank_report"},
+    "_rank_report": set(),
     "_lightning": set(),
     "__init__": {"_lightning", "strategies", "callbacks"},
 }
 FRAMEWORK = {"lightning", "pytorch_lightning", "lightning_fabric"}
 CONFIGURATION = {"hydra", "omegaconf"}
-ONLY_TORCH = {"_private", "collectives", "layers", "recompute", "optim", "launch"}
+ONLY_TORCH = {"_private", "collectives", "layers", "recompute", "optim", "launch", "_rank_report"}
 
 
 def modules() -> list[Path]:
