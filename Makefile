@@ -1,36 +1,72 @@
 # Each target makes its own virtual environment; nothing needs to be installed by hand.
-PYTHON ?= python3
-VENV   := .venv
-BIN    := $(VENV)/bin
-READY  := $(VENV)/.ready
+PYTHON  ?= python3
+VENV    := .venv
+BIN     := $(VENV)/bin
+READY   := $(VENV)/.ready
+# Of the tests that run side by side. They wait for processes much of the time.
+WORKERS ?= 2
+PIP     := pip install --quiet --disable-pip-version-check
+PYTEST  := -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo test test-slow test-oldest test-newest coverage lint hooks bench clean
 
 # The main job: two processes on CPU train ResNet-20 on real images with layered SGD and adaptive global batch norm.
 demo: $(READY)
 	$(BIN)/python recipes/train.py experiment=digits_resnet20
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
+
+# The lower bounds of pyproject.toml, in an environment of their own. Old packages use what newer ones deprecate.
+test-oldest: .venv-oldest/.ready
+	.venv-oldest/bin/python $(PYTEST) -W ignore::DeprecationWarning -W ignore::PendingDeprecationWarning
+
+# The newest versions, in an environment of their own. The index may have torch for GPUs only, which is gigabytes.
+test-newest: .venv-newest/.ready
+	.venv-newest/bin/python $(PYTEST)
+
+# Lines and branches, also of the processes that tests start.
+coverage: $(READY)
+	$(BIN)/coverage erase
+	$(BIN)/coverage run $(PYTEST)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
+
+# Run the checks of .pre-commit-config.yaml before each commit.
+hooks: $(READY)
+	$(BIN)/pre-commit install
 
 # Every file in benchmarks/ runs by itself; what they share is in benchmarks/support/. BENCH_OPTIONS=--smoke: seconds.
 bench: $(READY)
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(BENCH_OPTIONS); done
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv .venv-oldest .venv-newest .coverage* .mypy_cache .pytest_cache .ruff_cache *.egg-info
 
 # torch first, by exact version: that is what the constraints pin, and what is tested.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "$$(grep ^torch== constraints.txt)"
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	touch $(READY)
+	$(BIN)/$(PIP) -c constraints.txt "$$(grep ^torch== constraints.txt)"
+	$(BIN)/$(PIP) -c constraints.txt -e ".[dev]"
+	touch $@
+
+.venv-oldest/.ready: pyproject.toml .ci/floors.py
+	$(PYTHON) -m venv .venv-oldest
+	$(PYTHON) .ci/floors.py > .venv-oldest/floors.txt
+	.venv-oldest/bin/$(PIP) -r .venv-oldest/floors.txt
+	.venv-oldest/bin/$(PIP) -e ".[test]"
+	touch $@
+
+.venv-newest/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/$(PIP) --upgrade -e ".[test]"
+	touch $@

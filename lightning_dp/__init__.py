@@ -9,5 +9,7 @@ from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredSGDStrategy
 
 __all__ = ["AdaptiveGlobalBatchNorm", "KrizhevskyHybridStrategy", "LayeredSGDStrategy", "Plateau", "StepTimer"]
 
+__version__ = "0.1.0"
+
 register_strategy("layered_sgd", LayeredSGDStrategy)
 register_strategy("krizhevsky_hybrid", KrizhevskyHybridStrategy)

@@ -1,8 +1,8 @@
-"""Batch sizes that grow, differ between the parts of a network, and the update rule they were tried with.
+"""Scaling rules for larger batches, per-part batch sizes, and the update rule and schedule of the paper.
 
-All after Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks" (arXiv 1404.5997), section
-5, in its symbols: epsilon is the learning rate, omega the weight decay, mu the momentum, k how many times larger the
-batch has become.
+Everything follows Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks" (arXiv 1404.5997),
+section 5, and uses its symbols: epsilon is the learning rate, omega the weight decay, mu the momentum, and k the factor
+by which the batch grows.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def scale_learning_rate(lr: float, k: float, rule: Rule = "linear") -> float:
     """Return the learning rate for a batch ``k`` times larger.
 
     Args:
-        lr: that of the old batch size.
+        lr: learning rate of the old batch size.
         k: new batch size / old batch size.
-        rule: ``"linear"``, k lr, which the paper found to work best; ``"sqrt"``, sqrt(k) lr, which keeps the variance
-            of the gradient's expectation.
+        rule: ``"linear"`` returns k lr, which the paper found to work best. ``"sqrt"`` returns sqrt(k) lr, which keeps
+            the variance of the expected gradient constant.
 
     Raises:
-        ValueError: ``lr`` or ``k`` is not positive, or there is no such rule.
+        ValueError: ``lr`` or ``k`` is not positive, or the rule is unknown.
     """
     _require_positive(lr=lr, k=k)
     if rule not in ("linear", "sqrt"):
@@ -38,55 +38,55 @@ def scale_learning_rate(lr: float, k: float, rule: Rule = "linear") -> float:
 
 
 def scale_weight_decay(weight_decay: float, lr: float, k: float, rule: Rule = "sqrt") -> float:
-    """Return the weight decay for a batch ``k`` times larger: one step of it decays as much as k steps did before.
+    """Return the weight decay for a batch ``k`` times larger, so that one step decays as much as k steps did before.
 
     omega' = (1 - (1 - epsilon omega)^k) / epsilon', where epsilon' = sqrt(k) epsilon. It is nearly sqrt(k) omega. With
     the linear rule, epsilon' = k epsilon, it is nearly omega itself, which is what the paper used then.
 
     Args:
-        weight_decay: that of the old batch size.
-        lr: the *old* batch size's learning rate.
+        weight_decay: weight decay of the old batch size.
+        lr: learning rate of the *old* batch size.
         k: new batch size / old batch size.
-        rule: by which the learning rate grows: give the one that `scale_learning_rate` was given. Note the other
-            default here, where the paper's formula is for the square root.
+        rule: the rule by which the learning rate grows. Pass the same one to `scale_learning_rate`, whose default
+            differs: the paper's formula for weight decay is for the square root.
 
     Raises:
-        ValueError: ``lr`` or ``k`` is not positive, ``weight_decay`` is negative, lr * weight_decay is 1 or more, so
-            that a single old step would leave nothing of the weights, or there is no such rule.
+        ValueError: ``lr`` or ``k`` is not positive, ``weight_decay`` is negative, ``lr * weight_decay`` is 1 or more,
+            so that a single old step would remove the weights entirely, or the rule is unknown.
     """
     new_lr = scale_learning_rate(lr, k, rule)
     if not 0 <= lr * weight_decay < 1:
         raise ValueError(
-            f"weight_decay={weight_decay} with lr={lr} takes {lr * weight_decay:g} of the weights in each step; "
+            f"weight_decay={weight_decay} with lr={lr} removes {lr * weight_decay:g} of the weights in each step; "
             "their product must be at least 0 and less than 1"
         )
     return -math.expm1(k * math.log1p(-lr * weight_decay)) / new_lr
 
 
 class KrizhevskySGD(Optimizer):
-    """Momentum SGD with the learning rate within the velocity, the paper's update rule.
+    """Momentum SGD with the learning rate inside the velocity, which is the paper's update rule.
 
         velocity := mu velocity - epsilon (gradient + omega w)
         w := w + velocity
 
-    `torch.optim.SGD` multiplies by the learning rate outside of it. The two are the same while the rate is constant.
-    When the rate changes, the velocity gathered so far is kept here, and there changes by the same factor at once.
+    `torch.optim.SGD` multiplies the velocity by the learning rate afterwards. The two agree while the learning rate is
+    constant. When it changes, this optimizer keeps the accumulated velocity, while SGD scales it by the same factor.
 
     Args:
-        params: parameters or groups of them, as for any optimizer.
+        params: parameters or parameter groups, as for any optimizer.
         lr: learning rate, epsilon.
-        momentum: mu; the paper's is 0.9 for all batch sizes.
-        weight_decay: omega; the paper's is 0.0005.
+        momentum: mu. The paper uses 0.9 for all batch sizes.
+        weight_decay: omega. The paper uses 0.0005.
 
     Raises:
-        ValueError: ``lr`` or ``weight_decay`` is negative, or ``momentum`` not from 0 to less than 1.
+        ValueError: ``lr`` or ``weight_decay`` is negative, or ``momentum`` is not in [0, 1).
     """
 
     def __init__(self, params: Any, lr: float, momentum: float = 0.9, weight_decay: float = 0.0005) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; options that it does not give are those of the constructor."""
+        """Add a parameter group. Options that it does not set are those of the constructor."""
         options = {**self.defaults, **param_group}
         for name in ("lr", "weight_decay"):
             if options[name] < 0:
@@ -97,7 +97,7 @@ class KrizhevskySGD(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have a gradient; the others, and their velocities, stay as they are."""
+        """Update the parameters that have a gradient. The others and their velocities do not change."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -122,24 +122,25 @@ def krizhevsky_schedule(
     factor: float = 250 ** (-1 / 3),
     milestones: Sequence[float] = (0.25, 0.5, 0.75),
 ) -> MultiStepLR:
-    """Multiply the learning rate by ``factor`` at each share of the training: to 1/250 in all, as published.
+    """Return a schedule that multiplies the learning rate by ``factor`` at each milestone: by 1/250 in all, by default.
 
-    Call its ``step()`` after every optimizer step. A step counts to the stretch in which it begins.
+    Call its ``step()`` after every optimizer step.
 
     Args:
-        optimizer: any.
-        total_steps: of the whole training.
-        factor: of each change.
-        milestones: shares of ``total_steps``, rising, between 0 and 1.
+        optimizer: the optimizer.
+        total_steps: number of optimizer steps of the whole training.
+        factor: factor of each change.
+        milestones: fractions of ``total_steps``, ascending, between 0 and 1. A milestone that falls inside a step takes
+            effect with the next step.
 
     Raises:
-        ValueError: ``total_steps`` or ``factor`` is not positive, or the milestones are not as they should be.
+        ValueError: ``total_steps`` or ``factor`` is not positive, or the milestones are not ascending fractions.
     """
     _require_positive(total_steps=total_steps, factor=factor)
     milestones = tuple(milestones)
     if list(milestones) != sorted(set(milestones)) or not all(0 < milestone < 1 for milestone in milestones):
-        raise ValueError(f"milestones={milestones} must be rising shares between 0 and 1, as (0.25, 0.5, 0.75)")
-    # Less a little, for 0.07 * 100 is more than 7 to a computer.
+        raise ValueError(f"milestones={milestones} must ascend, between 0 and 1, for example (0.25, 0.5, 0.75)")
+    # A little less, because 0.07 * 100 is slightly more than 7 in floating point, and would be rounded up to 8.
     steps = [math.ceil(total_steps * milestone - 1e-9 * total_steps) for milestone in milestones]
     return MultiStepLR(optimizer, steps, gamma=factor)
 
@@ -154,22 +155,23 @@ def trunk_and_head_groups(
     head_batch_scale: float = 1,
     rule: Rule = "linear",
 ) -> list[dict[str, Any]]:
-    """Return an optimizer's groups "trunk" and "head", each with the rate and decay that its own batch size asks for.
+    """Return parameter groups "trunk" and "head", each with the learning rate and weight decay for its own batch size.
 
-    With a variable batch size (section 4.2), K ranks of n examples each have a batch of n in the head and of nK in the
-    trunk. With ``lr`` and ``weight_decay`` of batches of n, that is ``trunk_batch_scale=K``.
+    With a variable batch size (section 4.2), K ranks with n images each use a batch of n in the head and of nK in the
+    trunk. If ``lr`` and ``weight_decay`` are for batches of n, pass ``trunk_batch_scale=K``.
 
     Args:
         model: the network.
-        head: dotted name of the submodule in ``model``; all parameters beside it are the trunk's.
+        head: dotted name of the head's submodule in ``model``. All other parameters belong to the trunk.
         lr: learning rate at scale 1.
         weight_decay: weight decay at scale 1.
-        trunk_batch_scale: how many times larger the trunk's batch is than that of ``lr``.
-        head_batch_scale: the same of the head.
+        trunk_batch_scale: batch size of the trunk / batch size that ``lr`` is for.
+        head_batch_scale: batch size of the head / batch size that ``lr`` is for.
         rule: see `scale_learning_rate` and `scale_weight_decay`.
 
     Raises:
-        ValueError: there is no such submodule, or one of the two has no parameters; and as the scaling rules say.
+        ValueError: the submodule does not exist, or one of the two parts has no parameters. Also what the scaling rules
+            raise.
     """
     modules = dict(model.named_modules())
     if not head or head not in modules:

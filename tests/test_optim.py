@@ -60,7 +60,7 @@ def test_no_decay_stays_none():
         (partial(scale_learning_rate, 0.1, 8, "square"), "rule='square' must be"),
         (partial(scale_weight_decay, 0.1, 0.1, 0), "k=0 must be a positive"),
         (partial(scale_weight_decay, -0.1, 0.1, 8), "at least 0 and less than 1"),
-        (partial(scale_weight_decay, 2.0, 0.5, 8), "takes 1 of the weights in each step"),
+        (partial(scale_weight_decay, 2.0, 0.5, 8), "removes 1 of the weights in each step"),
         (partial(scale_weight_decay, 0.1, 0.1, 8, "square"), "rule='square' must be"),
     ],
 )
@@ -209,9 +209,9 @@ def test_a_schedule_keeps_the_ratio_of_the_groups():
     [
         ({"total_steps": 0}, "total_steps=0 must be a positive"),
         ({"factor": 0.0}, "factor=0.0 must be a positive"),
-        ({"milestones": (0.5, 0.25)}, "must be rising shares"),
-        ({"milestones": (0.25, 1.0)}, "must be rising shares"),
-        ({"milestones": (1000, 2000)}, "must be rising shares"),
+        ({"milestones": (0.5, 0.25)}, "must ascend, between 0 and 1"),
+        ({"milestones": (0.25, 1.0)}, "must ascend, between 0 and 1"),
+        ({"milestones": (1000, 2000)}, "must ascend, between 0 and 1"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(options, message):

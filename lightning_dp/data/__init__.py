@@ -1,4 +1,4 @@
-"""Image data as LightningDataModules: whole batches at a time, the same global batches for any number of ranks."""
+"""Image data as LightningDataModules, loaded by the batch. Global batches are the same for any number of ranks."""
 
 from lightning_dp.data.cifar10 import CIFAR10
 from lightning_dp.data.digits import Digits

@@ -1,4 +1,4 @@
-"""CIFAR-10 (Krizhevsky 2009), from the official python version's files."""
+"""CIFAR-10 (Krizhevsky 2009), read from the files of the official python version."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ SPLIT_SEED = 2009
 class CIFAR10(ImageDataModule):
     """50,000 training and 10,000 test images of 10 classes, 3x32x32.
 
-    Training images are padded, cropped and mirrored as in He et al. (arXiv 1512.03385, section 4.2), and normalised by
-    channel where the paper subtracts a mean image. Validation images are held out of the training images, by a fixed
-    stratified choice; the test images serve for the final test alone.
+    Training images are padded, cropped and flipped as in He et al. (arXiv 1512.03385, section 4.2). They are normalized
+    by channel, where the paper subtracts a mean image. Validation images are taken from the training images, by a fixed
+    stratified choice. The test images are used for the final test only.
 
     Args:
-        root: the folder that holds, or is to hold, the folder ``cifar-10-batches-py``.
-        download: get the data if ``root`` does not have it: 170 MB, verified; the archive stays in ``root``.
-        augment: crop and mirror the training images at random.
-        val_size: images held out of the training images. The paper's final figures need 0: training on all 50,000
-            images, without a validation loader.
-        train_limit: at most so many training images (those for validation not counted), of all classes alike.
-        test_limit: at most so many test images, of all classes alike.
-        batch_size: see `ImageDataModule`, as for the others.
-        eval_batch_size: see there.
-        seed: see there.
-        num_workers: see there.
-        drop_last: see there.
-        url: where to download the archive.
-        sha256: the archive's checksum.
+        root: the folder that contains, or will contain, the folder ``cifar-10-batches-py``.
+        download: download the data (170 MB, verified) if ``root`` does not have it. The archive stays in ``root``.
+        augment: crop and flip the training images at random.
+        val_size: number of training images that are set aside for validation. 0 trains on all 50,000 images, as the
+            paper does for its final figures, and there is no validation loader.
+        train_limit: maximum number of training images, without validation images. All classes stay equally frequent.
+        test_limit: maximum number of test images. All classes stay equally frequent.
+        batch_size: see `ImageDataModule`.
+        eval_batch_size: see `ImageDataModule`.
+        seed: see `ImageDataModule`.
+        num_workers: see `ImageDataModule`.
+        drop_last: see `ImageDataModule`.
+        url: address of the archive.
+        sha256: checksum of the archive.
     """
 
     num_classes = 10
@@ -70,18 +70,21 @@ class CIFAR10(ImageDataModule):
         self.folder = self.root / FOLDER
         self.download = download
         self.augment = augment
-        self.val_size, self.train_limit, self.test_limit = val_size, train_limit, test_limit
-        self.url, self.sha256 = url, sha256
+        self.val_size = val_size
+        self.train_limit = train_limit
+        self.test_limit = test_limit
+        self.url = url
+        self.sha256 = sha256
 
     def prepare_data(self) -> None:
-        """Download and unpack what is missing, if asked to. Lightning calls it on one rank of each node."""
+        """Download and unpack the data if it is missing and ``download`` is set. Called on one rank of each node."""
         if self.download and not self.folder.exists():
             archive = self.root / ARCHIVE
             download(self.url, archive, self.sha256)
             extract(archive, FOLDER, self.root)
 
     def sizes(self) -> dict[str, int]:
-        """Return the number of images in each split; what is still to be downloaded counts as the official data."""
+        """Return the number of images in each split. Data that is not downloaded yet counts as the official data."""
         if self.download and not self.folder.exists():
             kept = _check_val_size(self.val_size, OFFICIAL_TRAIN_SIZE, self.url)
             train, test = _limited(kept, self.train_limit), _limited(OFFICIAL_TEST_SIZE, self.test_limit)
@@ -89,7 +92,7 @@ class CIFAR10(ImageDataModule):
         return super().sizes()
 
     def read_train(self) -> tuple[Split, Split]:
-        """Return the training images, limited, and the validation images."""
+        """Return the training images, up to ``train_limit``, and the validation images."""
         self._require(*TRAIN_FILES)
         parts = zip(*(read_batch_file(self.folder / name) for name in TRAIN_FILES), strict=True)
         images, labels = map(torch.cat, parts)
@@ -100,14 +103,14 @@ class CIFAR10(ImageDataModule):
         return (images[train], labels[train]), (images[val], labels[val])
 
     def read_test(self) -> Split:
-        """Return the test images, limited."""
+        """Return the test images, up to ``test_limit``."""
         self._require(TEST_FILE)
         images, labels = read_batch_file(self.folder / TEST_FILE)
         _, test = stratified_holdout(labels, _limited(len(labels), self.test_limit), SPLIT_SEED)
         return images[test], labels[test]
 
     def _require(self, *names: str) -> None:
-        """Raise FileNotFoundError unless the folder holds these files."""
+        """Raise FileNotFoundError unless the folder contains these files."""
         missing = [name for name in names if not (self.folder / name).is_file()]
         if not missing:
             return
@@ -118,20 +121,20 @@ class CIFAR10(ImageDataModule):
                 f"unpack {ARCHIVE} again"
             )
         raise FileNotFoundError(
-            f"CIFAR-10 is not in {where} (root={self.root}); set download=true to get it (170 MB), or unpack {ARCHIVE} "
-            f"from {URL} into root yourself, so that it holds {FOLDER}/{TRAIN_FILES[0]} to {TRAIN_FILES[-1]} and "
-            f"{FOLDER}/{TEST_FILE}"
+            f"CIFAR-10 is not in {where} (root={self.root}); set download=true to download it (170 MB), or unpack "
+            f"{ARCHIVE} from {URL} into root yourself, so that it contains {FOLDER}/{TRAIN_FILES[0]} to "
+            f"{TRAIN_FILES[-1]} and {FOLDER}/{TEST_FILE}"
         )
 
 
 def _limited(size: int, limit: int | None) -> int:
     if limit is not None and limit < 1:
-        raise ValueError(f"a limit of {limit} images leaves none; use 1 or more, or null for no limit")
+        raise ValueError(f"a limit of {limit} images leaves no image; use 1 or more, or null for no limit")
     return size if limit is None else min(size, limit)
 
 
 def _check_val_size(val_size: int, num_images: int, where: object) -> int:
-    """Return the number of images that remain to train on, or raise ValueError."""
+    """Return the number of images that remain for training, or raise ValueError."""
     if not 0 <= val_size < num_images:
         raise ValueError(
             f"val_size={val_size} cannot be held out of the {num_images} training images in {where}; "

@@ -1,7 +1,7 @@
-"""The files of CIFAR-10's python version, read without trusting them.
+"""Read the files of CIFAR-10's python version safely.
 
-They are pickles, and a pickle can name and call any function there is. The reader here admits the few names that
-rebuild a numpy array, and answers even those with stand-ins of its own: no function outside this module is ever called.
+The files are pickles, and a pickle can name and call any function. This reader accepts only the few names that rebuild
+a numpy array. It resolves even these to classes of its own, so a file never calls a function outside this module.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ ARCHIVE = "cifar-10-python.tar.gz"
 
 
 def read_batch_file(path: Path) -> tuple[Tensor, Tensor]:
-    """Return images (N, 3, 32, 32) uint8 and labels (N,) int64 of one file; N need not be the official 10,000.
+    """Return the images (N, 3, 32, 32) uint8 and the labels (N,) int64 of one file. N may differ from 10,000.
 
     Raises:
-        ValueError: the file names anything but a numpy array, or does not hold what it should.
+        ValueError: the file names anything but a numpy array, or does not contain images and labels.
     """
     with open(path, "rb") as file:
         try:
             return _checked(_PlainUnpickler(file, encoding="bytes").load())
-        except Exception as error:  # a broken pickle can raise almost anything
+        except Exception as error:  # a broken pickle can raise almost any error
             raise ValueError(
                 f"{path} is not a file of CIFAR-10's python version: {error}; delete it and unpack {ARCHIVE} again"
             ) from error
@@ -48,18 +48,18 @@ def _checked(batch: Any) -> tuple[Tensor, Tensor]:
 
 
 class _Dtype:
-    """Stand-in for ``numpy.dtype``: unsigned bytes or nothing."""
+    """Stands in for ``numpy.dtype``. It accepts unsigned bytes only."""
 
     def __init__(self, code: str | bytes, *_: Any) -> None:
         if code not in ("u1", b"u1"):
             raise pickle.UnpicklingError(f"it holds an array of type {code!r}, not uint8")
 
     def __setstate__(self, state: Any) -> None:
-        pass  # the byte order, of which bytes have none
+        pass  # the state is the byte order, which single bytes do not have
 
 
 class _Array:
-    """Stand-in for a ``numpy.ndarray``, and for the function that makes an empty one to be filled by its state."""
+    """Stands in for ``numpy.ndarray``, and for the function that makes an empty array before its state is set."""
 
     def __init__(self, *_: Any) -> None:
         self.pixels: NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -72,7 +72,7 @@ class _Array:
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Bytes, as Python 3 writes them in the pickle protocol of Python 2."""
+    """Return the bytes that Python 3 writes as text in the pickle protocol of Python 2."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"it asks for the encoding {encoding!r}")
     return text.encode("latin1")
@@ -88,10 +88,10 @@ ADMITTED = {
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Admits what needs no name (dicts, lists, numbers, strings) and numpy arrays of bytes."""
+    """Accepts what needs no name (dicts, lists, numbers, strings) and numpy arrays of bytes."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
-        """Resolve what the pickle names, if it is one of the few."""
+        """Return what stands in for a name in the pickle, or raise UnpicklingError."""
         if (module_name, global_name) not in ADMITTED:
             raise pickle.UnpicklingError(
                 f"it asks for {module_name}.{global_name}, which such a file does not need (nothing was run)"

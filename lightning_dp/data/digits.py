@@ -1,4 +1,4 @@
-"""Scikit-learn's handwritten digits: real images that come with an installed package, so no network is needed."""
+"""The handwritten digits of scikit-learn: real images that come with the package and need no download."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SPLIT_SEED = 2015
 class Digits(ImageDataModule):
     """1797 digits (Alpaydin and Kaynak, UCI 1998), 8x8 pixels scaled to 3x32x32: 1257 train, 180 val, 360 test.
 
-    The split is stratified and fixed: it depends neither on ``seed`` nor on scikit-learn's version. The images are not
-    augmented, for a mirrored digit is another sign or none. The options are `ImageDataModule`'s.
+    The split is stratified and fixed. It depends neither on ``seed`` nor on the version of scikit-learn. The images are
+    not augmented, because a flipped digit is a different sign. The arguments are those of `ImageDataModule`.
     """
 
     num_classes = 10
@@ -47,7 +47,7 @@ def read_digits() -> Split:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "the digits come with scikit-learn, which is not installed: pip install 'lightning-dp[recipes]'"
+            "the digits are part of scikit-learn, which is not installed: pip install 'lightning-dp[recipes]'"
         ) from error
     digits = load_digits()
     images = torch.from_numpy(digits.images).float()[:, None]  # 0 to 16

@@ -1,4 +1,4 @@
-"""Downloads that resume, are verified before anything reads them, and leave nothing half-written in the end's place."""
+"""Downloads that resume, are verified before they are used, and never leave a partial file under the final name."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ CHUNK_BYTES = 1 << 18
 
 
 def download(url: str, path: Path, sha256: str, timeout_s: float = 30.0) -> None:
-    """Bring ``url`` to ``path``, unless a file with the right checksum is there.
+    """Download ``url`` to ``path``, unless ``path`` has the right checksum already.
 
-    What arrives is kept in ``path`` + ".part"; after an interruption the next call asks the server for the rest
-    only (and takes the whole again from a server that knows no ranges). One process at a time.
+    The data is written to ``path`` + ".part". After an interruption, the next call asks the server for the rest only,
+    or for the whole file if the server does not support ranges. Call it in one process at a time.
 
     Raises:
-        ConnectionError: the transfer failed; the ".part" file stays, to be resumed.
-        ValueError: the checksum is wrong; a ".part" file is deleted then, a file already at ``path`` is left alone.
+        ConnectionError: the transfer failed. The ".part" file stays and is resumed by the next call.
+        ValueError: the checksum is wrong. The ".part" file is deleted. A file that was at ``path`` before is kept.
     """
-    remedy = f"run again, or get {url} by other means and put it at {path}"
+    remedy = f"run again, or download {url} by other means and put it at {path}"
     if path.exists():
         found = sha256_of(path)
         if found != sha256:
@@ -43,12 +43,12 @@ def download(url: str, path: Path, sha256: str, timeout_s: float = 30.0) -> None
     found = sha256_of(part)
     if found != sha256:
         part.unlink()
-        raise ValueError(f"{url}: expected sha256 {sha256}, found {found}; what came was deleted; {remedy}")
+        raise ValueError(f"{url}: expected sha256 {sha256}, found {found}; the download was deleted; {remedy}")
     os.replace(part, path)
 
 
 def _receive(url: str, part: Path, timeout_s: float) -> None:
-    """Append to ``part`` what it lacks of ``url``."""
+    """Append to ``part`` what is missing of ``url``."""
     if not url.startswith(("http://", "https://")):
         raise OSError("only http and https addresses are downloaded")
     done = part.stat().st_size if part.exists() else 0
@@ -58,7 +58,7 @@ def _receive(url: str, part: Path, timeout_s: float) -> None:
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-            return  # there is nothing after what we have: the checksum tells whether it is the file
+            return  # the server has no more bytes than ``part``; the checksum decides whether it is complete
         raise
     with response:
         resumed = response.status == http.HTTPStatus.PARTIAL_CONTENT
@@ -73,11 +73,11 @@ def _receive(url: str, part: Path, timeout_s: float) -> None:
                 done += len(chunk)
                 progress.show(done)
     if total is not None and done != total:
-        raise OSError(f"it stopped after {done} of {total} bytes")
+        raise OSError(f"the transfer stopped after {done} of {total} bytes")
 
 
 class _Progress:
-    """Percentages on stderr: one line that is rewritten on a terminal, a line every tenth of the way elsewhere."""
+    """Percentages on stderr: a line that is rewritten on a terminal, or else a line every 10 %."""
 
     def __init__(self, name: str, total_bytes: int | None) -> None:
         self.name, self.total_bytes = name, total_bytes
@@ -99,7 +99,7 @@ class _Progress:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the file's SHA-256 in hexadecimal."""
+    """Return the SHA-256 of a file in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -108,21 +108,21 @@ def sha256_of(path: Path) -> str:
 
 
 def extract(archive: Path, name: str, root: Path) -> None:
-    """Unpack folder ``name`` of a ``.tar.gz`` to ``root/name``: all of it or nothing, and nothing outside of it.
+    """Unpack folder ``name`` of a ``.tar.gz`` to ``root/name``, completely or not at all.
 
     Raises:
-        ValueError: the archive is broken, reaches outside its folder, or does not hold ``name``.
-        RuntimeError: this Python cannot extract safely.
+        ValueError: the archive is broken, has paths outside of its folder, or does not contain ``name``.
+        RuntimeError: this version of Python cannot extract safely.
     """
     if not hasattr(tarfile, "data_filter"):
-        raise RuntimeError("this Python cannot extract safely (PEP 706); use 3.10.12, 3.11.4 or later")
+        raise RuntimeError("this version of Python cannot extract safely (PEP 706); use 3.11.4 or later")
     with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=root) as temporary:
         try:
             with tarfile.open(archive, "r:gz") as tar:
                 tar.extractall(temporary, filter="data")
         except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise ValueError(f"{archive} cannot be unpacked: {error}; delete it and get it again") from error
+            raise ValueError(f"{archive} cannot be unpacked: {error}; delete it and download it again") from error
         unpacked = Path(temporary, name)
         if not unpacked.is_dir():
-            raise ValueError(f"{archive} holds no folder {name}; delete it and get the official one")
+            raise ValueError(f"{archive} contains no folder {name}; delete it and download the official one")
         os.replace(unpacked, root / name)

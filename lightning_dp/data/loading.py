@@ -1,8 +1,8 @@
-"""Who gets which images: global batches that do not depend on the number of ranks, and an evaluation that is exact.
+"""Which rank gets which images. Global batches do not depend on the number of ranks, and evaluation is exact.
 
-A sampler yields whole batches of indices and a dataset answers with whole batches of images, so a DataLoader over them
-has ``batch_size=None``. Both samplers are DistributedSamplers: that is how Lightning knows that they divide the data
-among the ranks themselves, and it calls their ``set_epoch``.
+A sampler yields batches of indices and a dataset returns batches of images, so a DataLoader over them has
+``batch_size=None``. Both samplers are DistributedSamplers. This tells Lightning that they divide the data among the
+ranks themselves, and it calls their ``set_epoch``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from lightning_dp.data.augment import CropAndFlip, crop_and_flip, normalize
 
 
 class BatchSlice(NamedTuple):
-    """One rank's slice of a global batch: all that a loader's worker process needs to know about it.
+    """One rank's slice of a global batch, with all that a worker process of a loader needs to know about it.
 
     Attributes:
-        indices: of the images in this slice, in order.
+        indices: indices of the images in this slice, in order.
         start: position of the first of them in the global batch.
-        global_batch_size: images in the global batch, all ranks together.
-        seed: of the global batch's augmentation: the same on every rank.
+        global_batch_size: number of images in the global batch, over all ranks.
+        seed: seed of the augmentation of the global batch. It is the same on every rank.
     """
 
     indices: list[int]
@@ -36,29 +36,29 @@ class BatchSlice(NamedTuple):
 
 
 def slice_bounds(total: int, part: int, num_parts: int) -> tuple[int, int]:
-    """Return start and stop of contiguous part ``part`` of ``num_parts``; sizes differ by one at most."""
+    """Return start and stop of contiguous part ``part`` of ``num_parts``. The sizes differ by at most one."""
     return total * part // num_parts, total * (part + 1) // num_parts
 
 
 def derive_seed(*numbers: int) -> int:
-    """Return one 63-bit seed for several numbers, such that (1, 2) and (2, 1) and (3,) have nothing in common."""
+    """Return a 63-bit seed for a sequence of numbers. (1, 2), (2, 1) and (3,) give unrelated seeds."""
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "big") >> 1
 
 
 def stratified_holdout(labels: Tensor, size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Divide images in two: ``size`` of them held out, in the proportion of their classes, and the rest.
+    """Hold out ``size`` images, with the class proportions of all of them.
 
     Args:
         labels: (N,) int64.
-        size: number to hold out, 0 to N.
-        seed: which ones.
+        size: number of images to hold out, 0 to N.
+        seed: determines which images are held out.
 
     Returns:
-        Indices (N - size,) kept and (size,) held out, both ascending.
+        The indices that are kept, (N - size,), and those that are held out, (size,). Both are ascending.
     """
     shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(derive_seed(seed)))
     by_class = shuffled[labels[shuffled].argsort(stable=True)]
-    # Evenly spaced places in a list sorted by class fall on every class in its proportion.
+    # Evenly spaced places in a list that is sorted by class hit each class in its proportion.
     places = (2 * torch.arange(size) + 1) * len(labels) // max(1, 2 * size)
     held = torch.zeros(len(labels), dtype=torch.bool)
     held[by_class[places]] = True
@@ -66,14 +66,14 @@ def stratified_holdout(labels: Tensor, size: int, seed: int) -> tuple[Tensor, Te
 
 
 class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Images and labels in memory, handed out by the batch.
+    """Images and labels in memory, indexed by the batch.
 
     Args:
         images: (N, C, H, W) uint8.
         labels: (N,) int64.
-        mean: of each channel, for pixels from 0 to 1.
-        std: of each channel, for pixels from 0 to 1.
-        augment: crop and mirror at random (`crop_and_flip`).
+        mean: mean of each channel, for pixels from 0 to 1.
+        std: standard deviation of each channel, for pixels from 0 to 1.
+        augment: crop and flip at random (`crop_and_flip`).
     """
 
     def __init__(
@@ -81,23 +81,26 @@ class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
     ) -> None:
         assert images.dtype == torch.uint8, images.dtype
         assert len(images) == len(labels), (len(images), len(labels))
-        self.images, self.labels = images, labels
-        self.mean, self.std, self.augment = mean, std, augment
+        self.images = images
+        self.labels = labels
+        self.mean = mean
+        self.std = std
+        self.augment = augment
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, batch: BatchSlice) -> tuple[Tensor, Tensor]:
-        """Return images (n, C, H, W) float32, normalised, and labels (n,) int64."""
+        """Return normalized images (n, C, H, W) float32 and labels (n,) int64."""
         if not isinstance(batch, BatchSlice):
             raise TypeError(
-                f"asked for image {batch!r}, but this dataset gives whole batches: keep the data module's own sampler "
-                "(Trainer(overfit_batches=...) replaces it; use limit_train_batches, or fewer training images)"
+                f"got index {batch!r}, but this dataset is indexed by whole batches: keep the data module's own "
+                "sampler (Trainer(overfit_batches=...) replaces it; use limit_train_batches, or fewer training images)"
             )
         indices = torch.tensor(batch.indices, dtype=torch.int64)
         images = self.images.index_select(0, indices)
         if self.augment:
-            # Drawn for the global batch and cut by rank: the same pixels for any number of ranks.
+            # Drawn for the whole global batch and then sliced, so that pixels do not depend on the number of ranks.
             generator = torch.Generator().manual_seed(batch.seed)
             drawn = CropAndFlip.draw(batch.global_batch_size, generator)
             images = crop_and_flip(images, drawn.rows(batch.start, batch.start + len(indices)))
@@ -105,16 +108,16 @@ class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
 
 
 class TrainingSampler(DistributedSampler[BatchSlice]):
-    """Shuffle all images with (seed, epoch), cut them into global batches, yield this rank's slice of each.
+    """Shuffle all images with (seed, epoch), divide them into global batches, and yield this rank's slice of each.
 
     Args:
         dataset: anything with a length.
-        batch_size: images in a global batch, all ranks together.
+        batch_size: number of images in a global batch, over all ranks.
         rank: this rank.
         world_size: number of ranks.
-        seed: the same on every rank.
-        drop_last: leave out the images that fill no whole batch (others in each epoch); else the last batch is smaller
-            and its slices may differ by one image.
+        seed: seed of the order and of the augmentation, the same on every rank.
+        drop_last: leave out the images that do not fill a whole batch, different ones in each epoch. Otherwise the last
+            batch is smaller, and its slices may differ by one image.
     """
 
     def __init__(
@@ -134,7 +137,7 @@ class TrainingSampler(DistributedSampler[BatchSlice]):
         return num_images // self.batch_size if self.drop_last else math.ceil(num_images / self.batch_size)
 
     def __iter__(self) -> Iterator[BatchSlice]:
-        # The epoch goes to worker processes inside each slice's seed; their copies of this object never hear of it.
+        # Worker processes have copies of this object that never see `set_epoch`. The slices carry the epoch, as seeds.
         epoch = self.epoch
         num_images = len(self.dataset)  # type: ignore[arg-type]
         generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
@@ -146,21 +149,22 @@ class TrainingSampler(DistributedSampler[BatchSlice]):
 
 
 class EvaluationSampler(DistributedSampler[BatchSlice]):
-    """Every image exactly once, in order, and the same number of batches on every rank.
+    """Yield every image exactly once, in order, with the same number of batches on every rank.
 
-    The number has to be the same because DistributedDataParallel broadcasts buffers in every forward. The images are
-    cut into global batches and each of those among the ranks, always evenly: all slices of all ranks differ by one
-    image at most, and none is empty. Where that would leave a batch with fewer images than ranks (``batch_size`` near
-    ``world_size``), there are fewer batches, and a rank gets an image more at a time than ``batch_size`` says.
+    The number of batches must be the same because DistributedDataParallel broadcasts buffers in every forward. The
+    images are divided evenly into global batches, and each global batch evenly among the ranks. All slices of all ranks
+    differ by at most one image, and none is empty. If a batch would have fewer images than there are ranks
+    (``batch_size`` near ``world_size``), there are fewer batches, and a slice may have one image more than
+    ``batch_size`` allows.
 
     Args:
-        dataset: anything with a length, of at least ``world_size`` images.
-        batch_size: images in a global batch, all ranks together; at least ``world_size``.
+        dataset: anything with a length of at least ``world_size``.
+        batch_size: number of images in a global batch, over all ranks. At least ``world_size``.
         rank: this rank.
         world_size: number of ranks.
 
     Raises:
-        ValueError: fewer images than ranks.
+        ValueError: there are fewer images than ranks.
     """
 
     def __init__(self, dataset: ImageDataset, batch_size: int, rank: int = 0, world_size: int = 1) -> None:

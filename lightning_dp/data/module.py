@@ -1,4 +1,4 @@
-"""What all data modules share: batch sizes that are checked against the ranks, and the three loaders."""
+"""The base class of all data modules: the three loaders, and batch sizes that are checked against the ranks."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ Split = tuple[Tensor, Tensor]  # images (N, C, H, W) uint8, labels (N,) int64
 
 
 class ImageDataModule(LightningDataModule):
-    """Base of the data modules: images in memory, global batches, exact evaluation.
+    """Images in memory, global batches, and exact evaluation.
 
-    The batches of an epoch depend on ``seed`` and the epoch alone: for any number of ranks, all ranks' batches together
-    are the same images in the same order, augmented the same. A batch is ``(images, labels)``: (n, C, H, W) float32,
-    normalised, and (n,) int64.
+    The global batches of an epoch depend only on ``seed`` and the epoch. For any number of ranks, they have the same
+    images in the same order with the same augmentation. A batch is ``(images, labels)``: normalized (n, C, H, W)
+    float32, and (n,) int64.
 
-    A subclass gives ``num_classes``, ``image_shape``, ``mean``, ``std``, `read_train` and `read_test`.
+    A subclass defines ``num_classes``, ``image_shape``, ``mean``, ``std``, `read_train` and `read_test`.
 
     Args:
-        batch_size: images in a global training batch, all ranks together; each rank takes ``batch_size / world_size``.
-        eval_batch_size: images in a global evaluation batch, all ranks together; results do not depend on it.
-        seed: of the order of the images and of the augmentation.
-        num_workers: of each loader. 0 suits images in memory: a batch takes about a millisecond.
-        drop_last: leave out, in each epoch, the images that fill no whole training batch. If False, the last batch is
-            smaller, and where its slices differ in size, data-parallel averaging weighs its images unequally.
+        batch_size: number of images in a global training batch. Each rank gets ``batch_size / world_size`` of them.
+        eval_batch_size: number of images in a global evaluation batch. Results do not depend on it.
+        seed: seed of the order of the images and of the augmentation.
+        num_workers: number of worker processes of each loader. 0 suits images in memory: a batch takes about a
+            millisecond.
+        drop_last: in each epoch, leave out the images that do not fill a whole training batch. If False, the last batch
+            is smaller. If its slices then differ in size, averaging over ranks gives its images unequal weights.
     """
 
     num_classes: int
@@ -56,7 +57,7 @@ class ImageDataModule(LightningDataModule):
         self._splits: dict[str, Split] = {}
 
     def read_train(self) -> tuple[Split, Split]:
-        """Return the training images and the validation images (of length 0 if there is no validation)."""
+        """Return the training images and the validation images. The latter have length 0 if there is no validation."""
         raise NotImplementedError
 
     def read_test(self) -> Split:
@@ -69,19 +70,19 @@ class ImageDataModule(LightningDataModule):
         return {"train": len(train[0]), "val": len(val[0]), "test": len(self.read_test()[0])}
 
     def check(self, world_size: int) -> None:
-        """Find out, before any process or Trainer is started, whether training on ``world_size`` ranks can work.
+        """Check that training on ``world_size`` ranks can work, before any process or Trainer is started.
 
-        It reads the data and keeps nothing; it downloads nothing.
+        This reads the data and discards it. It downloads nothing.
 
         Raises:
-            ValueError: a batch size does not fit the ranks or the data, or a file is not what it should be.
-            FileNotFoundError: the data is not there, and is not to be downloaded.
+            ValueError: a batch size does not fit the ranks or the data, or a file has unexpected contents.
+            FileNotFoundError: the data is missing, and ``download`` is not set.
         """
         self._check_batch_sizes(world_size)
         self._check_sizes(world_size, self.sizes())
 
     def setup(self, stage: str | None = None) -> None:
-        """Read what ``stage`` needs, on every rank; for Lightning to call."""
+        """Read what ``stage`` needs. Lightning calls this on every rank."""
         _, world_size = self._rank()
         self._check_batch_sizes(world_size)
         if stage != "test":
@@ -90,28 +91,29 @@ class ImageDataModule(LightningDataModule):
             self._splits["test"] = self.read_test()
         self._check_sizes(world_size, {name: len(images) for name, (images, _) in self._splits.items()})
         if self.num_workers == 0:
-            # Lightning's advice is for loaders that work image by image; here it would be wrong.
+            # Lightning advises more workers. That helps loaders that work image by image; here it would be wrong.
             warnings.filterwarnings("ignore", message=".*does not have many workers")
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Loader of this rank's slices of the global batches, in an order of their own in each epoch."""
+        """Return the loader of this rank's slices of the global batches. The order differs between epochs."""
         rank, world_size = self._rank()
         dataset = self._dataset("train", self.augment)
         sampler = TrainingSampler(dataset, self.batch_size, rank, world_size, self.seed, self.drop_last)
         if self.trainer is not None:
-            # A resumed run starts the workers, and so the order of images, before Lightning calls `set_epoch`.
+            # A resumed run starts its workers, which fixes the order of images, before Lightning calls `set_epoch`.
             sampler.set_epoch(self.trainer.current_epoch)
         return self._loader(dataset, sampler, persistent_workers=self.num_workers > 0)
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
-        """Loader of this rank's part of the validation images, each exactly once; an empty list if there are none."""
+        """Return the loader of this rank's validation images, or an empty list if there are none."""
         if len(self._splits["val"][0]):
             return self._evaluation_loader("val")
-        warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")  # as was asked for
+        # No validation is what the user asked for.
+        warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
         return []
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """Loader of this rank's part of the test images, each exactly once."""
+        """Return the loader of this rank's test images."""
         return self._evaluation_loader("test")
 
     def _evaluation_loader(self, split: str) -> DataLoader[Any]:
@@ -136,7 +138,7 @@ class ImageDataModule(LightningDataModule):
         )
 
     def _rank(self) -> tuple[int, int]:
-        """Return this rank and the number of ranks: the Trainer's, or without one the default process group's."""
+        """Return the rank and the world size of the Trainer or, without one, of the default process group."""
         if self.trainer is not None:
             return self.trainer.global_rank, self.trainer.world_size
         if dist.is_available() and dist.is_initialized():
@@ -148,8 +150,8 @@ class ImageDataModule(LightningDataModule):
         for name, size in (("batch_size", self.batch_size), ("eval_batch_size", self.eval_batch_size)):
             if size < world_size:
                 raise ValueError(
-                    f"{name}={size} is smaller than the number of ranks ({world_size}), and each needs an image of "
-                    f"every batch; use {name}={world_size} or more, or at most {max(1, size)} ranks"
+                    f"{name}={size} is smaller than the number of ranks ({world_size}), and each rank needs an "
+                    f"image of every batch; use {name}={world_size} or more, or at most {max(1, size)} ranks"
                 )
         below = self.batch_size // world_size * world_size
         if below != self.batch_size:
@@ -159,7 +161,7 @@ class ImageDataModule(LightningDataModule):
             )
 
     def _check_sizes(self, world_size: int, sizes: dict[str, int]) -> None:
-        """Raise ValueError if the images of a split are too few."""
+        """Raise ValueError if a split has too few images."""
         train = sizes.get("train")
         if train is not None and self.batch_size > train:
             raise ValueError(

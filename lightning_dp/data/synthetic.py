@@ -1,4 +1,4 @@
-"""Made-up images with classes that can be learnt, of any shape and number: for tests and benchmarks."""
+"""Synthetic images with classes that can be learned, of any shape and number, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from lightning_dp.data.module import ImageDataModule, Split
 
 
 class Synthetic(ImageDataModule):
-    """A smooth pattern for each class, under noise.
+    """A smooth pattern for each class, with added noise.
 
-    The images are the same for every ``seed``, which changes the order alone.
+    The images are the same for every ``seed``. The seed changes only their order.
 
     Args:
-        shape: of an image: (C, H, W).
-        num_classes: classes, with as many images of each.
-        num_train: training images.
-        num_test: test images.
-        num_val: validation images; 0 for no validation.
-        batch_size: see `ImageDataModule`, as for the others.
-        eval_batch_size: see there.
-        seed: see there.
-        num_workers: see there.
-        drop_last: see there.
+        shape: shape of an image, (C, H, W).
+        num_classes: number of classes. All are equally frequent.
+        num_train: number of training images.
+        num_test: number of test images.
+        num_val: number of validation images. 0 means no validation.
+        batch_size: see `ImageDataModule`.
+        eval_batch_size: see `ImageDataModule`.
+        seed: see `ImageDataModule`.
+        num_workers: see `ImageDataModule`.
+        drop_last: see `ImageDataModule`.
     """
 
     def __init__(
@@ -43,15 +43,18 @@ class Synthetic(ImageDataModule):
         channels, height, width = shape
         self.image_shape = (channels, height, width)
         self.num_classes = num_classes
-        self.num_train, self.num_val, self.num_test = num_train, num_val, num_test
-        self.mean, self.std = (0.5,) * channels, (0.25,) * channels
+        self.num_train = num_train
+        self.num_val = num_val
+        self.num_test = num_test
+        self.mean = (0.5,) * channels
+        self.std = (0.25,) * channels
 
     def read_train(self) -> tuple[Split, Split]:
-        """Make the training and the validation images."""
+        """Return the training and the validation images."""
         return self._make(self.num_train, 1), self._make(self.num_val, 2)
 
     def read_test(self) -> Split:
-        """Make the test images."""
+        """Return the test images."""
         return self._make(self.num_test, 3)
 
     def sizes(self) -> dict[str, int]:

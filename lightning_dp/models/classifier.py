@@ -1,4 +1,4 @@
-"""One LightningModule that trains and tests any network as a classifier."""
+"""A LightningModule that trains and tests any network as a classifier."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Classifier(LightningModule):
-    """Cross-entropy, accuracy, optimizer and schedule for a network of images to logits.
+    """Cross-entropy, accuracy, optimizer and schedule for a network that maps images to logits.
 
-    Logged once an epoch: ``train/loss``, ``train/acc``, ``val/loss``, ``val/acc``, ``test/loss``, ``test/acc`` and,
-    with more than five classes, ``test/acc5``. Each is exact on any number of ranks: every rank keeps sums and counts,
-    which are reduced when the epoch ends, so an image counts once whatever the sizes of the batches, and an empty batch
-    counts nothing. No step waits for another rank's metrics.
+    It logs once per epoch ``train/loss``, ``train/acc``, ``val/loss``, ``val/acc``, ``test/loss``, ``test/acc`` and,
+    with more than five classes, ``test/acc5``. Each is exact on any number of ranks. Every rank keeps sums and counts,
+    which are reduced at the end of the epoch, so each image counts once whatever the batch sizes are, and an empty
+    batch counts nothing. No step waits for the metrics of another rank.
 
     Args:
-        model: (N, C, H, W) to logits (N, num_classes).
+        model: maps images (N, C, H, W) to logits (N, num_classes).
         num_classes: number of classes.
-        optimizer: from parameters to an optimizer, as ``functools.partial(torch.optim.SGD, lr=0.1)``. It gets all
-            parameters in one group, unless ``parameter_groups`` makes more: weight decay is on all of them, as in He et
-            al. 2015.
-        scheduler: from an optimizer to a learning rate schedule. One that has an argument ``total_steps`` and leaves it
-            open gets the number of optimizer steps of the whole fit.
+        optimizer: makes an optimizer from parameters, for example ``functools.partial(torch.optim.SGD, lr=0.1)``. It
+            gets all parameters in one group unless ``parameter_groups`` is given, so weight decay applies to all of
+            them, as in He et al. 2015.
+        scheduler: makes a learning rate schedule from an optimizer. If it has an argument ``total_steps`` that is not
+            set, that is set to the number of optimizer steps of the whole fit.
         interval: what the schedule counts, ``"step"`` or ``"epoch"``.
-        label_smoothing: of the training loss only, 0 to 1.
-        channels_last: memory format of the weights and images. It pays: ResNet-20 trains 1.2 to 1.4 times as many
-            images a second on CPU (batches of 32 to 128 on one and two cores).
-        parameter_groups: from the network to the groups that the optimizer gets, each with options of its own, as
+        label_smoothing: label smoothing of the training loss, 0 to 1. The other losses are not smoothed.
+        channels_last: use the channels-last memory format for weights and images. On CPU, ResNet-20 then trains 1.2 to
+            1.4 times as many images per second (batches of 32 to 128 on one and two cores).
+        parameter_groups: makes the optimizer's parameter groups from the network, for example
             ``functools.partial(lightning_dp.optim.trunk_and_head_groups, ...)``.
     """
 
@@ -56,11 +56,13 @@ class Classifier(LightningModule):
         super().__init__()
         if interval not in ("step", "epoch"):
             raise ValueError(f"interval={interval!r} must be 'step' or 'epoch'")
-        # Plain values only: these go into the checkpoint, which must load without unpickling objects.
+        # Plain values only. These go into the checkpoint, which must load without unpickling objects.
         self.save_hyperparameters("num_classes", "interval", "label_smoothing", "channels_last")
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.model = model.to(memory_format=self.memory_format)  # type: ignore[call-overload]
-        self.optimizer, self.scheduler, self.interval = optimizer, scheduler, interval
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.interval = interval
         self.label_smoothing = label_smoothing
         self.parameter_groups = parameter_groups
         self.train_loss, self.val_loss, self.test_loss = (MeanLoss() for _ in range(3))
@@ -68,11 +70,11 @@ class Classifier(LightningModule):
         self.test_acc5 = _accuracy(num_classes, top_k=5) if num_classes > 5 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (N, C, H, W) to logits (N, num_classes)."""
+        """Map images (N, C, H, W) to logits (N, num_classes)."""
         return self.model(self._laid_out(x))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The mean loss over this rank's images (N, C, H, W) and labels (N,)."""
+        """Return the mean loss over this rank's images (N, C, H, W) and labels (N,)."""
         x, y = batch
         logits = self(x)
         loss = self.compute_loss(logits, y, label_smoothing=self.label_smoothing)
@@ -84,20 +86,20 @@ class Classifier(LightningModule):
     def compute_loss(
         self, logits: Tensor, target: Tensor, reduction: Literal["mean", "sum"] = "mean", label_smoothing: float = 0.0
     ) -> Tensor:
-        """The loss of logits (N, num_classes) and labels (N,): the mean, or the sum, over the N images."""
+        """Return the loss of logits (N, num_classes) and labels (N,): the mean or the sum over the N images."""
         return F.cross_entropy(logits, target, reduction=reduction, label_smoothing=label_smoothing)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Count this rank's share of the validation images."""
+        """Update the metrics with this rank's slice of a validation batch."""
         self._evaluate(batch, {"val/loss": self.val_loss, "val/acc": self.val_acc})
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Count this rank's share of the test images."""
+        """Update the metrics with this rank's slice of a test batch."""
         top_5 = {} if self.test_acc5 is None else {"test/acc5": self.test_acc5}
         self._evaluate(batch, {"test/loss": self.test_loss, "test/acc": self.test_acc, **top_5})
 
     def configure_optimizers(self) -> Any:
-        """The optimizer of all parameters and, if there is one, its schedule."""
+        """Return the optimizer of all parameters and, if there is one, its schedule."""
         groups = self.parameters() if self.parameter_groups is None else self.parameter_groups(self.model)
         optimizer = self.optimizer(groups)
         if self.scheduler is None:
@@ -116,7 +118,7 @@ class Classifier(LightningModule):
         for metric in metrics.values():
             if isinstance(metric, MeanLoss):
                 metric.update(self.compute_loss(logits, y, reduction="sum"), len(y))
-            elif len(y) > 0:  # torchmetrics' own take no empty batch
+            elif len(y) > 0:  # the metrics of torchmetrics do not accept an empty batch
                 metric.update(logits, y)
         self._log(metrics)
 
@@ -124,7 +126,8 @@ class Classifier(LightningModule):
         return x.contiguous(memory_format=self.memory_format)
 
     def _log_training(self, loss: Tensor, metrics: dict[str, Metric]) -> None:
-        self.log("loss", loss.detach(), prog_bar=True, logger=False)  # of this rank and step, to watch
+        # The progress bar shows the loss of this rank and step, so that no step waits for a reduction.
+        self.log("loss", loss.detach(), prog_bar=True, logger=False)
         self._log(metrics)
 
     def _log(self, metrics: dict[str, Metric]) -> None:
@@ -133,10 +136,10 @@ class Classifier(LightningModule):
 
 
 class MeanLoss(Metric):
-    """Sum of losses by number of images, over all batches and ranks.
+    """The sum of losses divided by the number of images, over all batches and ranks.
 
-    ``self.log(..., sync_dist=True)`` averages the ranks' numbers of images as integers, and so goes wrong where they
-    differ. torchmetrics' ``MeanMetric`` looks for nan, and waits for the device in every step to do so.
+    ``self.log(..., sync_dist=True)`` averages the numbers of images of the ranks as integers, which is wrong if they
+    differ. ``MeanMetric`` of torchmetrics checks for nan, which makes every step wait for the device.
     """
 
     full_state_update = False
@@ -149,15 +152,15 @@ class MeanLoss(Metric):
         self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, total: Tensor, count: int) -> None:
-        """Add the summed loss of ``count`` images, which may be 0."""
+        """Add the summed loss of ``count`` images. ``count`` may be 0."""
         self.total += total
         self.count += count
 
     def compute(self) -> Tensor:
-        """The mean."""
+        """Return the mean loss over all images so far, on all ranks."""
         return self.total / self.count
 
 
 def _accuracy(num_classes: int, top_k: int = 1) -> Metric:
-    # Arguments are not validated, for that would wait for the device in every step.
+    # Validating the arguments would make every step wait for the device.
     return MulticlassAccuracy(num_classes, average="micro", top_k=top_k, validate_args=False)

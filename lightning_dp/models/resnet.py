@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 
 class Shortcut(nn.Module):
-    """The identity, or, where the shape changes, option A: every second pixel, and zeros for the channels to come.
+    """The identity or, if the shape changes, option A of the paper: subsample the pixels and pad channels with zeros.
 
-    It has no parameters, so that a residual network has exactly as many as its plain counterpart.
+    It has no parameters, so a residual network has exactly as many as its plain counterpart.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
@@ -19,7 +19,7 @@ class Shortcut(nn.Module):
         self.stride = stride
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (N, in_channels, H, W) to (N, out_channels, H / stride, W / stride)."""
+        """Map (N, in_channels, H, W) to (N, out_channels, H / stride, W / stride)."""
         if self.stride == 1 and self.new_channels == 0:
             return x
         x = x[:, :, :: self.stride, :: self.stride]
@@ -28,7 +28,7 @@ class Shortcut(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions with batch norm, and a shortcut around them."""
+    """Two 3x3 convolutions with batch norm, and a shortcut around them (figure 2 of the paper)."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1) -> None:
         super().__init__()
@@ -39,20 +39,21 @@ class BasicBlock(nn.Module):
         self.shortcut = Shortcut(in_channels, out_channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (N, in_channels, H, W) to (N, out_channels, H / stride, W / stride)."""
+        """Map (N, in_channels, H, W) to (N, out_channels, H / stride, W / stride)."""
         out = F.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
         return F.relu(out + self.shortcut(x))
 
 
 class CifarResNet(nn.Module):
-    """A first convolution, three stages of n blocks with 16, 32 and 64 channels, global average pooling, one layer.
+    """A convolution, three stages of n blocks with 16, 32 and 64 channels, global average pooling, a linear layer.
 
-    That makes 6n+2 layers with weights. Weights start as in He et al., arXiv 1502.01852: normal, variance 2 / fan-in.
+    It has 6n+2 layers with weights. Weights are initialized as in He et al., arXiv 1502.01852: normal with variance
+    2 / fan-in. The linear layer is the submodule ``head``.
 
     Args:
-        depth: 6n+2, as 20, 32, 44, 56, 110.
-        num_classes: outputs of the last layer, the submodule ``head``.
+        depth: number of layers, 6n+2: 20, 32, 44, 56, 110, ...
+        num_classes: number of outputs.
 
     Raises:
         ValueError: ``depth`` is not 6n+2 with n >= 1.
@@ -63,7 +64,7 @@ class CifarResNet(nn.Module):
         blocks, rest = divmod(depth - 2, 6)
         if rest or blocks < 1:
             near = 6 * max(1, round((depth - 2) / 6)) + 2
-            raise ValueError(f"depth={depth} is not 6n+2 with n >= 1; use 20, 32, 44, 56, 110 or, nearest, {near}")
+            raise ValueError(f"depth={depth} is not 6n+2 with n >= 1; use 20, 32, 44, 56, 110 or the nearest, {near}")
         self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
         self.stage1 = _stage(16, 16, blocks, stride=1)
@@ -73,7 +74,7 @@ class CifarResNet(nn.Module):
         self.apply(_init)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (N, 3, H, W), made for H = W = 32, to logits (N, num_classes)."""
+        """Map images (N, 3, H, W) to logits (N, num_classes). The network is made for H = W = 32."""
         x = F.relu(self.bn1(self.conv1(x)))
         x = self.stage3(self.stage2(self.stage1(x)))
         return self.head(torch.mean(x, dim=(2, 3)))

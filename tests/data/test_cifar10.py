@@ -180,8 +180,8 @@ def test_check_counts_the_official_images_before_a_download(tmp_path):
     [
         ({"val_size": 60}, "val_size=60 cannot be held out of the 60 training images .* use 0 .* to 59"),
         ({"val_size": -1}, "val_size=-1 cannot be held out"),
-        ({"val_size": 0, "train_limit": 0}, "a limit of 0 images leaves none"),
-        ({"val_size": 0, "test_limit": -3}, "a limit of -3 images leaves none"),
+        ({"val_size": 0, "train_limit": 0}, "a limit of 0 images leaves no image"),
+        ({"val_size": 0, "test_limit": -3}, "a limit of -3 images leaves no image"),
         ({"val_size": 20, "batch_size": 41}, r"batch_size=41 is larger than the training set \(40 images\)"),
     ],
 )
