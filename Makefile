@@ -28,7 +28,8 @@ test-oldest: .venv-oldest/.ready
 test-newest: .venv-newest/.ready
 	.venv-newest/bin/python $(PYTEST)
 
-# Lines and branches, also of the processes that tests start.
+# Lines and branches, also of the processes that tests start. These have other working folders, hence the variable.
+coverage: export COVERAGE_FILE = $(CURDIR)/.coverage
 coverage: $(READY)
 	$(BIN)/coverage erase
 	$(BIN)/coverage run $(PYTEST)

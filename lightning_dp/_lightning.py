@@ -1,12 +1,12 @@
-"""The one place that imports the framework, under whichever of its two names the user has loaded.
+"""The only module that imports the framework, under the name that the user has imported.
 
-Lightning is published twice, as ``pytorch_lightning`` and as ``lightning.pytorch``, with the same code and distinct
-classes: an object of one is a stranger to the other's Trainer. Everything else in this package takes the framework's
-classes from here.
+Lightning is published under two names, ``pytorch_lightning`` and ``lightning.pytorch``. The code is the same and the
+classes are distinct, so the Trainer of one does not accept objects of the other. All other modules of this package import
+the framework's classes from here.
 
-Which name: the environment variable ``LIGHTNING_DP_FRAMEWORK`` if it is set; else the one already imported
-(``lightning.pytorch`` if both are, for its own dependencies import the other); else the one that is installed,
-``pytorch_lightning`` first.
+The name is chosen in this order: the environment variable ``LIGHTNING_DP_FRAMEWORK``; the framework that is imported
+already, ``lightning.pytorch`` if both are, because its own dependencies import the other; the framework that is
+installed, ``pytorch_lightning`` if both are.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ ENVIRONMENT_VARIABLE = "LIGHTNING_DP_FRAMEWORK"
 
 
 def choose_framework() -> str:
-    """Return ``"pytorch_lightning"`` or ``"lightning.pytorch"``: see the head of this module.
+    """Return ``"pytorch_lightning"`` or ``"lightning.pytorch"``, as described at the top of this module.
 
     Raises:
-        ValueError: the environment variable names something else.
-        ModuleNotFoundError: neither is installed.
+        ValueError: the environment variable has another value.
+        ModuleNotFoundError: neither framework is installed.
     """
-    asked = os.environ.get(ENVIRONMENT_VARIABLE)
-    if asked:
-        if asked not in FRAMEWORKS:
-            raise ValueError(f"{ENVIRONMENT_VARIABLE}={asked!r} names no framework; use one of {', '.join(FRAMEWORKS)}")
-        return asked
+    requested = os.environ.get(ENVIRONMENT_VARIABLE)
+    if requested:
+        if requested not in FRAMEWORKS:
+            names = ", ".join(FRAMEWORKS)
+            raise ValueError(f"{ENVIRONMENT_VARIABLE}={requested!r} names no framework; use one of {names}")
+        return requested
     for name in reversed(FRAMEWORKS):
         if name in sys.modules:
             return name
@@ -51,9 +52,12 @@ if TYPE_CHECKING:
 else:
     _framework = importlib.import_module(FRAMEWORK)
     _strategies = importlib.import_module(FRAMEWORK + ".strategies")
-    Callback, LightningDataModule = _framework.Callback, _framework.LightningDataModule
-    LightningModule, Trainer = _framework.LightningModule, _framework.Trainer
-    DDPStrategy, StrategyRegistry = _strategies.DDPStrategy, _strategies.StrategyRegistry
+    Callback = _framework.Callback
+    LightningDataModule = _framework.LightningDataModule
+    LightningModule = _framework.LightningModule
+    Trainer = _framework.Trainer
+    DDPStrategy = _strategies.DDPStrategy
+    StrategyRegistry = _strategies.StrategyRegistry
 
 __all__ = [
     "FRAMEWORK",
@@ -70,7 +74,7 @@ __all__ = [
 
 
 def mismatch_message(name: str) -> str:
-    """Say that ``name`` belongs to one framework and was handed to the other's Trainer, and what to do."""
+    """Return the error message for an object ``name`` of one framework that was passed to the other's Trainer."""
     return (
         f"{name} was built on `{FRAMEWORK}`, but this Trainer comes from `{OTHER_FRAMEWORK}`: they are two copies of "
         f"Lightning and cannot be mixed. Use `from {FRAMEWORK} import Trainer`, or import `{OTHER_FRAMEWORK}` before "
@@ -79,23 +83,23 @@ def mismatch_message(name: str) -> str:
 
 
 def require_own_trainer(component: object, trainer: object) -> None:
-    """Raise TypeError if ``trainer`` is of the other framework. For a callback's ``setup``."""
+    """Raise TypeError if ``trainer`` belongs to the other framework. Call it in the ``setup`` of a callback."""
     if type(trainer).__module__.startswith(OTHER_FRAMEWORK + "."):
         raise TypeError(mismatch_message(type(component).__name__))
 
 
 class OwnTrainerOnly:
-    """Mixin for strategies: the other framework's Trainer gets a clear error.
+    """A mixin for strategies that raises a clear error in the Trainer of the other framework.
 
-    That Trainer would say "invalid strategy name", for it tells a strategy from a name by its own base class and hands
-    the object to nothing of ours before that. What it does first is compare it with the names that it knows, and that
-    comparison is where the strategy can see who asks.
+    That Trainer would report an invalid strategy name, because the strategy is no instance of its own base class. It
+    calls none of our methods before it raises, but it compares the strategy with the names that it knows. So the
+    comparison is where the strategy can detect a foreign Trainer.
     """
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, str):
-            asker = sys._getframe(1).f_globals.get("__name__", "")
-            if asker.startswith(OTHER_FRAMEWORK + "."):
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if caller.startswith(OTHER_FRAMEWORK + "."):
                 raise TypeError(mismatch_message(type(self).__name__))
         return self is other
 
@@ -103,16 +107,17 @@ class OwnTrainerOnly:
 
 
 def register_strategy(name: str, strategy: type, **init_params: Any) -> None:
-    """Make ``Trainer(strategy=name)`` build ``strategy``; doing it again for the same class changes nothing.
+    """Make ``Trainer(strategy=name)`` build ``strategy``. Registering the same class again has no effect.
 
-    The other framework's registry, when that is loaded too, gets the name with an error in place of the class.
+    If the other framework is imported as well, its registry gets the name with a function that raises an error.
 
     Raises:
         ValueError: the name belongs to another class.
     """
     if name in StrategyRegistry:
-        if StrategyRegistry[name]["strategy"] is not strategy:
-            raise ValueError(f"strategy name {name!r} is taken by {StrategyRegistry[name]['strategy']}; choose another")
+        registered = StrategyRegistry[name]["strategy"]
+        if registered is not strategy:
+            raise ValueError(f"strategy name {name!r} is taken by {registered}; choose another name")
         return
     StrategyRegistry.register(name, strategy, **init_params)
     other = sys.modules.get(OTHER_FRAMEWORK + ".strategies")

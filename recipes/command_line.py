@@ -1,4 +1,4 @@
-"""The recipes' side of Hydra: which process writes a folder, and errors that fit on a few lines."""
+"""Run a Hydra application: one run folder for all ranks, and errors of a few lines instead of tracebacks."""
 
 from __future__ import annotations
 
@@ -30,27 +30,31 @@ LOG_FILE = "train.log"
 
 
 class SweepFolder(Callback):
-    """Hydra's callback that knows where a sweep writes, so that one that fails before its first job leaves nothing."""
+    """A Hydra callback that remembers the folder of a sweep.
+
+    A sweep that fails before its first job leaves an empty folder, which `run` then removes.
+    """
 
     path: ClassVar[Path | None] = None
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Remember the folder; Hydra calls this."""
+        """Remember the folder. Called by Hydra."""
         SweepFolder.path = Path(config.hydra.sweep.dir)
 
 
 class JobError(Exception):
-    """A job failed, and the message is all that there is to say."""
+    """A job failed. The message is complete, so no traceback is shown."""
 
 
 def run(main: Callable[[], Any]) -> None:
-    """Call a ``hydra.main`` function; what fails ends the program with a message and status 1.
+    """Call a ``hydra.main`` function. An error ends the program with a message and status 1.
 
-    With ``HYDRA_FULL_ERROR=1`` in the environment, tracebacks are shown in full. Under torchrun or SLURM rank 0 alone
+    With ``HYDRA_FULL_ERROR=1`` in the environment, tracebacks are shown in full. Under torchrun or SLURM, only rank 0
     has a run folder.
     """
     before = os.environ.get(FULL_ERROR)
-    os.environ[FULL_ERROR] = "1"  # Hydra then raises errors instead of printing them
+    # With this variable, Hydra raises errors instead of printing them.
+    os.environ[FULL_ERROR] = "1"
     with tempfile.TemporaryDirectory(prefix="rank_") as folder:
         try:
             sys.argv[1:] = arguments_of_rank(sys.argv[1:], external_rank(), folder)
@@ -70,15 +74,17 @@ def run(main: Callable[[], Any]) -> None:
 
 
 def arguments_of_rank(arguments: list[str], rank: int | None, folder: str) -> list[str]:
-    """The command line for Hydra: of ranks that torchrun or SLURM started, all but the first write to ``folder``.
+    """Return the command line for Hydra on this rank.
+
+    Of the ranks that torchrun or SLURM started, all but rank 0 write to ``folder``, which is temporary.
 
     Raises:
-        JobError: a sweep, whose jobs start processes of their own, under such a launcher.
+        JobError: the command is a sweep, whose jobs start processes of their own, but runs under such a launcher.
     """
     sweep = [argument for argument in arguments if argument in ("-m", "--multirun")]
     if sweep and rank is not None:
         raise JobError("--multirun starts the processes of each job itself; use python, not torchrun or srun")
-    if sweep:  # first, for between overrides the parser does not find it
+    if sweep:  # at the front, because Hydra's parser does not find the flag between overrides
         arguments = [*sweep, *(argument for argument in arguments if argument not in sweep)]
     if rank:
         return [*arguments, f"hydra.run.dir={folder}", "hydra.output_subdir=null", "hydra/job_logging=none"]
@@ -86,29 +92,33 @@ def arguments_of_rank(arguments: list[str], rank: int | None, folder: str) -> li
 
 
 def explain(error: Exception) -> str:
-    """The message of an error, and for an unknown key or option what there is instead."""
-    cause = error
+    """Return the message of an error. For an unknown key, it names the keys that exist."""
+    cause: BaseException = error
     while cause.__cause__ is not None and not isinstance(error, JobError):
         cause = cause.__cause__
-    parent, key = getattr(cause, "parent_node", None), getattr(cause, "key", None)
-    if parent is not None and key is not None and OmegaConf.is_dict(parent) and key not in parent:
-        there = sorted(str(name) for name in parent)
-        near = difflib.get_close_matches(str(key), there, n=1)
-        where = cause.full_key.rpartition(".")[0] or "the configuration"
-        meant = f"; did you mean {near[0]}?" if near else ""
-        return f"{cause.full_key} is unknown{meant} In {where} there are: {', '.join(there)}"
+    if isinstance(cause, OmegaConfBaseException):
+        parent = cause.parent_node
+        if parent is not None and OmegaConf.is_dict(parent) and cause.key is not None and cause.key not in parent:
+            return _unknown_key(cause.key, cause.full_key or str(cause.key), [str(name) for name in parent])
     text = str(error) if cause is error else f"{error}\n{cause}"
     return text.partition("\nConfig search path")[0].strip()
 
 
+def _unknown_key(key: Any, full_key: str, existing: list[str]) -> str:
+    similar = difflib.get_close_matches(str(key), existing, n=1)
+    suggestion = f"; did you mean {similar[0]}?" if similar else ""
+    where = full_key.rpartition(".")[0] or "the configuration"
+    return f"{full_key} is unknown{suggestion} In {where} there are: {', '.join(sorted(existing))}"
+
+
 def config_error(run_dir: str, error: Exception) -> JobError:
-    """The error of a job that did not start, and whose folder is removed."""
+    """Return the error of a job that could not start, and remove its run folder."""
     _discard(Path(run_dir), {".hydra", LOG_FILE})
-    return _noted(str(error))
+    return _make_job_error(str(error))
 
 
 def job_error(run_dir: str, error: Exception) -> JobError:
-    """The error of a job that failed on the way; its traceback goes to train.log."""
+    """Return the error of a job that failed while it ran, and write its traceback to train.log."""
     if isinstance(error, LaunchError):
         message, text = str(error), error.traceback
     else:
@@ -116,12 +126,12 @@ def job_error(run_dir: str, error: Exception) -> JobError:
     log_file = Path(run_dir, LOG_FILE)
     with open(log_file, "a") as file:
         file.write(text)
-    return _noted(f"{message}\nThe traceback is in {log_file}")
+    return _make_job_error(f"{message}\nThe traceback is in {log_file}")
 
 
-def _discard(folder: Path, hydras: set[str]) -> None:
-    """Remove a folder that holds nothing but Hydra's files, and the two above it, runs/NAME, if they become empty."""
-    if folder.is_dir() and {path.name for path in folder.iterdir()} <= hydras:
+def _discard(folder: Path, files_of_hydra: set[str]) -> None:
+    """Remove a folder that contains only Hydra's files, and the two folders above it, runs/NAME, if they are empty."""
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= files_of_hydra:
         for handler in [h for h in logging.root.handlers if isinstance(h, logging.FileHandler)]:
             logging.root.removeHandler(handler)
             handler.close()
@@ -131,8 +141,8 @@ def _discard(folder: Path, hydras: set[str]) -> None:
                 parent.rmdir()
 
 
-def _noted(message: str) -> JobError:
-    """In a sweep say it now, for Hydra speaks of the first failed job alone, and at the end."""
+def _make_job_error(message: str) -> JobError:
+    """Return a JobError. In a sweep, also log it: Hydra reports only the first failed job, and only at the end."""
     config = HydraConfig.get()
     if config.mode == RunMode.MULTIRUN:
         log.error("job %d failed: %s", config.job.num, message)
@@ -141,7 +151,7 @@ def _noted(message: str) -> JobError:
 
 
 def job_logging() -> dict[str, Any] | None:
-    """Hydra's logging configuration of this job, for processes that the job starts; None where a launcher has."""
+    """Return Hydra's logging configuration, for the processes that this job starts, or None under a launcher."""
     if external_rank() is not None:
         return None
     return OmegaConf.to_container(HydraConfig.get().job_logging, resolve=True)  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""A picture of a run from its metrics.csv: loss and accuracy over epochs, and the phases of batch norm.
+"""Plot a run from its metrics.csv: loss and accuracy over epochs, and the phases of batch norm.
 
 python recipes/curves.py runs/digits_resnet20/...
 """
@@ -13,15 +13,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 Series = list[tuple[float, float]]  # (epochs trained, value)
-Phase = tuple[float, float, bool]  # from, to (epochs trained), whether statistics were global
+Phase = tuple[float, float, bool]  # start, end (epochs trained), whether statistics were global
 
-TRAIN_COLOUR, VAL_COLOUR, TEST_COLOUR = "#1f77b4", "#e66101", "#111111"
-GLOBAL_COLOUR, LOCAL_COLOUR, RATE_COLOUR = "#5aae61", "#bdbdbd", "#7b3294"
+TRAIN_COLOR = "#1f77b4"
+VAL_COLOR = "#e66101"
+TEST_COLOR = "#111111"
+GLOBAL_COLOR = "#5aae61"
+LOCAL_COLOR = "#bdbdbd"
+RATE_COLOR = "#7b3294"
 IS_GLOBAL = "agbn/is_global"
 
 
 def read_metrics(path: Path) -> dict[str, Series]:
-    """Each column as a series. The file has a row for each moment of logging, with gaps; steps count from 0."""
+    """Return each column as a series. The file has one row for each time of logging, with gaps. Steps count from 0."""
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
     ends = [(int(row["step"]) + 1, float(row["epoch"]) + 1) for row in rows if row.get("train/loss")]
@@ -35,7 +39,7 @@ def read_metrics(path: Path) -> dict[str, Series]:
 
 
 def phases(is_global: Series) -> list[Phase]:
-    """Stretches with the same kind of statistics. A logged value is of the epoch, or steps, that it ends."""
+    """Return the intervals with the same kind of statistics. A logged value is for the interval that ends there."""
     found: list[Phase] = []
     start = 0.0
     for end, value in is_global:
@@ -55,14 +59,14 @@ def draw_curves(run_dir: str | Path) -> Path:
     """
     folder = Path(run_dir).resolve()
     if not (folder / "metrics.csv").is_file():
-        raise FileNotFoundError(f"{folder} has no metrics.csv; give a folder that recipes/train.py made")
+        raise FileNotFoundError(f"{folder} has no metrics.csv; give a run folder of recipes/train.py")
     series = read_metrics(folder / "metrics.csv")
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     loss, accuracy = figure.subplots(1, 2)
     for axes, metric, title in ((loss, "loss", "loss"), (accuracy, "acc", "accuracy")):
         _shade(axes, phases(series.get(IS_GLOBAL, [])))
-        _plot(axes, series.get(f"train/{metric}", []), TRAIN_COLOUR, "train")
-        _plot(axes, series.get(f"val/{metric}", []), VAL_COLOUR, "validation")
+        _plot(axes, series.get(f"train/{metric}", []), TRAIN_COLOR, "train")
+        _plot(axes, series.get(f"val/{metric}", []), VAL_COLOR, "validation")
         axes.set(title=title, xlabel="epoch")
         axes.set_xlim(left=0)
         axes.grid(alpha=0.25)
@@ -73,7 +77,7 @@ def draw_curves(run_dir: str | Path) -> Path:
         if name == "test/acc":
             value = values[-1][1]
             accuracy.axhline(
-                value, color=TEST_COLOUR, linewidth=1, linestyle=":", label=f"test, at the end: {value:.4f}"
+                value, color=TEST_COLOR, linewidth=1, linestyle=":", label=f"test, at the end: {value:.4f}"
             )
         elif name.startswith("lr-"):
             _plot_learning_rate(loss, values)
@@ -85,30 +89,28 @@ def draw_curves(run_dir: str | Path) -> Path:
     return folder / "curves.png"
 
 
-def _plot(axes: Axes, values: Series, colour: str, label: str) -> None:
+def _plot(axes: Axes, values: Series, color: str, label: str) -> None:
     if values:
         marker = "o" if len(values) <= 60 else None
-        axes.plot(*zip(*values, strict=True), marker=marker, markersize=3.5, color=colour, label=label)
+        axes.plot(*zip(*values, strict=True), marker=marker, markersize=3.5, color=color, label=label)
 
 
 def _plot_learning_rate(axes: Axes, values: Series) -> None:
-    """On an axis of its own, at the right; the legend of ``axes`` names it."""
+    """Plot the learning rate on an axis of its own at the right. The legend of ``axes`` names it."""
     right = axes.twinx()
-    right.plot(*zip(*values, strict=True), color=RATE_COLOUR, linewidth=1, linestyle="--")
+    right.plot(*zip(*values, strict=True), color=RATE_COLOR, linewidth=1, linestyle="--")
     right.set_ylim(bottom=0)
-    right.tick_params(labelsize=8, colors=RATE_COLOUR)
+    right.tick_params(labelsize=8, colors=RATE_COLOR)
     right.spines["top"].set_visible(False)
-    axes.plot([], [], color=RATE_COLOUR, linewidth=1, linestyle="--", label="learning rate (right)")
+    axes.plot([], [], color=RATE_COLOR, linewidth=1, linestyle="--", label="learning rate (right)")
 
 
-def _shade(axes: Axes, stretches: list[Phase]) -> None:
+def _shade(axes: Axes, intervals: list[Phase]) -> None:
     named: set[bool] = set()
-    for start, end, is_global in stretches:
+    for start, end, is_global in intervals:
         label = None if is_global in named else f"batch norm: {'global' if is_global else 'local'} statistics"
         named.add(is_global)
-        axes.axvspan(
-            start, end, color=GLOBAL_COLOUR if is_global else LOCAL_COLOUR, alpha=0.22, linewidth=0, label=label
-        )
+        axes.axvspan(start, end, color=GLOBAL_COLOR if is_global else LOCAL_COLOR, alpha=0.22, linewidth=0, label=label)
 
 
 if __name__ == "__main__":

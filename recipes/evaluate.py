@@ -1,4 +1,4 @@
-"""Test a checkpoint on one device, with the configuration that its run folder keeps.
+"""Test a checkpoint on one device, with the configuration in its run folder.
 
 python recipes/evaluate.py runs/digits_resnet20/DATE/checkpoints/last.ckpt
 python recipes/evaluate.py CHECKPOINT data.root=/elsewhere trainer.accelerator=gpu
@@ -22,8 +22,8 @@ def evaluate(checkpoint: Path, overrides: list[str]) -> dict[str, float]:
     """Return the test metrics of a checkpoint.
 
     Raises:
-        FileNotFoundError: no checkpoint, or no run folder around it.
-        ValueError: the file is not a checkpoint, or not of the configuration's model.
+        FileNotFoundError: the checkpoint does not exist, or is not in a run folder.
+        ValueError: the file is not a checkpoint, or its model is not that of the configuration.
     """
     state = read_checkpoint(checkpoint)
     trainer, model, data = build(read_config(checkpoint, overrides))
@@ -31,23 +31,23 @@ def evaluate(checkpoint: Path, overrides: list[str]) -> dict[str, float]:
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
-        raise ValueError(f"{checkpoint} holds another model than its run's configuration: {error}") from error
+        raise ValueError(f"{checkpoint} holds another model than the configuration of its run: {error}") from error
     metrics = trainer.test(model, datamodule=data, verbose=False)[0]
     return {name: float(value) for name, value in metrics.items()}
 
 
 def read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
-    """The weights in a checkpoint; nothing in the file is executed."""
+    """Return the weights in a checkpoint. No code in the file is executed."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}; runs keep theirs in RUN_DIR/checkpoints/last.ckpt")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
-    except Exception as error:  # an unpickler fails in any way at bytes that are no pickle
+    except Exception as error:  # an unpickler can raise any error for bytes that are not a pickle
         raise ValueError(f"{path} is not a checkpoint of recipes/train.py: {error}") from error
 
 
 def read_config(checkpoint: Path, overrides: list[str]) -> dict[str, Any]:
-    """The configuration that the checkpoint's run folder keeps, on one device and writing nothing."""
+    """Return the configuration in the run folder of a checkpoint, changed to use one device and to write nothing."""
     run_dir = checkpoint.resolve().parents[1]
     path = run_dir / ".hydra" / "config.yaml"
     if not path.is_file():

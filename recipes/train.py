@@ -11,6 +11,7 @@ Each run has a folder: metrics.csv, curves.png, checkpoints/, .hydra/ with the c
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import hydra
 from command_line import config_error, job_error, job_logging, run
@@ -23,9 +24,9 @@ from lightning_dp.launch import external_rank, launch
 
 @hydra.main(version_base="1.3", config_path=str(Path(__file__).resolve().parents[1] / "conf"), config_name="train")
 def main(cfg: DictConfig) -> float | None:
-    """One job: find mistakes, then train and test in the processes that it asks for, and say how it went."""
+    """Run one job: check its configuration, then train and test in its processes, and print the result."""
     try:
-        config = OmegaConf.to_container(cfg, resolve=True)
+        config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
         num_processes = validate(config)
     except (ValueError, OSError, ImportError) as error:
         raise config_error(cfg.run_dir, error) from error

@@ -1,4 +1,4 @@
-"""What each rank of a run does: build the objects of the configuration, fit, test."""
+"""What each rank of a run does: build the objects of the configuration, fit, and test."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-# Lightning is imported in the functions: on import it looks whether logging is configured, which `train` does first.
+# Lightning is imported in the functions. When it is imported, it checks whether logging is configured, so `train` must
+# configure logging first.
 
 Config = dict[str, Any]
 
 
 def train(config: Config, logging_config: Config | None) -> dict[str, float]:
-    """Fit and test on this rank, and draw the curves on rank 0; return the metrics at the end.
+    """Fit and test on this rank, plot the curves on rank 0, and return the final metrics.
 
     Args:
-        config: the job's own configuration, resolved, in plain dicts and lists.
-        logging_config: for ``logging.config.dictConfig``; None to leave logging as it is.
+        config: configuration of the job, resolved, in plain dicts and lists.
+        logging_config: argument of ``logging.config.dictConfig``, or None to leave logging as it is.
     """
     if logging_config is not None:
         configure_logging(logging_config, int(os.environ.get("RANK", 0)))
     import torch.distributed as dist
     from pytorch_lightning import seed_everything
 
-    # The logger warns that the run folder is not empty: what is in it is Hydra's, and stays.
+    # The logger warns that the run folder is not empty. It contains Hydra's files, which stay.
     warnings.filterwarnings("ignore", message="Experiment logs directory")
-    warnings.filterwarnings("ignore", message=".*treespec, LeafSpec")  # Lightning's own, on new versions of torch
+    # Lightning calls a function that newer versions of torch deprecate.
+    warnings.filterwarnings("ignore", message=".*treespec, LeafSpec")
     seed_everything(config["seed"], workers=True, verbose=False)
     trainer, model, data = build(config)
     try:
@@ -36,7 +38,8 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
         metrics |= trainer.test(model, datamodule=data, verbose=False)[0]
     finally:
         if dist.is_initialized():
-            dist.destroy_process_group()  # the next job of a sweep may run in this process
+            # The next job of a sweep may run in this process.
+            dist.destroy_process_group()
     if trainer.is_global_zero and Path(config["run_dir"], "metrics.csv").exists():
         from curves import draw_curves
 
@@ -45,7 +48,7 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
 
 
 def configure_logging(config: Config, rank: int) -> None:
-    """Log as the configuration says; to the file rank 0 alone."""
+    """Configure logging on this rank. Only rank 0 logs to the file."""
     if rank:
         config = config | {"root": config["root"] | {"handlers": ["console"]}}
         config["handlers"] = {"console": config["handlers"]["console"]}
@@ -63,16 +66,16 @@ def build(config: Config, **trainer_options: Any) -> tuple[Any, Any, Any]:
 
 
 def result_line(metrics: dict[str, float], run_dir: str) -> str:
-    """The line that a run ends with, as ``test/acc=0.9861  run_dir=runs/...``."""
+    """Return the last line that a run prints, for example ``test/acc=0.9861  run_dir=runs/...``."""
     folder = os.path.relpath(run_dir)
     return f"test/acc={metrics['test/acc']:.4f}  run_dir={run_dir if folder.startswith('..') else folder}"
 
 
 def optimized(metrics: dict[str, float], name: str | None) -> float | None:
-    """The metric that a sweep is to optimize.
+    """Return the metric that a sweep optimizes.
 
     Raises:
-        ValueError: there is no such metric.
+        ValueError: no such metric was logged.
     """
     if name is not None and name not in metrics:
         raise ValueError(f"optimized_metric={name} was not logged; there are {', '.join(sorted(metrics))}, or null")

@@ -1,4 +1,4 @@
-"""Find a configuration's mistakes before any process is started."""
+"""Find mistakes in a configuration before any process is started."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MAX_RANKS_PER_CORE = 8
 
 
 def validate(config: dict[str, Any]) -> int:
-    """Check the arguments, the devices and the data, and get the data if that is asked for; return processes a node.
+    """Check arguments, devices and data, download the data if requested, and return the number of processes per node.
 
     Raises:
-        ValueError, OSError, ImportError: with what was given, the rule and the remedy.
+        ValueError, OSError, ImportError: the message has the given value, the rule and the remedy.
     """
     for path, node in targets(config):
         check_arguments(path, node)
@@ -39,12 +39,13 @@ def validate(config: dict[str, Any]) -> int:
     data = make(config["data"])
     data.check(num_processes * trainer["num_nodes"])
     if external_rank() is None:
-        data.prepare_data()  # here, so that no rank waits for a download, and a failed one starts none
+        # Before any rank starts: no rank waits for a download, and a download that fails starts no rank.
+        data.prepare_data()
     return num_processes
 
 
 def make(node: dict[str, Any]) -> Any:
-    """Build the object of a node; what its constructor refuses is a ValueError with its own words."""
+    """Build the object of a node. If its constructor raises an error, raise ValueError with the same message."""
     try:
         return instantiate(node)
     except InstantiationException as error:
@@ -52,7 +53,7 @@ def make(node: dict[str, Any]) -> Any:
 
 
 def targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the path and the content of each node that names an object."""
+    """Yield path and content of each node that has a ``_target_``."""
     if isinstance(node, list):
         node = dict(enumerate(node))
     if isinstance(node, dict):
@@ -63,7 +64,7 @@ def targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def check_arguments(path: str, node: dict[str, Any]) -> None:
-    """Raise ValueError if the node's object does not exist or does not know one of the arguments."""
+    """Raise ValueError if the target of a node does not exist or does not accept one of the arguments."""
     name = node["_target_"]
     try:
         parameters = inspect.signature(pkgutil.resolve_name(name)).parameters
@@ -73,20 +74,20 @@ def check_arguments(path: str, node: dict[str, Any]) -> None:
         return
     for key in node:
         if not key.startswith("_") and key not in parameters:
-            raise ValueError(f"{path}.{key} is no argument of {name}; there are {', '.join(parameters)}")
+            raise ValueError(f"{path}.{key} is not an argument of {name}; there are {', '.join(parameters)}")
 
 
 def count_processes(accelerator: str, devices: Any, *, num_gpus: int, num_cores: int) -> int:
-    """Number of processes on a node; one a device.
+    """Return the number of processes per node: one per device.
 
     Args:
-        accelerator: as the Trainer's: ``"cpu"``, ``"gpu"``, ``"auto"``, ...
-        devices: as the Trainer's: a number, ``"auto"`` or -1 for all (on CPU: one), or the indices of GPUs.
-        num_gpus: GPUs that there are.
-        num_cores: CPU cores that there are.
+        accelerator: argument of the Trainer: ``"cpu"``, ``"gpu"``, ``"auto"``, ...
+        devices: argument of the Trainer: a number, ``"auto"`` or -1 for all (on CPU: one), or the indices of GPUs.
+        num_gpus: number of GPUs of this node.
+        num_cores: number of CPU cores of this node.
 
     Raises:
-        ValueError: devices that do not exist, or far more ranks than cores.
+        ValueError: the devices do not exist, or there would be far more ranks than cores.
     """
     on_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and num_gpus > 0)
     if on_gpu and num_gpus == 0:
@@ -98,12 +99,12 @@ def count_processes(accelerator: str, devices: Any, *, num_gpus: int, num_cores:
     elif str(devices).isdigit() and int(devices) > 0:
         count = needed = int(devices)
     else:
-        raise ValueError(f"trainer.devices={devices} must be a number from 1, 'auto', or a list of GPUs on trainer=gpu")
+        raise ValueError(f"trainer.devices={devices} must be 1 or more, 'auto', or a list of GPUs with trainer=gpu")
     if on_gpu and needed > num_gpus:
         raise ValueError(f"trainer.devices={devices}, but there are {num_gpus} GPUs; use at most {num_gpus}")
     if not on_gpu and count > MAX_RANKS_PER_CORE * num_cores:
-        most = MAX_RANKS_PER_CORE * num_cores
-        raise ValueError(f"trainer.devices={devices}, but there are {num_cores} CPU cores; use at most {most} ranks")
+        limit = MAX_RANKS_PER_CORE * num_cores
+        raise ValueError(f"trainer.devices={devices}, but there are {num_cores} CPU cores; use at most {limit} ranks")
     if not on_gpu and count > num_cores:
-        log.warning("%d ranks share %d CPU cores: right, but slow", count, num_cores)
+        log.warning("%d ranks share %d CPU cores: the result is right, but training is slow", count, num_cores)
     return count

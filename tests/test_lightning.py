@@ -67,7 +67,7 @@ MIXED = """
     ],
     ids=["strategy", "callback"],
 )
-def test_the_other_frameworks_trainer_is_told(use):
+def test_an_object_of_the_other_framework_is_refused_by_name(use):
     done = run(textwrap.dedent(MIXED) + use)
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
@@ -75,7 +75,7 @@ def test_the_other_frameworks_trainer_is_told(use):
     assert "import `lightning.pytorch` before `lightning_dp`" in last
 
 
-def test_the_other_frameworks_trainer_is_told_of_a_name():
+def test_a_strategy_name_of_the_other_framework_is_refused_by_name():
     done = run(
         """
         import pytorch_lightning, lightning.pytorch

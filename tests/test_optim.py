@@ -34,7 +34,7 @@ def test_the_weight_decay_is_the_papers_example():
 
 
 @pytest.mark.parametrize(("rule", "limit"), [("sqrt", math.sqrt(8)), ("linear", 1.0)])
-def test_for_small_rates_the_decay_grows_as_the_rate_leaves_room(rule, limit):
+def test_for_small_learning_rates_the_decay_approaches_its_limit(rule, limit):
     for lr in (1e-6, 1e-9, 1e-12):  # at the last, 1 - (1 - lr omega)^k as it is written would be 0
         assert scale_weight_decay(0.0005, lr, 8, rule=rule) == pytest.approx(limit * 0.0005, rel=5e-9)
 
@@ -47,7 +47,7 @@ def test_one_decay_at_the_new_batch_size_is_k_at_the_old(rule, k):
     assert new == pytest.approx((1 - lr * weight_decay) ** k, rel=1e-12)
 
 
-def test_no_decay_stays_none():
+def test_zero_weight_decay_stays_zero():
     assert scale_weight_decay(0.0, 0.1, 8) == 0.0
 
 
@@ -64,7 +64,7 @@ def test_no_decay_stays_none():
         (partial(scale_weight_decay, 0.1, 0.1, 8, "square"), "rule='square' must be"),
     ],
 )
-def test_what_cannot_be_scaled_is_refused(call, message):
+def test_invalid_arguments_of_the_scaling_rules_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -98,12 +98,12 @@ TORCHS = partial(SGD, lr=1.0, momentum=0.9, weight_decay=0.01)
 
 
 @pytest.mark.parametrize("closure", [False, True])
-def test_at_a_constant_rate_the_update_is_torchs(closure):
+def test_at_a_constant_learning_rate_the_update_equals_that_of_torch(closure):
     for ours, torchs in zip(train(OURS, [0.03] * 20, closure), train(TORCHS, [0.03] * 20), strict=True):
         torch.testing.assert_close(ours, torchs, rtol=1e-12, atol=1e-12)
 
 
-def test_when_the_rate_changes_the_velocity_stays_where_torchs_changes():
+def test_when_the_learning_rate_changes_the_velocity_is_kept_unlike_in_torch():
     rates = [0.03] * 5 + [0.003] * 5
     ours, torchs = train(OURS, rates), train(TORCHS, rates)
     torch.testing.assert_close(ours[4], torchs[4], rtol=1e-12, atol=1e-12)
@@ -139,7 +139,7 @@ def test_parameters_without_a_gradient_stay_and_keep_their_velocity():
     assert not torch.equal(moved, before)
 
 
-def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
+def test_training_resumed_from_a_checkpoint_equals_uninterrupted_training(tmp_path):
     def steps(w: nn.Parameter, optimizer: KrizhevskySGD, gradients: list[float]) -> None:
         for gradient in gradients:
             w.grad = torch.full_like(w, gradient)
@@ -214,7 +214,7 @@ def test_a_schedule_keeps_the_ratio_of_the_groups():
         ({"milestones": (1000, 2000)}, "must ascend, between 0 and 1"),
     ],
 )
-def test_a_schedule_that_cannot_be_is_refused(options, message):
+def test_an_invalid_schedule_is_refused(options, message):
     optimizer = SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     with pytest.raises(ValueError, match=message):
         krizhevsky_schedule(optimizer, **{"total_steps": 100, **options})
@@ -252,7 +252,7 @@ def test_a_head_deep_inside_is_found_and_a_shared_parameter_is_the_heads():
         ("1", "the head of Sequential has no parameters"),
     ],
 )
-def test_a_head_that_is_not_there_is_refused(head, message):
+def test_an_unknown_or_empty_head_is_refused(head, message):
     with pytest.raises(ValueError, match=message):
         trunk_and_head_groups(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), head, lr=0.1, weight_decay=0.0)
 

@@ -28,7 +28,7 @@ def test_a_batch_equals_one_image_at_a_time(shape, padding):
     assert torch.equal(images, before)
 
 
-def test_every_crop_and_both_mirrors_are_drawn():
+def test_every_crop_and_flip_is_drawn():
     drawn = CropAndFlip.draw(8100, torch.Generator().manual_seed(0))
     counts = torch.bincount((drawn.top * 9 + drawn.left) * 2 + drawn.flip, minlength=162)
     assert counts.min() >= 20
@@ -42,7 +42,7 @@ def test_rows_are_those_of_the_whole_batch():
     assert torch.equal(torch.cat(parts), crop_and_flip(images, drawn))
 
 
-def test_normalize():
+def test_normalize_equals_its_formula():
     images = torch.randint(0, 256, (4, 2, 3, 3), dtype=torch.uint8)
     mean, std = torch.tensor([0.25, 0.5]).view(2, 1, 1), torch.tensor([0.5, 0.2]).view(2, 1, 1)
     expected = (images.double() / 255 - mean) / std

@@ -82,7 +82,7 @@ def test_a_file_that_would_run_something_is_refused_and_runs_nothing(tmp_path, f
     assert not (tmp_path / "pwned").exists()
 
 
-def test_the_malicious_file_works_on_an_ordinary_reader(tmp_path):
+def test_an_ordinary_reader_runs_the_malicious_file(tmp_path):
     pickle.loads(pickle.dumps({b"more": Runs(os.mkdir, "pwned")}, protocol=2))  # noqa: S301 - the twin of the test above
     assert (tmp_path / "pwned").exists()
 
@@ -114,7 +114,7 @@ def test_other_contents_are_refused(tmp_path, content, message):
         read_batch_file(tmp_path / "test_batch")
 
 
-def test_splits_and_limits(tmp_path):
+def test_splits_have_the_requested_sizes_and_do_not_overlap(tmp_path):
     write_folder(tmp_path, num_train=60, num_test=20)
     module = CIFAR10(tmp_path, val_size=11)
     train, val = module.read_train()
@@ -143,7 +143,7 @@ def test_training_images_are_augmented_and_others_not(tmp_path):
         assert torch.equal(images, plain) == (split > 0)
 
 
-def test_a_missing_folder(tmp_path):
+def test_a_missing_folder_is_refused_with_the_remedy(tmp_path):
     module = CIFAR10(tmp_path / "here", download=False)
     module.prepare_data()
     for act in (lambda: module.check(1), lambda: module.setup("fit"), lambda: module.setup("test")):
@@ -160,7 +160,7 @@ def test_a_missing_folder(tmp_path):
     assert not (tmp_path / "here").exists()
 
 
-def test_an_incomplete_folder(tmp_path):
+def test_an_incomplete_folder_is_refused_with_the_remedy(tmp_path):
     (write_folder(tmp_path) / "data_batch_3").unlink()
     with pytest.raises(FileNotFoundError, match="lacks data_batch_3; delete that folder"):
         CIFAR10(tmp_path, download=True).check(1)
@@ -185,14 +185,14 @@ def test_check_counts_the_official_images_before_a_download(tmp_path):
         ({"val_size": 20, "batch_size": 41}, r"batch_size=41 is larger than the training set \(40 images\)"),
     ],
 )
-def test_options_that_cannot_work(tmp_path, options, message):
+def test_options_that_cannot_work_are_refused(tmp_path, options, message):
     write_folder(tmp_path)
     with pytest.raises(ValueError, match=message):
         CIFAR10(tmp_path, **{"batch_size": 10, **options}).check(1)
 
 
 @pytest.mark.skipif(not UNPACK.exists(), reason=f"the real images are not at {UNPACK.parent}")
-def test_real_images(tmp_path):
+def test_real_images_are_read(tmp_path):
     pytest.importorskip("PIL", reason="unpacking the real images needs Pillow")
     subprocess.run([sys.executable, UNPACK, "cifar10", tmp_path, "--train", "300", "--test", "100"], check=True)
     module = CIFAR10(tmp_path, val_size=50, batch_size=250)

@@ -18,7 +18,7 @@ def nearest_mean_accuracy(train: tuple[torch.Tensor, torch.Tensor], test: tuple[
     return (nearest == test_labels).float().mean().item()
 
 
-def test_digits_are_divided_once_and_for_all():
+def test_the_split_of_the_digits_is_fixed():
     train, val = Digits(seed=0).read_train()
     other, _ = Digits(seed=1).read_train()
     test = Digits().read_test()
@@ -49,21 +49,21 @@ def test_digits_are_the_8x8_images_scaled():
     assert nearest_mean_accuracy(train, val) > 0.85
 
 
-def test_digits_are_normalised():
+def test_digits_are_normalized():
     (images, _), _ = Digits().read_train()
     pixels = images.double() / 255
     assert pixels.mean().item() == pytest.approx(Digits.mean[0], abs=1e-4)
     assert pixels.std().item() == pytest.approx(Digits.std[0], abs=1e-4)
 
 
-def test_digits_without_scikit_learn(monkeypatch):
+def test_the_digits_name_scikit_learn_if_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-dp\[recipes\]'"):
         Digits().check(1)
 
 
 @pytest.mark.parametrize(("shape", "num_classes"), [((3, 32, 32), 10), ((1, 8, 12), 4), ((3, 64, 48), 100)])
-def test_synthetic_classes_can_be_learnt(shape, num_classes):
+def test_synthetic_classes_can_be_learned(shape, num_classes):
     module = Synthetic(shape=shape, num_classes=num_classes, num_train=5 * num_classes, num_test=3 * num_classes)
     train, _ = module.read_train()
     test = module.read_test()

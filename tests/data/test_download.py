@@ -28,7 +28,7 @@ def server():
         yield server
 
 
-def test_a_whole_download(tmp_path, server, capsys):
+def test_a_download_is_verified_and_not_repeated(tmp_path, server, capsys):
     download(server.url, tmp_path / "new" / "file", sha256(CONTENT))
     assert (tmp_path / "new" / "file").read_bytes() == CONTENT
     assert names(tmp_path / "new") == {"file"}
@@ -38,7 +38,7 @@ def test_a_whole_download(tmp_path, server, capsys):
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_an_interrupted_download_goes_on(tmp_path, server, ranges):
+def test_an_interrupted_download_resumes(tmp_path, server, ranges):
     server.ranges, server.stop_after = ranges, 300_000
     with pytest.raises(ConnectionError, match=r"300000 .*bytes are kept in .*file.part; run again, or download"):
         download(server.url, tmp_path / "file", sha256(CONTENT))
@@ -51,7 +51,7 @@ def test_an_interrupted_download_goes_on(tmp_path, server, ranges):
     assert names(tmp_path) == {"file"}
 
 
-def test_a_part_that_is_already_whole(tmp_path, server):
+def test_a_complete_partial_file_is_not_downloaded_again(tmp_path, server):
     (tmp_path / "file.part").write_bytes(CONTENT)
     download(server.url, tmp_path / "file", sha256(CONTENT))
     assert (tmp_path / "file").read_bytes() == CONTENT
@@ -78,14 +78,14 @@ def test_a_wrong_file_in_place_is_left_alone(tmp_path, server):
     assert server.asked == []
 
 
-def test_a_server_that_refuses(tmp_path, server):
+def test_an_error_of_the_server_is_reported(tmp_path, server):
     server.status = 404
     with pytest.raises(ConnectionError, match=r"cannot download http.*404.*; run again, or download .* put it at"):
         download(server.url, tmp_path / "file", sha256(CONTENT))
     assert names(tmp_path) == set()
 
 
-def test_no_server_and_no_such_address(tmp_path):
+def test_an_address_without_a_server_is_reported(tmp_path):
     with serve(CONTENT) as gone:
         pass
     with pytest.raises(ConnectionError, match="cannot download"):

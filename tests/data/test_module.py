@@ -100,7 +100,7 @@ def fit_and_test(rank: int, world_size: int, kind: type[Synthetic]) -> tuple[dic
     return metrics, probe.seen
 
 
-def test_three_ranks_see_what_one_sees():
+def test_three_ranks_train_and_evaluate_on_the_same_images_as_one():
     one, seen = fit_and_test(0, 1, Synthetic)
     ranks = run_processes(3, fit_and_test, 3, Synthetic)
     for metrics, _ in ranks:
@@ -116,7 +116,7 @@ def test_three_ranks_see_what_one_sees():
         assert [value for _, rank_seen in ranks for value in rank_seen[step][1]] == sums
 
 
-def test_the_test_sees_padding():
+def test_the_test_above_detects_padding():
     ranks = run_processes(3, fit_and_test, 3, PaddedByTorch)
     assert [metrics["test/count"] for metrics, _ in ranks] == [102] * 3
 
@@ -135,14 +135,14 @@ def test_a_resumed_run_goes_on_with_the_next_epoch(tmp_path, num_workers):
     assert rest.seen == whole.seen[5:]
 
 
-def test_no_validation_images_no_validation():
+def test_without_validation_images_there_is_no_validation():
     probe = Probe()
     trainer = Trainer(max_epochs=1, enable_checkpointing=False, **QUIET)
     trainer.fit(probe, datamodule=Synthetic(num_train=24, num_val=0, batch_size=12))
     assert "val/count" not in trainer.callback_metrics
 
 
-def test_lightnings_advice_on_workers_is_not_heard(monkeypatch):
+def test_lightnings_advice_on_workers_is_suppressed(monkeypatch):
     connector = importlib.import_module(FRAMEWORK + ".trainer.connectors.data_connector")
     monkeypatch.setattr(connector, "suggested_max_num_workers", lambda _: 15)
     Trainer(max_epochs=1, enable_checkpointing=False, **QUIET).fit(Probe(), datamodule=data())
@@ -179,7 +179,7 @@ def test_memory_is_pinned_where_the_model_is_on_a_gpu(device):
         ({"num_val": 3}, 4, "3 val images are too few for 4 ranks"),
     ],
 )
-def test_batch_sizes_that_cannot_work(options, world_size, message):
+def test_batch_sizes_that_cannot_work_are_refused(options, world_size, message):
     module = Synthetic(**{"num_train": 300, **options})
     with pytest.raises(ValueError, match=message):
         module.check(world_size)
@@ -191,7 +191,7 @@ def test_a_trainer_raises_the_same_errors():
         trainer.fit(Probe(), datamodule=Synthetic(num_train=300, batch_size=512))
 
 
-def test_options_that_work():
+def test_options_that_work_are_accepted():
     for world_size in (1, 2, 3, 4):
         Synthetic(num_train=300, batch_size=12).check(world_size)
     Synthetic(num_train=12, num_val=0, batch_size=12).check(12)

@@ -56,7 +56,7 @@ def test_batches_do_not_depend_on_the_number_of_ranks_or_workers(world_size, num
     assert not equal(expected[:4], expected[4:])  # the epochs differ
 
 
-def test_the_test_sees_augmentation_drawn_by_each_rank_for_itself(monkeypatch):
+def test_the_test_above_detects_augmentation_that_each_rank_draws_for_itself(monkeypatch):
     data = dataset(50)
     expected = global_batches(data, 1, 0)
     rows = CropAndFlip.rows
@@ -75,7 +75,7 @@ def test_an_epoch_is_a_permutation_without_its_tail():
     assert set(range(50)) - set(epochs[0].tolist()) != set(range(50)) - set(epochs[1].tolist())
 
 
-def test_seed_and_epoch_choose_order_and_augmentation_apart():
+def test_seed_and_epoch_determine_order_and_augmentation():
     data = dataset(24)
     assert not equal(global_batches(data, 1, 0, seed=1), global_batches(data, 1, 0, seed=2))
     first = [next(iter(sampler)) for sampler in (TrainingSampler(data, 12, seed=0), TrainingSampler(data, 12, seed=1))]
@@ -97,7 +97,7 @@ def test_without_drop_last_every_image_is_there_once(world_size):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("num_images", [5, 7, 10, 101, 360])
 @pytest.mark.parametrize("batch_size", [5, 6, 9, 50, 1000])
-def test_evaluation_is_exact_and_in_step(world_size, num_images, batch_size):
+def test_evaluation_is_exact_with_equally_many_batches_on_all_ranks(world_size, num_images, batch_size):
     data = dataset(num_images, augment=False)
     ranks = [
         [labels for _, labels in DataLoader(data, None, sampler=EvaluationSampler(data, batch_size, rank, world_size))]
@@ -117,13 +117,13 @@ def test_fewer_evaluation_images_than_ranks_is_an_error():
         EvaluationSampler(dataset(4), 100, 0, 5)
 
 
-def test_a_single_index_is_refused():
+def test_an_index_of_a_single_image_is_refused():
     with pytest.raises(TypeError, match="overfit_batches"):
         dataset(4)[0]
 
 
 @pytest.mark.parametrize(("total", "parts"), [(0, 3), (1, 3), (10, 4), (12, 4)])
-def test_cut_covers_all(total, parts):
+def test_slices_cover_everything_and_are_even(total, parts):
     cuts = [slice_bounds(total, part, parts) for part in range(parts)]
     assert [n for start, stop in cuts for n in range(start, stop)] == list(range(total))
     assert max(b - a for a, b in cuts) - min(b - a for a, b in cuts) <= 1

@@ -80,7 +80,7 @@ def test_metrics_on_two_ranks_are_those_of_all_images_in_one_process():
         assert metrics == pytest.approx(reference(), rel=1e-6)
 
 
-def test_the_test_above_sees_a_missing_reduction():
+def test_the_test_above_detects_a_missing_reduction():
     metrics, expected = run_processes(2, evaluate_shard, "no reduction")[1], reference()
     for name in expected:
         assert metrics[name] != pytest.approx(expected[name], rel=1e-3)

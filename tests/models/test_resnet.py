@@ -40,7 +40,7 @@ def test_stages_halve_the_image_and_double_the_channels():
     assert shapes == [(16, 32, 32), (32, 16, 16), (64, 8, 8)]
 
 
-def test_the_shortcut_where_the_shape_changes_takes_every_second_pixel_and_adds_zero_channels():
+def test_a_shortcut_that_changes_the_shape_subsamples_pixels_and_pads_channels_with_zeros():
     x = torch.randn(2, 16, 8, 8)
     out = Shortcut(16, 32, stride=2)(x)
     assert out.shape == (2, 32, 4, 4)
@@ -50,7 +50,7 @@ def test_the_shortcut_where_the_shape_changes_takes_every_second_pixel_and_adds_
     assert Shortcut(16, 16, stride=1)(x) is x
 
 
-def test_weights_start_as_he_et_al_say():
+def test_weights_are_initialized_as_in_the_paper():
     model = CifarResNet(56)
     weight = model.stage3[-1].conv2.weight
     assert weight.std().item() == pytest.approx(math.sqrt(2 / (9 * 64)), rel=0.02)

@@ -14,7 +14,7 @@ UNPACK = ROOT.parent / "shared" / "data" / "unpack.py"
 
 @pytest.mark.slow
 @pytest.mark.skipif(not UNPACK.exists(), reason=f"real images are unpacked by {UNPACK}, which is not there")
-def test_the_experiment_learns_from_real_images(tmp_path):
+def test_the_cifar10_experiment_learns(tmp_path):
     counts = ["--train", "6000", "--test", "1000"]
     subprocess.run([sys.executable, str(UNPACK), "cifar10", str(tmp_path / "data"), *counts], check=True)
     options = (

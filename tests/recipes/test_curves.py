@@ -33,14 +33,14 @@ def test_columns_become_series_over_epochs(tmp_path):
         ([], []),
     ],
 )
-def test_phases_of_batch_norm(values, expected):
+def test_the_phases_of_batch_norm_are_found(values, expected):
     from curves import phases
 
     assert phases([(epoch + 1.0, value) for epoch, value in enumerate(values)]) == expected
 
 
 @pytest.mark.parametrize("columns", ["all", "without batch norm's", "nothing"])
-def test_a_picture_is_drawn_from_whatever_was_logged(tmp_path, columns):
+def test_a_plot_is_drawn_for_any_logged_columns(tmp_path, columns):
     from curves import draw_curves
 
     text = {"all": HEADER + "".join(ROWS), "nothing": "epoch,step\n"}.get(columns)
@@ -50,7 +50,7 @@ def test_a_picture_is_drawn_from_whatever_was_logged(tmp_path, columns):
     assert draw_curves(tmp_path).read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_folder_without_metrics(tmp_path):
+def test_a_folder_without_metrics_is_refused(tmp_path):
     from curves import draw_curves
 
     with pytest.raises(FileNotFoundError, match=r"has no metrics\.csv"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 
-def test_what_is_no_checkpoint_is_named(tmp_path):
+def test_a_file_that_is_not_a_checkpoint_is_refused(tmp_path):
     from evaluate import read_checkpoint, read_config
 
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
@@ -41,7 +41,7 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path):
     assert Trap.sprung, "the trap works"
 
 
-def test_another_model_is_named(single):
+def test_a_checkpoint_of_another_model_is_refused(single):
     from evaluate import evaluate
 
     checkpoint = single.run_dir() / "checkpoints" / "last.ckpt"

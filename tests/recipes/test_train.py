@@ -31,7 +31,7 @@ def failing_sweep(start):
 JOBS = ("optim.optimizer.momentum=-1,0.9", "data.batch_size=16,50")
 
 
-def test_a_run_leaves_one_folder_with_what_is_promised_and_says_how_it_went(single):
+def test_a_run_leaves_one_folder_with_the_documented_files_and_prints_its_result(single):
     assert single.status == 0, single.err
     assert single.files() == {str(single.run_dir().relative_to(single.folder)): EXPECTED}
     last = single.out.splitlines()[-1]
@@ -48,7 +48,7 @@ def test_a_sweep_runs_each_job_once_in_a_folder_of_its_own(sweep):
     assert len(re.findall(r"^test/acc=", sweep.out, re.MULTILINE)) == 2
 
 
-def test_a_job_of_a_sweep_equals_the_single_run_bit_for_bit(sweep, single):
+def test_a_job_of_a_sweep_is_bitwise_identical_to_a_single_run(sweep, single):
     (job,) = sweep.folder.glob("runs/tiny/sweep_*/1")
     assert metrics(job) == metrics(single.run_dir())
     assert same(weights(job), weights(single.run_dir()))
@@ -82,7 +82,7 @@ def test_evaluate_finds_what_the_run_found(single):
     assert single.files() == before
 
 
-def test_failed_jobs_fail_the_sweep_and_leave_the_others_whole(failing_sweep, single):
+def test_failed_jobs_fail_the_sweep_and_do_not_affect_the_others(failing_sweep, single):
     assert failing_sweep.status == 1
     assert "Invalid momentum value: -1" in failing_sweep.err
     assert "Traceback" not in failing_sweep.err
@@ -98,7 +98,7 @@ def test_failed_jobs_fail_the_sweep_and_leave_the_others_whole(failing_sweep, si
 ALEXNET = ("model=cifar_alexnet", "optim=krizhevsky", "model.model.dropout=0", "callbacks=default", "seed=2")
 
 
-def test_a_divided_head_trains_the_same_network(start):
+def test_a_sharded_head_trains_the_same_network(start):
     """Its checkpoint has the whole head; a batch of 16 is one of 8 on each of two ranks."""
     hybrid = start(*ALEXNET, "strategy=krizhevsky_hybrid", "trainer.devices=2")
     assert hybrid.status == 0, hybrid.err

@@ -34,12 +34,12 @@ def test_processes_are_counted_as_the_trainer_counts_devices(accelerator, device
         ("gpu", [0, 8], 8, "there are 8 GPUs"),
         ("auto", 9, 8, "there are 8 GPUs"),
         ("cpu", 33, 8, "4 CPU cores; use at most 32 ranks"),
-        ("cpu", 0, 8, "must be a number from 1"),
-        ("cpu", [0, 1], 8, "must be a number from 1"),
-        ("cpu", 1.5, 8, "must be a number from 1"),
+        ("cpu", 0, 8, "must be 1 or more"),
+        ("cpu", [0, 1], 8, "must be 1 or more"),
+        ("cpu", 1.5, 8, "must be 1 or more"),
     ],
 )
-def test_devices_that_there_are_not(accelerator, devices, num_gpus, message):
+def test_devices_that_do_not_exist_are_refused(accelerator, devices, num_gpus, message):
     from validation import count_processes
 
     with pytest.raises(ValueError, match=message):
@@ -54,7 +54,7 @@ def test_more_ranks_than_cores_is_a_warning(caplog):
     assert "5 ranks share 4 CPU cores" in caplog.text
 
 
-def test_every_object_of_every_configuration_exists_and_knows_its_arguments():
+def test_every_object_of_every_configuration_exists_and_accepts_its_arguments():
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
     from validation import check_arguments, targets
