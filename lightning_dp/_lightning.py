@@ -1,8 +1,8 @@
 """The only module that imports the framework, under the name that the user has imported.
 
 Lightning is published under two names, ``pytorch_lightning`` and ``lightning.pytorch``. The code is the same and the
-classes are distinct, so the Trainer of one does not accept objects of the other. All other modules of this package import
-the framework's classes from here.
+classes are distinct, so the Trainer of one does not accept objects of the other. All other modules of this package
+import the framework's classes from here.
 
 The name is chosen in this order: the environment variable ``LIGHTNING_DP_FRAMEWORK``; the framework that is imported
 already, ``lightning.pytorch`` if both are, because its own dependencies import the other; the framework that is

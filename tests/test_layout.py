@@ -1,4 +1,4 @@
-"""The import rules of the package: who may know whom, so that each part can be used, and tested, without the rest."""
+"""The import rules of the package: what each part may import, so that it can be used and tested without the rest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_dp"
 
-# Folder or module -> the parts of the package that it may import, beside itself.
+# Folder or module -> the parts of the package that it may import, besides itself.
 ALLOWED = {
     "_private": set(),
     "collectives": {"_private"},
@@ -42,7 +42,7 @@ def part_of(path: Path) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """Absolute dotted names that the module imports anywhere, ``if TYPE_CHECKING`` left out."""
+    """Return the dotted names that the module imports anywhere, except under ``if TYPE_CHECKING``."""
     names = set()
     tree = ast.parse(path.read_text())
     skipped = {
@@ -66,7 +66,7 @@ def imports(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_go_one_way(path):
     part = part_of(path)
-    assert part in ALLOWED, f"say in tests/test_layout.py what lightning_dp/{part} may import"
+    assert part in ALLOWED, f"add to ALLOWED what lightning_dp/{part} may import"
     for name in imports(path):
         top, _, rest = name.partition(".")
         if top == "lightning_dp":
@@ -87,10 +87,11 @@ def test_the_rules_see_imports(tmp_path):
     assert imports(source) == {"hydra", "lightning_dp.strategies.X", "pytorch_lightning.loops"}
 
 
-def test_the_top_level_holds_what_the_readme_maps():
+def test_the_top_level_has_no_other_files_and_folders():
     allowed = {
-        *("pyproject.toml", "constraints.txt", "Makefile", "LICENSE", "README.md", "CHANGELOG.md", "lightning_dp"),
-        *("conf", "recipes", "tests", "docs", "benchmarks"),
+        *("pyproject.toml", "constraints.txt", "Makefile", "MANIFEST.in", "LICENSE", "CITATION.cff", "mkdocs.yml"),
+        *("README.md", "CHANGELOG.md", "CONTRIBUTING.md"),
+        *("lightning_dp", "conf", "recipes", "tests", "docs", "benchmarks"),
     }
     present = {p.name for p in ROOT.iterdir() if not p.name.startswith(".") and not p.name.endswith(".egg-info")}
     assert present - allowed <= {"runs", "data", "build", "dist"}
