@@ -17,7 +17,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,  # a safety net
     )
 
 

@@ -33,7 +33,7 @@ class Run:
         self.folder = folder
         command = [sys.executable, *launcher, *arguments]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
         self.status, self.out, self.err = done.returncode, done.stdout, done.stderr
 
     def files(self) -> dict[str, set[str]]:
