@@ -6,7 +6,7 @@ READY   := $(VENV)/.ready
 # Of the tests that run side by side. They wait for processes much of the time.
 WORKERS ?= 2
 PIP     := pip install --quiet --disable-pip-version-check
-PYTEST  := -m pytest -n $(WORKERS) --dist loadfile
+PYTEST  := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-slow test-oldest test-newest coverage lint hooks bench clean
 

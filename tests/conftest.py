@@ -1,4 +1,4 @@
-"""Every test starts from the same state and leaves none behind."""
+"""Every test starts from the same state and leaves no process, thread or process group behind."""
 
 from __future__ import annotations
 
@@ -12,9 +12,26 @@ import torch
 import torch.distributed as dist
 
 
+# These files take longest. They come first, so that no worker of pytest-xdist begins one of them at the end.
+LONGEST = (
+    "tests/recipes/test_train.py",
+    "tests/strategies/krizhevsky_hybrid/test_strategy.py",
+    "tests/strategies/layered_sgd/test_strategy.py",
+    "tests/strategies/krizhevsky_hybrid/test_lightning_features.py",
+    "tests/test_launch.py",
+    "tests/test_lightning.py",
+    "tests/strategies/test_launchers.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
+
+
 @pytest.fixture(autouse=True)
 def hermetic(tmp_path, monkeypatch) -> Iterator[None]:
-    """Own working folder, environment, random state; no process group, thread or process left over."""
+    """Give each test its own working folder, environment and random state, and see that it leaves nothing behind."""
     environment = dict(os.environ)
     threads = set(threading.enumerate())
     rng_state = torch.get_rng_state()

@@ -103,6 +103,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_processes(tmp_path):
     script, ranks = tmp_path / "script.py", tmp_path / "ranks"
     script.write_text(INTERRUPTED)
