@@ -1,4 +1,4 @@
-"""Collectives of our own, on torch.distributed alone."""
+"""Collective operations built on torch.distributed alone."""
 
 from lightning_dp.collectives.comm_hooks import RingState, ring_all_reduce_hook
 from lightning_dp.collectives.point_to_point import PeerError

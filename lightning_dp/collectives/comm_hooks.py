@@ -1,12 +1,13 @@
-"""Ring all-reduce as the communication hook of `DistributedDataParallel`.
+"""Ring all-reduce as a communication hook of `DistributedDataParallel`.
 
     model = DistributedDataParallel(module)
     model.register_comm_hook(RingState(wire_dtype=torch.bfloat16), ring_all_reduce_hook)
 
-Each bucket starts as soon as backward has filled it, in a thread, and backward goes on meanwhile.
+The ring of each gradient bucket starts in a worker thread as soon as backward has filled the bucket. Backward continues
+meanwhile.
 """
 
-# No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants types, not strings.
+# No `from __future__ import annotations` here: DDP compares the hook's annotations with types, and would find strings.
 
 import threading
 from collections import deque
@@ -23,20 +24,20 @@ from lightning_dp.collectives.ring import SEGMENT_BYTES, WIRE_DTYPES, ring_all_r
 
 
 class RingState:
-    """What the hook needs from one bucket to the next: its options, a process group of its own, and a queue.
+    """State of `ring_all_reduce_hook`: its options, its process group, and the queue of buckets.
 
-    A thread works off the queue in the order in which DDP hands out buckets, which is the same on all ranks, and ends
-    when the queue is empty: between backward passes there is none.
+    A worker thread processes the queue in the order in which DDP submits the buckets, which is the same on all ranks.
+    The thread ends when the queue is empty, so that none is left between backward passes.
 
     Args:
-        group: for the ring alone, since its messages are sent beside what the main thread does: make it with
-            ``dist.new_group(ranks)``, of the ranks that DDP averages over. With None the first bucket makes one of all
-            ranks.
-        wire_dtype: None, float16 or bfloat16: see `ring_all_reduce`.
-        segment_bytes: see `ring_all_reduce`.
+        group: used by the ring alone, since the worker thread sends at the same time as the main thread. Create it with
+            ``dist.new_group(ranks)`` from the ranks that DDP averages over. None: the first bucket creates a group of
+            all ranks.
+        wire_dtype: None, float16 or bfloat16, as in `ring_all_reduce`.
+        segment_bytes: as in `ring_all_reduce`.
 
     Raises:
-        ValueError: ``wire_dtype`` is something else.
+        ValueError: ``wire_dtype`` is not supported.
     """
 
     def __init__(
@@ -47,48 +48,52 @@ class RingState:
     ) -> None:
         if wire_dtype is not None and wire_dtype not in WIRE_DTYPES:
             raise ValueError(f"wire_dtype={wire_dtype} is not supported; use None, torch.float16 or torch.bfloat16")
-        self.group, self.wire_dtype, self.segment_bytes = group, wire_dtype, segment_bytes
-        self._world: dist.ProcessGroup | None = None
+        self.group = group
+        self.wire_dtype = wire_dtype
+        self.segment_bytes = segment_bytes
+        self._default_group: dist.ProcessGroup | None = None  # the default group when `_ring_group` was created
         self._ring_group: dist.ProcessGroup | None = None
+        # The lock makes "the queue is empty" and "the worker ends" one step: a bucket queued in between would be lost.
+        self._lock = threading.Lock()
         self._queue: deque[Callable[[], None]] = deque()
         self._worker: threading.Thread | None = None
-        self._lock = threading.Lock()
         self._error: Exception | None = None
 
     def submit(self, bucket: torch.Tensor) -> Future[torch.Tensor]:
-        """Queue the average of ``bucket``, (K,), in place. The future's value is the bucket."""
-        group = self._prepare()
+        """Queue ``bucket``, (K,), to be averaged over the ranks in place. Return a future of the bucket."""
+        group = self._require_group()
         future: Future[torch.Tensor] = Future()
         stream = None
         if bucket.is_cuda:
-            # A stream of its own, or backward's next kernels would wait for the ring's messages.
             future = Future(devices=[bucket.device])
+            # On the current stream, the next kernels of backward would wait for the messages of the ring.
             stream = torch.cuda.Stream(bucket.device)
             stream.wait_stream(torch.cuda.current_stream(bucket.device))
 
         def work() -> None:
-            with torch.cuda.stream(stream):  # of None: no change
+            with torch.cuda.stream(stream):  # does nothing if stream is None
                 try:
                     if self._error is not None:
                         raise self._error
                     ring_all_reduce(bucket, group, "mean", wire_dtype=self.wire_dtype, segment_bytes=self.segment_bytes)
                 except Exception as error:
-                    # The next buckets would only wait for the same peer, a timeout each.
+                    # Fail the remaining buckets at once. Each would wait for the same peer until the timeout.
                     self._error = error
-                    future.set_exception(error)  # type: ignore[arg-type]  # torch's hint says a result
+                    future.set_exception(error)  # type: ignore[arg-type]  # torch annotates a result
                 else:
                     future.set_result(bucket)
 
-        # Raised in `then`, an exception reaches DDP as an error; from `set_exception` it would be a result.
+        # DDP raises an exception that is raised inside `then`. One from `set_exception` it would take for a result.
         result = future.then(lambda done: done.value())
         with self._lock:
             self._queue.append(work)
             if self._worker is None:
-                self._worker = threading.Thread(target=self._work_off, name="ring_all_reduce_hook")
+                self._worker = threading.Thread(target=self._run_queue, name="ring_all_reduce_hook")
                 self._worker.start()
         return result
 
-    def _work_off(self) -> None:
+    def _run_queue(self) -> None:
+        """Process the queue until it is empty. Target of the worker thread."""
         while True:
             with self._lock:
                 if not self._queue:
@@ -97,24 +102,30 @@ class RingState:
                 work = self._queue.popleft()
             work()
 
-    def _prepare(self) -> dist.ProcessGroup:
+    def _require_group(self) -> dist.ProcessGroup:
+        """Return the group of the ring. Create it on first use, and again if the default group has been replaced."""
         if self.group is not None:
             return resolve_group(self.group)
-        world = resolve_group(None)
-        if self._ring_group is None or self._world is not world:  # first use, or the default group was made anew
-            self._ring_group = dist.new_group(timeout=group_timeout(world, device_types(world)[0]))
-            self._world, self._error = world, None
+        default_group = resolve_group(None)
+        if self._ring_group is None or self._default_group is not default_group:
+            timeout = group_timeout(default_group, device_types(default_group)[0])
+            self._ring_group = dist.new_group(timeout=timeout)
+            self._default_group = default_group
+            self._error = None
         return self._ring_group
 
     def close(self) -> None:
-        """Wait for what is queued and give back the process group that the state made. It can be used again."""
+        """Wait for queued buckets and destroy the process group that the state created. It can be used again."""
         with self._lock:
             worker = self._worker
         if worker is not None:
             worker.join()
-        group, self._ring_group, self._world, self._error = self._ring_group, None, None, None
+        group = self._ring_group
+        self._ring_group = None
+        self._default_group = None
+        self._error = None
         if group is not None:
-            with suppress(ValueError):  # it has gone with the default group
+            with suppress(ValueError):  # it was destroyed with the default group
                 dist.destroy_process_group(group)
 
 
@@ -122,21 +133,21 @@ _default_state = RingState()
 
 
 def ring_all_reduce_hook(state: RingState | None, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-    """Average the gradients of ``bucket`` over the ranks by `ring_all_reduce`, while backward goes on.
+    """Average the gradients of ``bucket`` over the ranks with `ring_all_reduce`, while backward continues.
 
-    For ``DistributedDataParallel.register_comm_hook(state, ring_all_reduce_hook)``, and for Lightning's
-    ``DDPStrategy(ddp_comm_state=state, ddp_comm_hook=ring_all_reduce_hook)`` on GPUs; on CPU that strategy ignores
-    communication hooks, so register it in ``on_train_start``, on ``trainer.strategy.model``.
+    Pass it to ``DistributedDataParallel.register_comm_hook(state, ring_all_reduce_hook)``. With Lightning on GPUs, use
+    ``DDPStrategy(ddp_comm_state=state, ddp_comm_hook=ring_all_reduce_hook)``. On CPU that strategy ignores
+    communication hooks, so register the hook on ``trainer.strategy.model`` in ``on_train_start``.
 
     Args:
-        state: None is a `RingState` of the default group, with no options.
-        bucket: gradients of one floating-point dtype; changed in place.
+        state: None is a shared `RingState` with no options, for the default group.
+        bucket: gradients of one floating-point dtype. Changed in place.
 
     Returns:
-        A future of the bucket's buffer. An error in the ring (see `ring_all_reduce`) is raised by ``backward()``.
+        A future of the bucket's buffer. ``backward()`` raises the errors of `ring_all_reduce`.
 
     Raises:
-        TypeError: ``state`` is something else.
+        TypeError: ``state`` is not a `RingState` or None.
     """
     if state is None:
         state = _default_state

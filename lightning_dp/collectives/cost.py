@@ -1,7 +1,8 @@
-"""What collectives cost: bytes that a rank sends, and steps, one after the other, in which it does so. Pure functions.
+"""Communication cost of collectives: bytes that a rank sends and sequential steps that it takes. Pure functions.
 
-Counted is the array alone, as `ring_all_reduce` and the others send it, to the byte; their headers come on top (see
-`lightning_dp.collectives.same_call`). What a rank receives is not the same for each rank, but in sum.
+Bytes are those of the array, exactly as the functions of this package send them. Headers are not included (see
+`lightning_dp.collectives.same_call`). Bytes received are not listed: they can differ from the bytes sent on a single
+rank, but are equal to them in the sum over all ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from lightning_dp.collectives.ring_schedule import chunk_bounds
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one rank. ``inter_group_bytes`` cross from group to group, ``intra_group_bytes`` do not leave it."""
+    """Communication cost of one rank.
+
+    Attributes:
+        inter_group_bytes: bytes sent to ranks of other groups. All bytes, if there are no groups.
+        num_steps: messages that must follow one after another.
+        intra_group_bytes: bytes sent to ranks of the same group.
+    """
 
     inter_group_bytes: int
     num_steps: int
@@ -26,27 +33,32 @@ class Cost:
         return self.inter_group_bytes + self.intra_group_bytes
 
     def time_bound_s(self, bandwidth_bytes_per_s: float, latency_s: float = 0.0) -> float:
-        """No faster than this, where a rank's link between groups carries ``bandwidth_bytes_per_s`` each way."""
+        """Return a lower bound on the time in seconds.
+
+        Args:
+            bandwidth_bytes_per_s: bandwidth of the rank's inter-group link, in each direction.
+            latency_s: latency of one message.
+        """
         return self.inter_group_bytes / bandwidth_bytes_per_s + self.num_steps * latency_s
 
 
 def ring_cost(num_elements: int, element_bytes: int, world_size: int, rank: int = 0) -> Cost:
-    """`ring_all_reduce`: "Data Transferred = 2(N-1) K/N", and exactly so where N divides K.
+    """Return the cost of `ring_all_reduce`: "Data Transferred = 2(N-1) K/N", exactly so if N divides K.
 
-    Otherwise chunks differ by one element: the rank sends each chunk twice, except its own and the next one, once each.
+    Otherwise chunks differ by one element. The rank sends each chunk twice, except two chunks that it sends once.
     """
     _require_sizes(num_elements, element_bytes, world_size)
     require_rank(rank, world_size)
     if world_size == 1:
         return Cost(0, 0)
     sizes = [end - begin for begin, end in chunk_bounds(num_elements, world_size)]
-    # Scatter-reduce sends all but chunk rank+1; all-gather all but chunk rank+2.
+    # The scatter-reduce sends all chunks but rank+1, the all-gather all chunks but rank+2.
     elements = 2 * num_elements - sizes[(rank + 1) % world_size] - sizes[(rank + 2) % world_size]
     return Cost(elements * element_bytes, 2 * (world_size - 1))
 
 
 def half_ring_cost(num_elements: int, element_bytes: int, world_size: int, rank: int = 0) -> Cost:
-    """`ring_reduce_scatter`: each rank sends all chunks but its own."""
+    """Return the cost of `ring_reduce_scatter`: each rank sends all chunks but its own."""
     _require_sizes(num_elements, element_bytes, world_size)
     require_rank(rank, world_size)
     begin, end = chunk_bounds(num_elements, world_size)[rank]
@@ -54,7 +66,10 @@ def half_ring_cost(num_elements: int, element_bytes: int, world_size: int, rank:
 
 
 def star_cost(num_elements: int, element_bytes: int, world_size: int, is_reducer: bool) -> Cost:
-    """`star_all_reduce`: each rank sends the array once, the reducer N-1 times. It also receives it N-1 times."""
+    """Return the cost of `star_all_reduce`: the reducer sends the array N-1 times, each other rank once.
+
+    The reducer also receives the array N-1 times.
+    """
     _require_sizes(num_elements, element_bytes, world_size)
     copies = world_size - 1 if is_reducer else min(1, world_size - 1)
     return Cost(copies * num_elements * element_bytes, 2 if world_size > 1 else 0)
@@ -68,30 +83,31 @@ def hierarchical_cost(
     communicator: Literal["leader", "sharded"] = "leader",
     group_rank: int = 0,
 ) -> Cost:
-    """Sum in groups, ring all-reduce between them, and hand the result out in groups (arXiv 1906.05936, Algorithm 3).
+    """Return the cost of a hierarchical all-reduce with a ring between groups (arXiv 1906.05936, Algorithm 3).
 
-    "leader": local rank 0 gets the array of each other member, takes part in the ring between groups, and sends each
-    member the result. "sharded": reduce-scatter in the group, a ring between groups for each share, all-gather in the
-    group. The cost is that of group 0. Inside a group, native collectives may spread the leader's bytes over the
-    members, but not save any.
+    "leader": the leader receives the array of each other member, takes part in the inter-group ring, and sends the
+    result to each member. "sharded": reduce-scatter inside the group, an inter-group ring per shard, all-gather inside
+    the group. The cost is that of a rank of group 0. Native intra-group collectives may distribute the bytes of the
+    leader over the members, but cannot send fewer in all.
     """
     _require_sizes(num_elements, element_bytes, num_groups)
     require_rank(group_rank, group_size)
     if communicator not in ("leader", "sharded"):
         raise ValueError(f"communicator={communicator!r} is not known; use leader or sharded")
     if communicator == "leader":
-        across = ring_cost(num_elements, element_bytes, num_groups)
-        inside = star_cost(num_elements, element_bytes, group_size, is_reducer=group_rank == 0)
-        between = across.inter_group_bytes if group_rank == 0 else 0
-        return Cost(between, across.num_steps + inside.num_steps, inside.bytes_sent)
+        inter_group = ring_cost(num_elements, element_bytes, num_groups)
+        intra_group = star_cost(num_elements, element_bytes, group_size, is_reducer=group_rank == 0)
+        # Only the leader sends between groups, but every rank waits for the steps of its ring.
+        inter_group_bytes = inter_group.inter_group_bytes if group_rank == 0 else 0
+        return Cost(inter_group_bytes, inter_group.num_steps + intra_group.num_steps, intra_group.bytes_sent)
     begin, end = chunk_bounds(num_elements, group_size)[group_rank]
-    across = ring_cost(end - begin, element_bytes, num_groups)
+    inter_group = ring_cost(end - begin, element_bytes, num_groups)
     scatter = half_ring_cost(num_elements, element_bytes, group_size, group_rank)
-    # The all-gather starts from the own share and passes on all but the right neighbour's.
+    # The all-gather starts with the rank's own shard and forwards all shards but that of the right neighbor.
     gather = half_ring_cost(num_elements, element_bytes, group_size, (group_rank + 1) % group_size)
     return Cost(
-        across.inter_group_bytes,
-        across.num_steps + scatter.num_steps + gather.num_steps,
+        inter_group.inter_group_bytes,
+        inter_group.num_steps + scatter.num_steps + gather.num_steps,
         scatter.bytes_sent + gather.bytes_sent,
     )
 
@@ -105,6 +121,6 @@ def _require_sizes(num_elements: int, element_bytes: int, world_size: int) -> No
 
 
 def require_rank(rank: int, world_size: int) -> None:
-    """Raise ValueError unless ``rank`` is one of ``world_size`` ranks."""
+    """Raise ValueError unless 0 <= ``rank`` < ``world_size``."""
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} is not in a group of {world_size}; use 0 to {world_size - 1}")

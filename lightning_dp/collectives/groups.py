@@ -1,4 +1,4 @@
-"""What the collectives ask about a process group: its size, timeout and backend, and a plain all-gather."""
+"""Process groups: resolving a group argument, its size and backend, and a plain all-gather."""
 
 from __future__ import annotations
 
@@ -13,34 +13,41 @@ from lightning_dp._private.torch_names import backend_name
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """``group``, or the default group for None.
+    """Return ``group``, or the default process group if it is None.
 
     Raises:
-        ValueError: this rank is not in it, or there is no default group.
+        ValueError: this rank is not a member of the group, or the default group has not been initialized.
     """
     if group is None:
         group = dist.group.WORLD
         if group is None:
             raise ValueError("there is no default group; call torch.distributed.init_process_group first")
+    # `dist.new_group` returns a placeholder, not a ProcessGroup, on ranks that are not members.
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"group={group!r} holds no such rank as this one; call on the ranks of the group only")
+        raise ValueError(f"group={group!r}: this rank is not a member; call the collective on member ranks only")
     return group
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
-    """Number of ranks in ``group``; None is the default group, or a single rank where there is none."""
+    """Return the number of ranks in ``group``. None is the default group, or one rank if there is none."""
     if group is not None:
         return group.size()
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def needs_host_copy(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether messages cannot carry ``tensor`` where it is: gloo's point-to-point ones carry CPU memory only."""
+    """Return whether ``tensor`` must be copied to the CPU first: gloo sends point-to-point messages from there only."""
     return tensor.is_cuda and backend_name(group, tensor.device) == "gloo"
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' ``tensor`` by the group's own all-gather: (ranks, *shape)."""
+    """Gather ``tensor`` from all ranks with the backend's own all-gather.
+
+    Every rank of the group must call it, with the same shape and dtype.
+
+    Returns:
+        (ranks, *shape of ``tensor``), in rank order. No gradient flows through it.
+    """
     gathered = tensor.new_empty(group.size(), *tensor.shape)
     dist.all_gather(list(gathered.unbind()), tensor.detach().contiguous(), group=group)
     return gathered
@@ -48,17 +55,23 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @contextmanager
 def unbound_default_group(backend: str | None) -> Iterator[None]:
-    """Let groups of gloo be made where the default group is bound to a device, as Lightning binds it to a GPU.
+    """Allow gloo groups to be created while the default group is bound to a device, as Lightning binds it to a GPU.
 
-    PyTorch then has the ranks that are not in a new group take part in a split of the default one, which only groups of
-    NCCL are made by: on NCCL they would wait for the members for ever, on gloo it fails. Not bound, nothing is split.
+    When the default group is bound, ``dist.new_group`` makes the ranks outside the new group take part in a split of
+    the default group. Only NCCL communicators are created by splitting. For a gloo group, the ranks outside it would
+    wait forever in NCCL's split, and a gloo default group raises an error. While the device is unbound, nothing is
+    split.
+
+    Args:
+        backend: backend of the new groups. None is the backend of the default group. Only "gloo" has an effect.
     """
     default = dist.group.WORLD
     if default is None or (backend or dist.get_backend()) != "gloo":
         yield
         return
-    bound, default.bound_device_id = default.bound_device_id, None
+    device = default.bound_device_id
+    default.bound_device_id = None
     try:
         yield
     finally:
-        default.bound_device_id = bound
+        default.bound_device_id = device

@@ -1,6 +1,7 @@
-"""All-reduce in two levels: inside groups of ranks, and between the groups (arXiv 1906.05936, section 4.1).
+"""Hierarchical all-reduce: reduce inside groups of ranks, then all-reduce between the groups.
 
-The three stages are separate calls, for the point of layered SGD is what happens between them.
+Layered SGD (arXiv 1906.05936, section 4.1, Algorithm 3). The three stages are separate calls, because layered SGD
+overlaps them with loading, backward and the next forward.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from lightning_dp.collectives.groups import unbound_default_group
 from lightning_dp.collectives.topology import RankTopology
 
-Carriers = Literal["leader", "sharded"]
+Communicator = Literal["leader", "sharded"]
 AllReduce = Callable[[Tensor, dist.ProcessGroup], object]
 
 
@@ -25,58 +26,61 @@ def native_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 class HierarchicalAllReduce:
-    """The process groups of one rank, and the stages of a two-level sum over all ranks.
+    """Process groups of one rank, and the stages of a hierarchical sum over all ranks.
 
-    A buffer is cut into shares, and member k of each group carries share k across groups. With ``carriers="leader"``
-    there is one share and the leader carries it (the paper's communicator); with ``"sharded"`` there are as many as
-    members, so that every member's network link works.
+    A buffer is split into shards. The rank with group rank k in each group all-reduces shard k with its peers in the
+    other groups. With ``communicator="leader"`` there is one shard, and the leaders reduce it (the communicator of the
+    paper). With ``"sharded"`` there is one shard per member, so that the network link of every member is used.
 
-    Each stage changes the buffer in place. Between the stages its content is of use only to the next stage.
+    Each stage changes the buffer in place. Between stages the buffer holds intermediate values.
+
+    Every rank of the job must call the constructor, because every rank takes part in creating every process group.
 
     Args:
-        topology: the groups. At least two; every rank of the job calls the constructor.
-        rank: this rank's global number.
-        carriers: who crosses groups.
-        timeout: of every collective.
-        backend: of the process groups; None takes the default group's. ``"gloo"`` sums host memory, on which
-            `HostCopy` puts what lies elsewhere.
-        all_reduce: the algorithm between groups.
+        topology: division of the ranks into at least two groups.
+        rank: global rank of this process.
+        communicator: which ranks run the inter-group all-reduce.
+        timeout: of every collective. None is the default of the backend.
+        backend: of the process groups. None is the backend of the default group. ``"gloo"`` reduces host memory; use
+            `HostCopy` for buffers on a GPU.
+        all_reduce: algorithm of the inter-group all-reduce.
     """
 
     def __init__(
         self,
         topology: RankTopology,
         rank: int,
-        carriers: Carriers = "leader",
+        communicator: Communicator = "leader",
         timeout: timedelta | None = None,
         backend: str | None = None,
         all_reduce: AllReduce = native_all_reduce,
     ) -> None:
         self.topology = topology
         self.rank = rank
-        self.num_shares = topology.group_size if carriers == "sharded" else 1
+        self.num_shards = topology.group_size if communicator == "sharded" else 1
         self._all_reduce = all_reduce
 
-        groups = [topology.members(first) for first in range(0, topology.world_size, topology.group_size)]
-        across = [topology.peers(carrier) for carrier in range(self.num_shares)]
-
-        def resolve_group(partition: list[list[int]]) -> dist.ProcessGroup | None:
-            # Every rank takes part in making every group, in one order, as torch.distributed demands.
+        def create_groups(partition: list[list[int]]) -> dist.ProcessGroup | None:
+            """Create one process group per list of ranks. Return the one of this rank, if it is in any."""
+            # torch.distributed requires that every rank creates every group, and in the same order.
             with unbound_default_group(backend):
-                made = [dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in partition]
-            return next((group for ranks, group in zip(partition, made, strict=True) if rank in ranks), None)
+                groups = [dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in partition]
+            return next((group for ranks, group in zip(partition, groups, strict=True) if rank in ranks), None)
 
-        # Reduce and broadcast have groups of their own, since they are issued from two threads.
-        alone = topology.group_size == 1
-        self._reduce_group = None if alone else resolve_group(groups)
-        self._broadcast_group = None if alone else resolve_group(groups)
-        self._cross_group = resolve_group(across)
+        intra_group = [topology.members(leader) for leader in range(0, topology.world_size, topology.group_size)]
+        inter_group = [topology.peers(group_rank) for group_rank in range(self.num_shards)]
+        # Two threads issue reduces and broadcasts. On one shared group their order could differ between ranks, and
+        # each rank would wait for the wrong collective of its peers.
+        has_intra_group = topology.group_size > 1
+        self._reduce_group = create_groups(intra_group) if has_intra_group else None
+        self._broadcast_group = create_groups(intra_group) if has_intra_group else None
+        self._inter_group = create_groups(inter_group)
 
     def intra_group_reduce(self, buffer: Tensor) -> list[dist.Work]:
-        """Start the sum over the group: member k receives share k (Algorithm 3, lines 6 and 15).
+        """Start summing ``buffer`` over the group. Member k receives shard k (Algorithm 3, lines 6 and 15).
 
         Args:
-            buffer: any one-dimensional tensor, of the same size and dtype on all ranks.
+            buffer: (K,), of the same size and dtype on all ranks.
 
         Returns:
             The handles to wait for before `inter_group_all_reduce`.
@@ -84,29 +88,33 @@ class HierarchicalAllReduce:
         if self._reduce_group is None:
             return []
         return [
-            dist.reduce(share, group=self._reduce_group, group_dst=member, async_op=True)
-            for member, share in enumerate(self._shares(buffer))
+            dist.reduce(shard, group=self._reduce_group, group_dst=member, async_op=True)
+            for member, shard in enumerate(self._shards(buffer))
         ]
 
     def inter_group_all_reduce(self, buffer: Tensor) -> None:
-        """Sum this rank's share over the groups, and wait for it; nothing to do for who carries none (line 8)."""
-        if self._cross_group is not None:
-            self._all_reduce(self._shares(buffer)[self.topology.group_rank(self.rank)], self._cross_group)
+        """Sum the shard of this rank over the groups, and wait for it. Returns at once without a shard (line 8)."""
+        if self._inter_group is not None:
+            self._all_reduce(self._shards(buffer)[self.topology.group_rank(self.rank)], self._inter_group)
 
     def intra_group_broadcast(self, buffer: Tensor) -> list[dist.Work]:
-        """Start handing each share from its carrier to the group (line 9); returns the handles to wait for."""
+        """Start broadcasting each shard from the rank that reduced it to its group (line 9).
+
+        Returns:
+            The handles to wait for before ``buffer`` is read.
+        """
         if self._broadcast_group is None:
             return []
         return [
-            dist.broadcast(share, group=self._broadcast_group, group_src=member, async_op=True)
-            for member, share in enumerate(self._shares(buffer))
+            dist.broadcast(shard, group=self._broadcast_group, group_src=member, async_op=True)
+            for member, shard in enumerate(self._shards(buffer))
         ]
 
-    def _shares(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        return buffer.tensor_split(self.num_shares)
+    def _shards(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        return buffer.tensor_split(self.num_shards)
 
     def describe(self, stage: Literal["inside", "between", "all"]) -> str:
-        """Name for an error message the ranks that take part in a stage with rank ``self.rank``."""
+        """Return the ranks that take part in a stage with this rank, worded for an error message."""
         where, ranks = {
             "inside": (f"inside group {self.topology.group_of(self.rank)}", self.topology.members(self.rank)),
             "between": ("across groups", self.topology.peers(self.rank)),
@@ -116,7 +124,7 @@ class HierarchicalAllReduce:
         return f"{where}, between rank {self.rank} and rank {', '.join(others) or 'no other'},"
 
     def close(self) -> None:
-        """Release the process groups."""
-        for group in (self._reduce_group, self._broadcast_group, self._cross_group):
+        """Destroy the process groups."""
+        for group in (self._reduce_group, self._broadcast_group, self._inter_group):
             if group is not None:
                 dist.destroy_process_group(group)

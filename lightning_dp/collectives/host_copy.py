@@ -1,4 +1,4 @@
-"""A copy of a gradient bucket in host memory, for communicators that sum there."""
+"""Copy of a gradient bucket in host memory, for a communicator that reduces on the CPU."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A buffer's copy in host memory, which the stages of `HierarchicalAllReduce` change in place of the buffer.
+    """Copy of a buffer in host memory. The stages of `HierarchicalAllReduce` work on ``tensor`` instead of the buffer.
 
-    In the paper the communicator is a CPU, "thereby allowing GPUs to focus on computation" (arXiv 1906.05936, section
-    4.3). A buffer on a GPU is copied to page-locked memory, on ``stream``, and back on the stream of who asks for it.
-    Such memory comes from a pool of PyTorch's, which gives it to nobody else before the copies are done: a copy for
-    each bucket and step costs no more than one that is kept. A buffer on a CPU is copied at once.
+    In the paper the communicator runs on the CPU, "thereby allowing GPUs to focus on computation" (arXiv 1906.05936,
+    section 4.3). A GPU buffer is copied to pinned host memory on ``stream``, and back on the current stream of the
+    caller of `copy_back`. PyTorch takes pinned memory from a pool and hands a block out again only after all copies
+    that use it have finished. Therefore a new `HostCopy` per bucket and step is as cheap as one that is kept, and it
+    may be dropped while `copy_back` is still queued. A CPU buffer is copied at once.
 
     Args:
-        buffer: any dense tensor. What the present stream has yet to do to it is part of the copy.
-        stream: to copy on; None for a buffer on a CPU.
+        buffer: any dense tensor. Work already queued on the current stream is finished before the copy reads it.
+        stream: CUDA stream of the copy. None for a buffer on the CPU.
+
+    Attributes:
+        tensor: the copy. Valid after `wait`.
     """
 
     def __init__(self, buffer: Tensor, stream: torch.cuda.Stream | None = None) -> None:
@@ -24,17 +28,19 @@ class HostCopy:
         self._copied: torch.cuda.Event | None = None
         self.tensor = torch.empty_like(buffer, device="cpu", pin_memory=buffer.is_cuda)
         if stream is not None:
+            # Backward fills the buffer on the current stream: without this the copy could read half of it.
             stream.wait_stream(torch.cuda.current_stream(buffer.device))
-        with torch.cuda.stream(stream):  # of None: no change
+        with torch.cuda.stream(stream):  # does nothing if stream is None
             self.tensor.copy_(buffer, non_blocking=True)
             if stream is not None:
                 self._copied = stream.record_event()
 
     def wait(self) -> None:
-        """Return when ``tensor`` holds what the buffer held; the caller's thread waits, not a stream."""
+        """Block the calling thread until ``tensor`` holds the buffer's contents."""
         if self._copied is not None:
+            # The CPU reads the tensor next, so waiting on a stream would not be enough.
             self._copied.synchronize()
 
     def copy_back(self) -> None:
-        """Put ``tensor`` into the buffer, in the order of the present stream."""
+        """Copy ``tensor`` into the buffer on the current stream. Does not block."""
         self._buffer.copy_(self.tensor, non_blocking=True)

@@ -1,7 +1,7 @@
-"""Point-to-point messages inside a group, as the collectives of this package use them.
+"""Point-to-point messages within a group.
 
-Every message of `ring` and `star` passes through `post`, so that what a rank sends can be counted in one place, and a
-peer that does not answer is named in one place.
+Ring, star, all-to-all and `require_same_call` send every message through `post`. That gives one place where bytes can
+be counted and one place where an unresponsive peer is named.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ import torch.distributed as dist
 from lightning_dp.collectives.groups import needs_host_copy
 
 Message = tuple[torch.Tensor, int]
-"""A contiguous tensor and the rank in the group that it goes to or comes from."""
+"""A contiguous tensor, and the group rank that it goes to or comes from."""
 
 
 class PeerError(RuntimeError):
-    """A peer did not send or did not take a message within the group's timeout, or its connection is gone.
+    """A message to or from a peer failed: the connection is closed, or the timeout of the group has expired.
 
-    The group is of no more use after it: messages may be half-way. ``group_rank`` is the peer's rank in the group.
+    The group cannot be used any more, because messages may have been delivered in part.
+
+    Attributes:
+        group_rank: rank of the peer in the group.
     """
 
     def __init__(self, text: str, group_rank: int) -> None:
@@ -30,69 +33,87 @@ class PeerError(RuntimeError):
 
 
 class Transfer:
-    """One message on its way."""
+    """One message in flight.
 
-    def __init__(self, group: dist.ProcessGroup, what: str, message: Message, works: Sequence[dist.Work]) -> None:
-        self._group, self._what, self._works = group, what, works
-        self._buffer, self._peer = message  # the buffer must outlive the message
+    Args:
+        group: the group of both ranks.
+        action: "send to" or "receive from", for the error message.
+        message: tensor and peer.
+        works: the backend's handles. Empty if nothing is sent.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, action: str, message: Message, works: Sequence[dist.Work]) -> None:
+        tensor, peer = message
+        self._group = group
+        self._action = action
+        self._peer = peer
+        self._works = works
+        # gloo does not hold a reference: without this one the memory could be reused while the message is in flight.
+        self._tensor = tensor
 
     def wait(self) -> None:
-        """Return when the buffer may be read (received) or changed (sent); on CUDA, when the stream may.
+        """Block until a received tensor may be read, or a sent one changed. On CUDA only the current stream waits.
 
         Raises:
-            PeerError: the peer is gone, or silent for longer than the group's timeout.
+            PeerError: the peer has died, or has been silent for longer than the timeout of the group.
         """
         try:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
-            raise peer_error(self._group, self._what, self._peer, error) from error
+            raise peer_error(self._group, self._action, self._peer, error) from error
 
 
 def post(
     group: dist.ProcessGroup, receives: Sequence[Message], sends: Sequence[Message]
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """Start the messages, all at once where the backend knows how (NCCL must), and return (receives, sends).
+    """Start all messages.
 
-    Empty tensors are not sent: both sides know the sizes. Messages between two ranks arrive in the order of posting.
+    Messages between two ranks arrive in the order in which they are posted. Empty tensors are not sent: both ranks know
+    the sizes.
+
+    Returns:
+        The transfers of ``receives`` and of ``sends``, in the order given.
     """
     if any(tensor.is_cuda for tensor, _ in (*receives, *sends)):
-        todo = [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for t, peer in receives if t.numel()]
-        todo += [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for t, peer in sends if t.numel()]
-        works = dist.batch_isend_irecv(todo) if todo else []
+        # NCCL runs messages of a group one after another. In a ring each rank would wait in its send for its neighbor
+        # to receive; a batch makes NCCL start them together.
+        ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for t, peer in receives if t.numel()]
+        ops += [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for t, peer in sends if t.numel()]
+        works = dist.batch_isend_irecv(ops) if ops else []
         return (
             [Transfer(group, "receive from", message, works) for message in receives],
             [Transfer(group, "send to", message, works) for message in sends],
         )
-    # Receives first: a peer that is ready to send finds the buffer waiting.
+    # Receives first, so that a peer that is ready to send finds the buffer posted.
     return (
         [_start(group, "receive from", message) for message in receives],
         [_start(group, "send to", message) for message in sends],
     )
 
 
-def _start(group: dist.ProcessGroup, what: str, message: Message) -> Transfer:
+def _start(group: dist.ProcessGroup, action: str, message: Message) -> Transfer:
     tensor, peer = message
     if not tensor.numel():
-        return Transfer(group, what, message, [])
+        return Transfer(group, action, message, [])
     try:
-        if what == "send to":
+        if action == "send to":
             work = dist.isend(tensor, group=group, group_dst=peer)
         else:
             work = dist.irecv(tensor, group=group, group_src=peer)
     except RuntimeError as error:
-        raise peer_error(group, what, peer, error) from error
-    assert work is not None, "a rank outside the group came here"
-    return Transfer(group, what, message, [work])
+        raise peer_error(group, action, peer, error) from error
+    assert work is not None, "this rank is not a member of the group"
+    return Transfer(group, action, message, [work])
 
 
-def peer_error(group: dist.ProcessGroup, what: str, peer: int, error: Exception) -> PeerError:
-    """Name the peer, in the group and in the whole job where the group is known to it."""
+def peer_error(group: dist.ProcessGroup, action: str, peer: int, error: Exception) -> PeerError:
+    """Return a `PeerError` that gives the group rank of the peer, and its global rank if torch.distributed knows it."""
     name = f"rank {peer} of the group"
-    with suppress(ValueError, RuntimeError):  # a group of which torch.distributed has no list
+    with suppress(ValueError, RuntimeError):  # the group was not created by `dist.new_group`
         name += f" (global rank {dist.get_global_rank(group, peer)})"
     return PeerError(
-        f"rank {group.rank()} could not {what} {name}: that rank has died, is stuck, or waits for one that has. "
+        f"rank {group.rank()} could not {action} {name}: that rank has died, is stuck, or waits for one that has. "
         f"Look at its log first, then stop this job: the group cannot be used again. The backend says: {error}",
         peer,
     )
@@ -100,10 +121,10 @@ def peer_error(group: dist.ProcessGroup, what: str, peer: int, error: Exception)
 
 @contextmanager
 def flat_buffer(tensor: torch.Tensor, group: dist.ProcessGroup) -> Iterator[torch.Tensor]:
-    """``tensor`` as one dense row that the group can send, written back at the end where it had to be copied.
+    """Yield ``tensor`` as a contiguous (K,) buffer that the group can send; copy it back on exit if it is a copy.
 
-    It is copied where it is not contiguous, and where it lies on a GPU and the group's backend for GPUs is gloo, whose
-    point-to-point messages carry CPU memory only.
+    The buffer is a copy if ``tensor`` is not contiguous, or is on a GPU while the group's backend for GPUs is gloo,
+    which sends point-to-point messages from the CPU only.
     """
     if tensor.layout != torch.strided:
         raise ValueError(f"layout={tensor.layout} is not dense; use .to_dense(), or reduce indices and values apart")

@@ -1,7 +1,7 @@
 """Ring all-reduce and its two halves, for any backend with point-to-point messages.
 
-After "Bringing HPC Techniques to Deep Learning" (A. Gibiansky, Baidu Research, 2017). Of an array of K elements each of
-the N ranks sends exactly 2(N-1) chunks of K/N in 2(N-1) steps, whatever N is.
+A. Gibiansky, "Bringing HPC Techniques to Deep Learning" (Baidu Research, 2017). To reduce an array of K elements, each
+of the N ranks sends 2(N-1) chunks of K/N elements in 2(N-1) steps.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ def ring_all_reduce(
     wire_dtype: torch.dtype | None = None,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> torch.Tensor:
-    """Replace ``tensor`` by its sum or mean over the ranks of ``group``, and return it. Every rank must call it.
+    """Replace ``tensor`` by its sum or mean over the ranks of ``group``, in place, and return it.
 
-    Blocks until done (on CUDA: until it is queued). The result has the same bits on all ranks. Before data,
-    (N-1) headers of `agreement.HEADER_BYTES` a rank go round, by which the ranks know that they make the same call.
+    Every rank of the group must call it. It blocks until the result is there; on CUDA, until the work is queued. The
+    result is bitwise identical on all ranks. Before the data, each rank sends N-1 headers of
+    `same_call.HEADER_BYTES`, with which the ranks verify that they make the same call.
 
     Args:
-        tensor: (*) any shape and any dtype that the backend and ``add_`` have. One that is not contiguous is copied.
+        tensor: (*) any shape, any dtype that the backend can send and ``add_`` supports. A tensor that is not
+            contiguous is copied.
         group: None is the default group.
-        op: "sum" or "mean"; the mean divides before it sums, so that 16-bit sums do not overflow.
-        wire_dtype: float16 or bfloat16 halve the bytes of a float32 tensor; sums are made in ``tensor.dtype``.
-        segment_bytes: size of a message at most; adding one overlaps with receiving the next.
+        op: "sum" or "mean". The mean divides before it sums, so that 16-bit sums do not overflow.
+        wire_dtype: float16 or bfloat16 halves the bytes of a float32 tensor. Sums are computed in ``tensor.dtype``.
+        segment_bytes: maximum size of a message. Adding one segment overlaps with receiving the next.
 
     Raises:
-        ValueError: on all ranks, where they do not make the same call or the arguments do not fit the dtype.
-        PeerError: a neighbour is gone or silent for longer than the group's timeout; names it.
+        ValueError: on all ranks, if they do not make the same call or the arguments do not fit the dtype.
+        PeerError: a neighbor has died, or has been silent for longer than the timeout of the group.
     """
     group = resolve_group(group)
     with flat_buffer(tensor, group) as flat:
         wire = "" if wire_dtype is None else f" as {wire_dtype} on the wire"
-        _agree(group, f"ring_all_reduce, {op}{wire}", flat, segment_bytes)
+        _require_same_call(group, f"ring_all_reduce, {op}{wire}", flat, segment_bytes)
         require_op(op, flat.dtype, segment_bytes)
         if wire_dtype is not None and (wire_dtype not in WIRE_DTYPES or not flat.is_floating_point()):
             raise ValueError(
@@ -67,21 +69,23 @@ def ring_reduce_scatter(
     *,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> torch.Tensor:
-    """Put the sum or mean of chunk n on rank n, in place, and return that chunk. Every rank must call it.
+    """Store the sum or mean of chunk n on rank n, in place, and return that chunk. Every rank must call it.
 
     The chunks are those of `chunk_bounds`\\ ``(tensor.numel(), N)``, over the elements in row-major order. The other
-    chunks of ``tensor`` hold sums over some of the ranks afterwards.
+    chunks of ``tensor`` are left with partial sums. The arguments are those of `ring_all_reduce`.
 
     Returns:
-        (numel of chunk n,) on rank n: a view of ``tensor`` where it is contiguous, else a copy.
+        (numel of chunk n,) on rank n: a view of ``tensor`` if it is contiguous, else a copy.
 
     Raises:
-        ValueError, PeerError: as `ring_all_reduce`, whose other arguments are the same too.
+        ValueError: as `ring_all_reduce`.
+        PeerError: as `ring_all_reduce`.
     """
     group = resolve_group(group)
-    rank, world_size = group.rank(), group.size()
+    rank = group.rank()
+    world_size = group.size()
     with flat_buffer(tensor, group) as flat:
-        _agree(group, f"ring_reduce_scatter, {op}", flat, segment_bytes)
+        _require_same_call(group, f"ring_reduce_scatter, {op}", flat, segment_bytes)
         require_op(op, flat.dtype, segment_bytes)
         if op == "mean":
             flat.div_(world_size)
@@ -91,7 +95,7 @@ def ring_reduce_scatter(
             num_reducing=world_size - 1,
             num_copying=0,
             segment_bytes=segment_bytes,
-            position=rank - 1,  # the schedule as published would leave the sum of chunk n+1 here
+            position=rank - 1,  # the published schedule would leave the sum of chunk n+1 on rank n
         )
     begin, end = chunk_bounds(tensor.numel(), world_size)[rank]
     return tensor.detach().reshape(-1)[begin:end]
@@ -100,30 +104,31 @@ def ring_reduce_scatter(
 def ring_all_gather(
     tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, segment_bytes: int = SEGMENT_BYTES
 ) -> torch.Tensor:
-    """Fill chunk n of ``tensor`` with that of rank n, for all n, in place, and return it. Every rank must call it.
+    """Fill chunk n of ``tensor`` with chunk n of rank n, for all n, in place, and return it. Every rank must call it.
 
-    The chunks are those of `ring_reduce_scatter`, which this completes to an all-reduce.
+    The chunks are those of `ring_reduce_scatter`. After it, this function completes an all-reduce.
 
     Raises:
-        ValueError, PeerError: as `ring_all_reduce`.
+        ValueError: as `ring_all_reduce`.
+        PeerError: as `ring_all_reduce`.
     """
     group = resolve_group(group)
     with flat_buffer(tensor, group) as flat:
-        _agree(group, "ring_all_gather", flat, segment_bytes)
+        _require_same_call(group, "ring_all_gather", flat, segment_bytes)
         require_segment(segment_bytes)
         run_ring(flat, group, num_reducing=0, num_copying=group.size() - 1, segment_bytes=segment_bytes)
     return tensor
 
 
-def _agree(group: dist.ProcessGroup, call: str, flat: torch.Tensor, segment_bytes: int) -> None:
+def _require_same_call(group: dist.ProcessGroup, call: str, flat: torch.Tensor, segment_bytes: int) -> None:
     size = f"{flat.numel()} elements of {flat.dtype}"
     require_same_call(group, f"{call}, {size}, segments of {segment_bytes} bytes", flat.device)
 
 
 def require_op(op: str, dtype: torch.dtype, segment_bytes: int) -> None:
-    """Raise ValueError where ``op`` does not fit ``dtype``.
+    """Raise ValueError if ``op`` does not fit ``dtype``.
 
-    Call it after the ranks have agreed: one that raised before that would leave its peers waiting.
+    Call it after `require_same_call`: a rank that raised before it would leave its peers waiting.
     """
     if op not in OPS:
         raise ValueError(f"op={op!r} is not known; use one of {', '.join(OPS)}")
@@ -133,6 +138,6 @@ def require_op(op: str, dtype: torch.dtype, segment_bytes: int) -> None:
 
 
 def require_segment(segment_bytes: int) -> None:
-    """Raise ValueError where ``segment_bytes`` is not positive."""
+    """Raise ValueError if ``segment_bytes`` is not positive."""
     if segment_bytes < 1:
         raise ValueError(f"segment_bytes={segment_bytes} is not positive; leave the default of {SEGMENT_BYTES}")

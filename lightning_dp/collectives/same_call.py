@@ -1,8 +1,8 @@
-"""All ranks check that they make the same call before any of them sends data.
+"""Check that all ranks make the same call before any of them sends data.
 
-Without it a rank that passes another size or dtype than its peers leaves them with wrong sums or waiting for ever.
-The price: in each call a rank sends N-1 headers of `HEADER_BYTES` in ceil(log2 N) messages. It cannot be saved by
-remembering: a rank that trusts its memory would not take part just when another one has something new to say.
+Without this check, a rank that passes another size or dtype than its peers gives them wrong sums or leaves them waiting
+forever. The check sends N-1 headers of `HEADER_BYTES` per rank and call, in ceil(log2 N) messages. Remembering earlier
+calls cannot avoid it: a rank that trusts its memory would not take part when another rank has something new to say.
 """
 
 from __future__ import annotations
@@ -16,41 +16,49 @@ HEADER_BYTES = 160
 
 
 def require_same_call(group: dist.ProcessGroup, call: str, device: torch.device) -> None:
-    """Return if ``call``, a description in words, is the same on all ranks of the group. All ranks must call it.
+    """Return if ``call``, a description in words, is equal on all ranks of the group. Every rank must call it.
+
+    Args:
+        group: the ranks.
+        call: name and arguments of the collective, at most `HEADER_BYTES` long in UTF-8.
+        device: of the header messages. It must be one that the backend can send from.
 
     Raises:
-        ValueError: on every rank, with what each of them calls. The group can still be used.
-        PeerError: a peer is gone or silent.
+        ValueError: on every rank, with the call of each rank. The group can still be used.
+        PeerError: a peer has died or is silent.
     """
     calls = _gather(group, call, device)
     if len(set(calls)) <= 1:
         return
     ranks = {call: [rank for rank, other in enumerate(calls) if other == call] for call in calls}
-    said = "; ".join(f"rank {', '.join(map(str, who))}: {call}" for call, who in ranks.items())
+    listing = "; ".join(f"rank {', '.join(map(str, callers))}: {call}" for call, callers in ranks.items())
     raise ValueError(
-        f"the ranks of the group do not make the same call. {said}. "
+        f"the ranks of the group do not make the same call. {listing}. "
         "Pass the same number of elements, dtype and arguments on all ranks"
     )
 
 
 def _gather(group: dist.ProcessGroup, call: str, device: torch.device) -> list[str]:
-    """``call`` of each rank. Bruck's all-gather: at distance 1, 2, 4, ... a rank passes on all that it knows."""
-    rank, world_size = group.rank(), group.size()
+    """Return ``call`` of each rank in rank order, by Bruck's all-gather."""
+    rank = group.rank()
+    world_size = group.size()
     header = call.encode().ljust(HEADER_BYTES)
     assert len(header) == HEADER_BYTES, f"{len(header)} bytes in a header: {call}"
-    headers = torch.empty(world_size, HEADER_BYTES, dtype=torch.uint8)  # row k: of rank + k
+    # Row k holds the header of rank + k. In this order the known rows are always the first ones, on every rank.
+    headers = torch.empty(world_size, HEADER_BYTES, dtype=torch.uint8)
     headers[0] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     headers = headers.to(device)
+    # A rank that knows the headers of `distance` ranks gets as many more from the rank at that distance.
     distance = 1
     while distance < world_size:
         count = min(distance, world_size - distance)
-        arriving, known = headers[distance : distance + count], headers[:count]
-        transfers = post(
+        received, sent = post(
             group,
-            [(arriving, (rank + distance) % world_size)],
-            [(known, (rank - distance) % world_size)],
+            [(headers[distance : distance + count], (rank + distance) % world_size)],
+            [(headers[:count], (rank - distance) % world_size)],
         )
-        for transfer in (*transfers[0], *transfers[1]):
+        for transfer in (*received, *sent):
             transfer.wait()
         distance *= 2
-    return [bytes(row).decode().rstrip() for row in headers.roll(rank, dims=0).tolist()]
+    in_rank_order = headers.roll(rank, dims=0)
+    return [bytes(row).decode().rstrip() for row in in_rank_order.tolist()]

@@ -1,8 +1,8 @@
-"""All-gather of a few kilobytes on the CPU, without the detour through gloo's threads.
+"""All-gather of a few kilobytes on the CPU, without the latency of gloo's threads.
 
-gloo hands every collective to a thread of its own, and another one takes what arrives: on busy cores most of the time
-goes into waiting for a core. Between ranks of one host the calling thread can write to and read from Unix sockets
-itself, which is several times faster (docs/adaptive_global_batch_norm.md, *Measured*). The rest goes to the group.
+gloo hands each collective to a worker thread, and another thread receives the messages. On busy cores most of the time
+is spent waiting for a core. Ranks of one host can exchange messages over Unix sockets in the calling thread, which is
+several times faster. All other cases use the group's own all-gather.
 """
 
 from __future__ import annotations
@@ -22,44 +22,56 @@ from lightning_dp.collectives.point_to_point import peer_error
 from lightning_dp.collectives.unix_sockets import connect
 
 MAX_BYTES = 32 * 1024
-# All ranks write before they read, and one can be a call ahead of another: two messages must fit into a socket's
-# buffer, with what the kernel needs beside them, or two ranks would wait for each other.
+# Every rank sends before it receives, and a rank can be one call ahead of another. A socket's buffer must therefore
+# hold two messages and the kernel's overhead. Otherwise two ranks could block in send, each waiting for the other to
+# receive.
 _BUFFER_BYTES = 4 * MAX_BYTES
-# How often to look for a message before going to sleep until it comes: waking up takes longer than the message.
-_LOOKS = 50
-_HEADER = struct.Struct("<QQ")  # number of the call, bytes of the tensor; what follows is aligned for every dtype
+# Number of non-blocking attempts to receive before the thread sleeps. Waking up takes longer than a typical message.
+_MAX_POLLS = 50
+# Index of the call, and bytes of the tensor. The size of the header keeps the tensor behind it aligned for any dtype.
+_HEADER = struct.Struct("<QQ")
 
 
 def small_all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return all ranks' ``tensor`` in rank order: (ranks, *shape of ``tensor``). No gradient flows through it.
+    """Gather ``tensor`` from all ranks, fastest for at most `MAX_BYTES` on the CPU.
 
-    On the CPU, and where all ranks of the group share a host, up to `MAX_BYTES` go over sockets that the group's first
-    call makes; all ranks come to the same choice. Under ``torch.compile`` it is the group's own all-gather, without a
-    graph break: the compiler knows that collectives must keep their order. Compile on all ranks or on none.
+    Every rank of the group must call it, with the same shape and dtype. If all ranks of the group share a host, CPU
+    tensors of at most `MAX_BYTES` are sent over Unix sockets, which the first call connects. All ranks choose the same
+    way.
+
+    Under ``torch.compile`` the group's own all-gather is used, without a graph break: the compiler knows that it must
+    not reorder collectives, but knows nothing about sockets. Compile on all ranks or on none.
 
     Args:
         tensor: of the same shape and dtype on all ranks.
-        group: None: the default group.
+        group: None is the default group.
+
+    Returns:
+        (ranks, *shape of ``tensor``), in rank order. No gradient flows through it.
 
     Raises:
-        PeerError: a rank is gone, silent for longer than the group's timeout, or makes another call than this one.
+        PeerError: a rank has died, has been silent for longer than the timeout of the group, or makes another call.
     """
     group = resolve_group(group)
     if tensor.device.type != "cpu" or not 0 < tensor.nbytes <= MAX_BYTES:
         return all_gather(tensor, group)
     if torch.compiler.is_compiling():
-        _leave_to_the_group(group)
+        _disable_sockets(group)
         return all_gather(tensor, group)
-    return _over_sockets(tensor, group)
+    return _gather_over_sockets(tensor, group)
 
 
 @torch.compiler.assume_constant_result
-def _leave_to_the_group(group: dist.ProcessGroup) -> None:
-    """Run while a compiler traces: a rank that later falls back to eager code must meet the others' compiled code."""
+def _disable_sockets(group: dist.ProcessGroup) -> None:
+    """Use the group's all-gather in eager code too, from the moment a compiler traces a call.
+
+    A rank may later fall back to eager code, for example at a recompilation limit. On sockets it would wait for ranks
+    that still run compiled code.
+    """
     _socket_gathers.setdefault(group, None)
 
 
-def _over_sockets(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gather_over_sockets(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group not in _socket_gathers:
         sockets = connect(group, _BUFFER_BYTES)
         _socket_gathers[group] = None if sockets is None else SocketAllGather(sockets)
@@ -68,59 +80,79 @@ def _over_sockets(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class SocketAllGather:
-    """A socket to each other rank of a group; closed with the group, which it must not hold."""
+    """All-gather over one connected socket per other rank of a group.
+
+    It must not hold a reference to the group: it lives as long as the group does, and closes the sockets then.
+
+    Args:
+        sockets: a socket per other group rank, in the order in which this rank sends.
+    """
 
     def __init__(self, sockets: dict[int, socket.socket]) -> None:
-        self._sockets, self._calls = sockets, count()
+        self._sockets = sockets
+        self._calls = count()
 
     def all_gather(self, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """As `small_all_gather`; ``group`` is the socket_gather's."""
-        world_size, own = group.size(), group.rank()
+        """Gather ``tensor``, as `small_all_gather` does. ``group`` is the group that the sockets connect."""
+        world_size = group.size()
+        rank = group.rank()
         header = _HEADER.pack(next(self._calls), tensor.nbytes)
-        length = len(header) + tensor.nbytes
-        buffer = bytearray(world_size * length)
-        parts = [memoryview(buffer)[rank * length : (rank + 1) * length] for rank in range(world_size)]
-        rows = torch.frombuffer(buffer, dtype=torch.uint8).view(world_size, length)[:, len(header) :]
+        message_bytes = len(header) + tensor.nbytes
+        # One buffer holds all messages. The result is a view of it that leaves out the headers.
+        buffer = bytearray(world_size * message_bytes)
+        messages = [memoryview(buffer)[start : start + message_bytes] for start in range(0, len(buffer), message_bytes)]
+        rows = torch.frombuffer(buffer, dtype=torch.uint8).view(world_size, message_bytes)[:, len(header) :]
         gathered = rows.view(tensor.dtype).view(world_size, *tensor.shape)
-        parts[own][: len(header)] = header
-        gathered[own] = tensor.detach()
-        for peer, end in self._sockets.items():
+        messages[rank][: len(header)] = header
+        gathered[rank] = tensor.detach()
+        # All sends come before all receives: no rank waits for another rank to send first.
+        for peer, connection in self._sockets.items():
             try:
-                end.sendall(parts[own])
+                connection.sendall(messages[rank])
             except OSError as error:
                 raise peer_error(group, "send to", peer, error) from error
-        for peer, end in self._sockets.items():
+        for peer, connection in self._sockets.items():
             try:
-                _receive(end, parts[peer], header)
+                _receive(connection, messages[peer], header)
             except OSError as error:
                 raise peer_error(group, "receive from", peer, error) from error
         return gathered.contiguous()
 
     def __del__(self) -> None:
-        for end in self._sockets.values():
-            end.close()
+        for connection in self._sockets.values():
+            connection.close()
 
 
+# None: the group uses its own all-gather. The keys are weak, so that destroying a group closes its sockets.
 _socket_gathers: WeakKeyDictionary[dist.ProcessGroup, SocketAllGather | None] = WeakKeyDictionary()
 
 
-def _receive(end: socket.socket, part: memoryview, header: bytes) -> None:
-    """Fill ``part`` with the peer's message, which must begin with ``header``."""
-    looks = done = 0
-    while done < len(part):
-        looks += 1
+def _receive(connection: socket.socket, message: memoryview, header: bytes) -> None:
+    """Fill ``message`` from the socket. The received message must begin with ``header``.
+
+    Raises:
+        OSError: the connection is closed, the timeout has expired, or the peer makes another call.
+    """
+    num_polls = 0
+    received = 0
+    while received < len(message):
+        num_polls += 1
         try:
-            num_bytes = end.recv_into(part[done:], 0, socket.MSG_DONTWAIT if looks < _LOOKS else 0)
+            flags = socket.MSG_DONTWAIT if num_polls < _MAX_POLLS else 0
+            num_bytes = connection.recv_into(message[received:], 0, flags)
         except BlockingIOError as error:
-            if looks >= _LOOKS:  # it was the socket's own timeout
+            if num_polls >= _MAX_POLLS:  # this receive was blocking, so the socket's timeout has expired
                 raise TimeoutError("the group's timeout is over") from error
+            # Give the core to the peer, which may be waiting for one in order to send.
             os.sched_yield()
             continue
         if not num_bytes:
             raise ConnectionResetError("the connection is closed")
-        done += num_bytes
-        if done >= len(header) and part[: len(header)] != header:
-            (call, size), (own_call, own_size) = _HEADER.unpack(part[: len(header)]), _HEADER.unpack(header)
+        received += num_bytes
+        # Checked as soon as the header is there: a peer that sends fewer bytes would otherwise leave this rank waiting.
+        if received >= len(header) and message[: len(header)] != header:
+            call, size = _HEADER.unpack(message[: len(header)])
+            own_call, own_size = _HEADER.unpack(header)
             raise ConnectionAbortedError(
                 f"it sent {size} bytes in call {call}, where this rank sent {own_size} bytes in call {own_call}; all "
                 "ranks must make the same calls"

@@ -1,4 +1,4 @@
-"""How the ranks of a job are divided into groups: integers only, checked once."""
+"""Division of the ranks of a job into groups. Integers only."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankTopology:
-    """``world_size`` ranks in groups of ``group_size`` consecutive ranks; the first of each group is its leader.
+    """Divide ``world_size`` ranks into groups of ``group_size`` consecutive ranks.
 
-    In layered SGD (arXiv 1906.05936, figure 3) a group is a node, and its leader carries the communicator.
+    The first rank of each group is its leader. In layered SGD (arXiv 1906.05936, figure 3) a group is a node, and its
+    leader does the work of the node's communicator.
 
     Raises:
-        ValueError: the groups would not be equal; the message lists the sizes that would do.
+        ValueError: the groups would differ in size. The message lists the sizes that work.
     """
 
     world_size: int
@@ -30,22 +31,22 @@ class RankTopology:
 
     @property
     def num_groups(self) -> int:
-        """How many groups there are."""
+        """Number of groups."""
         return self.world_size // self.group_size
 
     def group_of(self, rank: int) -> int:
-        """The index of the group that ``rank`` belongs to."""
+        """Return the index of the group of ``rank``."""
         return rank // self.group_size
 
     def group_rank(self, rank: int) -> int:
-        """The place of ``rank`` within its group; 0 is the leader."""
+        """Return the rank of ``rank`` within its group. The leader has group rank 0."""
         return rank % self.group_size
 
     def members(self, rank: int) -> list[int]:
-        """All ranks of ``rank``'s group."""
+        """Return the ranks of the group of ``rank``, in ascending order."""
         first = self.group_of(rank) * self.group_size
         return list(range(first, first + self.group_size))
 
     def peers(self, rank: int) -> list[int]:
-        """The ranks that have ``rank``'s place in their groups, one a group: of a leader, all leaders."""
+        """Return the ranks with the group rank of ``rank``, one per group. For a leader these are all leaders."""
         return list(range(self.group_rank(rank), self.world_size, self.group_size))

@@ -1,8 +1,8 @@
-"""The type of the callable that benchmarks and tests pass in to see when each stage of a step runs."""
+"""Type of the callback that reports when each stage of a training step runs. Benchmarks and tests pass one in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 OnStage = Callable[[str, float, float], None]
-"""Told of each stage: its name, start and end in seconds of ``time.perf_counter``."""
+"""Called once per stage with its name, start and end. Times are in seconds of ``time.perf_counter``."""

@@ -1,4 +1,4 @@
-"""Watch the messages that ranks send."""
+"""Record of the messages that ranks send."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Message(NamedTuple):
 
 
 def count_messages(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[Message]]:
-    """Rank in its group -> what it sends from now on, in order."""
+    """Return a record of the messages that each group rank sends from now on, in order."""
     sent: dict[int, list[Message]] = defaultdict(list)
     original = dist.isend
 

@@ -9,7 +9,7 @@ from tests.ranks import run_threads
 
 
 def exchange(rank, group):
-    """Rank r sends peer p a row of r + p numbers, so that sizes differ and some are empty."""
+    """Rank r sends r + p numbers to rank p, so that sizes differ and one message is empty."""
     records = []
     channel = Channel(group, lambda *stage: records.append(stage))
     world_size = group.size()
@@ -26,7 +26,7 @@ def exchange(rank, group):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_every_rank_gets_what_each_other_sends(world_size, monkeypatch):
+def test_every_rank_receives_what_each_other_rank_sends(world_size, monkeypatch):
     sent = count_messages(monkeypatch)
     for rank, (receives, gathered, counted, waited_s, records) in enumerate(run_threads(world_size, exchange)):
         for peer in (peer for peer in range(world_size) if peer != rank):
@@ -46,6 +46,6 @@ def columns(rank, group):
     return received[1 - rank]
 
 
-def test_what_is_sent_need_not_be_contiguous():
+def test_tensors_that_are_not_contiguous_can_be_sent():
     for rank, received in enumerate(run_threads(2, columns)):
         assert torch.equal(received, torch.arange(12.0).reshape(3, 4).T + 100 * (1 - rank))

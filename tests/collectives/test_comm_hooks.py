@@ -1,4 +1,4 @@
-"""The hook under DistributedDataParallel, against one process on the concatenated batch."""
+"""The hook in DistributedDataParallel, compared with one process on the concatenated batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def network() -> torch.nn.Sequential:
 
 
 def shard(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features and a random cotangent; rank r has r + 2 samples."""
+    """Features and a random cotangent. Rank r has r + 2 samples."""
     generator = torch.Generator().manual_seed(rank)
     shape = (rank + 2,)
     return (
@@ -33,7 +33,7 @@ def shard(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def oracle(ranks: list[int]) -> list[torch.Tensor]:
-    """Gradient of the sum over all samples, a N-th of it: DDP averages over ranks."""
+    """Gradients of the sum over all samples, divided by N because DDP averages over the ranks."""
     model = network().double()
     features, cotangents = (torch.cat(parts) for parts in zip(*map(shard, ranks), strict=True))
     ((model(features) * cotangents).sum() / len(ranks)).backward()
@@ -45,7 +45,7 @@ def ring_threads() -> list[str]:
 
 
 def gradients(rank: int, state: RingState | None, group: dist.ProcessGroup | None, dtype=torch.float64):
-    """Of two backward passes, in several buckets (a bucket a parameter after the first pass)."""
+    """Gradients of the second of two backward passes, in which each parameter has a bucket of its own."""
     model = DistributedDataParallel(network().to(dtype), process_group=group, bucket_cap_mb=1e-5)
     model.register_comm_hook(state, ring_all_reduce_hook)
     for _ in range(2):
@@ -58,7 +58,7 @@ def gradients(rank: int, state: RingState | None, group: dist.ProcessGroup | Non
 def assert_close(results, expected, **tolerance) -> None:
     for mine in results:
         for gradient, first, right in zip(mine, results[0], expected, strict=True):
-            assert torch.equal(gradient, first), "not the same bits on all ranks"
+            assert torch.equal(gradient, first), "not bitwise identical on all ranks"
             torch.testing.assert_close(gradient.double(), right, **tolerance)
 
 
@@ -73,7 +73,7 @@ def test_gradients_are_those_of_the_concatenated_batch():
     assert_close(run_processes(3, averaged), oracle([0, 1, 2]))
 
 
-def test_the_check_fails_without_communication():
+def test_the_comparison_fails_without_communication():
     with pytest.raises(AssertionError):
         assert_close(run_processes(2, averaged, True), oracle([0, 1]))
 
@@ -100,7 +100,7 @@ def averaged_in_sixteen_bits(rank, wire_dtype):
 
 
 @pytest.mark.parametrize("wire_dtype", [torch.float16, torch.bfloat16])
-def test_sixteen_bits_on_the_wire(wire_dtype):
+def test_16_bit_messages(wire_dtype):
     tolerance = 8 * torch.finfo(wire_dtype).eps
     results = run_processes(2, averaged_in_sixteen_bits, wire_dtype)
     assert_close(results, oracle([0, 1]), rtol=tolerance, atol=tolerance)
@@ -109,7 +109,7 @@ def test_sixteen_bits_on_the_wire(wire_dtype):
 
 
 class Meeting(torch.autograd.Function):
-    """Between two layers: its backward holds until the ring has begun with the later layer, and then lets it go on."""
+    """Identity between two layers. Its backward waits for the start of the later layer's ring, then releases it."""
 
     takes_place = False
     begun = threading.Event()
@@ -121,7 +121,7 @@ class Meeting(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        assert not Meeting.takes_place or Meeting.begun.wait(20), "no bucket was started while backward went on"
+        assert not Meeting.takes_place or Meeting.begun.wait(20), "no bucket was started during backward"
         Meeting.go_on.set()
         return gradient
 
@@ -132,7 +132,7 @@ def overlapped(rank):
 
     def ring_that_waits_for_backward(*args, **kwargs):
         Meeting.begun.set()
-        assert not Meeting.takes_place or Meeting.go_on.wait(20), "backward stood still until the bucket was done"
+        assert not Meeting.takes_place or Meeting.go_on.wait(20), "backward waited for the bucket"
         return ring(*args, **kwargs)
 
     comm_hooks.ring_all_reduce = ring_that_waits_for_backward
@@ -148,7 +148,7 @@ def overlapped(rank):
 
     model = DistributedDataParallel(Model(), bucket_cap_mb=1e-5)
     model.register_comm_hook(RingState(), ring_all_reduce_hook)
-    model(shard(rank)[0]).sum().backward()  # after this one DDP makes its buckets anew, in backward's order
+    model(shard(rank)[0]).sum().backward()  # after it DDP rebuilds its buckets in the order of backward
     Meeting.takes_place = True
     Meeting.begun.clear()
     Meeting.go_on.clear()
@@ -156,12 +156,12 @@ def overlapped(rank):
     return Meeting.begun.is_set() and Meeting.go_on.is_set()
 
 
-def test_buckets_start_while_backward_goes_on():
+def test_buckets_start_while_backward_continues():
     assert run_processes(2, overlapped) == [True, True]
 
 
 def used_again(rank):
-    """One state through two default groups, closed in between or not; nothing stays behind."""
+    """One state used with several default groups, closed in between or not."""
     state = RingState()
     port_store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]))
     num_groups = []
@@ -174,14 +174,14 @@ def used_again(rank):
             assert all(map(torch.equal, first, gradients(rank, state, None)))
         dist.destroy_process_group()
         if run == 1:
-            state.close()  # of a group that has gone
+            state.close()  # its group was destroyed with the default group
     for thread in threading.enumerate():
         if thread.name == THREAD:
             thread.join(10)
     return num_groups, ring_threads()
 
 
-def test_a_state_leaves_no_thread_and_no_group_and_can_be_used_again():
+def test_a_state_leaves_no_thread_or_group_behind_and_can_be_used_again():
     assert run_processes(2, used_again) == [([1], [])] * 2
 
 
@@ -204,7 +204,7 @@ def wrong_state(rank):
         gradients(rank, dist.group.WORLD, None)
 
 
-def test_another_state_is_refused():
+def test_a_state_of_another_type_is_refused():
     run_processes(1, wrong_state)
     with pytest.raises(ValueError, match=r"wire_dtype=torch.int8 is not supported; use None, torch.float16"):
         RingState(wire_dtype=torch.int8)
@@ -227,7 +227,7 @@ class Module(LightningModule):
 
 
 class RegisterRing(Callback):
-    """What docs/ring_all_reduce.md shows."""
+    """The example of the method page."""
 
     def on_train_start(self, trainer, pl_module):
         trainer.strategy.model.register_comm_hook(RingState(), ring_all_reduce_hook)

@@ -1,4 +1,4 @@
-"""The calculator against counted messages."""
+"""Computed communication cost compared with counted messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def call(rank, group, function, size):
 
 
 def payload(monkeypatch, world_size, function, size):
-    """(bytes, messages) that each rank sends, headers left out."""
+    """The number of bytes and of messages that each rank sends, without headers."""
     sent = count_messages(monkeypatch)
     run_threads(world_size, call, function, size)
     data = [[message for message in sent[rank] if message.dtype == torch.float64] for rank in range(world_size)]
@@ -44,7 +44,7 @@ def test_star(world_size, monkeypatch):
         assert cost.star_cost(1003, 8, world_size, is_reducer=rank == 0).bytes_sent == num_bytes
 
 
-def test_the_paper_s_example():
+def test_the_example_of_the_paper():
     # 300 million float32 over ten GPUs at 1 GB/s: the star takes "10.8 seconds"; the ring always less than 2.4.
     num_elements, bandwidth = 300_000_000, 1e9
     assert cost.star_cost(num_elements, 4, 10, is_reducer=True).time_bound_s(bandwidth) == pytest.approx(10.8)
@@ -57,7 +57,7 @@ def test_the_paper_s_example():
 
 
 def test_hierarchical():
-    # 4 groups of 3: what crosses is a ring of 4 for the leader, or a third of it for each member.
+    # 4 groups of 3. Between groups, the leader sends a ring of 4 ranks, or each member a third of it.
     size = 1200
     leader = cost.hierarchical_cost(size, 4, 4, 3)
     member = cost.hierarchical_cost(size, 4, 4, 3, group_rank=2)
@@ -71,12 +71,12 @@ def test_hierarchical():
 
 
 @pytest.mark.parametrize("communicator", ["leader", "sharded"])
-def test_hierarchical_with_one_level_is_a_ring(communicator):
+def test_hierarchical_cost_with_one_level_is_that_of_a_ring(communicator):
     assert cost.hierarchical_cost(1003, 4, 5, 1, communicator) == cost.ring_cost(1003, 4, 5)
     assert cost.hierarchical_cost(1003, 4, 1, 5, communicator).inter_group_bytes == 0
 
 
-def test_sharded_members_send_a_group_s_ring_among_them():
+def test_sharded_members_together_send_the_bytes_of_one_ring():
     shards = [cost.hierarchical_cost(1003, 4, 4, 3, "sharded", rank).inter_group_bytes for rank in range(3)]
     # Chunks of shards differ by one element from chunks of the whole.
     assert sum(shards) == pytest.approx(cost.ring_cost(1003, 4, 4).bytes_sent, abs=2 * 3 * 4)
@@ -91,6 +91,6 @@ def test_sharded_members_send_a_group_s_ring_among_them():
         (lambda: cost.hierarchical_cost(1, 4, 2, 2, "all"), "use leader or sharded"),
     ],
 )
-def test_impossible_arguments_are_refused(function, message):
+def test_invalid_arguments_are_refused(function, message):
     with pytest.raises(ValueError, match=message):
         function()

@@ -28,8 +28,8 @@ def sum_in_stages(collective, buffer):
     return buffer
 
 
-def sum_and_count(rank, world_size, group_size, carriers):
-    """The buffer after all stages, and what this rank issued: (collective, elements) -> times."""
+def sum_and_count(rank, world_size, group_size, communicator):
+    """The buffer after all stages, and the number of calls of this rank by (collective, elements)."""
     issued: Counter = Counter()
 
     def counted(name):
@@ -42,39 +42,39 @@ def sum_and_count(rank, world_size, group_size, carriers):
         return call
 
     dist.init_process_group("gloo")
-    collective = HierarchicalAllReduce(RankTopology(world_size, group_size), rank, carriers)
+    collective = HierarchicalAllReduce(RankTopology(world_size, group_size), rank, communicator)
     for name in ("reduce", "all_reduce", "broadcast"):
         setattr(dist, name, counted(name))
     buffer = sum_in_stages(collective, value(rank))
     return buffer, issued
 
 
-@pytest.mark.parametrize("carriers", ["leader", "sharded"])
+@pytest.mark.parametrize("communicator", ["leader", "sharded"])
 @pytest.mark.parametrize(("world_size", "group_size"), [(4, 2), (3, 1), (3, 3)])
-def test_stages_sum_over_all_ranks(world_size, group_size, carriers):
+def test_stages_sum_over_all_ranks(world_size, group_size, communicator):
     expected = sum(value(rank) for rank in range(world_size))
-    results = run_processes(world_size, sum_and_count, world_size, group_size, carriers)
+    results = run_processes(world_size, sum_and_count, world_size, group_size, communicator)
     for buffer, _ in results:
         torch.testing.assert_close(buffer, expected, rtol=1e-14, atol=1e-14)
         assert torch.equal(buffer, results[0][0])
 
 
-def test_the_leader_carries_all_and_the_others_nothing():
+def test_with_leader_only_leaders_run_the_inter_group_all_reduce():
     results = run_processes(4, sum_and_count, 4, 2, "leader")
     for rank, (_, issued) in enumerate(results):
-        across = {("all_reduce", SIZE): 1} if rank % 2 == 0 else {}
-        assert issued == {("reduce", SIZE): 1, ("broadcast", SIZE): 1, **across}
+        inter_group = {("all_reduce", SIZE): 1} if rank % 2 == 0 else {}
+        assert issued == {("reduce", SIZE): 1, ("broadcast", SIZE): 1, **inter_group}
 
 
-def test_sharded_members_carry_their_shares():
+def test_with_sharded_each_member_all_reduces_its_shard():
     results = run_processes(4, sum_and_count, 4, 2, "sharded")
     for rank, (_, issued) in enumerate(results):
-        inside = {(name, share): 1 for name in ("reduce", "broadcast") for share in (4, 3)}
-        assert issued == {**inside, ("all_reduce", 4 if rank % 2 == 0 else 3): 1}
+        intra_group = {(name, shard): 1 for name in ("reduce", "broadcast") for shard in (4, 3)}
+        assert issued == {**intra_group, ("all_reduce", 4 if rank % 2 == 0 else 3): 1}
 
 
 def sum_beside_a_bound_group(rank):
-    """Lightning binds the default group to the rank's GPU; PyTorch then splits it for ranks outside a new group."""
+    """A sum while the default group is bound to a device, as Lightning binds it to the GPU of the rank."""
     dist.init_process_group("gloo")
     default = dist.group.WORLD
     default.bound_device_id = torch.device("cuda:0")
@@ -84,13 +84,13 @@ def sum_beside_a_bound_group(rank):
     return buffer
 
 
-def test_groups_of_gloo_beside_a_default_group_that_is_bound_to_a_device():
+def test_gloo_groups_can_be_created_while_the_default_group_is_bound_to_a_device():
     expected = sum(value(rank) for rank in range(4))
     for buffer in run_processes(4, sum_beside_a_bound_group):
         torch.testing.assert_close(buffer, expected, rtol=1e-14, atol=1e-14)
 
 
-def test_a_host_copy_leaves_the_buffer_alone_until_it_is_brought_back():
+def test_a_host_copy_does_not_change_the_buffer_before_copy_back():
     buffer = value(0)
     copy = HostCopy(buffer)
     copy.wait()
@@ -104,10 +104,10 @@ def test_a_host_copy_leaves_the_buffer_alone_until_it_is_brought_back():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_a_host_copy_holds_what_the_gpu_has_yet_to_compute(dtype):
+def test_a_host_copy_waits_for_queued_kernels(dtype):
     stream = torch.cuda.Stream()
     matrix = torch.full((2048, 2048), 1 / 2048, dtype=dtype, device="cuda")
-    for _ in range(20):  # of one pool, from which a copy must not get memory that is in use
+    for _ in range(20):  # copies share a memory pool, and must not get memory that is in use
         busy = matrix
         for _ in range(20):
             busy = busy @ matrix

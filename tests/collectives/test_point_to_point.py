@@ -1,4 +1,4 @@
-"""Ranks that disagree, and ranks that are gone: an error that says so, everywhere, and no hang."""
+"""Ranks that make different calls and ranks that die: an error on every rank, and no hang."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def disagree(rank, group):
         with pytest.raises(ValueError, match="do not make the same call") as caught:
             odd_call(group) if rank == 2 else ring_all_reduce(torch.ones(4), group)
         messages[name] = str(caught.value)
-    # The group has taken no harm.
+    # The group can still be used.
     assert ring_all_reduce(torch.ones(4), group).tolist() == [5.0] * 4
     return messages
 
 
-def test_ranks_that_disagree_all_say_so_and_can_go_on():
+def test_ranks_that_disagree_all_raise_and_can_continue():
     results = run_threads(5, disagree)
     assert results == [results[0]] * 5
     assert re.search(r"rank 0, 1, 3, 4: .* 4 elements of torch.float32", results[0]["size"])
@@ -63,7 +63,7 @@ def unfit(rank, group):
         ring_all_reduce(torch.eye(3).to_sparse(), group)
 
 
-def test_arguments_that_fit_nothing_are_refused():
+def test_invalid_arguments_are_refused():
     run_threads(2, unfit)
 
 
@@ -71,7 +71,7 @@ WORLD_SIZE, GONE = 4, 2
 
 
 class Scene:
-    """Four ranks, of which one goes; the groups of the others stay open until all have seen it."""
+    """Four ranks, of which one stops. The groups of the others stay open until all have noticed."""
 
     def __init__(self, timeout: float) -> None:
         self.store, self.timeout = dist.HashStore(), timeout
@@ -92,7 +92,7 @@ class Scene:
 def dead(rank, _, scene, collective):
     group = scene.group(rank)
     if rank == GONE:
-        return None  # its connections close
+        return None  # its connections are closed
     return scene.survive(group, collective)
 
 
@@ -106,7 +106,7 @@ def silent(rank, _, scene, collective):
 
 @pytest.mark.parametrize("collective", [ring_all_reduce, star_all_reduce])
 @pytest.mark.parametrize(("way", "timeout"), [(dead, 20.0), (silent, 2.0)])
-def test_a_rank_that_is_gone_is_named_by_all(way, timeout, collective):
+def test_all_ranks_name_a_rank_that_is_dead_or_silent(way, timeout, collective):
     errors = run_threads(WORLD_SIZE, way, Scene(timeout), collective)
     for rank, error in enumerate(errors):
         if rank != GONE:
@@ -114,7 +114,7 @@ def test_a_rank_that_is_gone_is_named_by_all(way, timeout, collective):
             assert re.match(rf"rank {rank} could not (send to|receive from) rank 2 of the group: ", str(error))
 
 
-def test_a_rank_that_goes_half_way_is_named_by_its_neighbours(monkeypatch):
+def test_the_neighbors_name_a_rank_that_stops_half_way(monkeypatch):
     run_ring = ring_module.run_ring
 
     def leave(flat, group, **kwargs):
@@ -125,19 +125,19 @@ def test_a_rank_that_goes_half_way_is_named_by_its_neighbours(monkeypatch):
     def half_way(rank, _, scene):
         group = scene.group(rank)
         if rank == GONE:
-            ring_all_reduce(torch.ones(100_000), group)  # agrees, and then moves nothing
+            ring_all_reduce(torch.ones(100_000), group)  # makes the same call, but sends no data
             scene.may_go.wait(20)
             return None
         return scene.survive(group, ring_all_reduce)
 
     errors = run_threads(WORLD_SIZE, half_way, Scene(2.0))
-    # The rank across the ring can only see that its neighbour waits too.
+    # The rank on the other side of the ring can only see that its neighbor does not send.
     assert [error and error.group_rank for error in errors] == [3, 2, None, 2]
 
 
 def killed(rank):
     if rank == 2 and (child := os.fork()):
-        # The rank itself is the child, so that its death is no failure of this process.
+        # The child acts as the rank, so that its death does not fail this process.
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     dist.init_process_group("gloo")
     group = dist.new_group([1, 2])
@@ -150,7 +150,7 @@ def killed(rank):
     return None
 
 
-def test_a_killed_process_is_named_by_its_global_rank_too():
+def test_the_error_gives_the_global_rank_of_a_killed_process():
     _, said, exit_code = run_processes(3, killed)
     assert exit_code == -signal.SIGKILL
     assert "rank 1 of the group (global rank 2)" in said

@@ -20,7 +20,7 @@ from tests.ranks import run_processes, run_threads
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
-# Smaller than the number of ranks, not divisible by it, empty, and several segments.
+# Empty, smaller than the number of ranks, not divisible by it, and of several segments.
 SIZES = (0, 1, 5, 24, 1003)
 SEGMENT_BYTES = 64
 
@@ -38,7 +38,7 @@ def all_values(world_size: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def oracle(world_size: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """The sum, in one process and in wide numbers."""
+    """The sum, computed in one process with a wide dtype."""
     stacked = all_values(world_size, size, dtype)
     if dtype == torch.bool:
         return stacked.any(0)
@@ -73,17 +73,17 @@ def check_all_reduce(world_size: int, sizes=SIZES, dtypes=INTEGERS + FLOATS) -> 
         expected = oracle(world_size, size, dtype)
         for result in results:
             assert_equals(result[size, dtype], expected, world_size)
-            assert torch.equal(result[size, dtype], results[0][size, dtype]), "not the same bits on all ranks"
+            assert torch.equal(result[size, dtype], results[0][size, dtype]), "not bitwise identical on all ranks"
 
 
 @pytest.mark.parametrize("world_size", range(1, 9))
 def test_all_reduce_is_the_sum_on_every_rank(world_size):
-    # All dtypes for the smaller rings; those that differ in kind for the larger.
+    # All dtypes for the small rings, one of each kind for the large ones.
     few = (torch.int64, torch.bfloat16, torch.float32)
     check_all_reduce(world_size, dtypes=INTEGERS + FLOATS if world_size in (2, 3) else few)
 
 
-def test_the_check_fails_without_communication(monkeypatch):
+def test_the_comparison_fails_without_communication(monkeypatch):
     monkeypatch.setattr(ring_module, "run_ring", lambda *args, **kwargs: None)
     with pytest.raises(AssertionError):
         check_all_reduce(3, sizes=(24,), dtypes=(torch.float32,))
@@ -96,7 +96,7 @@ def beside_native(rank, group):
     return torch.equal(own, native)
 
 
-def test_integers_equal_the_native_all_reduce():
+def test_integer_sums_equal_the_native_all_reduce():
     assert all(run_threads(5, beside_native))
 
 
@@ -186,7 +186,7 @@ def on_the_wire(rank, group, wire_dtype):
 
 
 @pytest.mark.parametrize("wire_dtype", [torch.float16, torch.bfloat16])
-def test_sixteen_bits_on_the_wire(wire_dtype, monkeypatch):
+def test_16_bit_messages(wire_dtype, monkeypatch):
     world_size = 4
     sent = count_messages(monkeypatch)
     results = run_threads(world_size, on_the_wire, wire_dtype)
@@ -194,21 +194,21 @@ def test_sixteen_bits_on_the_wire(wire_dtype, monkeypatch):
     expected = oracle(world_size, 1003, torch.float32)
     for normal, large in results:
         assert normal.dtype == torch.float32
-        assert torch.equal(normal, results[0][0]), "not the same bits on all ranks"
-        # One rounding a hop, of partial sums below 16 here.
+        assert torch.equal(normal, results[0][0]), "not bitwise identical on all ranks"
+        # One rounding per hop, of partial sums that are below 16 here.
         torch.testing.assert_close(normal.double(), expected, rtol=0, atol=world_size * 8 * torch.finfo(wire_dtype).eps)
         torch.testing.assert_close(large, torch.full((7,), 60000.0), rtol=torch.finfo(wire_dtype).eps, atol=0)
 
 
 def accumulate_on_the_wire(rank, group):
-    # 1 + 2^-9 + 2^-9 + ...: each term is lost if the sum is kept in bfloat16 between hops and added there.
+    # bfloat16 cannot represent 1 + 2^-9. A sum that is kept in bfloat16 between hops would lose each 2^-9.
     tensor = torch.full((1,), 1.0 + 2.0**-9)
     ring_all_reduce(tensor, group, wire_dtype=torch.bfloat16)
     return tensor
 
 
 def test_the_wire_format_rounds_messages_only():
-    # float32(bfloat16(1 + 2^-9)) + (1 + 2^-9) = 2 + 2^-9, which bfloat16 rounds to 2 for all.
+    # float32(bfloat16(1 + 2^-9)) + (1 + 2^-9) = 2 + 2^-9, which bfloat16 rounds to 2 on all ranks.
     assert [float(result) for result in run_threads(2, accumulate_on_the_wire)] == [2.0, 2.0]
 
 
@@ -218,7 +218,7 @@ def sub_groups(rank):
     tensor = torch.tensor([float(rank), 1.0])
     everyone = ring_all_reduce(tensor.clone())
     mine, other = (evens, odds) if rank % 2 == 0 else (odds, evens)
-    with pytest.raises(ValueError, match="ranks of the group only"):
+    with pytest.raises(ValueError, match="call the collective on member ranks only"):
         ring_all_reduce(tensor, other)
     return everyone.tolist(), ring_all_reduce(tensor, mine).tolist()
 
@@ -231,7 +231,7 @@ def test_default_group_and_sub_groups():
 
 
 @pytest.mark.parametrize("world_size", range(1, 9))
-def test_the_schedule_moves_each_chunk_round_the_ring(world_size):
+def test_the_schedule_moves_each_chunk_around_the_ring(world_size):
     ranks, steps = range(world_size), range(2 * (world_size - 1))
     for step in steps:
         for rank in ranks:
@@ -239,7 +239,7 @@ def test_the_schedule_moves_each_chunk_round_the_ring(world_size):
             assert receives == chunk_schedule((rank - 1) % world_size, world_size, step)[0]
             if step + 1 < len(steps):
                 assert chunk_schedule(rank, world_size, step + 1)[0] == receives
-    # The sets of ranks whose values are in each chunk, as the paper draws them.
+    # The ranks whose values each chunk contains, as in the figures of the paper.
     held = [[{rank} for _ in ranks] for rank in ranks]
     for step in steps:
         arriving = {rank: held[(rank - 1) % world_size][chunk_schedule(rank, world_size, step)[1]] for rank in ranks}
@@ -253,8 +253,8 @@ def test_the_schedule_moves_each_chunk_round_the_ring(world_size):
     assert held == [[set(ranks) for _ in ranks] for _ in ranks]
 
 
-def test_the_schedule_is_the_paper_s():
-    # Its tables for five GPUs: first iteration of the scatter-reduce and of the allgather.
+def test_the_schedule_is_that_of_the_paper():
+    # The tables for five GPUs: first iteration of the scatter-reduce and of the allgather.
     assert [chunk_schedule(rank, 5, 0) for rank in range(5)] == [(0, 4), (1, 0), (2, 1), (3, 2), (4, 3)]
     assert [chunk_schedule(rank, 5, 4) for rank in range(5)] == [(1, 0), (2, 1), (3, 2), (4, 3), (0, 4)]
 
@@ -270,7 +270,7 @@ def reduce_once(rank, group, size, segment_bytes):
 
 
 @pytest.mark.parametrize("world_size", range(2, 9))
-def test_every_rank_sends_its_share_to_the_byte(world_size, monkeypatch):
+def test_every_rank_sends_exactly_the_published_number_of_bytes(world_size, monkeypatch):
     num_chunk_elements = 10
     size = world_size * num_chunk_elements
     for segment_bytes, num_segments in ((1024, 1), (20, 2), (8, 5)):

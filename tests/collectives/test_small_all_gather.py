@@ -1,4 +1,4 @@
-"""The small all-gather: the group's own result, over sockets where it can be, and an error where a rank is missing."""
+"""The small all-gather: equal to the group's own, over sockets if possible, and an error if a rank is missing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_gathers_all_ranks_tensors_in_rank_order(world_size):
     run_threads(world_size, gather_everything, True)
 
 
-def test_needs_the_messages(monkeypatch):
+def test_the_comparison_fails_without_messages(monkeypatch):
     monkeypatch.setattr("lightning_dp.collectives.small_all_gather._receive", lambda *_: None)
     with pytest.raises(AssertionError):
         run_threads(2, gather_everything, True)
@@ -60,7 +60,7 @@ def refuse(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize(
     "obstacle", ["no folder", "long path", "other host", "shared folder", "no Unix sockets", "small buffers"]
 )
-def test_where_a_rank_cannot_be_reached_all_use_the_group(obstacle, monkeypatch, tmp_path):
+def test_all_ranks_use_the_group_if_one_rank_cannot_be_reached(obstacle, monkeypatch, tmp_path):
     made: list[str] = []
     mkdtemp = tempfile.mkdtemp
 
@@ -89,10 +89,10 @@ def test_where_a_rank_cannot_be_reached_all_use_the_group(obstacle, monkeypatch,
     monkeypatch.setattr(unix_sockets.socket, "socket", Socket)
     run_threads(3, gather_everything, False)
     assert not [name for name in made if os.path.exists(name)]
-    assert all(Path(name).parent.exists() for name in made), "a folder that is not ours is gone"
+    assert all(Path(name).parent.exists() for name in made), "only the created folder is removed"
 
 
-def test_a_folder_whose_name_is_no_text_will_do(monkeypatch):
+def test_a_temporary_folder_with_undecodable_name_works(monkeypatch):
     folder = os.fsdecode(os.fsencode(tempfile.gettempdir()) + b"/\xff-%d" % os.getpid())
     try:
         os.mkdir(folder)
@@ -102,11 +102,11 @@ def test_a_folder_whose_name_is_no_text_will_do(monkeypatch):
         monkeypatch.setattr(tempfile, "tempdir", folder)
         run_threads(2, gather_everything, True)
     finally:
-        os.rmdir(folder)  # which fails where something has been left in it
+        os.rmdir(folder)  # fails if something is left in it
 
 
-def test_no_rank_waits_for_another_to_read():
-    """Messages of the largest size, from ranks that can be a call ahead."""
+def test_sending_does_not_wait_for_the_peer_to_receive():
+    """Messages of the maximum size, from ranks that can be one call ahead."""
 
     def many(rank: int, group: dist.ProcessGroup) -> None:
         for call in range(200):
@@ -117,7 +117,7 @@ def test_no_rank_waits_for_another_to_read():
 
 
 def failing(call: Callable[[dist.ProcessGroup], Any], timeout: float) -> str:
-    """What rank 0 says when rank 1 does ``call`` instead of the second of two all-gathers."""
+    """The error of rank 0 if rank 1 makes ``call`` instead of the second of two all-gathers."""
     store, said, done = dist.HashStore(), [], threading.Event()
 
     def other() -> None:
@@ -141,12 +141,12 @@ def failing(call: Callable[[dist.ProcessGroup], Any], timeout: float) -> str:
     return said[0]
 
 
-def test_a_rank_that_is_gone_is_named():
+def test_a_dead_rank_is_named():
     text = failing(lambda group: _socket_gathers.pop(group), 30)
     assert re.match("rank 0 could not (send to|receive from) rank 1 of the group", text)
 
 
-def test_a_rank_that_is_silent_is_named_after_the_groups_timeout():
+def test_a_silent_rank_is_named_after_the_timeout_of_the_group():
     assert "the group's timeout is over" in failing(lambda group: None, 0.2)
 
 
@@ -176,7 +176,7 @@ def open_and_close(rank: int) -> None:
     assert len(_socket_gathers) == 0
 
 
-def test_sockets_close_with_their_group():
+def test_sockets_are_closed_with_their_group():
     run_processes(3, open_and_close)
 
 
@@ -197,6 +197,6 @@ def compile_and_fall_back(rank: int) -> list[list[float]]:
     return [result.tolist() for result in results]
 
 
-def test_compiled_ranks_meet_one_that_falls_back_to_eager_code():
+def test_a_rank_that_falls_back_to_eager_code_meets_the_compiled_ranks():
     expected = [[18.0, 12.0 * step] for step in range(3)]
     assert run_processes(2, compile_and_fall_back) == [expected, expected]

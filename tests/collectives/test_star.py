@@ -32,15 +32,15 @@ def check(world_size: int, reducer: int) -> None:
     for result in results:
         for mine, first, right in zip(result, results[0], expected, strict=True):
             torch.testing.assert_close(mine, right)
-            assert torch.equal(mine, first), "not the same bits on all ranks"
+            assert torch.equal(mine, first), "not bitwise identical on all ranks"
 
 
 @pytest.mark.parametrize(("world_size", "reducer"), [(1, 0), (2, 0), (3, 1), (5, 4), (8, 0)])
-def test_star_is_the_mean_and_the_sum_on_every_rank(world_size, reducer):
+def test_star_computes_mean_and_sum_on_every_rank(world_size, reducer):
     check(world_size, reducer)
 
 
-def test_the_check_fails_without_communication(monkeypatch):
+def test_the_comparison_fails_without_communication(monkeypatch):
     monkeypatch.setattr(star_module, "_reduce", lambda segments, group: None)
     monkeypatch.setattr(star_module, "post", lambda group, receives, sends: ([], []))
     with pytest.raises(AssertionError):
@@ -48,7 +48,7 @@ def test_the_check_fails_without_communication(monkeypatch):
 
 
 def wrong_reducer(rank, group):
-    with pytest.raises(ValueError, match="reducer=2 is no rank of a group of 2; use 0 to 1"):
+    with pytest.raises(ValueError, match="reducer=2 is not in a group of 2 ranks; use 0 to 1"):
         star_all_reduce(torch.ones(1), group, reducer=2)
 
 

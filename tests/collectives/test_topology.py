@@ -30,6 +30,6 @@ def test_groups_and_peers_partition_the_ranks(world_size, group_size):
         (0, 1, "world_size=0 must be at least 1"),
     ],
 )
-def test_unequal_groups_are_refused_with_the_sizes_that_would_do(world_size, group_size, message):
+def test_unequal_groups_are_refused_with_the_sizes_that_work(world_size, group_size, message):
     with pytest.raises(ValueError, match=message):
         RankTopology(world_size, group_size)
