@@ -1,4 +1,4 @@
-"""Layers that work over several ranks, and the surgery that puts them into a model. No Lightning here."""
+"""Global batch normalization: the layers, and functions that put them into a model. Independent of Lightning."""
 
 from lightning_dp.layers.global_batch_norm import (
     GlobalBatchNorm,

@@ -1,12 +1,12 @@
-"""Batch normalization with the statistics of all ranks' batches: the arithmetic and the two collectives.
+"""Batch normalization with the statistics of all ranks' batches: the arithmetic and its two collectives.
 
-Liu et al., "Training Deep Nets with larger batch size on multi-GPUs" (2018), Algorithms 1 to 5, with one departure: the
-paper's variance, sigma^2 = v - u^2 (equation 5), cancels in float32 where the mean is large beside the standard
-deviation. Here each rank sends (mean, sum of squared deviations, count), and these are combined by
+Liu et al., "Training Deep Nets with larger batch size on multi-GPUs" (2018), Algorithms 1 to 5, with one departure. The
+paper's variance, sigma^2 = v - u^2 (equation 5), suffers cancellation in float32 if the mean is much larger than the
+standard deviation. Here each rank sends (mean, sum of squared deviations, count), and these are combined by
 
     Chan, Golub & LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979).
 
-The passes over the activations are torch's fused kernels; what is left to Python has the size of the channels.
+PyTorch's fused kernels process the activations. Python code works on tensors of one number per channel.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from typing_extensions import override
 
 from lightning_dp.collectives.small_all_gather import small_all_gather
 
-# Elements centred at a time on CPU: they stay in the cache, where the copy of a whole activation would not.
-_CHUNK = 2**17
+# Elements that are centered at a time on CPU. A part of this size stays in the cache; a centered copy of a whole
+# activation would not.
+_PART_ELEMENTS = 2**17
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
-    """float64 for float64 activations, float32 for all others, half precision among them."""
+    """Return the dtype of the statistics: float64 for float64 activations, float32 for all others, including half."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def local_moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Mean and sum of squared deviations of each channel (Algorithm 1), zeros for an empty batch.
+    """Return mean and sum of squared deviations of each channel (Algorithm 1). An empty batch gives zeros.
 
     Args:
         x: (N, C, *).
-        eps: what the CUDA kernel adds to the variance; it is taken off again.
+        eps: constant for the CUDA kernel, which returns 1 / sqrt(variance + eps). It is subtracted again.
 
     Returns:
         Two tensors (C,) of `statistics_dtype`.
@@ -46,19 +47,25 @@ def local_moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return zeros[0], zeros[1]
     if _has_split_kernels(x):
         mean, invstd = torch.batch_norm_stats(x, eps)
+        # The subtraction can round to slightly less than 0 for a constant channel.
         return mean, (invstd.square().reciprocal() - eps).clamp_(min=0) * (x.numel() // x.shape[1])
     count = x.numel() // x.shape[1]
     if x.dim() == 2 or _format(x) != torch.contiguous_format or x.dtype not in (torch.float32, torch.float64):
-        # With running statistics in float32, which it leaves alone at momentum 0, the results are float32 too.
+        # This kernel returns the dtype of the running statistics: without them, half-precision activations would have
+        # half-precision statistics. Momentum 0 leaves them as they are.
         running = torch.ones(2, x.shape[1], dtype=dtype, device=x.device)
         mean, var = torch.batch_norm_update_stats(x, running[0], running[1], 0.0)
         return mean, var * count
-    # Here that kernel adds up number by number, in double; this takes a quarter of its time and is as exact. The first
-    # part's mean is a safe shift: if it is far from the whole's, then so is that part, and the variance is as large.
+    # For contiguous activations the kernel above adds number by number in double precision. The blocked sums below take
+    # a quarter of the time. They are as accurate, because they are sums of deviations from a shift that is close to the
+    # mean. The mean of the first part is such a shift: if it is far from the mean of the whole batch, then the first
+    # part itself is far from it, and the variance is as large as the squared distance.
     dims = [dim for dim in range(x.dim()) if dim != 1]
-    parts = x.split(max(1, _CHUNK // x[0].numel()))
+    parts = x.split(max(1, _PART_ELEMENTS // x[0].numel()))
     shift = parts[0].mean(dims)
-    center, sums, squares = _per_channel(shift, x), torch.zeros_like(shift), torch.zeros_like(shift)
+    center = _per_channel(shift, x)
+    sums = torch.zeros_like(shift)
+    squares = torch.zeros_like(shift)
     for part in parts:
         centered = part - center
         sums += centered.sum(dims)
@@ -68,31 +75,32 @@ def local_moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def combine_moments(moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Moments of the union of batches (Algorithm 2, in Chan et al.'s form).
+    """Return the moments of the union of all ranks' batches (Algorithm 2, in the form of Chan et al.).
 
     Args:
-        moments: (ranks, 2 C + 1), a rank's row being mean (C), sum of squared deviations (C) and count (1).
+        moments: (ranks, 2 C + 1). The row of a rank holds mean (C), sum of squared deviations (C) and count (1).
 
     Returns:
-        Mean, variance and unbiased variance, each (C,), in float64; zeros where all batches are empty.
+        Mean, variance and unbiased variance, each (C,), in float64. Zeros if all batches are empty.
     """
     num_channels = moments.shape[1] // 2
     mean, deviations, count = moments.double().split([num_channels, num_channels, 1], dim=1)
-    total = count.sum().clamp_(min=1)
+    total = count.sum().clamp_(min=1)  # not 0 if all batches are empty, which would give NaN
     global_mean = (count * mean).sum(0).div_(total)
     deviations = torch.addcmul(deviations, count, (mean - global_mean).square_()).sum(0)
     return global_mean, deviations / total, deviations / (total - 1).clamp_(min=1)
 
 
 class GlobalBatchNormFunction(torch.autograd.Function):
-    """``(x, weight, bias, eps, group) -> y, mean, var``: the forward and backward of Algorithms 1 to 5.
+    """Forward and backward of Algorithms 1 to 5: ``(x, weight, bias, eps, group) -> y, mean, var``.
 
-    ``x`` and ``y`` are (N, C, *), ``weight`` and ``bias`` (C,) or None. ``mean`` and ``var`` (unbiased) are those of
-    all ranks' batches together, (C,), for the running statistics; no gradient flows through them.
+    ``x`` and ``y`` are (N, C, *), ``weight`` and ``bias`` are (C,) or None. ``mean`` and the unbiased ``var``, (C,),
+    are those of the union of all ranks' batches. They are meant for the running statistics. No gradient flows through
+    them.
 
-    Every rank of ``group`` must call the forward, and the backward if ``x`` needs a gradient: each is one collective,
-    of 2 C + 1 and of 2 C numbers. A rank with an empty batch (N = 0) takes part like the others. The gradients of
-    weight and bias are those of this rank's part of the loss, as data-parallel training expects: it averages them.
+    Every rank of ``group`` must call the forward, and the backward if ``x`` needs a gradient. Each is one all-gather,
+    of 2 C + 1 and of 2 C numbers. A rank with an empty batch (N = 0) takes part as well. The gradients of weight and
+    bias are those of this rank's part of the loss, because data-parallel training averages gradients over the ranks.
     """
 
     @staticmethod
@@ -124,14 +132,14 @@ class GlobalBatchNormFunction(torch.autograd.Function):
         dweight = sums[1].to(weight.dtype) if needs_dweight else None
         dx = None
         if needs_dx:
-            # Not an all-reduce: that has twice the steps, and the bytes are few.
+            # An all-gather, not an all-reduce: it takes half the steps, and for so few bytes latency dominates.
             sums = small_all_gather(sums, ctx.group).sum(0)
             dx = _input_gradient(dy, x, _to(weight, mean.dtype), mean, invstd, sums, counts)
         return dx, dweight, dbias, None, None
 
 
 def _normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
-    """Algorithm 3, equations 6 and 7."""
+    """Return the normalized, scaled and shifted activations (Algorithm 3, equations 6 and 7)."""
     if x.numel() == 0:
         return torch.empty_like(x)
     if _has_split_kernels(x):
@@ -140,12 +148,13 @@ def _normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tens
 
 
 def _gradient_sums(dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
-    """Algorithm 4, with x normalised: this rank's sums of dy and of dy (x - mean) invstd, together (2, C)."""
+    """Return this rank's sums of dy and of dy (x - mean) invstd, (2, C) (Algorithm 4, with normalized x)."""
     if x.numel() == 0:
         return mean.new_zeros(2, mean.numel())
     if _has_split_kernels(x):
         sum_dy, sum_dy_xmu, _, _ = torch.batch_norm_backward_reduce(dy, x, mean, invstd, None, True, False, False)
         return torch.stack([sum_dy, sum_dy_xmu * invstd])
+    # With weight 1 the gradients of weight and bias are the two sums.
     _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
         dy, x, torch.ones_like(mean), None, None, mean, invstd, True, 0.0, [False, True, True]
     )
@@ -155,29 +164,30 @@ def _gradient_sums(dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tenso
 def _input_gradient(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, sums: Tensor, counts: Tensor
 ) -> Tensor:
-    """``weight invstd (dy - sums[0] / n - x_hat sums[1] / n)``, with the sums of all ranks (Algorithm 5)."""
+    """Return ``weight invstd (dy - sums[0] / n - x_hat sums[1] / n)`` with the sums over all ranks (Algorithm 5)."""
     if x.numel() == 0:
         return torch.empty_like(x)
     if _has_split_kernels(x):
         sum_dy_xmu = sums[1] / invstd
         return torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, sums[0], sum_dy_xmu, counts.int())
     scale = invstd if weight is None else invstd * weight
+    # The terms without dy are affine in x - mean, so one fused pass computes them and a second one adds dy's.
     offset, slope = sums * (scale / -counts.sum())
     return _affine(x, mean, slope * invstd, offset).addcmul_(dy, _per_channel(scale, dy))
 
 
 def _affine(x: Tensor, mean: Tensor, slope: Tensor, offset: Tensor | None) -> Tensor:
-    """``(x - mean) slope + offset`` in one pass: torch's CPU kernel of an evaluation with variance 1 and eps 0."""
+    """Return ``(x - mean) slope + offset`` in one pass: PyTorch's evaluation kernel with variance 1 and eps 0."""
     return torch.native_batch_norm(x, slope, offset, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
 
 
 def _has_split_kernels(x: Tensor) -> bool:
-    """Whether torch has the four kernels of its SyncBatchNorm for ``x``: statistics, output, sums, input gradient."""
+    """Return whether PyTorch has the four kernels of SyncBatchNorm for ``x``: statistics, output, sums, gradient."""
     return x.is_cuda
 
 
 def _format(x: Tensor) -> torch.memory_format:
-    """The memory format that the fused kernels see in ``x``."""
+    """Return the memory format of ``x`` as the fused kernels see it."""
     for dim, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
         if x.dim() == dim and x.is_contiguous(memory_format=memory_format) and not x.is_contiguous():
             return memory_format
@@ -185,7 +195,7 @@ def _format(x: Tensor) -> torch.memory_format:
 
 
 def _per_channel(values: Tensor, x: Tensor) -> Tensor:
-    """View (C,) so that it broadcasts against (N, C, *)."""
+    """Return a view of ``values``, (C,), that broadcasts against ``x``, (N, C, *)."""
     return values.view(1, -1, *[1] * (x.dim() - 2))
 
 

@@ -1,4 +1,4 @@
-"""Batch normalization layers that share their statistics between ranks, with a switch."""
+"""Batch normalization layers that share their statistics between ranks, and can be switched to local statistics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from lightning_dp.layers.batch_statistics import GlobalBatchNormFunction
 
 
 class _Group:
-    """Holds a process group inside a module: copies of the module share it, files do not hold it."""
+    """Reference to a process group inside a module.
+
+    A process group can neither be deep-copied nor pickled. A deep copy of the module shares the group. A pickled module
+    loses it.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -28,23 +32,23 @@ class _Group:
 
 
 class GlobalBatchNorm(BatchNorm):
-    """Base of the three layers, and what they add to torch's: ``is_global``, ``group`` and a forward that heeds them.
+    """Base class of the three layers. It adds ``is_global`` and ``group`` to PyTorch's layers.
 
-    In training, with ``is_global`` and more than one rank in ``group``, the batch is all ranks' batches together: the
-    output, the running statistics and the gradients are those of torch's layer on the concatenated batch. Every rank of
-    the group must then call the layer equally often, if need be with an empty batch; a forward is one collective, a
-    backward another. In all other cases the layer is torch's, and talks to nobody.
+    In training, if ``is_global`` is true and ``group`` has more than one rank, the layer normalizes over the batches of
+    all ranks: output, running statistics and gradients are those of PyTorch's layer on the concatenated batch. Every
+    rank of the group must then call the layer equally often, with an empty batch if it has no data. A forward is one
+    all-gather, a backward another. In all other cases the layer calls PyTorch's forward and does not communicate.
 
-    Parameters, buffers and state_dict keys are torch's own. The gradients of weight and bias are this rank's share;
-    data-parallel training averages them with all the others.
+    Parameters, buffers and state_dict keys are those of PyTorch's layer. The gradients of weight and bias are those of
+    this rank's part of the loss. Data-parallel training averages them over the ranks.
 
     Args:
         *args, **kwargs: as for ``torch.nn.BatchNorm1d/2d/3d``.
-        group: the ranks that share statistics; None: the default group.
+        group: the ranks that share statistics. None is the default group.
 
     Attributes:
-        is_global: the switch; all ranks of the group must have it at the same place between two forwards.
-        group: the same as the argument. A deep copy has it too, a pickled layer does not.
+        is_global: whether statistics are global. Change it on all ranks of the group between the same two forwards.
+        group: as the argument. A deep copy shares the group, a pickled layer does not hold it.
     """
 
     def __init__(self, *args: Any, group: dist.ProcessGroup | None = None, **kwargs: Any) -> None:
@@ -54,7 +58,7 @@ class GlobalBatchNorm(BatchNorm):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks that share statistics; None: the default group."""
+        """The ranks that share statistics. None is the default group."""
         return self._group.group
 
     @group.setter
@@ -76,13 +80,13 @@ class GlobalBatchNorm(BatchNorm):
         return output
 
     def _count_batch(self) -> float:
-        """Count this batch and return its weight in the running statistics, as torch's forward does."""
+        """Count this batch and return its weight in the running statistics, as PyTorch's forward does."""
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
 
 
-@torch.compiler.disable  # what a compiler traces cannot raise
+@torch.compiler.disable  # an exception inside a traced function would not be raised
 def _refuse_empty_batch() -> None:
     raise ValueError(
         "an empty batch in a compiled model with global batch norm: the compiler would drop collectives that the other "
@@ -91,12 +95,12 @@ def _refuse_empty_batch() -> None:
 
 
 class GlobalBatchNorm1d(GlobalBatchNorm, nn.BatchNorm1d):
-    """``torch.nn.BatchNorm1d`` over the batches of all ranks: (N, C) or (N, C, L)."""
+    """``torch.nn.BatchNorm1d`` with the statistics of all ranks' batches. Input: (N, C) or (N, C, L)."""
 
 
 class GlobalBatchNorm2d(GlobalBatchNorm, nn.BatchNorm2d):
-    """``torch.nn.BatchNorm2d`` over the batches of all ranks: (N, C, H, W)."""
+    """``torch.nn.BatchNorm2d`` with the statistics of all ranks' batches. Input: (N, C, H, W)."""
 
 
 class GlobalBatchNorm3d(GlobalBatchNorm, nn.BatchNorm3d):
-    """``torch.nn.BatchNorm3d`` over the batches of all ranks: (N, C, D, H, W)."""
+    """``torch.nn.BatchNorm3d`` with the statistics of all ranks' batches. Input: (N, C, D, H, W)."""

@@ -1,4 +1,4 @@
-"""Putting global batch norm layers into a model in place, and averaging what they recorded while local."""
+"""Conversion of a model to global batch norm layers in place, and averaging of their running statistics."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ _GLOBAL: dict[type[nn.Module], type[GlobalBatchNorm]] = {
 
 
 class NoEffectWarning(UserWarning):
-    """A conversion found nothing to convert."""
+    """The model has no batch norm layer to convert."""
 
 
 def apply_global_batch_norm(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:
-    """Replace each BatchNorm1d/2d/3d inside ``model`` by its global counterpart, in place, and switch it on.
+    """Replace each BatchNorm1d/2d/3d in ``model`` by its global counterpart, in place, with global statistics.
 
-    The new layer takes over all that the old one had: the very parameter and buffer tensors (optimizers stay valid, the
-    state_dict is the same), training mode, hooks, and its places, if it stood at several. Layers that are global
-    already get ``group``. References outside the module tree (a plain list, for example) keep the old layer.
+    The new layer has the same parameter and buffer tensors, so that optimizers stay valid and the state_dict does not
+    change. It also has the same training mode and hooks. A layer that is registered at several places is replaced by
+    one layer at all of them. Layers that are already global only get ``group``. References outside the module tree,
+    for example in a plain list, keep the old layer.
 
     Args:
-        model: contains the layers; cannot itself be one.
-        group: the ranks that share statistics; None: the default group.
+        model: contains the layers. It cannot be a batch norm layer itself.
+        group: the ranks that share statistics. None is the default group.
 
     Returns:
-        Number of layers changed. If the model has no batch norm at all: 0, and a `NoEffectWarning`.
+        Number of layers replaced. If the model has no batch norm layer, 0 and a `NoEffectWarning`.
 
     Raises:
-        ValueError: ``model`` is a batch norm layer, or contains one with a forward of its own, as SyncBatchNorm has;
-            nothing is changed then.
+        ValueError: ``model`` is a batch norm layer, or contains one with another forward, such as SyncBatchNorm. The
+            model has not been changed then.
     """
     for name, module in model.named_modules():
         _check_convertible(name, module)
@@ -66,20 +67,20 @@ def apply_global_batch_norm(model: nn.Module, group: dist.ProcessGroup | None = 
 
 
 def global_batch_norm_layers(model: nn.Module) -> list[GlobalBatchNorm]:
-    """The global batch norm layers in ``model``, each once, in the order of ``model.modules()``."""
+    """Return the global batch norm layers in ``model``, each once, in the order of ``model.modules()``."""
     return [module for module in model.modules() if isinstance(module, GlobalBatchNorm)]
 
 
 @torch.no_grad()
 def average_running_statistics(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Give all ranks of ``group`` the mean of their running means, and of their running variances. One collective.
+    """Replace the running means and variances of the global layers by their means over the ranks, in place.
 
-    The mean of the variances is what the local phase normalised with. It leaves out the variance between the ranks'
-    means, which is sampling noise for ranks that draw from one distribution (shuffled shards, batches of equal size)
-    and have more than a few images each; with one image a rank it is not, for an image's pixels resemble each other.
-    The running statistics are linear in the batches' statistics, so it does not matter how often they are averaged.
+    Every rank of ``group`` must call it. It is one all-reduce.
 
-    All ranks of the group must call it. Changes running_mean and running_var of the global batch norm layers, in place.
+    The mean of the variances is what local statistics normalize with. It leaves out the variance between the means of
+    the ranks. That is sampling noise if the ranks draw from one distribution (shuffled data, batches of equal size) and
+    have more than a few images each. With one image per rank it is not, because the pixels of an image are correlated.
+    Running statistics are linear in the statistics of the batches, so averaging more often does not change the result.
     """
     layers = [layer for layer in global_batch_norm_layers(model) if layer.running_mean is not None]
     buffers = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
@@ -93,7 +94,7 @@ def average_running_statistics(model: nn.Module, group: dist.ProcessGroup | None
 
 
 def _check_convertible(name: str, module: nn.Module) -> None:
-    """Raise for a batch norm whose own behaviour a conversion would lose."""
+    """Raise ValueError for a batch norm layer whose behavior a conversion would lose."""
     if not isinstance(module, BatchNorm) or isinstance(module, GlobalBatchNorm):
         return
     kind = type(module).__name__
@@ -102,16 +103,16 @@ def _check_convertible(name: str, module: nn.Module) -> None:
     elif isinstance(module, nn.modules.lazy.LazyModuleMixin):
         remedy = "its number of channels is not known yet; run one batch through the model first"
     elif type(module) not in _GLOBAL or "forward" in vars(module):
-        remedy = "what it changes would be lost; replace it by a plain BatchNorm layer or by GlobalBatchNorm1d/2d/3d"
+        remedy = "its own forward would be lost; replace it by a plain BatchNorm layer or by GlobalBatchNorm1d/2d/3d"
     elif name == "":
-        remedy = "it has no parent to be replaced in; put it into an nn.Sequential, or build a GlobalBatchNorm1d/2d/3d"
+        remedy = "it has no parent module; put it into an nn.Sequential, or build a GlobalBatchNorm1d/2d/3d"
     else:
         return
     raise ValueError(f"cannot convert layer {name!r}, a {kind}: {remedy}")
 
 
 def _to_global(layer: nn.Module) -> GlobalBatchNorm:
-    """A global layer with the contents of ``layer``, which must not be used any more: they share their dictionaries."""
+    """Return a global layer with the contents of ``layer``, which must not be used any more: they share their state."""
     new = _GLOBAL[type(layer)](0, affine=False, track_running_stats=False)
     vars(new).update(vars(layer))
     return new

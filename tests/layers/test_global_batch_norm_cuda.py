@@ -1,4 +1,4 @@
-"""The CUDA path: torch's kernels for its own SyncBatchNorm, held against BatchNorm and SyncBatchNorm."""
+"""The CUDA path, which uses the kernels of SyncBatchNorm, compared with BatchNorm and SyncBatchNorm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_dp.layers import GlobalBatchNorm2d
 from lightning_dp.layers.batch_statistics import GlobalBatchNormFunction
-from tests.layers.test_global_batch_norm import C, batches, compare, randomize, run
+from tests.layers.oracle import C, batches, compare, randomize, run
 from tests.ranks import run_processes
 
 pytestmark = [
@@ -32,7 +32,7 @@ def inputs_of(
 
 
 def on_one_device(rank: int, shards: list[int], dtype: torch.dtype, layout: torch.memory_format) -> dict[str, Any]:
-    """Gloo, for NCCL refuses two ranks on one device; it takes CUDA tensors."""
+    """Train two ranks on one GPU. gloo accepts CUDA tensors, NCCL refuses two ranks on one device."""
     dist.init_process_group("gloo")
     inputs = [step[rank] for step in inputs_of(shards, dtype, layout)]
     parameters = torch.float64 if dtype == torch.float64 else torch.float32
@@ -63,7 +63,7 @@ def beside_sync_batch_norm(rank: int, dtype: torch.dtype, layout: torch.memory_f
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_equals_torchs_own_layer(dtype, layout):
+def test_equals_sync_batch_norm(dtype, layout):
     run_processes(2, beside_sync_batch_norm, dtype, layout)
 
 
@@ -71,7 +71,7 @@ def over_nccl(rank: int) -> None:
     dist.init_process_group("nccl")
     (x,), _ = inputs_of([4], torch.float32, torch.contiguous_format)
     x.requires_grad_()
-    # A layer alone in its group would be torch's, so that the collectives are called for here.
+    # A layer in a group of one rank calls PyTorch's forward, so the function is called directly.
     y, mean, _ = GlobalBatchNormFunction.apply(x, None, None, 1e-5, None)
     y.sin().sum().backward()
     expected = x.detach().clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""The accuracy benchmark's claim: slices of a batch on one device are several devices with local batch norm."""
+"""Basis of the accuracy benchmark: slices of a batch on one device equal several devices with local batch norm."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def small_net() -> nn.Sequential:
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Global batches whose images differ in mean and spread, so that every slice has statistics of its own."""
+    """Global batches whose images differ in mean and standard deviation, so that each slice has other statistics."""
     generator = torch.Generator().manual_seed(5)
     scale = torch.linspace(0.5, 3, BATCH, dtype=torch.float64).view(-1, 1, 1, 1)
     images = torch.randn(STEPS, BATCH, 3, 8, 8, generator=generator, dtype=torch.float64) * scale + 2 * scale
@@ -52,7 +52,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def on_ranks(world_size: int, is_global: list[bool], average_gradients: bool = True) -> list[dict[str, Tensor]]:
-    """Parameters and averaged running statistics of ranks that train on their shares of the batches, in order."""
+    """Parameters and averaged running statistics of ranks that each train on a part of the batches."""
     model, data = small_net(), batches()
 
     def work(rank: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
@@ -76,7 +76,7 @@ def on_ranks(world_size: int, is_global: list[bool], average_gradients: bool = T
 
 
 def on_one_device(num_slices: int, is_global: list[bool]) -> dict[str, Tensor]:
-    """The same from one device that trains on the whole batches, cut in slices where statistics are local."""
+    """The same for one device that trains on the whole batches, in slices while statistics are local."""
     model = small_net()
     layers = slice_batch_norm(model)
     assert len(layers) == 2
@@ -105,7 +105,7 @@ def test_slices_on_one_device_train_as_ranks_with_local_statistics(world_size, p
 
 @pytest.mark.parametrize("only", ["weight", "running_mean", "running_var"])
 @pytest.mark.parametrize("num_slices", [1, 2, 8])
-def test_four_ranks_are_no_other_number_of_slices(num_slices, only):
+def test_four_ranks_differ_from_any_other_number_of_slices(num_slices, only):
     with pytest.raises(AssertionError, match="not close"):
         compare(on_ranks(4, PHASES["local"]), on_one_device(num_slices, PHASES["local"]), only)
 
@@ -124,7 +124,7 @@ def run_resnet(num_slices: int, batch_size: int, size: int) -> Any:
     return model
 
 
-def test_one_image_a_slice_works_for_as_long_as_there_are_pixels():
+def test_one_image_per_slice_works_if_it_has_several_pixels():
     model = run_resnet(num_slices=4, batch_size=4, size=32)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     with pytest.raises(ValueError, match="more than 1 value per channel"):  # as on a device of its own
@@ -133,7 +133,7 @@ def test_one_image_a_slice_works_for_as_long_as_there_are_pixels():
         run_resnet(num_slices=4, batch_size=10, size=32)
 
 
-def test_with_one_slice_and_in_evaluation_it_is_torchs_layer():
+def test_with_one_slice_or_in_evaluation_it_equals_the_pytorch_layer():
     x = torch.randn(4, 3, 5, 5)
     ours, plain = SlicedBatchNorm2d(3), nn.BatchNorm2d(3)
     assert torch.equal(ours(x), plain(x))
@@ -143,7 +143,7 @@ def test_with_one_slice_and_in_evaluation_it_is_torchs_layer():
 
 
 @pytest.mark.parametrize("num_slices", [1, 2, 4])
-def test_the_whole_variance_is_that_of_the_whole_batch_for_any_number_of_slices(num_slices):
+def test_whole_var_is_the_variance_of_the_whole_batch_for_any_number_of_slices(num_slices):
     x = torch.randn(4, 3, 5, 5) + torch.arange(4).view(4, 1, 1, 1)
     ours, plain = SlicedBatchNorm2d(3), nn.BatchNorm2d(3)
     ours.num_slices = num_slices

@@ -1,4 +1,4 @@
-"""Conversion in place, and the averaging of running statistics."""
+"""Conversion of a model in place, and averaging of running statistics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.ranks import run_threads
 
 
 class Net(nn.Module):
-    """Layers of each kind, one of them at two places."""
+    """Layers of each type, one of them registered at two places."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,13 +37,13 @@ class Net(nn.Module):
         return self.blocks["flat"](x.mean((2, 3)))
 
 
-def test_each_layer_is_replaced_by_its_kind_and_counted_once():
+def test_each_layer_is_replaced_by_its_counterpart_and_counted_once():
     model = Net()
     assert apply_global_batch_norm(model) == 4
     assert type(model.features[1]) is GlobalBatchNorm2d
     assert type(model.blocks["flat"]) is GlobalBatchNorm1d
     assert type(model.blocks["deep"]) is GlobalBatchNorm3d
-    assert model.again is model.features[1], "one layer at two places stays one layer"
+    assert model.again is model.features[1], "a layer registered twice must stay one layer"
     assert len(global_batch_norm_layers(model)) == 4
     assert all(layer.is_global and layer.group is None for layer in global_batch_norm_layers(model))
 
@@ -77,10 +77,12 @@ def test_parameters_buffers_mode_and_hooks_are_the_same_objects():
     assert not model.features[1]._forward_hooks
     bias = model.blocks["flat"].bias.detach().clone()
     optimizer.step()
-    assert not torch.equal(model.blocks["flat"].bias, bias), "an optimizer made before still moves the parameters"
+    assert not torch.equal(model.blocks["flat"].bias, bias), (
+        "an optimizer created before the conversion must still update the parameters"
+    )
 
 
-def test_checkpoints_go_both_ways(tmp_path):
+def test_checkpoints_load_in_both_directions(tmp_path):
     plain, converted = Net(), Net()
     apply_global_batch_norm(converted)
     for source, target in ((plain, converted), (converted, Net())):
@@ -91,7 +93,7 @@ def test_checkpoints_go_both_ways(tmp_path):
             assert torch.equal(ours, theirs)
 
 
-def test_applying_again_changes_the_group_only():
+def test_applying_again_changes_only_the_group():
     def work(rank: int, group: dist.ProcessGroup) -> tuple[int, int, bool]:
         model = Net()
         first = apply_global_batch_norm(model)
@@ -105,7 +107,7 @@ def test_applying_again_changes_the_group_only():
     assert run_threads(2, work) == [(4, 0, True)] * 2
 
 
-def test_nothing_to_convert_is_said():
+def test_a_model_without_batch_norm_causes_a_warning():
     with pytest.warns(NoEffectWarning, match="Linear has no BatchNorm1d, 2d or 3d"):
         assert apply_global_batch_norm(nn.Linear(2, 2)) == 0
 
@@ -126,26 +128,26 @@ def wrapped() -> nn.Module:
     [
         (nn.SyncBatchNorm(2), "layer '1', a SyncBatchNorm: it shares statistics already"),
         (nn.LazyBatchNorm2d(), "layer '1', a LazyBatchNorm2d: its number of channels is not known"),
-        (Activated(2), "layer '1', a Activated: what it changes would be lost"),
-        (wrapped(), "layer '1', a BatchNorm2d: what it changes would be lost"),
+        (Activated(2), "layer '1', a Activated: its own forward would be lost"),
+        (wrapped(), "layer '1', a BatchNorm2d: its own forward would be lost"),
     ],
     ids=["sync", "lazy", "subclass", "wrapped forward"],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules")
-def test_layers_that_would_lose_something_are_refused_before_any_change(layer, message):
+def test_layers_that_would_lose_behavior_are_refused_before_any_change(layer, message):
     model = nn.Sequential(nn.BatchNorm2d(2), layer)
     with pytest.raises(ValueError, match=message):
         apply_global_batch_norm(model)
     assert type(model[0]) is nn.BatchNorm2d
 
 
-def test_a_layer_alone_has_no_parent():
+def test_a_model_that_is_a_batch_norm_layer_is_refused():
     with pytest.raises(ValueError, match=r"put it into an nn\.Sequential"):
         apply_global_batch_norm(nn.BatchNorm2d(2))
 
 
 def recorded(rank: int) -> nn.Module:
-    """A converted model whose running statistics are the rank's own."""
+    """A converted model with different running statistics on each rank."""
     model = Net()
     apply_global_batch_norm(model)
     generator = torch.Generator().manual_seed(rank)
@@ -182,17 +184,17 @@ def test_running_statistics_are_averaged_over_all_ranks(world_size, monkeypatch)
     monkeypatch.setattr(dist, "all_reduce", lambda x, **kwargs: (calls.append(x.numel()), all_reduce(x, **kwargs)))
     check_averaged(averaged(world_size))
     channels = 4 + 4 + 2
-    assert calls == ([] if world_size == 1 else [2 * channels] * world_size), "one collective a rank"
+    assert calls == ([] if world_size == 1 else [2 * channels] * world_size), "one collective per rank"
 
 
-def test_the_average_needs_its_collective(monkeypatch):
+def test_the_comparison_of_averages_fails_without_communication(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     with pytest.raises(AssertionError, match="not equal"):
         check_averaged(averaged(2))
 
 
-def test_averaging_on_the_way_changes_nothing_at_the_end():
-    """The running statistics are linear in the batches', with momentum and without."""
+def test_averaging_more_often_does_not_change_the_result():
+    """Running statistics are linear in the statistics of the batches, with and without momentum."""
     data = torch.randn(6, 2, 8, 4, dtype=torch.float64)
 
     def work(rank: int, group: dist.ProcessGroup, often: bool, momentum: float | None) -> Tensor:

@@ -1,0 +1,74 @@
+"""Global batch norm under torch.compile."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_dp.layers import GlobalBatchNorm2d
+from tests.layers.oracle import EXACT, SHARDS, C, batches, compare, randomize, run
+from tests.ranks import run_processes
+
+
+def compiled(rank: int) -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    group = dist.new_group([0, 1])
+    torch._dynamo.config.suppress_errors = False
+    import warnings
+
+    warnings.simplefilter("ignore")  # dynamo uses functions that it has deprecated
+    x = batches(SHARDS[2], (4, 3), steps=1)[0][rank]
+    result: dict[str, Any] = {"breaks": {}, "same": {}}
+    for name, layer in {
+        "plain": nn.BatchNorm2d(C),
+        "local": GlobalBatchNorm2d(C),
+        "global": GlobalBatchNorm2d(C),
+        "subgroup": GlobalBatchNorm2d(C, group=group),
+    }.items():
+        layer = randomize(layer).double()
+        if name == "local":
+            layer.is_global = False
+        torch._dynamo.reset()
+        explanation = torch._dynamo.explain(nn.Sequential(copy.deepcopy(layer), nn.ReLU()))(x)
+        result["breaks"][name] = (explanation.graph_break_count, explanation.graph_count)
+        eager = run(copy.deepcopy(layer), [x, x])
+        compare([run(torch.compile(layer, backend="aot_eager"), [x, x])], eager, **EXACT)
+    return result
+
+
+def test_torch_compile_has_no_graph_break():
+    for rank in run_processes(2, compiled):
+        assert set(rank["breaks"].values()) == {(0, 1)}, rank
+
+
+def compiled_block(rank: int) -> None:
+    """A block with two parallel branches of the same number of channels, compiled for changing batch sizes."""
+    dist.init_process_group("gloo")
+    import warnings
+
+    warnings.simplefilter("ignore")  # dynamo uses functions that it has deprecated
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right, self.last = (randomize(GlobalBatchNorm2d(C)) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last((self.left(x * 2).relu() * self.right(x.tanh())).sigmoid())
+
+    steps = [batches(shards, (4, 3), steps=1)[0][rank] for shards in ([5, 3], [4, 6], [2, 3])]
+    block = Block().double()
+    eager = run(copy.deepcopy(block), steps)
+    compare([run(torch.compile(copy.deepcopy(block), backend="aot_eager"), steps)], eager, **EXACT)
+    empty = torch.zeros(0, C, 4, 3, dtype=torch.float64)
+    with pytest.raises(ValueError, match="an empty batch in a compiled model"):
+        torch.compile(block, backend="aot_eager")(empty)
+
+
+def test_compiled_layers_take_batches_of_changing_size_and_refuse_empty_ones():
+    run_processes(2, compiled_block)
