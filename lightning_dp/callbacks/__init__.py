@@ -1,4 +1,4 @@
-"""Callbacks for the Trainer."""
+"""Lightning callbacks."""
 
 from lightning_dp.callbacks.adaptive_global_batch_norm import AdaptiveGlobalBatchNorm
 from lightning_dp.callbacks.convergence import ConvergenceCriterion, Plateau

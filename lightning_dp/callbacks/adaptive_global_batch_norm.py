@@ -1,4 +1,4 @@
-"""Global batch norm while it is worth its communication, and plain batch norm otherwise."""
+"""Callback that switches batch norm between global and local statistics during training."""
 
 from __future__ import annotations
 
@@ -28,33 +28,34 @@ log = logging.getLogger(__name__)
 
 
 class AdaptiveGlobalBatchNorm(Callback):
-    """Shares batch norm's statistics between ranks, and stops where that costs more than it gives.
+    """Share the statistics of batch norm between ranks while that is worth its communication.
 
-    Liu et al., "Training Deep Nets with larger batch size on multi-GPUs" (2018). In `fit` the model's batch norm layers
-    become `GlobalBatchNorm` layers (and stay that after it: outside of the global phase they are torch's own). They are
-    global in a training step where both conditions hold, and local in all others:
+    Liu et al., "Training Deep Nets with larger batch size on multi-GPUs" (2018). ``fit`` converts the batch norm layers
+    of the model to `GlobalBatchNorm` layers. They stay converted. Statistics are global in a training step if both
+    conditions hold, and local in all other steps:
 
-    - the phase, by ``global_phase``: before or after the convergence criterion is met, or always;
-    - the global batch of that step is smaller than ``max_batch_size``.
+    - training is in the global phase, which ``global_phase`` defines: before the convergence criterion is met, after
+      it, or always;
+    - the global batch of the step is smaller than ``max_batch_size``.
 
-    Rank 0's criterion decides, once an epoch, for all ranks. In local steps each rank's running statistics are its own;
-    they are averaged over all ranks before validation, checkpoints and the end of training. ``agbn/is_global`` is
-    logged once an epoch: the share of its batches that had global statistics. ``docs/adaptive_global_batch_norm.md``
-    says when it pays and when not.
+    Rank 0 evaluates the criterion once per epoch, for all ranks. In local steps each rank has its own running
+    statistics. They are averaged over all ranks before validation, before a checkpoint is saved and at the end of
+    training. ``agbn/is_global``, logged once per epoch, is the fraction of its batches with global statistics.
 
     Args:
-        max_batch_size: BZ_max in the paper's section 4.3: from this global batch size on, statistics stay local. The
-            global batch is the sum of what the ranks get in a forward (with gradient accumulation: in one of several),
-            summed anew for every batch, which costs an all-gather of one number.
-        convergence: the criterion: `Plateau`, an object with its ``update``, or a function that takes the metrics of an
-            epoch and returns whether training has converged. It is asked until it says so. None: never.
-        global_phase: ``"until_converged"``: global until the criterion is met, local then. ``"after_converged"``:
-            local until then, global afterwards, as in the paper's section 4.3. ``"always"``: no criterion.
-        group_size: ranks that share statistics: consecutive ones; must divide the number of ranks. None: all.
+        max_batch_size: BZ_max in section 4.3 of the paper. Statistics are local from this global batch size on. The
+            global batch size is the number of samples in one forward of all ranks (with gradient accumulation, of one
+            micro-batch). It is computed for each batch by an all-gather of one number.
+        convergence: the criterion: `Plateau`, another object with such an ``update``, or a function that takes the
+            metrics of an epoch and returns whether training has converged. It is evaluated until it is met. None: it
+            is never met.
+        global_phase: ``"until_converged"``: global until the criterion is met, then local. ``"after_converged"``: local
+            until the criterion is met, then global, as in section 4.3 of the paper. ``"always"``: no criterion.
+        group_size: number of consecutive ranks that share statistics. It must divide the world size. None: all ranks.
 
     Raises:
-        ValueError: a value is out of range, or ``convergence`` and ``global_phase`` contradict each other; in `fit`:
-            the model has no batch norm, or the ranks cannot be divided into such groups.
+        ValueError: a value is out of range, or ``convergence`` and ``global_phase`` contradict each other. In ``fit``:
+            the model has no batch norm layer, or ``group_size`` does not divide the world size.
     """
 
     def __init__(
@@ -70,9 +71,10 @@ class AdaptiveGlobalBatchNorm(Callback):
         self.global_phase = global_phase
         self.group_size = group_size
         self._converged = False
-        self._is_global: bool | None = None  # of the last training step
-        self._num_batches = self._num_global_batches = 0  # of this epoch
-        self._ranks_differ = False  # in their running statistics
+        self._is_global: bool | None = None  # in the last training step; None before the first one
+        self._num_batches = 0  # in this epoch
+        self._num_global_batches = 0  # in this epoch
+        self._ranks_differ = False  # whether the running statistics differ between ranks
         self._statistics_group: dist.ProcessGroup | None = None
         self._batch_size_group: dist.ProcessGroup | None = None
         self._ignored_names: list[str] = []
@@ -91,7 +93,7 @@ class AdaptiveGlobalBatchNorm(Callback):
             groups = [dist.new_group(topology.members(first)) for first in topology.peers(0)]
             self._statistics_group = groups[topology.group_of(trainer.global_rank)]
         if trainer.world_size > 1 and self.max_batch_size is not None:
-            # On the CPU, so that a GPU need not wait for its queue to run empty, and apart from other traffic.
+            # A gloo group, because the host needs the number: on a GPU it would have to wait for all queued kernels.
             self._batch_size_group = dist.new_group(backend="gloo")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NoEffectWarning)
@@ -108,21 +110,24 @@ class AdaptiveGlobalBatchNorm(Callback):
             log.info(f"{type(self).__name__}: {len(layers)} batch norm layers, statistics over {ranks}")
 
     def _keep_from_ddp(self, pl_module: LightningModule) -> None:
-        """Leave the running statistics out of DDP's broadcasts, which would put rank 0's in the others' place."""
+        """Exclude the running statistics from DDP's broadcasts, which would replace those of all ranks by rank 0's."""
         ours = {id(buffer) for layer in global_batch_norm_layers(pl_module) for buffer in layer.buffers()}
+        # A layer that is registered at two places has two names, and DDP may use either.
         buffers = pl_module.named_buffers(remove_duplicate=False)
         self._ignored_names = [name for name, buffer in buffers if id(buffer) in ours]
         ignore_in_ddp(pl_module, self._ignored_names)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.world_size > 1:  # all ranks start with rank 0's, as DDP has it
+        # All ranks start with the buffers of rank 0, as under DDP, which has been told to leave them out.
+        if trainer.world_size > 1:
             for buffer in (buffer for layer in global_batch_norm_layers(pl_module) for buffer in layer.buffers()):
                 dist.broadcast(buffer, src=0)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._num_batches = self._num_global_batches = 0
+        self._num_batches = 0
+        self._num_global_batches = 0
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -139,7 +144,7 @@ class AdaptiveGlobalBatchNorm(Callback):
         self._ranks_differ |= not is_global or self._statistics_group is not None
 
     def _decide(self, batch: Any) -> tuple[bool, str]:
-        """Whether this step's statistics are global, the same on all ranks, and why."""
+        """Return whether the statistics of this step are global, the same on all ranks, and the reason."""
         is_global = in_global_phase(self.global_phase, self._converged)
         if not is_global or self.max_batch_size is None:
             converged = "converged" if self._converged else "not converged"
@@ -153,15 +158,15 @@ class AdaptiveGlobalBatchNorm(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._num_batches:  # there are none where a run resumes at the end of an epoch
+        if self._num_batches:  # a run that resumes at the end of an epoch has none
             pl_module.log("agbn/is_global", self._num_global_batches / self._num_batches, on_epoch=True)
             if self.convergence is not None and not self._converged:
                 self._converged = self._ask_criterion(trainer, self.convergence)
         self._average(trainer, pl_module)
 
     def _ask_criterion(self, trainer: Trainer, criterion: Convergence) -> bool:
-        """Rank 0's answer, on all ranks; its failure, too."""
-        metrics = dict(trainer.callback_metrics)  # on all ranks: reading them can be a collective
+        """Evaluate the criterion on rank 0. Return its answer on all ranks, or raise its exception on all ranks."""
+        metrics = dict(trainer.callback_metrics)  # on all ranks, because computing a metric can be a collective
         answer = ask(criterion, metrics) if trainer.is_global_zero else (False, "")
         converged, failure = trainer.strategy.broadcast(answer)
         if failure:
@@ -183,8 +188,8 @@ class AdaptiveGlobalBatchNorm(Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        # The checkpoint's state_dict has been made by now, but of the same storage. A checkpoint that a failing rank
-        # saves must not wait for the others.
+        # The checkpoint already holds the state_dict. Its tensors are the buffers themselves, so averaging in place
+        # changes it too. A rank that saves a checkpoint after an exception must not wait for the other ranks.
         if not trainer.interrupted:
             self._average(trainer, pl_module)
 

@@ -1,4 +1,4 @@
-"""When has training converged? The criterion that `AdaptiveGlobalBatchNorm` asks once an epoch. No Trainer here."""
+"""Convergence criteria for `AdaptiveGlobalBatchNorm`, evaluated once per epoch. Independent of the Trainer."""
 
 from __future__ import annotations
 
@@ -10,17 +10,26 @@ from typing import Any, Literal, Protocol
 
 
 class ConvergenceCriterion(Protocol):
-    """What is asked of a criterion. ``state_dict`` and ``load_state_dict``, where it has them, go into checkpoints."""
+    """Interface of a convergence criterion.
+
+    ``state_dict`` and ``load_state_dict`` are optional. If a criterion has them, its state is saved in checkpoints.
+    """
 
     def update(self, metrics: Mapping[str, Any]) -> bool:
-        """Take in the metrics that one training epoch ended with; return whether training has converged."""
+        """Update the criterion with the metrics of one training epoch. Return whether training has converged."""
 
 
 Convergence = ConvergenceCriterion | Callable[[Mapping[str, Any]], bool]
 
 
 def ask(criterion: Convergence, metrics: Mapping[str, Any]) -> tuple[bool, str]:
-    """``criterion``'s answer to an epoch's metrics, and what went wrong ("" if nothing): rank 0 tells all others."""
+    """Evaluate ``criterion`` on the metrics of one epoch.
+
+    Rank 0 evaluates it for all ranks. It must not raise there alone, because the other ranks would wait for its answer.
+
+    Returns:
+        Whether training has converged, and the traceback of an exception ("" if there was none).
+    """
     update: Any = getattr(criterion, "update", criterion)
     try:
         return bool(update(metrics)), ""
@@ -30,16 +39,16 @@ def ask(criterion: Convergence, metrics: Mapping[str, Any]) -> tuple[bool, str]:
 
 @dataclass
 class Plateau:
-    """Converged once ``monitor`` has not improved for ``patience`` epochs in a row, and from then on.
+    """Criterion that is met once ``monitor`` has not improved for ``patience`` epochs in a row, and stays met.
 
-    The paper leaves the criterion open (section 4.3: "IsConverged is determined by the convergence criterion").
+    The paper does not define a criterion (section 4.3: "IsConverged is determined by the convergence criterion").
 
     Args:
-        monitor: name of a logged metric. It is read at the end of each training epoch, so of the training metrics it
-            must be one that is logged with ``on_epoch=True`` or at the last step.
-        patience: epochs without improvement, at least 1.
-        min_delta: an improvement is a change by more than this.
-        mode: whether the metric should fall, ``"min"``, or rise, ``"max"``.
+        monitor: name of a logged metric. It is read at the end of each training epoch. A training metric must be logged
+            with ``on_epoch=True`` or at the last step.
+        patience: number of epochs without improvement, at least 1.
+        min_delta: a change counts as an improvement if it is larger than this.
+        mode: ``"min"`` if the metric should fall, ``"max"`` if it should rise.
 
     Raises:
         ValueError: an argument is out of range.
@@ -61,9 +70,9 @@ class Plateau:
             raise ValueError(f"mode={self.mode!r} is not known; use 'min' or 'max'")
 
     def update(self, metrics: Mapping[str, Any]) -> bool:
-        """Take in one epoch's metrics; return whether training has converged.
+        """Update the criterion with the metrics of one epoch. Return whether training has converged.
 
-        A value that is not finite counts for nothing: a run that diverges has not converged.
+        A value that is not finite is ignored, because a run that diverges has not converged.
 
         Raises:
             ValueError: ``monitor`` is not among the metrics.
@@ -77,14 +86,15 @@ class Plateau:
         value = float(metrics[self.monitor])
         if not self.converged and math.isfinite(value):
             if self._improves(value):
-                self.best, self.num_epochs_without_improvement = value, 0
+                self.best = value
+                self.num_epochs_without_improvement = 0
             else:
                 self.num_epochs_without_improvement += 1
         return self.converged
 
     @property
     def converged(self) -> bool:
-        """Whether the patience is used up."""
+        """Whether ``patience`` epochs have passed without improvement."""
         return self.num_epochs_without_improvement >= self.patience
 
     def _improves(self, value: float) -> bool:
@@ -94,10 +104,10 @@ class Plateau:
         return gain > self.min_delta
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on from here."""
+        """Return the state to save in a checkpoint."""
         return {"best": self.best, "num_epochs_without_improvement": self.num_epochs_without_improvement}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the run that made ``state`` was."""
+        """Restore the state of a run from a checkpoint."""
         self.best = state["best"]
         self.num_epochs_without_improvement = state["num_epochs_without_improvement"]

@@ -1,4 +1,4 @@
-"""When are batch norm's statistics global? Arguments and predicates of `AdaptiveGlobalBatchNorm`, with no Trainer."""
+"""Policy of `AdaptiveGlobalBatchNorm`: in which steps statistics are global. Pure functions, no Trainer."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ GlobalPhase = Literal["until_converged", "after_converged", "always"]
 
 
 def in_global_phase(global_phase: GlobalPhase, converged: bool) -> bool:
-    """Whether convergence, taken alone, asks for global statistics."""
+    """Return whether statistics are global in this phase of training, apart from the batch size."""
     return global_phase == "always" or converged == (global_phase == "after_converged")
 
 
 def local_batch_size(batch: Any) -> int:
-    """Length of the first tensor in ``batch``, which may be nested lists, tuples and dictionaries.
+    """Return the length of the first tensor in ``batch``, which may consist of nested lists, tuples and dictionaries.
 
     Raises:
-        ValueError: there is no tensor with a dimension.
+        ValueError: ``batch`` holds no tensor with at least one dimension.
     """
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return leaf.shape[0]
     raise ValueError(
-        f"max_batch_size needs the size of the batch, but a {type(batch).__name__} without tensors does not tell it; "
+        f"max_batch_size needs the size of the batch, but a {type(batch).__name__} without tensors does not have one; "
         "return tensors from the collate function, or leave max_batch_size out"
     )
 
@@ -35,7 +35,7 @@ def local_batch_size(batch: Any) -> int:
 def check_arguments(
     max_batch_size: int | None, convergence: Convergence | None, global_phase: GlobalPhase, group_size: int | None
 ) -> None:
-    """Raise ValueError for values out of range, and for phases that could never begin or end."""
+    """Raise ValueError for values out of range, and for a phase that could never begin or end."""
     for name, value in (("max_batch_size", max_batch_size), ("group_size", group_size)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1, or None")
@@ -44,10 +44,12 @@ def check_arguments(
             f"global_phase={global_phase!r} is not known; use 'until_converged', 'after_converged' or 'always'"
         )
     if global_phase == "always" and convergence is not None:
-        raise ValueError("global_phase='always' never asks for convergence; leave convergence out, or change the phase")
+        raise ValueError("global_phase='always' does not use a criterion; leave convergence out, or change the phase")
     if global_phase == "after_converged" and convergence is None:
         raise ValueError(
-            "global_phase='after_converged' never begins without a criterion; give convergence=Plateau(monitor=...)"
+            "global_phase='after_converged' never begins without a criterion; pass convergence=Plateau(monitor=...)"
         )
     if convergence is not None and not callable(getattr(convergence, "update", convergence)):
-        raise ValueError(f"convergence={convergence!r} has no update(metrics) and is no function; use Plateau(...)")
+        raise ValueError(
+            f"convergence={convergence!r} is neither a function nor has it update(metrics); use Plateau(...)"
+        )

@@ -1,4 +1,4 @@
-"""Where a training step's time goes: waiting for data, computing, waiting for the network."""
+"""Breakdown of the time of a training step: waiting for data, computing, waiting for the network."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ log = logging.getLogger(__name__)
 
 
 class StepTimer(Callback):
-    """Log the parts of a step, the mean of each epoch, in seconds, as this rank sees them.
+    """Log the time of a training step and its parts: the mean over each epoch, in seconds, as measured by this rank.
 
-    - ``time/step_s``: from one batch's end to the next one's end.
-    - ``time/data_wait_s``: of it, until the batch is there.
-    - ``time/exposed_communication_s``: of it, waiting for the network while nothing is computed. Of a model in
-      DistributedDataParallel it is the reduction less its overlap with backward, by DDP's own timers (where a hook ends
-      the reduction at once, as layered SGD's does, that is nothing). A strategy with an attribute
-      ``exposed_communication_s`` (seconds so far) adds what it waits for itself. Of a single process it is zero; of
-      anything else it is left out.
+    - ``time/step_s``: time from the end of one batch to the end of the next.
+    - ``time/data_wait_s``: portion spent waiting for the batch.
+    - ``time/exposed_communication_s``: portion spent waiting for the network while nothing is computed. For a model in
+      DistributedDataParallel it is the time of the reduction minus its overlap with backward, as measured by DDP. (It
+      is zero if a communication hook returns a finished future, as that of layered SGD does.) A strategy with an
+      attribute ``exposed_communication_s``, in seconds since the start of training, adds its own waiting time. It is
+      zero for a single process, and not logged for any other strategy.
     - ``time/compute_s``: the rest.
 
-    The time that a GPU works on after its kernels were launched shows where the rank waits for it; for the breakdown of
-    a step on a GPU use a profiler.
+    On a GPU, kernels run after they were launched. Their time appears where the rank waits for them. Use a profiler for
+    the breakdown of a step on a GPU.
     """
 
     def __init__(self) -> None:
@@ -37,29 +37,29 @@ class StepTimer(Callback):
         self._last_reduction: int | None = None
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Check that the Trainer is of our framework; Lightning calls this."""
+        """Check that callback and Trainer come from the same Lightning package."""
         require_own_trainer(self, trainer)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Have DDP time every step; Lightning calls this."""
+        """Enable DDP's timers for every step. By default it measures a sample of the steps."""
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             enable_ddp_timing(trainer.strategy.model)
         if self._exposed_s(trainer) is None:
-            log.info(f"StepTimer: {type(trainer.strategy).__name__} does not say how long it waits for the network")
+            log.info(f"StepTimer: {type(trainer.strategy).__name__} does not measure how long it waits for the network")
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Validation and checkpoints between epochs are no part of a step; Lightning calls this."""
+        """Restart the clock: validation and checkpoints between epochs are not part of a step."""
         self._last_end_s = time.perf_counter()
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """The batch is there; Lightning calls this."""
+        """Note the time at which the batch is available."""
         self._begin_s = time.perf_counter()
         self._waited_before_s = getattr(trainer.strategy, "exposed_communication_s", None) or 0.0
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the step; Lightning calls this."""
+        """Log the times of the step."""
         end_s = time.perf_counter()
         times = {"step": end_s - self._last_end_s, "data_wait": self._begin_s - self._last_end_s}
         exposed_s = self._exposed_s(trainer)
@@ -71,18 +71,19 @@ class StepTimer(Callback):
         self._last_end_s = end_s
 
     def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Validation in mid-epoch is no part of a step; Lightning calls this."""
+        """Restart the clock: validation within an epoch is not part of a step."""
         self._last_end_s = time.perf_counter()
 
     def _exposed_s(self, trainer: Any) -> float | None:
-        """Of this step, as far as the strategy tells; DDP's timers tell of the last complete one."""
+        """Return the exposed communication time of this step, or None if the strategy does not measure it."""
         strategy = trainer.strategy
         waited_s = getattr(strategy, "exposed_communication_s", None)
         if waited_s is not None:
             waited_s = float(waited_s) - self._waited_before_s
         if isinstance(strategy.model, DistributedDataParallel):
             times_ns = ddp_timing(strategy.model)
-            if times_ns.get("iteration") == self._last_reduction:  # this step accumulates, and reduces nothing
+            # DDP reports its last reduction. A step that only accumulates gradients must not count it again.
+            if times_ns.get("iteration") == self._last_reduction:
                 return waited_s or 0.0
             self._last_reduction = times_ns.get("iteration")
             reduction_ns = times_ns.get("backward_comm_time", 0)

@@ -18,14 +18,14 @@ def epochs(plateau: Plateau, values: list[float]) -> list[bool]:
     ("options", "values", "converged_from"),
     [
         ({}, [3.0, 2.0, 1.0, 1.0, 1.0, 1.0], 5),
-        ({}, [3.0, 3.0, 3.0, 2.0, 2.0, 2.0, 2.0], 6),  # an improvement starts the count anew
+        ({}, [3.0, 3.0, 3.0, 2.0, 2.0, 2.0, 2.0], 6),  # an improvement restarts the count
         ({"patience": 1}, [1.0, 1.0], 1),
-        ({"patience": 1, "min_delta": 0.5}, [3.0, 2.4, 2.0], 2),  # 0.4 better than the best is no improvement
-        ({"patience": 1, "min_delta": 0.0}, [3.0, 3.0], 1),  # equal is none either
+        ({"patience": 1, "min_delta": 0.5}, [3.0, 2.4, 2.0], 2),  # better by 0.4 is not an improvement
+        ({"patience": 1, "min_delta": 0.0}, [3.0, 3.0], 1),  # an equal value is not an improvement
         ({"patience": 2, "min_delta": 0.1}, [1.0, 0.95, 0.89, 0.88, 0.87], 4),  # slow progress adds up
         ({"patience": 1, "mode": "max"}, [0.1, 0.5, 0.4], 2),
         ({"patience": 2}, [1.0, float("nan"), float("inf"), 1.0, float("nan"), 1.0], 5),  # diverging is not converging
-        ({"patience": 1}, [1.0, 1.0, 0.0, -1.0], 1),  # once and for all
+        ({"patience": 1}, [1.0, 1.0, 0.0, -1.0], 1),  # it stays met
         ({"patience": 3}, [1.0, 0.5, 0.2], None),
     ],
 )
@@ -34,7 +34,7 @@ def test_plateau(options, values, converged_from):
     assert epochs(Plateau(**options), values) == expected
 
 
-def test_plateau_goes_on_from_its_state():
+def test_plateau_continues_from_its_state():
     first, second = Plateau(patience=2), Plateau(patience=2)
     epochs(first, [1.0, 1.0])
     second.load_state_dict(first.state_dict())
@@ -55,12 +55,12 @@ def test_plateau_checks_its_arguments(options, message):
         Plateau(**options)
 
 
-def test_plateau_names_what_it_could_monitor():
+def test_plateau_names_the_available_metrics():
     with pytest.raises(ValueError, match="monitor='val_los' was not logged; available: train_acc, val_loss"):
         Plateau("val_los").update({"val_loss": 1.0, "train_acc": 0.5})
 
 
-def test_ask_takes_objects_and_functions_and_reports_failures():
+def test_ask_accepts_objects_and_functions_and_reports_exceptions():
     plateau = Plateau(patience=1)
     assert ask(plateau, {"train_loss": 1.0}) == (False, "")
     assert ask(plateau, {"train_loss": 1.0}) == (True, "")
@@ -85,7 +85,7 @@ def test_local_batch_size():
     assert local_batch_size(images) == local_batch_size([images, torch.zeros(5)]) == 5
     assert local_batch_size({"name": "x", "scale": torch.tensor(2.0), "x": (images, None)}) == 5
     assert local_batch_size(torch.zeros(0, 3)) == 0
-    with pytest.raises(ValueError, match="a list without tensors does not tell it"):
+    with pytest.raises(ValueError, match="a list without tensors does not have one"):
         local_batch_size([1, 2])
 
 
@@ -95,11 +95,11 @@ def test_local_batch_size():
         ({"max_batch_size": 0}, "max_batch_size=0 must be at least 1, or None"),
         ({"group_size": -2}, "group_size=-2 must be at least 1, or None"),
         ({"global_phase": "sometimes"}, "global_phase='sometimes' is not known; use 'until_converged'"),
-        ({"global_phase": "always", "convergence": Plateau()}, "'always' never asks for convergence"),
+        ({"global_phase": "always", "convergence": Plateau()}, "'always' does not use a criterion"),
         ({"global_phase": "after_converged"}, "'after_converged' never begins without a criterion"),
-        ({"convergence": 3}, "convergence=3 has no update"),
+        ({"convergence": 3}, "convergence=3 is neither a function nor has it update"),
     ],
 )
-def test_contradictions_are_refused(options, message):
+def test_contradictory_arguments_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         AdaptiveGlobalBatchNorm(**options)

@@ -81,7 +81,7 @@ def test_ddp():
 
 
 def accumulating_fit(rank):
-    """What DDP's timers tell is of the last reduction, which is that of another step."""
+    """Exposed communication if only every fifth step reduces. DDP's timers report the last reduction."""
     DistributedDataParallel._get_ddp_logging_data = one_second(DistributedDataParallel._get_ddp_logging_data)
     t = trainer(DDPStrategy(), 2, callbacks=[StepTimer()], accumulate_grad_batches=5)
     with warnings.catch_warnings():
@@ -99,14 +99,14 @@ def one_second(true):
     return data
 
 
-def test_a_step_that_only_accumulates_has_nothing_to_wait_for():
-    """Two steps of ten reduce, a second each, and DDP tells of a reduction at the next one."""
+def test_a_step_that_only_accumulates_has_no_exposed_communication():
+    """Two steps of ten reduce gradients, a second each, and DDP reports a reduction at the next one."""
     for exposed_s in run_processes(2, accumulating_fit):
         assert exposed_s == pytest.approx(0.1)
 
 
-def test_layered_sgd_shows_what_is_not_hidden():
-    """One bucket a step, late by 200 ms, of which loading hides 20: the rest is seen."""
+def test_layered_sgd_reports_communication_that_is_not_hidden():
+    """One bucket per step takes 200 ms, of which loading hides 20: the rest is exposed."""
     strategy = LayeredSGDStrategy(1, overlap="load")
     times = run_processes(2, timed_fit, strategy, 2, True)[0]
     check(times)
@@ -119,7 +119,7 @@ def test_layered_sgd_of_one_group_is_timed_as_ddp():
     assert times["time/exposed_communication_s"] > 0.0
 
 
-def test_hybrid_parallelism_adds_its_own_waiting_to_that_of_ddp():
+def test_the_hybrid_adds_its_own_waiting_time_to_that_of_ddp():
     strategy = KrizhevskyHybridStrategy(head="last", bucket_cap_mb=SMALL_BUCKETS_MB)
     times = run_processes(2, timed_fit, strategy, 2, False, True)[0]
     check(times)
