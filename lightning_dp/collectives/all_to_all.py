@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dp.collectives.groups import needs_host_copy
+from lightning_dp.collectives.groups import dense, needs_host_copy
 from lightning_dp.collectives.point_to_point import Message, Transfer, post
 from lightning_dp.collectives.tracing import OnStage
 
@@ -53,7 +53,7 @@ class Channel:
         """
         # Each rank starts with its right neighbor. If all started with rank 0, its link would be the bottleneck.
         peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
-        outgoing: list[Message] = [(self._sendable(sends[peer].detach().contiguous()), peer) for peer in peers]
+        outgoing: list[Message] = [(self._sendable(dense(sends[peer])), peer) for peer in peers]
         incoming: list[Message] = [(self._buffer(receives[peer]), peer) for peer in reversed(peers)]
         self.bytes_sent[name] += sum(tensor.nbytes for tensor, _ in outgoing)
         received, sent = post(self.group, incoming, outgoing)

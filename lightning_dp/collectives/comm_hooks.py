@@ -32,9 +32,12 @@ class RingState:
     Args:
         group: used by the ring alone, since the worker thread sends at the same time as the main thread. Create it with
             ``dist.new_group(ranks)`` from the ranks that DDP averages over. None: the first bucket creates a group of
-            all ranks.
+            all ranks, with the timeout of the default group.
         wire_dtype: None, float16 or bfloat16, as in `ring_all_reduce`.
         segment_bytes: as in `ring_all_reduce`.
+
+    Copies and pickles hold the options only, so that they create a queue and a process group of their own. A copy
+    shares ``group``, if it was given; such a state cannot be pickled.
 
     Raises:
         ValueError: ``wire_dtype`` is not supported.
@@ -58,6 +61,21 @@ class RingState:
         self._queue: deque[Callable[[], None]] = deque()
         self._worker: threading.Thread | None = None
         self._error: Exception | None = None
+
+    def __copy__(self) -> "RingState":
+        return type(self)(self.group, self.wire_dtype, self.segment_bytes)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "RingState":
+        return self.__copy__()
+
+    def __reduce__(self) -> tuple[type["RingState"], tuple[None, torch.dtype | None, int]]:
+        if self.group is not None:
+            # Without its group, the unpickled state would average over all ranks.
+            raise TypeError(
+                "RingState(group=...) cannot be pickled, because a process group belongs to one process; create the "
+                "state in each process, or leave group out to average over all ranks"
+            )
+        return type(self), (None, self.wire_dtype, self.segment_bytes)
 
     def submit(self, bucket: torch.Tensor) -> Future[torch.Tensor]:
         """Queue ``bucket``, (K,), to be averaged over the ranks in place. Return a future of the bucket."""

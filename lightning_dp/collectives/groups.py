@@ -1,9 +1,12 @@
-"""Process groups: resolving a group argument, its size and backend, and a plain all-gather."""
+"""Process groups: creating them, resolving a group argument, size and backend, and a plain all-gather."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -35,6 +38,59 @@ def group_size(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def create_groups(
+    partition: Sequence[Sequence[int]], rank: int, timeout: timedelta | None = None, backend: str | None = None
+) -> dist.ProcessGroup | None:
+    """Create one process group per list of global ranks. Every rank of the job must call it, with the same lists.
+
+    Args:
+        partition: the ranks of each group. No rank is in two groups.
+        rank: global rank of this process.
+        timeout: of every collective. None is the default of the backend.
+        backend: None is the backend of the default group.
+
+    Returns:
+        The group of this rank, or None if it is in none.
+    """
+    # torch.distributed requires that every rank creates every group, and in the same order.
+    with unbound_default_group(backend):
+        groups = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in partition]
+    return next((group for ranks, group in zip(partition, groups, strict=True) if rank in ranks), None)
+
+
+_locks: WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = WeakKeyDictionary()
+
+
+@contextmanager
+def exclusive_use(group: dist.ProcessGroup, call: str) -> Iterator[None]:
+    """Refuse ``call`` while another thread of this process is inside a call on the same group.
+
+    Messages between two ranks are matched by their order. Two threads would mix up theirs: gloo then aborts the
+    process, or returns wrong data.
+
+    Raises:
+        RuntimeError: another thread uses the group.
+    """
+    lock = _locks.setdefault(group, threading.Lock())
+    if not lock.acquire(blocking=False):
+        raise RuntimeError(
+            f"{call}: another thread is using this process group, and the messages of both would be mixed up; give "
+            "each thread a group of its own, created by torch.distributed.new_group"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` as contiguous memory that holds its values. A copy, unless it is that already.
+
+    Backends send memory as it is. They would drop the pending conjugation or negation of a view such as ``x.conj()``.
+    """
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
 def needs_host_copy(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
     """Return whether ``tensor`` must be copied to the CPU first: gloo sends point-to-point messages from there only."""
     return tensor.is_cuda and backend_name(group, tensor.device) == "gloo"
@@ -49,7 +105,7 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         (ranks, *shape of ``tensor``), in rank order. No gradient flows through it.
     """
     gathered = tensor.new_empty(group.size(), *tensor.shape)
-    dist.all_gather(list(gathered.unbind()), tensor.detach().contiguous(), group=group)
+    dist.all_gather(list(gathered.unbind()), dense(tensor), group=group)
     return gathered
 
 

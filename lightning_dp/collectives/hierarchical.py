@@ -13,7 +13,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dp.collectives.groups import unbound_default_group
+from lightning_dp.collectives.groups import create_groups
 from lightning_dp.collectives.topology import RankTopology
 
 Communicator = Literal["leader", "sharded"]
@@ -60,21 +60,14 @@ class HierarchicalAllReduce:
         self.num_shards = topology.group_size if communicator == "sharded" else 1
         self._all_reduce = all_reduce
 
-        def create_groups(partition: list[list[int]]) -> dist.ProcessGroup | None:
-            """Create one process group per list of ranks. Return the one of this rank, if it is in any."""
-            # torch.distributed requires that every rank creates every group, and in the same order.
-            with unbound_default_group(backend):
-                groups = [dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in partition]
-            return next((group for ranks, group in zip(partition, groups, strict=True) if rank in ranks), None)
-
         intra_group = [topology.members(leader) for leader in range(0, topology.world_size, topology.group_size)]
         inter_group = [topology.peers(group_rank) for group_rank in range(self.num_shards)]
         # Two threads issue reduces and broadcasts. On one shared group their order could differ between ranks, and
         # each rank would wait for the wrong collective of its peers.
         has_intra_group = topology.group_size > 1
-        self._reduce_group = create_groups(intra_group) if has_intra_group else None
-        self._broadcast_group = create_groups(intra_group) if has_intra_group else None
-        self._inter_group = create_groups(inter_group)
+        self._reduce_group = create_groups(intra_group, rank, timeout, backend) if has_intra_group else None
+        self._broadcast_group = create_groups(intra_group, rank, timeout, backend) if has_intra_group else None
+        self._inter_group = create_groups(inter_group, rank, timeout, backend)
 
     def intra_group_reduce(self, buffer: Tensor) -> list[dist.Work]:
         """Start summing ``buffer`` over the group. Member k receives shard k (Algorithm 3, lines 6 and 15).

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 import torch
 import torch.distributed as dist
 
-from lightning_dp.collectives.groups import needs_host_copy
+from lightning_dp.collectives.groups import dense, needs_host_copy
 
 Message = tuple[torch.Tensor, int]
 """A contiguous tensor, and the group rank that it goes to or comes from."""
@@ -123,13 +123,18 @@ def peer_error(group: dist.ProcessGroup, action: str, peer: int, error: Exceptio
 def flat_buffer(tensor: torch.Tensor, group: dist.ProcessGroup) -> Iterator[torch.Tensor]:
     """Yield ``tensor`` as a contiguous (K,) buffer that the group can send; copy it back on exit if it is a copy.
 
-    The buffer is a copy if ``tensor`` is not contiguous, or is on a GPU while the group's backend for GPUs is gloo,
-    which sends point-to-point messages from the CPU only.
+    The buffer is a copy if ``tensor`` is not contiguous, is a conjugate or negated view, or is on a GPU while the
+    group's backend for GPUs is gloo, which sends point-to-point messages from the CPU only.
+
+    Raises:
+        ValueError: ``tensor`` is sparse or quantized.
     """
     if tensor.layout != torch.strided:
         raise ValueError(f"layout={tensor.layout} is not dense; use .to_dense(), or reduce indices and values apart")
+    if tensor.is_quantized:
+        raise ValueError(f"a quantized tensor ({tensor.dtype}) cannot be sent; use .dequantize()")
     tensor = tensor.detach()
-    flat = tensor.contiguous().view(-1)
+    flat = dense(tensor).view(-1)
     if needs_host_copy(tensor, group):
         flat = flat.cpu()
     with torch.no_grad():

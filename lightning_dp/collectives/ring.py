@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lightning_dp.collectives.groups import resolve_group
+from lightning_dp.collectives.groups import exclusive_use, resolve_group
 from lightning_dp.collectives.point_to_point import flat_buffer
 from lightning_dp.collectives.ring_schedule import chunk_bounds, run_ring
 from lightning_dp.collectives.same_call import require_same_call
@@ -33,9 +33,11 @@ def ring_all_reduce(
     result is bitwise identical on all ranks. Before the data, each rank sends N-1 headers of
     `same_call.HEADER_BYTES`, with which the ranks verify that they make the same call.
 
+    Only one thread may use a group at a time. A second thread gets a RuntimeError.
+
     Args:
-        tensor: (*) any shape, any dtype that the backend can send and ``add_`` supports. A tensor that is not
-            contiguous is copied.
+        tensor: (*) any shape and any dtype that PyTorch can add. Those that it cannot add, such as float8 and uint16,
+            are refused on all ranks; `ring_all_gather` accepts them. A tensor that is not contiguous is copied.
         group: None is the default group.
         op: "sum" or "mean". The mean divides before it sums, so that 16-bit sums do not overflow.
         wire_dtype: float16 or bfloat16 halves the bytes of a float32 tensor. Sums are computed in ``tensor.dtype``.
@@ -46,10 +48,10 @@ def ring_all_reduce(
         PeerError: a neighbor has died, or has been silent for longer than the timeout of the group.
     """
     group = resolve_group(group)
-    with flat_buffer(tensor, group) as flat:
+    with exclusive_use(group, "ring_all_reduce"), flat_buffer(tensor, group) as flat:
         wire = "" if wire_dtype is None else f" as {wire_dtype} on the wire"
         _require_same_call(group, f"ring_all_reduce, {op}{wire}", flat, segment_bytes)
-        require_op(op, flat.dtype, segment_bytes)
+        require_op(op, flat, segment_bytes)
         if wire_dtype is not None and (wire_dtype not in WIRE_DTYPES or not flat.is_floating_point()):
             raise ValueError(
                 f"wire_dtype={wire_dtype} for a tensor of {flat.dtype}; use torch.float16 or torch.bfloat16 with real "
@@ -84,9 +86,9 @@ def ring_reduce_scatter(
     group = resolve_group(group)
     rank = group.rank()
     world_size = group.size()
-    with flat_buffer(tensor, group) as flat:
+    with exclusive_use(group, "ring_reduce_scatter"), flat_buffer(tensor, group) as flat:
         _require_same_call(group, f"ring_reduce_scatter, {op}", flat, segment_bytes)
-        require_op(op, flat.dtype, segment_bytes)
+        require_op(op, flat, segment_bytes)
         if op == "mean":
             flat.div_(world_size)
         run_ring(
@@ -113,7 +115,7 @@ def ring_all_gather(
         PeerError: as `ring_all_reduce`.
     """
     group = resolve_group(group)
-    with flat_buffer(tensor, group) as flat:
+    with exclusive_use(group, "ring_all_gather"), flat_buffer(tensor, group) as flat:
         _require_same_call(group, "ring_all_gather", flat, segment_bytes)
         require_segment(segment_bytes)
         run_ring(flat, group, num_reducing=0, num_copying=group.size() - 1, segment_bytes=segment_bytes)
@@ -125,15 +127,27 @@ def _require_same_call(group: dist.ProcessGroup, call: str, flat: torch.Tensor, 
     require_same_call(group, f"{call}, {size}, segments of {segment_bytes} bytes", flat.device)
 
 
-def require_op(op: str, dtype: torch.dtype, segment_bytes: int) -> None:
-    """Raise ValueError if ``op`` does not fit ``dtype``.
+def require_op(op: str, flat: torch.Tensor, segment_bytes: int) -> None:
+    """Raise ValueError if ``op`` does not fit the dtype of ``flat``.
 
     Call it after `require_same_call`: a rank that raised before it would leave its peers waiting.
     """
+    dtype = flat.dtype
     if op not in OPS:
         raise ValueError(f"op={op!r} is not known; use one of {', '.join(OPS)}")
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"the mean of {dtype} is not defined; sum and divide, or use a floating-point tensor")
+    # Without this trial, the ranks would fail at different steps of the ring, and blame each other.
+    trial = flat.new_empty(1)
+    try:
+        trial.add_(trial)
+        if op == "mean":
+            trial.div_(2)
+    except RuntimeError as error:  # also NotImplementedError
+        raise ValueError(
+            f"PyTorch cannot compute the {op} of {dtype} on {flat.device.type}; cast the tensor to a dtype that it can "
+            "add, such as torch.int32 or torch.float32"
+        ) from error
     require_segment(segment_bytes)
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import zlib
+from functools import lru_cache
 from itertools import count
 from weakref import WeakKeyDictionary
 
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dp.collectives.groups import all_gather, resolve_group
+from lightning_dp.collectives.groups import all_gather, exclusive_use, resolve_group
 from lightning_dp.collectives.point_to_point import peer_error
 from lightning_dp.collectives.unix_sockets import connect
 
@@ -28,16 +30,17 @@ MAX_BYTES = 32 * 1024
 _BUFFER_BYTES = 4 * MAX_BYTES
 # Number of non-blocking attempts to receive before the thread sleeps. Waking up takes longer than a typical message.
 _MAX_POLLS = 50
-# Index of the call, and bytes of the tensor. The size of the header keeps the tensor behind it aligned for any dtype.
-_HEADER = struct.Struct("<QQ")
+# Index of the call, and dtype and shape of the tensor. With 64 bytes the tensor behind it is aligned for any dtype.
+_HEADER = struct.Struct("<Q56s")
 
 
 def small_all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Gather ``tensor`` from all ranks, fastest for at most `MAX_BYTES` on the CPU.
 
-    Every rank of the group must call it, with the same shape and dtype. If all ranks of the group share a host, CPU
-    tensors of at most `MAX_BYTES` are sent over Unix sockets, which the first call connects. All ranks choose the same
-    way.
+    Every rank of the group must call it, with the same shape and dtype, and from one thread at a time. If all ranks of
+    the group share a host, CPU tensors of at most `MAX_BYTES` are sent over Unix sockets, which the first call
+    connects. All ranks choose the same way: the ranks of one host compare dtype and shape over the sockets, also for
+    larger tensors, which they then gather with the group's own all-gather. Between hosts nothing is compared.
 
     Under ``torch.compile`` the group's own all-gather is used, without a graph break: the compiler knows that it must
     not reorder collectives, but knows nothing about sockets. Compile on all ranks or on none.
@@ -51,9 +54,10 @@ def small_all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
 
     Raises:
         PeerError: a rank has died, has been silent for longer than the timeout of the group, or makes another call.
+        RuntimeError: another thread is using the group.
     """
     group = resolve_group(group)
-    if tensor.device.type != "cpu" or not 0 < tensor.nbytes <= MAX_BYTES:
+    if tensor.device.type != "cpu":
         return all_gather(tensor, group)
     if torch.compiler.is_compiling():
         _disable_sockets(group)
@@ -76,7 +80,10 @@ def _gather_over_sockets(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         sockets = connect(group, _BUFFER_BYTES)
         _socket_gathers[group] = None if sockets is None else SocketAllGather(sockets)
     socket_gather = _socket_gathers[group]
-    return all_gather(tensor, group) if socket_gather is None else socket_gather.all_gather(tensor, group)
+    if socket_gather is None:
+        return all_gather(tensor, group)
+    with exclusive_use(group, "small_all_gather"):
+        return socket_gather.all_gather(tensor, group)
 
 
 class SocketAllGather:
@@ -96,15 +103,26 @@ class SocketAllGather:
         """Gather ``tensor``, as `small_all_gather` does. ``group`` is the group that the sockets connect."""
         world_size = group.size()
         rank = group.rank()
-        header = _HEADER.pack(next(self._calls), tensor.nbytes)
-        message_bytes = len(header) + tensor.nbytes
+        header = _HEADER.pack(next(self._calls), _describe(tensor.dtype, tensor.shape))
+        # Messages of a large tensor are headers only. Without them, a rank whose tensor is just too large for the
+        # sockets would wait in the group's all-gather for a peer that waits at its socket.
+        is_small = tensor.nbytes <= MAX_BYTES
+        message_bytes = len(header) + tensor.nbytes * is_small
         # One buffer holds all messages. The result is a view of it that leaves out the headers.
         buffer = bytearray(world_size * message_bytes)
         messages = [memoryview(buffer)[start : start + message_bytes] for start in range(0, len(buffer), message_bytes)]
-        rows = torch.frombuffer(buffer, dtype=torch.uint8).view(world_size, message_bytes)[:, len(header) :]
-        gathered = rows.view(tensor.dtype).view(world_size, *tensor.shape)
         messages[rank][: len(header)] = header
-        gathered[rank] = tensor.detach()
+        gathered = tensor.new_empty(world_size, *tensor.shape)
+        if is_small and tensor.nbytes:
+            rows = torch.frombuffer(buffer, dtype=torch.uint8).view(world_size, message_bytes)[:, len(header) :]
+            gathered = rows.view(tensor.dtype).view(world_size, *tensor.shape)
+            gathered[rank] = tensor.detach()
+        self._exchange(messages, header, group)
+        return gathered.contiguous() if is_small else all_gather(tensor, group)
+
+    def _exchange(self, messages: list[memoryview], header: bytes, group: dist.ProcessGroup) -> None:
+        """Send ``messages[rank]`` to every peer, and fill the other messages with those of the peers."""
+        rank = group.rank()
         # All sends come before all receives: no rank waits for another rank to send first.
         for peer, connection in self._sockets.items():
             try:
@@ -116,7 +134,6 @@ class SocketAllGather:
                 _receive(connection, messages[peer], header)
             except OSError as error:
                 raise peer_error(group, "receive from", peer, error) from error
-        return gathered.contiguous()
 
     def __del__(self) -> None:
         for connection in self._sockets.values():
@@ -125,6 +142,13 @@ class SocketAllGather:
 
 # None: the group uses its own all-gather. The keys are weak, so that destroying a group closes its sockets.
 _socket_gathers: WeakKeyDictionary[dist.ProcessGroup, SocketAllGather | None] = WeakKeyDictionary()
+
+
+@lru_cache(maxsize=1024)
+def _describe(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    """Return dtype and shape in at most 56 bytes, with a checksum in place of what is too long."""
+    text = f"{str(dtype).removeprefix('torch.')} {list(shape)}".encode()
+    return text if len(text) <= 56 else text[:40] + b"... %08x" % zlib.crc32(text)
 
 
 def _receive(connection: socket.socket, message: memoryview, header: bytes) -> None:
@@ -151,9 +175,12 @@ def _receive(connection: socket.socket, message: memoryview, header: bytes) -> N
         received += num_bytes
         # Checked as soon as the header is there: a peer that sends fewer bytes would otherwise leave this rank waiting.
         if received >= len(header) and message[: len(header)] != header:
-            call, size = _HEADER.unpack(message[: len(header)])
-            own_call, own_size = _HEADER.unpack(header)
             raise ConnectionAbortedError(
-                f"it sent {size} bytes in call {call}, where this rank sent {own_size} bytes in call {own_call}; all "
-                "ranks must make the same calls"
+                f"it sent {_describe_header(message[: len(header)])}, where this rank sent {_describe_header(header)}; "
+                "all ranks must make the same calls"
             )
+
+
+def _describe_header(header: bytes | memoryview) -> str:
+    call, description = _HEADER.unpack(header)
+    return f"{description.rstrip(bytes(1)).decode()} in call {call}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lightning_dp.collectives.groups import resolve_group
+from lightning_dp.collectives.groups import exclusive_use, resolve_group
 from lightning_dp.collectives.point_to_point import Transfer, flat_buffer, post
 from lightning_dp.collectives.ring import SEGMENT_BYTES, require_op
 from lightning_dp.collectives.same_call import require_same_call
@@ -42,10 +42,10 @@ def star_all_reduce(
         PeerError: a rank has died, or has been silent for longer than the timeout of the group.
     """
     group = resolve_group(group)
-    with flat_buffer(tensor, group) as flat:
+    with exclusive_use(group, "star_all_reduce"), flat_buffer(tensor, group) as flat:
         call = f"star_all_reduce, {op} on rank {reducer}, {flat.numel()} elements of {flat.dtype}"
         require_same_call(group, f"{call}, segments of {segment_bytes} bytes", flat.device)
-        require_op(op, flat.dtype, segment_bytes)
+        require_op(op, flat, segment_bytes)
         if not 0 <= reducer < group.size():
             raise ValueError(
                 f"reducer={reducer} is not in a group of {group.size()} ranks; use 0 to {group.size() - 1}"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -11,8 +14,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dp._lightning import Callback, DDPStrategy, LightningModule, Trainer
+from lightning_dp._private.torch_names import group_timeout
 from lightning_dp.collectives import RingState, comm_hooks, ring_all_reduce_hook
-from tests.ranks import run_processes
+from tests.ranks import run_processes, run_threads
 
 THREAD = "ring_all_reduce_hook"
 
@@ -196,6 +200,42 @@ def disagreeing(rank):
 
 def test_an_error_in_the_ring_is_raised_by_backward():
     assert run_processes(2, disagreeing) == [[], []]
+
+
+def test_copies_and_pickles_hold_the_options():
+    state = RingState(wire_dtype=torch.bfloat16, segment_bytes=1000)
+    state._error = RuntimeError("of the original")
+    for copied in (copy.copy(state), copy.deepcopy(state), pickle.loads(pickle.dumps(state))):  # noqa: S301
+        assert (copied.wire_dtype, copied.segment_bytes, copied.group) == (torch.bfloat16, 1000, None)
+        assert copied._lock is not state._lock
+        assert copied._error is None
+
+
+def copied_with_group(rank, group):
+    state = RingState(group, torch.float16)
+    for copied in (copy.copy(state), copy.deepcopy(state)):
+        assert copied.group is group
+        assert copied.wire_dtype == torch.float16
+    with pytest.raises(TypeError, match=r"RingState\(group=\.\.\.\) cannot be pickled"):
+        pickle.dumps(state)
+
+
+def test_a_copy_shares_the_group_and_a_pickle_cannot_hold_it():
+    run_threads(1, copied_with_group)
+
+
+def timeout_of_the_ring(rank):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=17))
+    state = RingState()
+    state.submit(torch.ones(3)).wait()
+    (ring_group,) = (group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD)
+    seconds = group_timeout(ring_group, torch.device("cpu")).total_seconds()
+    state.close()
+    return seconds
+
+
+def test_the_ring_has_the_timeout_of_the_default_group():
+    assert run_processes(2, timeout_of_the_ring) == [17, 17]
 
 
 def wrong_state(rank):

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import torch.distributed as dist
 
 from lightning_dp.collectives import PeerError, ring_all_gather, ring_all_reduce, ring_reduce_scatter, star_all_reduce
 from lightning_dp.collectives import ring as ring_module
+from lightning_dp.collectives.groups import exclusive_use
+from lightning_dp.collectives.small_all_gather import small_all_gather
 from tests.ranks import run_processes, run_threads, thread_group
 
 ODD_CALLS = {
@@ -65,6 +68,33 @@ def unfit(rank, group):
 
 def test_invalid_arguments_are_refused():
     run_threads(2, unfit)
+
+
+class TwoThreads:
+    """Rank 0 calls ``collective`` from a second thread while the first one is using the group."""
+
+    def __init__(self, collective) -> None:
+        self.collective = collective
+        self.second_was_refused = threading.Event()
+
+    def __call__(self, rank, group):
+        small_all_gather(torch.ones(1), group)  # connects the sockets, which later calls use
+        if rank == 1:
+            assert self.second_was_refused.wait(20)
+            return self.collective(torch.ones(4), group).sum().item()
+        refused = pytest.raises(RuntimeError, match="another thread is using this process group.*new_group")
+        with exclusive_use(group, "first call"), ThreadPoolExecutor(1) as second_thread, refused:
+            second_thread.submit(self.collective, torch.ones(4), group).result()
+        self.second_was_refused.set()
+        return self.collective(torch.ones(4), group).sum().item()
+
+
+@pytest.mark.parametrize(
+    ("collective", "total"),
+    [(ring_all_reduce, 8), (ring_reduce_scatter, 4), (ring_all_gather, 4), (star_all_reduce, 8), (small_all_gather, 8)],
+)
+def test_a_second_thread_on_a_group_is_refused(collective, total):
+    assert run_threads(2, TwoThreads(collective)) == [total] * 2
 
 
 WORLD_SIZE, GONE = 4, 2

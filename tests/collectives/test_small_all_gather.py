@@ -150,13 +150,37 @@ def test_a_silent_rank_is_named_after_the_timeout_of_the_group():
     assert "the group's timeout is over" in failing(lambda group: None, 0.2)
 
 
-def test_a_rank_that_makes_another_call_is_named():
-    def smaller(group: dist.ProcessGroup) -> None:
-        with pytest.raises(PeerError):
-            small_all_gather(torch.ones(2), group)
+OTHER_TENSORS = {
+    "smaller": (torch.ones(2), "float32 [2]"),
+    "of another dtype": (torch.ones(3, dtype=torch.int32), "int32 [3]"),
+    "of another shape": (torch.ones(3, 1), "float32 [3, 1]"),
+    "empty": (torch.ones(0, 3), "float32 [0, 3]"),
+    "too large for the sockets": (torch.ones(MAX_BYTES // 4 + 1), f"float32 [{MAX_BYTES // 4 + 1}]"),
+    "of many dimensions": (torch.ones([1] * 29 + [3]), "float32 [" + "1, " * 10 + "1... "),
+}
 
-    text = failing(smaller, 30)
-    assert "it sent 8 bytes in call 1, where this rank sent 12 bytes in call 1" in text
+
+@pytest.mark.parametrize("kind", OTHER_TENSORS)
+def test_a_rank_that_sends_another_tensor_is_named(kind):
+    tensor, description = OTHER_TENSORS[kind]
+
+    def other(group: dist.ProcessGroup) -> None:
+        with pytest.raises(PeerError, match=r"it sent float32 \[3\] in call 1, where this rank sent"):
+            small_all_gather(tensor, group)
+
+    text = failing(other, 10)
+    assert f"it sent {description}" in text
+    assert text.endswith("in call 1, where this rank sent float32 [3] in call 1; all ranks must make the same calls")
+
+
+def test_shapes_whose_description_is_cut_off_are_told_apart():
+    def gather(rank: int, group: dist.ProcessGroup) -> None:
+        shape = [1] * 30
+        shape[20 + rank] = 2
+        with pytest.raises(PeerError, match="it sent float32"):
+            small_all_gather(torch.ones(shape), group)
+
+    run_threads(2, gather)
 
 
 def open_and_close(rank: int) -> None:
