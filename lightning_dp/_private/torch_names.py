@@ -36,6 +36,7 @@ __all__ = [
     "has_compiled_forward",
     "has_modes",
     "ignore_in_ddp",
+    "inside_function_transform",
     "make_wrapper_tensor",
     "mark_stepped",
     "on_compile_start",
@@ -119,6 +120,11 @@ def check_input_dim(layer: BatchNorm, input: Tensor) -> None:
 def has_compiled_forward(module: nn.Module) -> bool:
     """Return whether ``module.compile()`` was called."""
     return module._compiled_call_impl is not None
+
+
+def inside_function_transform() -> bool:
+    """Return whether this code runs inside ``torch.func.grad``, ``torch.vmap`` or another function transform."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def scaler_device(scaler: torch.amp.GradScaler) -> str:

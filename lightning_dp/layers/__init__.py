@@ -6,11 +6,13 @@ from lightning_dp.layers.global_batch_norm import (
     GlobalBatchNorm2d,
     GlobalBatchNorm3d,
 )
+from lightning_dp.layers.running_statistics import average_running_statistics
 from lightning_dp.layers.surgery import (
     NoEffectWarning,
     apply_global_batch_norm,
-    average_running_statistics,
     global_batch_norm_layers,
+    revert_global_batch_norm,
+    unconverted_layer_names,
 )
 
 __all__ = [
@@ -22,4 +24,6 @@ __all__ = [
     "apply_global_batch_norm",
     "average_running_statistics",
     "global_batch_norm_layers",
+    "revert_global_batch_norm",
+    "unconverted_layer_names",
 ]

@@ -92,11 +92,11 @@ def combine_moments(moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class GlobalBatchNormFunction(torch.autograd.Function):
-    """Forward and backward of Algorithms 1 to 5: ``(x, weight, bias, eps, group) -> y, mean, var``.
+    """Forward and backward of Algorithms 1 to 5: ``(x, weight, bias, eps, group) -> y, mean, var, counts``.
 
     ``x`` and ``y`` are (N, C, *), ``weight`` and ``bias`` are (C,) or None. ``mean`` and the unbiased ``var``, (C,),
-    are those of the union of all ranks' batches. They are meant for the running statistics. No gradient flows through
-    them.
+    are those of the union of all ranks' batches, and ``counts``, (ranks,), the number of values per channel of each
+    rank. They are meant for the running statistics. No gradient flows through them.
 
     Every rank of ``group`` must call the forward, and the backward if ``x`` needs a gradient. Each is one all-gather,
     of 2 C + 1 and of 2 C numbers. A rank with an empty batch (N = 0) takes part as well. The gradients of weight and
@@ -107,7 +107,7 @@ class GlobalBatchNormFunction(torch.autograd.Function):
     @override
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: dist.ProcessGroup | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x = x.contiguous(memory_format=_format(x))
         dtype = statistics_dtype(x)
         mean, deviations = local_moments(x, eps)
@@ -115,10 +115,11 @@ class GlobalBatchNormFunction(torch.autograd.Function):
         gathered = small_all_gather(packed, group)
         mean, var, unbiased = (moment.to(dtype) for moment in combine_moments(gathered))
         invstd = (var + eps).rsqrt_()
-        ctx.save_for_backward(x, weight, mean, invstd, gathered[:, -1])
+        counts = gathered[:, -1]
+        ctx.save_for_backward(x, weight, mean, invstd, counts)
         ctx.group = group
-        ctx.mark_non_differentiable(mean, unbiased)
-        return _normalize(x, _to(weight, dtype), _to(bias, dtype), mean, invstd), mean, unbiased
+        ctx.mark_non_differentiable(mean, unbiased, counts)
+        return _normalize(x, _to(weight, dtype), _to(bias, dtype), mean, invstd), mean, unbiased, counts
 
     @staticmethod
     @override

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_dp._private.torch_names import BatchNorm, check_input_dim
+from lightning_dp._private.torch_names import BatchNorm, check_input_dim, inside_function_transform
 from lightning_dp.collectives.groups import group_size
 from lightning_dp.layers.batch_statistics import GlobalBatchNormFunction
 
@@ -39,6 +39,9 @@ class GlobalBatchNorm(BatchNorm):
     rank of the group must then call the layer equally often, with an empty batch if it has no data. A forward is one
     all-gather, a backward another. In all other cases the layer calls PyTorch's forward and does not communicate.
 
+    A batch that is empty on all ranks leaves the running statistics as they are, as in PyTorch. Input that PyTorch's
+    layer refuses is refused, too, with one exception: a rank may have a single value per channel.
+
     Parameters, buffers and state_dict keys are those of PyTorch's layer. The gradients of weight and bias are those of
     this rank's part of the loss. Data-parallel training averages them over the ranks.
 
@@ -49,11 +52,18 @@ class GlobalBatchNorm(BatchNorm):
     Attributes:
         is_global: whether statistics are global. Change it on all ranks of the group between the same two forwards.
         group: as the argument. A deep copy shares the group, a pickled layer does not hold it.
+        had_single_value: whether a global forward on this rank had a single value per channel, which local statistics
+            do not accept.
+
+    Raises:
+        ValueError: in a global forward: number of channels or dtype of the input do not fit the layer.
+        NotImplementedError: in a global forward inside ``torch.func.grad``, ``torch.vmap`` or another transform.
     """
 
     def __init__(self, *args: Any, group: dist.ProcessGroup | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.is_global = True
+        self.had_single_value = False
         self.group = group
 
     @property
@@ -69,21 +79,70 @@ class GlobalBatchNorm(BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not (self.is_global and self.training and group_size(self.group) > 1):
             return super().forward(input)
-        check_input_dim(self, input)
-        if input.shape[0] == 0 and torch.compiler.is_compiling():
-            _refuse_empty_batch()
-        output, mean, var = GlobalBatchNormFunction.apply(input, self.weight, self.bias, self.eps, self.group)
-        if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
-            momentum = self._count_batch()
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-            self.running_var.lerp_(var.to(self.running_var.dtype), momentum)
+        self._check_input(input)
+        if input.numel() == input.shape[1]:
+            self.had_single_value = True
+        output, mean, var, counts = GlobalBatchNormFunction.apply(input, self.weight, self.bias, self.eps, self.group)
+        if self.track_running_stats:
+            self._update_running_statistics(mean, var, counts, is_empty=input.numel() == 0)
         return output
 
-    def _count_batch(self) -> float:
-        """Count this batch and return its weight in the running statistics, as PyTorch's forward does."""
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+    def _update_running_statistics(self, mean: Tensor, var: Tensor, counts: Tensor, is_empty: bool) -> None:
+        """Update the buffers as PyTorch's forward does.
+
+        Args:
+            mean: (C,) of all ranks' batches.
+            var: (C,), unbiased.
+            counts: (ranks,) number of values per channel of each rank.
+            is_empty: whether the batch of this rank is empty.
+        """
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
+        for running, new in ((self.running_mean, mean), (self.running_var, var)):
+            if running is None:
+                continue
+            new = new.to(running.dtype)
+            if is_empty:
+                # All batches may be empty. Reading the counts on the host would wait for the GPU, and a rank that has
+                # data itself need not ask.
+                new = torch.where(counts.sum() > 0, new, running)
+            running.lerp_(new, momentum)
+
+    def _check_input(self, input: Tensor) -> None:
+        """Raise for input that PyTorch's layer would refuse, or that cannot have global statistics."""
+        check_input_dim(self, input)
+        if torch.compiler.is_compiling():
+            if input.shape[0] == 0:
+                _refuse_empty_batch()
+        elif inside_function_transform():
+            raise NotImplementedError(
+                f"{type(self).__name__} cannot share statistics inside torch.func.grad, torch.vmap and other "
+                "transforms, which cannot pass through a collective; set is_global=False, or use torch.autograd"
+            )
+        for name, values in (("weight", self.weight), ("running_mean", self.running_mean)):
+            if values is None:
+                continue
+            # Without this check a single channel would be broadcast to all channels of the layer.
+            if input.shape[1] != values.shape[0]:
+                raise ValueError(
+                    f"{type(self).__name__}: the input of shape {list(input.shape)} has {input.shape[1]} channels, but "
+                    f"{name} has {values.shape[0]}"
+                )
+            if input.numel() and not _accepts(values.dtype, input.dtype):
+                # Global statistics could be computed, but training would fail when they become local.
+                raise ValueError(
+                    f"{type(self).__name__}: the input is {input.dtype} and {name} is {values.dtype}, which PyTorch's "
+                    "batch norm does not accept; cast the input, or keep the layer in torch.float32"
+                )
+
+
+def _accepts(parameter: torch.dtype, input: torch.dtype) -> bool:
+    """Return whether PyTorch's batch norm accepts input of this dtype for parameters or buffers of the other."""
+    is_half = input in (torch.float16, torch.bfloat16)
+    return parameter == input or (parameter == torch.float32 and is_half)
 
 
 @torch.compiler.disable  # an exception inside a traced function would not be raised

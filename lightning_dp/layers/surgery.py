@@ -1,15 +1,15 @@
-"""Conversion of a model to global batch norm layers in place, and averaging of their running statistics."""
+"""Conversion of a model to global batch norm layers in place, and back."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Collection
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dp._private.torch_names import BatchNorm, child_entries
-from lightning_dp.collectives.groups import group_size
+from lightning_dp._private.torch_names import BatchNorm, OptimizedModule, child_entries, has_compiled_forward
 from lightning_dp.layers.global_batch_norm import (
     GlobalBatchNorm,
     GlobalBatchNorm1d,
@@ -22,6 +22,13 @@ _GLOBAL: dict[type[nn.Module], type[GlobalBatchNorm]] = {
     nn.BatchNorm2d: GlobalBatchNorm2d,
     nn.BatchNorm3d: GlobalBatchNorm3d,
 }
+_PLAIN: dict[type[nn.Module], type[BatchNorm]] = {
+    GlobalBatchNorm1d: nn.BatchNorm1d,
+    GlobalBatchNorm2d: nn.BatchNorm2d,
+    GlobalBatchNorm3d: nn.BatchNorm3d,
+}
+# The attributes that a global layer has beside those of PyTorch's layer.
+_GLOBAL_ATTRIBUTES = vars(GlobalBatchNorm1d(1)).keys() - vars(nn.BatchNorm1d(1)).keys()
 
 
 class NoEffectWarning(UserWarning):
@@ -34,7 +41,7 @@ def apply_global_batch_norm(model: nn.Module, group: dist.ProcessGroup | None = 
     The new layer has the same parameter and buffer tensors, so that optimizers stay valid and the state_dict does not
     change. It also has the same training mode and hooks. A layer that is registered at several places is replaced by
     one layer at all of them. Layers that are already global only get ``group``. References outside the module tree,
-    for example in a plain list, keep the old layer.
+    for example in a plain list, keep the old layer. `revert_global_batch_norm` is the reverse.
 
     Args:
         model: contains the layers. It cannot be a batch norm layer itself.
@@ -44,18 +51,12 @@ def apply_global_batch_norm(model: nn.Module, group: dist.ProcessGroup | None = 
         Number of layers replaced. If the model has no batch norm layer, 0 and a `NoEffectWarning`.
 
     Raises:
-        ValueError: ``model`` is a batch norm layer, or contains one with another forward, such as SyncBatchNorm. The
-            model has not been changed then.
+        ValueError: ``model`` is a batch norm layer, or contains one with another forward, such as SyncBatchNorm, or one
+            that is compiled or scripted on its own. The model has not been changed then.
     """
     for name, module in model.named_modules():
         _check_convertible(name, module)
-    converted: dict[nn.Module, GlobalBatchNorm] = {}
-    for parent in list(model.modules()):
-        for name, child in child_entries(parent):
-            if child is not None and type(child) in _GLOBAL:
-                if child not in converted:
-                    converted[child] = _to_global(child)
-                setattr(parent, name, converted[child])
+    num_replaced = _replace(model, lambda layer: _to_global(layer) if type(layer) in _GLOBAL else None)
     layers = global_batch_norm_layers(model)
     for layer in layers:
         layer.group = group
@@ -63,7 +64,32 @@ def apply_global_batch_norm(model: nn.Module, group: dist.ProcessGroup | None = 
         warnings.warn(
             f"{type(model).__name__} has no BatchNorm1d, 2d or 3d: nothing was converted", NoEffectWarning, stacklevel=2
         )
-    return len(converted)
+    return num_replaced
+
+
+def revert_global_batch_norm(model: nn.Module, names: Collection[str] | None = None) -> int:
+    """Replace each GlobalBatchNorm1d/2d/3d in ``model`` by PyTorch's layer, in place. No rank needs to wait for others.
+
+    The exact reverse of `apply_global_batch_norm`: parameter and buffer tensors, training mode, hooks and places stay
+    the same. A reverted model can be scripted, traced, fused and quantized, as before the conversion.
+
+    Args:
+        model: contains the layers. It cannot be a batch norm layer itself.
+        names: names of the layers to revert, as in ``model.named_modules()``. None: all.
+
+    Returns:
+        Number of layers replaced. It is 0 if the model has no global batch norm layer.
+
+    Raises:
+        ValueError: a layer to revert is ``model`` itself, has another forward, or is compiled on its own. The model has
+            not been changed then.
+    """
+    to_revert: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, GlobalBatchNorm) and (names is None or name in names):
+            _require_replaceable(name, module, _PLAIN, "revert")
+            to_revert.add(module)
+    return _replace(model, lambda layer: _to_plain(layer) if layer in to_revert else None)
 
 
 def global_batch_norm_layers(model: nn.Module) -> list[GlobalBatchNorm]:
@@ -71,48 +97,80 @@ def global_batch_norm_layers(model: nn.Module) -> list[GlobalBatchNorm]:
     return [module for module in model.modules() if isinstance(module, GlobalBatchNorm)]
 
 
-@torch.no_grad()
-def average_running_statistics(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Replace the running means and variances of the global layers by their means over the ranks, in place.
+def unconverted_layer_names(model: nn.Module) -> list[str]:
+    """Return the names of the layers in ``model`` that `apply_global_batch_norm` would replace."""
+    return [name for name, module in model.named_modules() if type(module) in _GLOBAL]
 
-    Every rank of ``group`` must call it. It is one all-reduce.
 
-    The mean of the variances is what local statistics normalize with. It leaves out the variance between the means of
-    the ranks. That is sampling noise if the ranks draw from one distribution (shuffled data, batches of equal size) and
-    have more than a few images each. With one image per rank it is not, because the pixels of an image are correlated.
-    Running statistics are linear in the statistics of the batches, so averaging more often does not change the result.
-    """
-    layers = [layer for layer in global_batch_norm_layers(model) if layer.running_mean is not None]
-    buffers = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
-    size = group_size(group)
-    if size == 1 or not buffers:
-        return
-    packed = torch.cat([buffer.double() for buffer in buffers])
-    dist.all_reduce(packed, group=group)
-    for buffer, mean in zip(buffers, (packed / size).split([b.numel() for b in buffers]), strict=True):
-        buffer.copy_(mean)
+def _replace(model: nn.Module, convert: Callable[[nn.Module], nn.Module | None]) -> int:
+    """Put ``convert(layer)`` in the place of each layer in ``model`` for which it is not None. Return their number."""
+    replaced: dict[nn.Module, nn.Module] = {}
+    for parent in list(model.modules()):
+        for name, child in child_entries(parent):
+            if child is None:
+                continue
+            if child not in replaced:
+                new = convert(child)
+                if new is None:
+                    continue
+                replaced[child] = new
+            setattr(parent, name, replaced[child])
+    return len(replaced)
 
 
 def _check_convertible(name: str, module: nn.Module) -> None:
-    """Raise ValueError for a batch norm layer whose behavior a conversion would lose."""
+    """Raise ValueError for a batch norm layer whose behavior a conversion would lose, or that it cannot reach."""
+    if isinstance(module, torch.jit.ScriptModule):
+        if module.original_name.startswith(("BatchNorm", "SyncBatchNorm")):
+            raise ValueError(
+                f"cannot convert layer {name!r}, a {module.original_name}: it is scripted; script the "
+                "model after training"
+            )
+        return
+    if isinstance(module, OptimizedModule):
+        for _, child in child_entries(module):
+            if isinstance(child, BatchNorm):
+                raise ValueError(_refusal("convert", name, child, _COMPILED))
     if not isinstance(module, BatchNorm) or isinstance(module, GlobalBatchNorm):
         return
-    kind = type(module).__name__
     if isinstance(module, nn.SyncBatchNorm):
         remedy = "it shares statistics already and cannot be switched; build the model with plain BatchNorm layers"
-    elif isinstance(module, nn.modules.lazy.LazyModuleMixin):
+        raise ValueError(_refusal("convert", name, module, remedy))
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin):
         remedy = "its number of channels is not known yet; run one batch through the model first"
-    elif type(module) not in _GLOBAL or "forward" in vars(module):
+        raise ValueError(_refusal("convert", name, module, remedy))
+    _require_replaceable(name, module, _GLOBAL, "convert")
+
+
+_COMPILED = "it is compiled on its own, and the compiled code would keep calling the old layer; compile the whole model"
+
+
+def _require_replaceable(name: str, module: nn.Module, kinds: Collection[type[nn.Module]], action: str) -> None:
+    """Raise ValueError if replacing ``module`` would lose its behavior, or not take effect."""
+    if type(module) not in kinds or "forward" in vars(module):
         remedy = "its own forward would be lost; replace it by a plain BatchNorm layer or by GlobalBatchNorm1d/2d/3d"
+    elif has_compiled_forward(module):
+        remedy = _COMPILED
     elif name == "":
-        remedy = "it has no parent module; put it into an nn.Sequential, or build a GlobalBatchNorm1d/2d/3d"
+        remedy = "it has no parent module; put it into an nn.Sequential, or build the other layer yourself"
     else:
         return
-    raise ValueError(f"cannot convert layer {name!r}, a {kind}: {remedy}")
+    raise ValueError(_refusal(action, name, module, remedy))
+
+
+def _refusal(action: str, name: str, module: nn.Module, remedy: str) -> str:
+    return f"cannot {action} layer {name!r}, a {type(module).__name__}: {remedy}"
 
 
 def _to_global(layer: nn.Module) -> GlobalBatchNorm:
     """Return a global layer with the contents of ``layer``, which must not be used any more: they share their state."""
     new = _GLOBAL[type(layer)](0, affine=False, track_running_stats=False)
     vars(new).update(vars(layer))
+    return new
+
+
+def _to_plain(layer: nn.Module) -> BatchNorm:
+    """Return a layer of PyTorch with the contents of ``layer``, which must not be used any more."""
+    new = _PLAIN[type(layer)](0, affine=False, track_running_stats=False)
+    vars(new).update({name: value for name, value in vars(layer).items() if name not in _GLOBAL_ATTRIBUTES})
     return new

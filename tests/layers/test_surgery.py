@@ -17,6 +17,7 @@ from lightning_dp.layers import (
     apply_global_batch_norm,
     average_running_statistics,
     global_batch_norm_layers,
+    revert_global_batch_norm,
 )
 from tests.ranks import run_threads
 
@@ -123,19 +124,32 @@ def wrapped() -> nn.Module:
     return layer
 
 
+def compiled() -> nn.Module:
+    layer = nn.BatchNorm2d(2)
+    layer.compile(backend="eager")
+    return layer
+
+
 @pytest.mark.parametrize(
-    ("layer", "message"),
+    ("make", "message"),
     [
-        (nn.SyncBatchNorm(2), "layer '1', a SyncBatchNorm: it shares statistics already"),
-        (nn.LazyBatchNorm2d(), "layer '1', a LazyBatchNorm2d: its number of channels is not known"),
-        (Activated(2), "layer '1', a Activated: its own forward would be lost"),
-        (wrapped(), "layer '1', a BatchNorm2d: its own forward would be lost"),
+        (lambda: nn.SyncBatchNorm(2), "layer '1', a SyncBatchNorm: it shares statistics already"),
+        (nn.LazyBatchNorm2d, "layer '1', a LazyBatchNorm2d: its number of channels is not known"),
+        (lambda: Activated(2), "layer '1', a Activated: its own forward would be lost"),
+        (wrapped, "layer '1', a BatchNorm2d: its own forward would be lost"),
+        (compiled, "layer '1', a BatchNorm2d: it is compiled on its own"),
+        (
+            lambda: torch.compile(nn.BatchNorm2d(2), backend="eager"),
+            "layer '1', a BatchNorm2d: it is compiled on its own",
+        ),
+        (lambda: torch.jit.script(nn.BatchNorm2d(2)), "layer '1', a BatchNorm2d: it is scripted"),
+        (lambda: torch.jit.script(nn.Sequential(nn.BatchNorm2d(2))), r"layer '1\.0', a BatchNorm2d: it is scripted"),
     ],
-    ids=["sync", "lazy", "subclass", "wrapped forward"],
+    ids=["sync", "lazy", "subclass", "wrapped forward", "compile()", "torch.compile", "scripted", "scripted parent"],
 )
-@pytest.mark.filterwarnings("ignore:Lazy modules")
-def test_layers_that_would_lose_behavior_are_refused_before_any_change(layer, message):
-    model = nn.Sequential(nn.BatchNorm2d(2), layer)
+@pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:.*deprecated:DeprecationWarning")
+def test_layers_that_would_lose_behavior_are_refused_before_any_change(make, message):
+    model = nn.Sequential(nn.BatchNorm2d(2), make())
     with pytest.raises(ValueError, match=message):
         apply_global_batch_norm(model)
     assert type(model[0]) is nn.BatchNorm2d
@@ -175,6 +189,26 @@ def check_averaged(ranks: list[list[Tensor]]) -> None:
         expected = torch.stack([b.double() for b in buffers]).mean(0).to(buffers[0].dtype)
         for rank in ranks:
             torch.testing.assert_close(rank[index], expected, rtol=0, atol=0)
+
+
+def test_copies_of_the_model_are_averaged_too(monkeypatch):
+    calls: list[int] = []
+    all_reduce = dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda x, **kwargs: (calls.append(x.numel()), all_reduce(x, **kwargs)))
+
+    def work(rank: int, group: dist.ProcessGroup) -> tuple[list[Tensor], list[Tensor]]:
+        model, copied = recorded(rank), recorded(rank + 2)
+        revert_global_batch_norm(copied)  # a copy that was made before the conversion
+        average_running_statistics(model, group, [copied])
+        return list(model.buffers()), list(copied.buffers())
+
+    ranks = run_threads(2, work)
+    check_averaged([model for model, _ in ranks])
+    assert calls == [2 * 2 * 10] * 2, "one collective per rank"
+    for index, buffers in enumerate(zip(*(recorded(rank).buffers() for rank in (2, 3)), strict=True)):
+        expected = torch.stack([b.double() for b in buffers]).mean(0).to(buffers[0].dtype)
+        for _, copied in ranks:
+            torch.testing.assert_close(copied[index], expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
