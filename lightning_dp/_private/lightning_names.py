@@ -25,8 +25,11 @@ def ddp_options(strategy: Any) -> dict[str, Any]:
 
 
 def strategy_timeout(strategy: Any) -> timedelta:
-    """Return the timeout of a DDPStrategy: the user's, or torch's default. It holds for every group that we make."""
-    timeout: timedelta | None = strategy._timeout
+    """Return the timeout that the user gave to a strategy, for every process group that is made for it.
+
+    Strategies that take no timeout have the default.
+    """
+    timeout: timedelta | None = getattr(strategy, "_timeout", None)
     return DEFAULT_TIMEOUT if timeout is None else timeout
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from typing import Any
 
 import torch
@@ -11,18 +10,21 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_dp._lightning import Callback, LightningModule, Trainer, require_own_trainer
-from lightning_dp._private.lightning_names import converts_batch_norm
-from lightning_dp._private.torch_names import ignore_in_ddp, stop_ignoring_in_ddp
-from lightning_dp.callbacks.convergence import Convergence, ask
-from lightning_dp.callbacks.statistics_policy import GlobalPhase, check_arguments, in_global_phase, local_batch_size
+from lightning_dp._private.lightning_names import converts_batch_norm, strategy_timeout
+from lightning_dp.callbacks.convergence import Convergence, Monitor, ask
+from lightning_dp.callbacks.conversion import BatchNormConversion
+from lightning_dp.callbacks.model_copies import average_over_ranks, model_copies
+from lightning_dp.callbacks.statistics_policy import (
+    GlobalPhase,
+    check_arguments,
+    in_global_phase,
+    local_batch_size,
+    single_value_error,
+)
+from lightning_dp.collectives.groups import create_groups, destroy_group
 from lightning_dp.collectives.small_all_gather import small_all_gather
 from lightning_dp.collectives.topology import RankTopology
-from lightning_dp.layers import (
-    NoEffectWarning,
-    apply_global_batch_norm,
-    average_running_statistics,
-    global_batch_norm_layers,
-)
+from lightning_dp.layers import GlobalBatchNorm, global_batch_norm_layers
 
 log = logging.getLogger(__name__)
 
@@ -30,17 +32,19 @@ log = logging.getLogger(__name__)
 class AdaptiveGlobalBatchNorm(Callback):
     """Share the statistics of batch norm between ranks while that is worth its communication.
 
-    Liu et al., "Training Deep Nets with larger batch size on multi-GPUs" (2018). ``fit`` converts the batch norm layers
-    of the model to `GlobalBatchNorm` layers. They stay converted. Statistics are global in a training step if both
-    conditions hold, and local in all other steps:
+    Liu et al., "Training Deep Nets with larger batch size on multi-GPUs" (2018). At the beginning of ``fit`` the batch
+    norm layers of the model are converted to `GlobalBatchNorm` layers, and at its end, also after an exception, they
+    are converted back. Statistics are global in a training step if both conditions hold, and local in all other steps:
 
     - training is in the global phase, which ``global_phase`` defines: before the convergence criterion is met, after
       it, or always;
     - the global batch of the step is smaller than ``max_batch_size``.
 
-    Rank 0 evaluates the criterion once per epoch, for all ranks. In local steps each rank has its own running
-    statistics. They are averaged over all ranks before validation, before a checkpoint is saved and at the end of
-    training. ``agbn/is_global``, logged once per epoch, is the fraction of its batches with global statistics.
+    Rank 0 evaluates the criterion once per epoch, for all ranks. A criterion with an attribute ``monitor`` is evaluated
+    only in epochs in which that metric was logged. In local steps each rank has its own running statistics. They are
+    averaged over all ranks before validation, before a checkpoint is saved and at the end of training, in the model and
+    in the copies of it that other callbacks hold, such as WeightAveraging. ``agbn/is_global``, logged once per epoch,
+    is the fraction of its batches with global statistics. It is the same on all ranks.
 
     Args:
         max_batch_size: BZ_max in section 4.3 of the paper. Statistics are local from this global batch size on. The
@@ -55,7 +59,11 @@ class AdaptiveGlobalBatchNorm(Callback):
 
     Raises:
         ValueError: a value is out of range, or ``convergence`` and ``global_phase`` contradict each other. In ``fit``:
-            the model has no batch norm layer, or ``group_size`` does not divide the world size.
+            the model has no batch norm layer, or one that was created in ``setup`` or ``configure_model``;
+            ``group_size`` does not divide the world size; the monitored metric is missing after a validation; or, while
+            statistics are global and a criterion can make them local, a rank has a single value per channel, which
+            local statistics do not accept.
+        PeerError: a rank has died, or has been silent for longer than the timeout of the strategy.
     """
 
     def __init__(
@@ -71,54 +79,54 @@ class AdaptiveGlobalBatchNorm(Callback):
         self.global_phase = global_phase
         self.group_size = group_size
         self._converged = False
+        self._monitor = Monitor(convergence)
+        self._conversion = BatchNormConversion(type(self).__name__)
+        self._reset()
+
+    def _reset(self) -> None:
+        """Set what belongs to a single fit to its initial state."""
         self._is_global: bool | None = None  # in the last training step; None before the first one
         self._num_batches = 0  # in this epoch
         self._num_global_batches = 0  # in this epoch
         self._ranks_differ = False  # whether the running statistics differ between ranks
+        self._validated = False  # in this epoch
+        self._checked_batch = False  # whether the first batch was checked for single values
         self._statistics_group: dist.ProcessGroup | None = None
         self._batch_size_group: dist.ProcessGroup | None = None
-        self._ignored_names: list[str] = []
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         require_own_trainer(self, trainer)
         if stage != "fit":
             return
+        self._reset()
         if trainer.world_size > 1 and not dist.is_initialized():
             raise ValueError(f"{type(trainer.strategy).__name__} does not use torch.distributed; use strategy='ddp'")
         if converts_batch_norm(trainer.strategy):
             raise ValueError("Trainer(sync_batchnorm=True) would replace the layers of this callback; leave it out")
         topology = RankTopology(trainer.world_size, self.group_size or trainer.world_size)
-        if topology.num_groups > 1:
-            groups = [dist.new_group(topology.members(first)) for first in topology.peers(0)]
-            self._statistics_group = groups[topology.group_of(trainer.global_rank)]
-        if trainer.world_size > 1 and self.max_batch_size is not None:
-            # A gloo group, because the host needs the number: on a GPU it would have to wait for all queued kernels.
-            self._batch_size_group = dist.new_group(backend="gloo")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NoEffectWarning)
-            apply_global_batch_norm(pl_module, self._statistics_group)
-        layers = global_batch_norm_layers(pl_module)
-        if not layers:
-            raise ValueError(
-                f"{type(pl_module).__name__} has no BatchNorm1d, 2d or 3d for {type(self).__name__} to work on; build "
-                "the layers in __init__ (setup and configure_model come too late), or remove the callback"
-            )
-        self._keep_from_ddp(pl_module)
+        # The model first: if it is refused, no process group is left behind.
+        layers = self._conversion.apply(pl_module)
+        self._create_groups(trainer, topology)
+        for layer in layers:
+            layer.group = self._statistics_group
         if trainer.is_global_zero:
             ranks = f"{topology.group_size} of {topology.world_size} ranks"
             log.info(f"{type(self).__name__}: {len(layers)} batch norm layers, statistics over {ranks}")
 
-    def _keep_from_ddp(self, pl_module: LightningModule) -> None:
-        """Exclude the running statistics from DDP's broadcasts, which would replace those of all ranks by rank 0's."""
-        ours = {id(buffer) for layer in global_batch_norm_layers(pl_module) for buffer in layer.buffers()}
-        # A layer that is registered at two places has two names, and DDP may use either.
-        buffers = pl_module.named_buffers(remove_duplicate=False)
-        self._ignored_names = [name for name, buffer in buffers if id(buffer) in ours]
-        ignore_in_ddp(pl_module, self._ignored_names)
+    def _create_groups(self, trainer: Trainer, topology: RankTopology) -> None:
+        timeout = strategy_timeout(trainer.strategy)
+        if topology.num_groups > 1:
+            partition = [topology.members(first) for first in topology.peers(0)]
+            self._statistics_group = create_groups(partition, trainer.global_rank, timeout)
+        if topology.world_size > 1 and self.max_batch_size is not None:
+            # A gloo group, because the host needs the number: on a GPU it would have to wait for all queued kernels.
+            ranks = list(range(topology.world_size))
+            self._batch_size_group = create_groups([ranks], trainer.global_rank, timeout, "gloo")
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._conversion.require_complete(pl_module)
         # All ranks start with the buffers of rank 0, as under DDP, which has been told to leave them out.
         if trainer.world_size > 1:
             for buffer in (buffer for layer in global_batch_norm_layers(pl_module) for buffer in layer.buffers()):
@@ -126,8 +134,10 @@ class AdaptiveGlobalBatchNorm(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._conversion.require_complete(pl_module)
         self._num_batches = 0
         self._num_global_batches = 0
+        self._validated = False
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -157,9 +167,35 @@ class AdaptiveGlobalBatchNorm(Callback):
         return is_global, f"global batch size {batch_size} {relation} max_batch_size={self.max_batch_size}"
 
     @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._checked_batch:
+            self._checked_batch = True
+            self._refuse_single_values(trainer, pl_module)
+
+    def _refuse_single_values(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Raise, on all ranks, if any rank had a batch on which training would fail once statistics become local.
+
+        `max_batch_size` alone is no reason: a batch that is global because it is small stays global.
+        """
+        can_become_local = self.global_phase == "until_converged" and self.convergence is not None
+        if not can_become_local or self._converged or trainer.world_size == 1:
+            return
+        layers = [(name, layer) for name, layer in pl_module.named_modules() if isinstance(layer, GlobalBatchNorm)]
+        names = [name for name, layer in layers if layer.had_single_value]
+        if small_all_gather(torch.tensor(len(names), device=pl_module.device)).any():
+            names_by_rank: list[list[str]] = [[]] * trainer.world_size
+            dist.all_gather_object(names_by_rank, names)
+            raise ValueError(single_value_error(names_by_rank))
+
+    @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._refuse_single_values(trainer, pl_module)
         if self._num_batches:  # a run that resumes at the end of an epoch has none
-            pl_module.log("agbn/is_global", self._num_global_batches / self._num_batches, on_epoch=True)
+            # The value is the same on all ranks. With both options Lightning neither reduces it nor advises to.
+            fraction = self._num_global_batches / self._num_batches
+            pl_module.log("agbn/is_global", fraction, on_epoch=True, sync_dist=True, rank_zero_only=True)
             if self.convergence is not None and not self._converged:
                 self._converged = self._ask_criterion(trainer, self.convergence)
         self._average(trainer, pl_module)
@@ -167,20 +203,29 @@ class AdaptiveGlobalBatchNorm(Callback):
     def _ask_criterion(self, trainer: Trainer, criterion: Convergence) -> bool:
         """Evaluate the criterion on rank 0. Return its answer on all ranks, or raise its exception on all ranks."""
         metrics = dict(trainer.callback_metrics)  # on all ranks, because computing a metric can be a collective
-        answer = ask(criterion, metrics) if trainer.is_global_zero else (False, "")
+        answer = (False, "")
+        # The first validation may come in a later epoch.
+        may_be_missing = trainer.enable_validation and not self._validated
+        if trainer.is_global_zero and self._monitor.is_due(metrics, may_be_missing):
+            answer = ask(criterion, metrics)
         converged, failure = trainer.strategy.broadcast(answer)
         if failure:
             raise ValueError(f"the convergence criterion failed on rank 0:\n{failure}")
         return converged
 
-    def _average(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _average(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Average the running statistics over all ranks, if they differ."""
         if self._ranks_differ and trainer.world_size > 1:
-            average_running_statistics(pl_module)
+            average_over_ranks(trainer.callbacks, pl_module)
         self._ranks_differ = False
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._average(trainer, pl_module)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validated = self._validated or not trainer.sanity_checking
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -206,14 +251,18 @@ class AdaptiveGlobalBatchNorm(Callback):
             load(state_dict["convergence"])
 
     @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # Lightning does not call `teardown` after an exception. The process groups stay: collectives may be in flight.
+        self._revert(trainer, pl_module)
+
+    @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        stop_ignoring_in_ddp(pl_module, self._ignored_names)
-        for layer in global_batch_norm_layers(pl_module):
-            layer.group = None
-        for group in (self._statistics_group, self._batch_size_group):
-            if group is not None:
-                dist.destroy_process_group(group)
-        self._statistics_group = self._batch_size_group = None
-        self._is_global = None
+        self._revert(trainer, pl_module)
+        destroy_group(self._statistics_group)
+        destroy_group(self._batch_size_group)
+        self._reset()
+
+    def _revert(self, trainer: Any, pl_module: LightningModule) -> None:
+        self._conversion.revert(pl_module, model_copies(trainer.callbacks, pl_module))

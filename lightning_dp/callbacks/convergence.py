@@ -8,10 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from torch import Tensor
+
 
 class ConvergenceCriterion(Protocol):
     """Interface of a convergence criterion.
 
+    A criterion with an attribute ``monitor``, the name of a metric, is evaluated only in epochs that log this metric.
     ``state_dict`` and ``load_state_dict`` are optional. If a criterion has them, its state is saved in checkpoints.
     """
 
@@ -20,6 +23,39 @@ class ConvergenceCriterion(Protocol):
 
 
 Convergence = ConvergenceCriterion | Callable[[Mapping[str, Any]], bool]
+
+
+class Monitor:
+    """Watches whether the metric that a criterion monitors has been logged since the criterion was last evaluated.
+
+    Args:
+        criterion: one without an attribute ``monitor`` is evaluated in every epoch.
+    """
+
+    def __init__(self, criterion: Convergence | None) -> None:
+        name = getattr(criterion, "monitor", None)
+        self._name = name if isinstance(name, str) else None
+        self._last_value: Tensor | None = None
+
+    def is_due(self, metrics: Mapping[str, Tensor], may_be_missing: bool) -> bool:
+        """Return whether to evaluate the criterion on these metrics.
+
+        Lightning keeps the values of earlier epochs among the metrics. A value that was logged again lies in other
+        memory: that of the last value is not reused while this object refers to it.
+
+        Args:
+            metrics: ``trainer.callback_metrics`` at the end of an epoch.
+            may_be_missing: whether the metric may be logged for the first time in a later epoch. If not, a criterion
+                whose metric is missing is evaluated, in order to raise its error.
+        """
+        if self._name is None:
+            return True
+        if self._name not in metrics:
+            return not may_be_missing
+        value = metrics[self._name]
+        last = self._last_value
+        self._last_value = value
+        return last is None or not value.is_set_to(last)
 
 
 def ask(criterion: Convergence, metrics: Mapping[str, Any]) -> tuple[bool, str]:
@@ -42,6 +78,8 @@ class Plateau:
     """Criterion that is met once ``monitor`` has not improved for ``patience`` epochs in a row, and stays met.
 
     The paper does not define a criterion (section 4.3: "IsConverged is determined by the convergence criterion").
+    Epochs in which ``monitor`` is not logged do not count, for example those without validation if it is a validation
+    metric.
 
     Args:
         monitor: name of a logged metric. It is read at the end of each training epoch. A training metric must be logged

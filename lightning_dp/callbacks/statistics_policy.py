@@ -32,6 +32,16 @@ def local_batch_size(batch: Any) -> int:
     )
 
 
+def single_value_error(names_by_rank: list[list[str]]) -> str:
+    """Return the error message for layers that had a single value per channel, given their names for each rank."""
+    named = [f"rank {rank}: {', '.join(map(repr, names))}" for rank, names in enumerate(names_by_rank) if names]
+    return (
+        f"batch norm layers had a single value per channel ({'; '.join(named)}). Global statistics accept that, but "
+        "training would fail when the convergence criterion makes statistics local. Give each rank at least two "
+        "samples (also in the last batch: drop_last=True), or use global_phase='always'"
+    )
+
+
 def check_arguments(
     max_batch_size: int | None, convergence: Convergence | None, global_phase: GlobalPhase, group_size: int | None
 ) -> None:

@@ -15,7 +15,10 @@ log = logging.getLogger(__name__)
 
 
 class StepTimer(Callback):
-    """Log the time of a training step and its parts: the mean over each epoch, in seconds, as measured by this rank.
+    """Log the time of a training step and its parts: the mean over the steps of each epoch, in seconds.
+
+    The logger receives the times of rank 0. ``trainer.callback_metrics`` of each rank holds those of that rank, so that
+    ranks can be compared. They are not averaged over the ranks, and measuring them needs no communication.
 
     - ``time/step_s``: time from the end of one batch to the end of the next.
     - ``time/data_wait_s``: portion spent waiting for the batch.
@@ -67,7 +70,16 @@ class StepTimer(Callback):
             times["exposed_communication"] = exposed_s
         times["compute"] = times["step"] - times["data_wait"] - times.get("exposed_communication", 0.0)
         for name, seconds in times.items():
-            pl_module.log(f"time/{name}_s", seconds, on_step=False, on_epoch=True, batch_size=1)
+            # With both options Lightning neither averages over the ranks, which would hide a slow one, nor advises to.
+            pl_module.log(
+                f"time/{name}_s",
+                seconds,
+                on_step=False,
+                on_epoch=True,
+                batch_size=1,
+                sync_dist=True,
+                rank_zero_only=True,
+            )
         self._last_end_s = end_s
 
     def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:

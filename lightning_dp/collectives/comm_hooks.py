@@ -12,14 +12,13 @@ meanwhile.
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
 
 from lightning_dp._private.torch_names import device_types, group_timeout
-from lightning_dp.collectives.groups import resolve_group
+from lightning_dp.collectives.groups import destroy_group, resolve_group
 from lightning_dp.collectives.ring import SEGMENT_BYTES, WIRE_DTYPES, ring_all_reduce
 
 
@@ -142,9 +141,7 @@ class RingState:
         self._ring_group = None
         self._default_group = None
         self._error = None
-        if group is not None:
-            with suppress(ValueError):  # it was destroyed with the default group
-                dist.destroy_process_group(group)
+        destroy_group(group)
 
 
 _default_state = RingState()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -56,6 +56,13 @@ def create_groups(
     with unbound_default_group(backend):
         groups = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in partition]
     return next((group for ranks, group in zip(partition, groups, strict=True) if rank in ranks), None)
+
+
+def destroy_group(group: dist.ProcessGroup | None) -> None:
+    """Destroy a process group. Does nothing if it is None, or was destroyed together with the default group."""
+    if group is not None:
+        with suppress(ValueError):
+            dist.destroy_process_group(group)
 
 
 _locks: WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = WeakKeyDictionary()

@@ -13,7 +13,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dp.collectives.groups import create_groups
+from lightning_dp.collectives.groups import create_groups, destroy_group
 from lightning_dp.collectives.topology import RankTopology
 
 Communicator = Literal["leader", "sharded"]
@@ -119,5 +119,4 @@ class HierarchicalAllReduce:
     def close(self) -> None:
         """Destroy the process groups."""
         for group in (self._reduce_group, self._broadcast_group, self._inter_group):
-            if group is not None:
-                dist.destroy_process_group(group)
+            destroy_group(group)

@@ -98,8 +98,12 @@ def global_batch_norm_layers(model: nn.Module) -> list[GlobalBatchNorm]:
 
 
 def unconverted_layer_names(model: nn.Module) -> list[str]:
-    """Return the names of the layers in ``model`` that `apply_global_batch_norm` would replace."""
-    return [name for name, module in model.named_modules() if type(module) in _GLOBAL]
+    """Return the names of the batch norm layers in ``model`` that are not global ones."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, BatchNorm) and not isinstance(module, GlobalBatchNorm)
+    ]
 
 
 def _replace(model: nn.Module, convert: Callable[[nn.Module], nn.Module | None]) -> int:

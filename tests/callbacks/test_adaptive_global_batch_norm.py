@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from lightning_dp.callbacks import AdaptiveGlobalBatchNorm, Plateau, adaptive_global_batch_norm
 from lightning_dp.collectives.small_all_gather import small_all_gather
-from lightning_dp.layers import GlobalBatchNorm1d
 from lightning_dp.strategies import LayeredSGDStrategy
 from tests.callbacks.training import (
     CLASSES,
@@ -45,7 +44,6 @@ STRATEGIES = {
 def train_exactly(rank: int, world_size: int, strategy: str, accumulate: int, **options: Any) -> dict[str, Tensor]:
     callback = AdaptiveGlobalBatchNorm(**options)
     net, _ = fit(world_size, callback, strategy=STRATEGIES[strategy](), accumulate_grad_batches=accumulate)
-    assert isinstance(net.net[1], GlobalBatchNorm1d)
     return state_of(net)
 
 
@@ -179,37 +177,6 @@ def test_statistics_over_groups_of_ranks():
     assert not torch.allclose(ranks[0][0][0], ranks[2][0][0])
     for rank in ranks:  # in validation all ranks have the mean over the groups
         torch.testing.assert_close(rank[1][0][0], (ranks[0][0][0] + ranks[2][0][0]) / 2, rtol=1e-10, atol=1e-10)
-
-
-def train_twice(rank: int) -> tuple[list[bool], dict[str, Tensor]]:
-    callback, probe, net = AdaptiveGlobalBatchNorm(), Probe(), Net()
-    net._ddp_params_and_buffers_to_ignore = []
-    fit(2, callback, net=net, max_steps=1)
-    assert net._ddp_params_and_buffers_to_ignore == []
-    fit(2, callback, probe, net=net, max_steps=2)
-    return probe.is_global, state_of(net)
-
-
-def test_a_second_fit_of_the_same_model_works():
-    first, second = run_processes(2, train_twice)
-    assert first[0] == [True, True]
-    assert_same(first[1], second[1])
-
-
-def test_a_failed_fit_does_not_affect_the_next_one():
-    """Lightning does not call ``teardown`` of callbacks after an exception."""
-
-    class Failing(pl.Callback):
-        def on_train_batch_start(self, *_: Any) -> None:
-            raise RuntimeError("as a user's code may")
-
-    net = Net()
-    net._ddp_params_and_buffers_to_ignore = ["of the user"]
-    with pytest.raises(RuntimeError, match="as a user's code may"):
-        fit(1, AdaptiveGlobalBatchNorm(), Failing(), net=net, strategy="auto")
-    assert len(net._ddp_params_and_buffers_to_ignore) > 1
-    fit(1, AdaptiveGlobalBatchNorm(), net=net, strategy="auto")
-    assert net._ddp_params_and_buffers_to_ignore == ["of the user"]
 
 
 # --- unusable configurations ---

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_dp.callbacks import AdaptiveGlobalBatchNorm, Plateau
-from lightning_dp.callbacks.convergence import ask
+from lightning_dp.callbacks.convergence import Monitor, ask
 from lightning_dp.callbacks.statistics_policy import in_global_phase, local_batch_size
 
 
@@ -58,6 +58,21 @@ def test_plateau_checks_its_arguments(options, message):
 def test_plateau_names_the_available_metrics():
     with pytest.raises(ValueError, match="monitor='val_los' was not logged; available: train_acc, val_loss"):
         Plateau("val_los").update({"val_loss": 1.0, "train_acc": 0.5})
+
+
+def test_monitor_is_due_when_its_metric_was_logged_again():
+    monitor, value = Monitor(Plateau("val_loss")), torch.tensor(1.0)
+    assert not monitor.is_due({}, may_be_missing=True)
+    assert monitor.is_due({"val_loss": value}, may_be_missing=True)
+    assert not monitor.is_due({"val_loss": value, "other": torch.tensor(2.0)}, may_be_missing=True)
+    assert not monitor.is_due({"val_loss": value.detach()}, may_be_missing=True), "Lightning returns a new view"
+    assert monitor.is_due({"val_loss": torch.tensor(1.0)}, may_be_missing=False), "logged again with the same value"
+    assert monitor.is_due({}, may_be_missing=False), "the criterion raises the error"
+
+
+def test_a_criterion_without_monitor_is_always_due():
+    for criterion in (lambda metrics: True, None):
+        assert Monitor(criterion).is_due({}, may_be_missing=True)
 
 
 def test_ask_accepts_objects_and_functions_and_reports_exceptions():

@@ -1,0 +1,109 @@
+"""Convergence criteria whose metric is not logged in every epoch."""
+
+from __future__ import annotations
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_dp.callbacks import AdaptiveGlobalBatchNorm, Plateau
+from tests.callbacks.training import STEPS, Net, Probe, fit
+from tests.ranks import RankError, run_processes
+
+VALUES = (3.0, 2.0, 2.0, 2.0)  # of each validation
+
+
+class Validating(Net):
+    """A network that logs ``val_loss`` from ``VALUES``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_validations = 0
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        if not self.trainer.sanity_checking:
+            self.log("val_loss", VALUES[self.num_validations], sync_dist=True)
+        return F.cross_entropy(self.net(x), y)
+
+    def on_validation_epoch_end(self) -> None:
+        self.num_validations += not self.trainer.sanity_checking
+
+
+class Asked(pl.Callback):
+    """Record of the criterion's state at the end of each epoch."""
+
+    def __init__(self, plateau: Plateau) -> None:
+        self.plateau = plateau
+        self.states: list[tuple[float | None, int]] = []
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.states.append((self.plateau.best, self.plateau.num_epochs_without_improvement))
+
+
+def train(rank: int, every_n_epochs: int, sanity_steps: int) -> tuple[list[tuple[float | None, int]], list[bool]]:
+    plateau = Plateau("val_loss", patience=2)
+    asked, probe = Asked(plateau), Probe()
+    fit(
+        2,
+        AdaptiveGlobalBatchNorm(convergence=plateau),
+        asked,
+        probe,
+        net=Validating(),
+        validate=True,
+        max_epochs=4 * every_n_epochs,
+        check_val_every_n_epoch=every_n_epochs,
+        num_sanity_val_steps=sanity_steps,
+    )
+    return asked.states, probe.is_global[::STEPS]
+
+
+@pytest.mark.parametrize("every_n_epochs", [1, 2, 3])
+@pytest.mark.parametrize("sanity_steps", [0, 1])
+def test_epochs_without_validation_are_not_counted(every_n_epochs, sanity_steps):
+    first, second = run_processes(2, train, every_n_epochs, sanity_steps)
+    before = [(None, 0)] * (every_n_epochs - 1)
+    after_validation = [(3.0, 0), (2.0, 0), (2.0, 1), (2.0, 2)]
+    states = [state for state in after_validation for _ in range(every_n_epochs)]
+    assert first[0] == (before + states)[: 4 * every_n_epochs]
+    assert second[0] == [(None, 0)] * 4 * every_n_epochs, "rank 0 evaluates the criterion"
+    assert first[1] == second[1] == [True] * 4 * every_n_epochs
+
+
+def train_with_wrong_monitor(rank: int, every_n_epochs: int) -> None:
+    options = {"check_val_every_n_epoch": every_n_epochs, "max_epochs": 4, "validate": True}
+    asked = Asked(Plateau("val_los"))
+    net = Validating()
+    try:
+        fit(2, asked, AdaptiveGlobalBatchNorm(convergence=asked.plateau), net=net, **options)
+    finally:
+        assert net.num_validations == 1
+        assert len(asked.states) == every_n_epochs
+
+
+@pytest.mark.parametrize("every_n_epochs", [1, 3])
+def test_a_metric_that_is_missing_after_the_first_validation_is_an_error(every_n_epochs):
+    with pytest.raises(RankError) as error:
+        run_processes(2, train_with_wrong_monitor, every_n_epochs)
+    assert str(error.value).count("monitor='val_los' was not logged; available: ") >= 2, "on both ranks"
+
+
+class LoggedOnce(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.current_epoch == 1:
+            self.log("rare", torch.tensor(1.0), on_step=False, on_epoch=True, sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+def train_logged_once(rank: int) -> list[tuple[float | None, int]]:
+    asked = Asked(Plateau("rare", patience=1))
+    callback = AdaptiveGlobalBatchNorm(convergence=asked.plateau)
+    fit(2, callback, asked, net=LoggedOnce(), max_epochs=4, validate=True, check_val_every_n_epoch=4)
+    return asked.states
+
+
+def test_training_metrics_of_earlier_epochs_are_not_counted_again():
+    states = run_processes(2, train_logged_once)[0]
+    assert states == [(None, 0), (1.0, 0), (1.0, 0), (1.0, 0)]
