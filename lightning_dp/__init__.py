@@ -4,10 +4,17 @@ Importing the package registers the strategies under their names: ``Trainer(stra
 """
 
 from lightning_dp._lightning import register_strategy
-from lightning_dp.callbacks import AdaptiveGlobalBatchNorm, Plateau, StepTimer
+from lightning_dp.callbacks import AdaptiveGlobalBatchNorm, Plateau, RanksAgree, StepTimer
 from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredSGDStrategy
 
-__all__ = ["AdaptiveGlobalBatchNorm", "KrizhevskyHybridStrategy", "LayeredSGDStrategy", "Plateau", "StepTimer"]
+__all__ = [
+    "AdaptiveGlobalBatchNorm",
+    "KrizhevskyHybridStrategy",
+    "LayeredSGDStrategy",
+    "Plateau",
+    "RanksAgree",
+    "StepTimer",
+]
 
 __version__ = "0.1.0"
 

@@ -1,0 +1,155 @@
+"""Callback that verifies that all ranks hold the same parameters."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_dp._lightning import Callback, DDPStrategy, LightningModule, Trainer, require_own_trainer
+from lightning_dp.callbacks.bit_checksum import bit_checksum
+from lightning_dp.collectives.small_all_gather import small_all_gather
+
+log = logging.getLogger(__name__)
+
+Checksums = dict[str, tuple[str, int]]
+"""Name of each parameter, its dtype and shape in words, and the checksum of its bits."""
+
+
+class RanksAgree(Callback):
+    """Raise an error on all ranks when their parameters are no longer bitwise identical.
+
+    Data-parallel training can drift apart without an error. For example, DistributedDataParallel does not reduce the
+    gradient of a parameter that was frozen when it was built and is unfrozen later (Lightning issue #20340).
+
+    The parameters are compared before the first step, every ``every_n_steps`` optimizer steps and at the end of
+    training. Each rank computes a checksum of the bits of its parameters (see `bit_checksum`), which reads every
+    parameter once, and gathers 16 bytes per rank. Only if the checksums differ, the ranks exchange names.
+
+    Works with DDPStrategy and its subclasses, and with strategies that have an attribute ``sharded_parameter_names``:
+    the names, as in ``pl_module.named_parameters()``, of the parameters of which each rank holds a part. These are not
+    compared. Buffers are not compared either: running statistics may differ between ranks.
+
+    Args:
+        every_n_steps: optimizer steps between two comparisons, at least 1.
+
+    Raises:
+        ValueError: ``every_n_steps`` is less than 1. In ``fit``: the strategy does not tell what it shards.
+        RuntimeError: in ``fit``, on all ranks: the parameters differ. The message names the step, the first parameter
+            that differs, the ranks that disagree, and the remedy.
+    """
+
+    def __init__(self, every_n_steps: int = 100) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"every_n_steps={every_n_steps} must be at least 1")
+        self.every_n_steps = every_n_steps
+        self._last_step = -1  # of the last comparison
+        self._frozen_names: set[str] = set()  # when the strategy had been set up
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        require_own_trainer(self, trainer)
+        if stage != "fit":
+            return
+        strategy = trainer.strategy
+        if trainer.world_size == 1:
+            log.info(f"{type(self).__name__}: there is a single rank, which has nothing to compare")
+        elif not isinstance(strategy, DDPStrategy) and not hasattr(strategy, "sharded_parameter_names"):
+            raise ValueError(
+                f"{type(self).__name__} does not know which parameters {type(strategy).__name__} shards; use "
+                "DDPStrategy or a subclass of it, or give the strategy an attribute sharded_parameter_names"
+            )
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._frozen_names = {name for name, value in pl_module.named_parameters() if not value.requires_grad}
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._compare(trainer, pl_module)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # A batch may have no step (gradient accumulation) or several (manual optimization).
+        if trainer.global_step // self.every_n_steps > self._last_step // self.every_n_steps:
+            self._compare(trainer, pl_module)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step != self._last_step:
+            self._compare(trainer, pl_module)
+
+    def _compare(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Raise RuntimeError if the parameters differ between ranks. Every rank must call it."""
+        self._last_step = trainer.global_step
+        if trainer.world_size == 1:
+            return
+        sharded = set(getattr(trainer.strategy, "sharded_parameter_names", ()))
+        parameters = {name: value for name, value in pl_module.named_parameters() if name not in sharded}
+        checksums = [bit_checksum(value).to(pl_module.device) for value in parameters.values()]
+        # One number for all parameters, and one for their names and shapes: ranks may even have different parameters.
+        total = bit_checksum(torch.stack(checksums)) if checksums else torch.zeros((), dtype=torch.int64)
+        summary = torch.stack([total.to(pl_module.device), _digest(parameters).to(pl_module.device)])
+        # All rows are equal, or every rank finds one that differs from its own: all ranks take the same branch.
+        if (small_all_gather(summary) == summary).all():
+            return
+        own = {name: (_describe(parameters[name]), int(c)) for name, c in zip(parameters, checksums, strict=True)}
+        by_rank: list[Checksums] = [{}] * trainer.world_size
+        dist.all_gather_object(by_rank, own)
+        unfrozen_names = {name for name in self._frozen_names & parameters.keys() if parameters[name].requires_grad}
+        raise RuntimeError(disagreement_message(by_rank, trainer.global_step, unfrozen_names))
+
+
+def disagreement_message(by_rank: list[Checksums], step: int, unfrozen_names: set[str]) -> str:
+    """Return the error message for parameters that differ between ranks.
+
+    Args:
+        by_rank: the parameters of each rank. At least one differs.
+        step: number of optimizer steps taken.
+        unfrozen_names: the parameters that were frozen at the beginning of training and are trained now.
+    """
+    names = dict.fromkeys(name for checksums in by_rank for name in checksums)
+    differing = [name for name in names if len({checksums.get(name) for checksums in by_rank}) > 1]
+    name = differing[0]
+    values = [checksums.get(name) for checksums in by_rank]
+    # The value of most ranks. If two values are equally frequent, that of the lower rank.
+    usual, _ = Counter(values).most_common(1)[0]
+    ranks = ", ".join(str(rank) for rank, value in enumerate(values) if value != usual)
+    descriptions = {value[0] if value else "missing" for value in values}
+    how = f"differs ({' or '.join(sorted(descriptions))})" if len(descriptions) > 1 else "differs"
+    remedy = _UNFROZEN if name in unfrozen_names else _OTHER_CAUSES
+    return (
+        f"the ranks do not have the same parameters after step {step}: {name!r} {how} between rank {ranks} and the "
+        f"other ranks; {len(differing)} of {len(names)} parameters differ. {remedy}"
+    )
+
+
+_UNFROZEN = (
+    "It was frozen when the strategy was set up and is trained now, so that DistributedDataParallel does not reduce "
+    "its gradient (Lightning issue #20340). Keep it trainable from the beginning, with a learning rate of 0 until it "
+    "shall be trained, or unfreeze it between two calls of fit"
+)
+_OTHER_CAUSES = (
+    "Look for code that changes parameters on some ranks only, or with random numbers that differ between ranks, and "
+    "for gradients that are not reduced because a parameter was created, replaced or unfrozen after the strategy was "
+    "set up"
+)
+
+
+def _describe(value: Tensor) -> str:
+    return f"{value.dtype} {list(value.shape)}"
+
+
+def _digest(parameters: dict[str, nn.Parameter]) -> Tensor:
+    """Return a checksum of the names, dtypes and shapes, () in int64."""
+    text = "\n".join(f"{name} {_describe(value)}" for name, value in parameters.items())
+    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+    return torch.tensor(number, dtype=torch.int64)
