@@ -254,6 +254,8 @@ class AdaptiveGlobalBatchNorm(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # Lightning does not call `teardown` after an exception. The process groups stay: collectives may be in flight.
         self._revert(trainer, pl_module)
+        # The ranks may have failed at different places, so that a later average could wait for some of them.
+        self._ranks_differ = False
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -31,6 +31,23 @@ class _Group:
         return _Group, ()
 
 
+class _Origin:
+    """Reference to the layer that a global layer was converted from. Copies and pickles of the global layer lose it.
+
+    A module attribute would be a child of the global layer. A copy that kept the reference would take over the layer of
+    another model when it is reverted.
+    """
+
+    def __init__(self, layer: BatchNorm | None = None) -> None:
+        self.layer = layer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Origin:
+        return _Origin()
+
+    def __reduce__(self) -> tuple[type[_Origin], tuple[()]]:
+        return _Origin, ()
+
+
 class GlobalBatchNorm(BatchNorm):
     """Base class of the three layers. It adds ``is_global`` and ``group`` to PyTorch's layers.
 
@@ -65,6 +82,16 @@ class GlobalBatchNorm(BatchNorm):
         self.is_global = True
         self.had_single_value = False
         self.group = group
+        self._origin = _Origin()
+
+    def set_origin(self, layer: BatchNorm | None) -> None:
+        """Remember the layer that this one was converted from, which `revert_global_batch_norm` puts back."""
+        self._origin = _Origin(layer)
+
+    @property
+    def origin(self) -> BatchNorm | None:
+        """The layer that this one was converted from, or None: it was built, copied or loaded as a global layer."""
+        return self._origin.layer
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -104,7 +131,9 @@ class GlobalBatchNorm(BatchNorm):
         for running, new in ((self.running_mean, mean), (self.running_var, var)):
             if running is None:
                 continue
-            new = new.to(running.dtype)
+            # Under torch.compile not every call respects `mark_non_differentiable`. The buffer would then require a
+            # gradient, keep the graphs of all steps, and be refused by PyTorch's forward.
+            new = new.detach().to(running.dtype)
             if is_empty:
                 # All batches may be empty. Reading the counts on the host would wait for the GPU, and a rank that has
                 # data itself need not ask.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,8 @@ def apply_global_batch_norm(model: nn.Module, group: dist.ProcessGroup | None = 
     """
     for name, module in model.named_modules():
         _check_convertible(name, module)
-    num_replaced = _replace(model, lambda layer: _to_global(layer) if type(layer) in _GLOBAL else None)
+    to_convert = {module for module in model.modules() if isinstance(module, BatchNorm) and type(module) in _GLOBAL}
+    _replace(model, {layer: _to_global(layer) for layer in to_convert})
     layers = global_batch_norm_layers(model)
     for layer in layers:
         layer.group = group
@@ -64,14 +65,15 @@ def apply_global_batch_norm(model: nn.Module, group: dist.ProcessGroup | None = 
         warnings.warn(
             f"{type(model).__name__} has no BatchNorm1d, 2d or 3d: nothing was converted", NoEffectWarning, stacklevel=2
         )
-    return num_replaced
+    return len(to_convert)
 
 
 def revert_global_batch_norm(model: nn.Module, names: Collection[str] | None = None) -> int:
     """Replace each GlobalBatchNorm1d/2d/3d in ``model`` by PyTorch's layer, in place. No rank needs to wait for others.
 
-    The exact reverse of `apply_global_batch_norm`: parameter and buffer tensors, training mode, hooks and places stay
-    the same. A reverted model can be scripted, traced, fused and quantized, as before the conversion.
+    The exact reverse of `apply_global_batch_norm`: the converted layers are put back at their places, with the present
+    parameter and buffer tensors, training mode and hooks. In a copy of a converted model, new layers take their places.
+    A reverted model can be scripted, traced, fused and quantized, as before the conversion.
 
     Args:
         model: contains the layers. It cannot be a batch norm layer itself.
@@ -84,12 +86,13 @@ def revert_global_batch_norm(model: nn.Module, names: Collection[str] | None = N
         ValueError: a layer to revert is ``model`` itself, has another forward, or is compiled on its own. The model has
             not been changed then.
     """
-    to_revert: set[nn.Module] = set()
+    to_revert: set[GlobalBatchNorm] = set()
     for name, module in model.named_modules():
         if isinstance(module, GlobalBatchNorm) and (names is None or name in names):
             _require_replaceable(name, module, _PLAIN, "revert")
             to_revert.add(module)
-    return _replace(model, lambda layer: _to_plain(layer) if layer in to_revert else None)
+    _replace(model, {layer: _to_plain(layer) for layer in to_revert})
+    return len(to_revert)
 
 
 def global_batch_norm_layers(model: nn.Module) -> list[GlobalBatchNorm]:
@@ -106,20 +109,12 @@ def unconverted_layer_names(model: nn.Module) -> list[str]:
     ]
 
 
-def _replace(model: nn.Module, convert: Callable[[nn.Module], nn.Module | None]) -> int:
-    """Put ``convert(layer)`` in the place of each layer in ``model`` for which it is not None. Return their number."""
-    replaced: dict[nn.Module, nn.Module] = {}
+def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
+    """Put the replacement of each layer at all places of the layer in ``model``."""
     for parent in list(model.modules()):
         for name, child in child_entries(parent):
-            if child is None:
-                continue
-            if child not in replaced:
-                new = convert(child)
-                if new is None:
-                    continue
-                replaced[child] = new
-            setattr(parent, name, replaced[child])
-    return len(replaced)
+            if child is not None and child in replacements:
+                setattr(parent, name, replacements[child])
 
 
 def _check_convertible(name: str, module: nn.Module) -> None:
@@ -166,15 +161,20 @@ def _refusal(action: str, name: str, module: nn.Module, remedy: str) -> str:
     return f"cannot {action} layer {name!r}, a {type(module).__name__}: {remedy}"
 
 
-def _to_global(layer: nn.Module) -> GlobalBatchNorm:
+def _to_global(layer: BatchNorm) -> GlobalBatchNorm:
     """Return a global layer with the contents of ``layer``, which must not be used any more: they share their state."""
     new = _GLOBAL[type(layer)](0, affine=False, track_running_stats=False)
     vars(new).update(vars(layer))
+    new.set_origin(layer)
     return new
 
 
-def _to_plain(layer: nn.Module) -> BatchNorm:
-    """Return a layer of PyTorch with the contents of ``layer``, which must not be used any more."""
-    new = _PLAIN[type(layer)](0, affine=False, track_running_stats=False)
-    vars(new).update({name: value for name, value in vars(layer).items() if name not in _GLOBAL_ATTRIBUTES})
-    return new
+def _to_plain(layer: GlobalBatchNorm) -> BatchNorm:
+    """Return a layer of PyTorch with the contents of ``layer``, which must not be used any more.
+
+    It is the layer that was converted, if there is one, so that references outside the module tree are valid again.
+    """
+    plain = layer.origin or _PLAIN[type(layer)](0, affine=False, track_running_stats=False)
+    vars(plain).clear()  # an attribute may have been deleted in the meantime
+    vars(plain).update({name: value for name, value in vars(layer).items() if name not in _GLOBAL_ATTRIBUTES})
+    return plain

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dp.layers import GlobalBatchNorm2d
+from lightning_dp.layers import GlobalBatchNorm2d, apply_global_batch_norm, global_batch_norm_layers
 from tests.layers.oracle import EXACT, SHARDS, C, batches, compare, randomize, run
 from tests.ranks import run_processes
 
@@ -68,6 +68,30 @@ def compiled_block(rank: int) -> None:
     empty = torch.zeros(0, C, 4, 3, dtype=torch.float64)
     with pytest.raises(ValueError, match="an empty batch in a compiled model"):
         torch.compile(block, backend="aot_eager")(empty)
+
+
+def compiled_widths(rank: int) -> None:
+    """Layers of different widths, of which dynamo traces the function anew."""
+    dist.init_process_group("gloo")
+    import warnings
+
+    warnings.simplefilter("ignore")  # dynamo uses functions that it has deprecated
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(C, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, C), nn.BatchNorm1d(C)).double()
+    apply_global_batch_norm(plain)
+    steps = [batches(shards, (), steps=1)[0][rank] for shards in ([5, 3], [4, 6], [2, 3])]
+    for backend in ("eager", "aot_eager"):
+        eager, model = copy.deepcopy(plain), copy.deepcopy(plain)
+        torch._dynamo.reset()
+        compare([run(torch.compile(model, backend=backend), steps)], run(eager, steps), **EXACT)
+        assert not any(buffer.requires_grad for buffer in model.buffers())
+        for layer in (*global_batch_norm_layers(model), *global_batch_norm_layers(eager)):
+            layer.is_global = False
+        compare([run(torch.compile(model, backend=backend), steps)], run(eager, steps), **EXACT)
+
+
+def test_compiled_layers_of_different_widths_leave_the_buffers_without_gradient():
+    run_processes(2, compiled_widths)
 
 
 def test_compiled_layers_take_batches_of_changing_size_and_refuse_empty_ones():

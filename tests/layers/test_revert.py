@@ -45,11 +45,14 @@ def test_reverting_is_the_exact_reverse_of_applying():
     model.features[1].register_forward_hook(lambda *_: None)
     model.blocks["flat"].weight.requires_grad_(False)
     before = snapshot(model)
+    outside = [model.features[1], model.blocks["flat"]]
     assert apply_global_batch_norm(model) == 4
     assert snapshot(model) != before
     assert revert_global_batch_norm(model) == 4
     assert snapshot(model) == before
     assert model.again is model.features[1]
+    assert model.features[1] is outside[0], "references outside the module tree are valid again"
+    assert model.blocks["flat"] is outside[1]
     assert unconverted_layer_names(model) == ["features.1", "features.3", "blocks.flat", "blocks.deep"]
     assert revert_global_batch_norm(model) == 0
 
@@ -106,11 +109,34 @@ def test_only_the_named_layers_are_reverted():
 
 def test_deep_copies_and_pickles_can_be_reverted():
     model = Net()
+    original = model.features[1]
     apply_global_batch_norm(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
         assert revert_global_batch_norm(other) == 4
         assert not global_batch_norm_layers(other)
+        assert other.features[1] is not original
+        assert other.features[1].weight is not model.features[1].weight
     assert len(global_batch_norm_layers(model)) == 4
+    revert_global_batch_norm(model)
+    assert model.features[1] is original
+
+
+def test_what_has_changed_since_the_conversion_stays():
+    model = nn.Sequential(nn.BatchNorm1d(4))
+    original = model[0]
+    original.temporary = 1
+    apply_global_batch_norm(model)
+    model.eval()
+    model[0].momentum = 0.5
+    model[0].weight = nn.Parameter(torch.full((4,), 2.0))
+    model[0].register_forward_hook(lambda *_: None)
+    del model[0].temporary
+    assert revert_global_batch_norm(model) == 1
+    assert model[0] is original
+    assert (original.training, original.momentum, original.weight[0].item()) == (False, 0.5, 2.0)
+    assert len(original._forward_hooks) == 1
+    assert not hasattr(original, "temporary")
+    assert vars(original).keys() == vars(nn.BatchNorm1d(4)).keys()
 
 
 class Activated(GlobalBatchNorm2d):
