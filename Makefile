@@ -3,12 +3,13 @@ PYTHON  ?= python3
 VENV    := .venv
 BIN     := $(VENV)/bin
 READY   := $(VENV)/.ready
+DOCS    := $(VENV)/.docs
 # Of the tests that run side by side. They wait for processes much of the time.
 WORKERS ?= 2
 PIP     := pip install --quiet --disable-pip-version-check
 PYTEST  := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-slow test-oldest test-newest coverage lint hooks bench clean
+.PHONY: demo test test-slow test-oldest test-newest coverage lint hooks bench docs clean
 
 # The main job: two processes on CPU train ResNet-20 on real images with layered SGD and adaptive global batch norm.
 demo: $(READY)
@@ -50,6 +51,10 @@ hooks: $(READY)
 bench: $(READY)
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(BENCH_OPTIONS); done
 
+# The documentation site, in build/site. Warnings are errors. The variable silences an advertisement of the theme.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
 	rm -rf .venv .venv-oldest .venv-newest .coverage* .mypy_cache .pytest_cache .ruff_cache *.egg-info
 
@@ -70,4 +75,8 @@ $(READY): pyproject.toml constraints.txt
 .venv-newest/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-newest
 	.venv-newest/bin/$(PIP) --upgrade -e ".[test]"
+	touch $@
+
+$(DOCS): $(READY)
+	$(BIN)/$(PIP) -c constraints.txt -e ".[docs]"
 	touch $@
