@@ -1,0 +1,185 @@
+"""Command lines in the README and in docs/: each is run, or as much of it as this machine and a test's time allow.
+
+Every command goes through a quick check: recipes are composed by Hydra, benchmarks parse their arguments, targets of
+make and extras of pip exist. With ``-m slow`` those that need nothing but CPU cores are run, made shorter. The table
+`NOT_RUN` names the others, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from tests.docs.pages import DOCS, ROOT, blocks, spans
+
+sys.path.insert(0, str(ROOT / "recipes"))  # the recipes are scripts, and import each other as such
+
+from validation import check_arguments, targets
+
+PROGRAMS = ("make", "pip", "pytest", "python", "torchrun")
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+# Command, or how it begins -> why it is not run. The longest match counts.
+NOT_RUN = {
+    "make test": "it would run this test",
+    "make lint": "CI runs it",
+    "make docs": "it installs packages; test_site.py builds the site",
+    "make bench": "hours",
+    "pip install": "it installs packages; every target of make does it",
+    "pytest -m gpu": "needs a GPU",
+    "torchrun --nnodes=2": "needs two machines; composed only",
+    "python recipes/train.py experiment=cifar10_resnet20 data.root=DIR": "needs CIFAR-10 and a GPU; composed only",
+    "python recipes/train.py experiment=digits_resnet20 trainer=gpu": "needs a GPU; composed only",
+    "python benchmarks/all_reduce.py": "needs root and network namespaces; arguments parsed only",
+    "python benchmarks/global_batch_norm_accuracy.py": "needs CIFAR-10 and hours; arguments parsed only",
+    "python benchmarks/global_batch_norm_throughput.py": "minutes on a quiet machine; arguments parsed only",
+    "python benchmarks/hybrid_accuracy.py": "needs CIFAR-10 and hours; arguments parsed only",
+    "python benchmarks/hybrid_overlap.py": "needs root and network namespaces; arguments parsed only",
+    "python benchmarks/hybrid_throughput.py": "needs root and network namespaces; arguments parsed only",
+    "python benchmarks/hybrid_traffic.py": "minutes; arguments parsed only",
+    "python benchmarks/layered_sgd_overlap.py": "needs root and network namespaces; arguments parsed only",
+    "python benchmarks/layered_sgd_throughput.py": "needs root and network namespaces; arguments parsed only",
+}
+
+
+def commands_of(text: str) -> list[str]:
+    """The command lines of a page: the lines of its bash blocks, and inline code that begins with a program."""
+    bash = [block.text for block in blocks(text) if block.language == "bash"]
+    lines = [line for script in bash for line in re.sub(r"\\\n\s*", "", script).splitlines()]
+    inline = [span for span in spans(text) if span.split()[0] in PROGRAMS and " " in span]
+    return [line for line in lines if line.strip() and not line.startswith("#")] + inline
+
+
+COMMANDS = sorted({command for page in PAGES for command in commands_of(page.read_text())})
+RUN = [command for command in COMMANDS if not any(command.startswith(begin) for begin in NOT_RUN)]
+
+
+class Parsed(Exception):
+    """A benchmark has parsed its arguments, and would begin."""
+
+
+def parse_benchmark(script: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a benchmark up to the end of its ``parse_args``; a wrong option ends with SystemExit."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self: argparse.ArgumentParser) -> None:
+        parse(self)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    monkeypatch.syspath_prepend(str((ROOT / script).parent))
+    with pytest.raises(Parsed):
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+
+
+def compose_recipe(overrides: list[str]) -> None:
+    """Compose a recipe's configuration; of a sweep, that of each job. An unknown key is an error of Hydra's."""
+    values = [override.partition("=")[2].split(",") for override in overrides]
+    keys = [override.partition("=")[0] for override in overrides]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        for job in itertools.product(*values):
+            chosen = [f"{key}={value}" for key, value in zip(keys, job, strict=True)]
+            config = OmegaConf.to_container(compose("train", [*chosen, "run_dir=somewhere"]), resolve=True)
+            for path, node in targets(config):
+                check_arguments(path, node)
+
+
+def check(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a command without running what it starts."""
+    program, *arguments = shlex.split(command)
+    if program == "make":
+        done = subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+    elif program == "pip":
+        (extra,) = re.findall(r"\.\[(\w+)\]", command)
+        assert f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text()
+    elif program == "pytest":
+        assert "gpu: needs a CUDA device" in (ROOT / "pyproject.toml").read_text()
+    else:
+        script = next(argument for argument in arguments if argument.endswith(".py"))
+        arguments = arguments[arguments.index(script) + 1 :]
+        assert (ROOT / script).exists(), f"there is no {script}"
+        if script.startswith("benchmarks/"):
+            parse_benchmark(script, arguments, monkeypatch)
+        elif script == "recipes/train.py":
+            compose_recipe([argument for argument in arguments if argument != "--multirun"])
+        else:
+            assert command in RUN, f"say in tests/docs/test_commands.py how to check {script}"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_is_one_that_works(command, monkeypatch):
+    check(command, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        ("make nothing", AssertionError),
+        ('pip install -e ".[nothing]"', AssertionError),
+        ("python benchmarks/nothing.py", AssertionError),
+        ("python benchmarks/all_reduce.py --nothing 1", SystemExit),
+        ("python recipes/train.py experiment=digits_resnet20 trainer.nothing=1", Exception),
+        ("python recipes/train.py strategy=ddp,nothing --multirun", Exception),
+    ],
+)
+def test_a_command_that_does_not_work_is_seen(command, error, monkeypatch):
+    with pytest.raises(error):
+        check(command, monkeypatch)
+
+
+def test_the_table_names_no_command_that_is_gone():
+    assert [begin for begin in NOT_RUN if not any(command.startswith(begin) for command in COMMANDS)] == []
+
+
+def test_commands_are_found_in_blocks_and_in_text():
+    text = "`make\ndemo` or `make`\n```bash\n# a comment\npython \\\n    a.py\n\n```\n```python\nmake(1)\n```\n"
+    assert commands_of(text) == ["python a.py", "make demo"]
+
+
+def run(folder: Path, script: str, *arguments: str) -> str:
+    """Run a script of the repository in ``folder``, and return what it prints. Slow is no failure, an hour is."""
+    command = [sys.executable, str(ROOT / script), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=3600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def accuracies(printed: str) -> list[float]:
+    """The accuracy of each job."""
+    return [float(found) for found in re.findall(r"^test/acc=([\d.]+)", printed, re.MULTILINE)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", RUN)
+def test_a_command_runs(command, tmp_path):
+    program, *arguments = shlex.split(command)
+    if command == "make demo":
+        dry_run = ["make", "--dry-run", "--old-file=.venv/.ready", "demo"]
+        printed = subprocess.run(dry_run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        _, *arguments = shlex.split(printed.splitlines()[-1])
+        (accuracy,) = accuracies(run(tmp_path, *arguments))
+        assert accuracy > 0.97, "conf/experiment/digits_resnet20.yaml expects 0.989 to 0.997"
+        return
+    assert program == "python", f"say in tests/docs/test_commands.py how to run {command}"
+    script, *overrides = arguments
+    if script == "recipes/evaluate.py":
+        run(tmp_path, "recipes/train.py", "experiment=digits_resnet20", "debug=default")
+        (checkpoint,) = tmp_path.glob("runs/*/*/checkpoints/last.ckpt")
+        assert "test/acc=" in run(tmp_path, script, str(checkpoint))
+    else:
+        printed = run(tmp_path, script, *overrides, "debug=default")
+        assert len(accuracies(printed)) == (6 if "--multirun" in overrides else 1)
