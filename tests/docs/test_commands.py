@@ -16,6 +16,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -73,8 +74,8 @@ def parse_benchmark(script: str, arguments: list[str], monkeypatch: pytest.Monke
     """Run a benchmark up to the end of its ``parse_args``; a wrong option ends with SystemExit."""
     parse = argparse.ArgumentParser.parse_args
 
-    def parse_and_stop(self: argparse.ArgumentParser) -> None:
-        parse(self)
+    def parse_and_stop(self: argparse.ArgumentParser, *args: Any) -> None:
+        parse(self, *args)
         raise Parsed
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
