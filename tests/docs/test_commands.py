@@ -49,6 +49,7 @@ NOT_RUN = {
     "python benchmarks/hybrid_overlap.py": "needs root and network namespaces; arguments parsed only",
     "python benchmarks/hybrid_throughput.py": "needs root and network namespaces; arguments parsed only",
     "python benchmarks/hybrid_traffic.py": "minutes; arguments parsed only",
+    "python benchmarks/layered_sgd_host_time.py": "minutes on a quiet machine; arguments parsed only",
     "python benchmarks/layered_sgd_overlap.py": "needs root and network namespaces; arguments parsed only",
     "python benchmarks/layered_sgd_throughput.py": "needs root and network namespaces; arguments parsed only",
 }
