@@ -11,7 +11,7 @@ import pytest
 from tests.docs.pages import DOCS, PAGES, ROOT, name_of, prose, spans, tables, words
 
 PACKAGE = ROOT / "lightning_dp"
-MAX_METHOD_LINES, MAX_README_LINES, MAX_CELL_WORDS, MAX_LINE = 90, 120, 15, 120
+MAX_METHOD_LINES, MAX_README_LINES, MAX_CELL_WORDS, MAX_LINE = 90, 120, 15, 130
 
 # What not to write -> what to write. Spelling is codespell's, in `make lint`.
 WORDING = {
