@@ -46,6 +46,7 @@ NOT_RUN = {
     "python benchmarks/global_batch_norm_accuracy.py": "needs CIFAR-10 and hours; arguments parsed only",
     "python benchmarks/global_batch_norm_throughput.py": "minutes on a quiet machine; arguments parsed only",
     "python benchmarks/hybrid_accuracy.py": "needs CIFAR-10 and hours; arguments parsed only",
+    "python benchmarks/hybrid_memory.py": "needs 21 GB of memory; arguments parsed only",
     "python benchmarks/hybrid_overlap.py": "needs root and network namespaces; arguments parsed only",
     "python benchmarks/hybrid_throughput.py": "needs root and network namespaces; arguments parsed only",
     "python benchmarks/hybrid_traffic.py": "minutes; arguments parsed only",
