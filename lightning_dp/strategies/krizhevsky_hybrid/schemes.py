@@ -1,4 +1,4 @@
-"""Which examples go through the head when: schemes a, b and c of arXiv 1404.5997, section 4. Integers only."""
+"""Which examples are in which pass through the head: schemes a, b and c of arXiv 1404.5997, section 4."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
+
+import torch
+from torch import Tensor
 
 from lightning_dp.collectives.ring_schedule import chunk_bounds
 
@@ -28,6 +31,10 @@ class SubPass:
     def num_examples(self) -> int:
         """How many examples there are in this pass."""
         return sum(self.counts)
+
+    def rows_of(self, batches: Sequence[Tensor]) -> Tensor:
+        """Concatenate this pass's rows of the batches of all ranks, rank by rank."""
+        return torch.cat([batch[begin:end] for batch, (begin, end) in zip(batches, self.rows, strict=True)])
 
 
 def sub_passes(scheme: Scheme, batch_sizes: Sequence[int]) -> list[SubPass]:

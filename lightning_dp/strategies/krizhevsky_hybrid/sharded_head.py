@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,6 +64,11 @@ class ShardedHead:
         """Whether ``parameter`` is one of the head's."""
         return parameter in self._bounds_of_parameter
 
+    def names_in(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the head's parameters by their names in ``module``; one that is shared appears under each name."""
+        named = module.named_parameters(remove_duplicate=False)
+        return {name: parameter for name, parameter in named if self.owns(parameter)}
+
     def shard(self) -> None:
         """Keep this rank's rows of rank 0's parameters, as DDP starts from rank 0's. All ranks must call it."""
         for parameter in self.parameters:
@@ -122,6 +127,19 @@ class ShardedHead:
                 # A head that is one layer has its own forward replaced by who uses this class.
                 x = type(layer).forward(layer, x) if layer is self.head else layer(x)
         return x
+
+    @contextmanager
+    def forwarding_to(self, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Let ``head(x)`` call ``function(x)`` within; hooks of the head run as usual. May be nested."""
+        before = vars(self.head).get("forward")  # on the instance, not that of the class
+        vars(self.head)["forward"] = function
+        try:
+            yield
+        finally:
+            if before is None:
+                del vars(self.head)["forward"]
+            else:
+                vars(self.head)["forward"] = before
 
     def _require_rows(self, x: Tensor) -> None:
         if x.dim() != 2:

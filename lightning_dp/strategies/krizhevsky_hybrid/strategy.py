@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dp._lightning import DDPStrategy, LightningModule, OwnTrainerOnly
-from lightning_dp._private.lightning_names import clip_gradients, strategy_timeout
-from lightning_dp._private.torch_names import ignore_in_ddp, scaler_device, stop_ignoring_in_ddp
+from lightning_dp._lightning import DDPStrategy, OwnTrainerOnly
+from lightning_dp._private.lightning_names import strategy_timeout
 from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.collectives.tracing import OnStage
-from lightning_dp.strategies.krizhevsky_hybrid.checkpoint import make_whole, own_state, whole_state
-from lightning_dp.strategies.krizhevsky_hybrid.head_passes import HeadPasses, HeadStep
+from lightning_dp.strategies.krizhevsky_hybrid.checkpoint import (
+    make_whole,
+    own_optimizer_state,
+    own_parameters,
+    require_all_ranks,
+    whole_optimizer_state,
+    whole_parameters,
+)
+from lightning_dp.strategies.krizhevsky_hybrid.head_passes import HeadPasses
 from lightning_dp.strategies.krizhevsky_hybrid.policy import (
     check_module,
     check_optimizers,
@@ -29,6 +31,7 @@ from lightning_dp.strategies.krizhevsky_hybrid.policy import (
 )
 from lightning_dp.strategies.krizhevsky_hybrid.schemes import SCHEMES
 from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead
+from lightning_dp.strategies.krizhevsky_hybrid.takeover import Takeover
 
 log = logging.getLogger(__name__)
 
@@ -42,18 +45,20 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
 
     While fitting, the head's parameters (and ``state_dict()``) are this rank's rows; checkpoints, and the module after
     `fit`, hold all of them. Norms over parameters or gradients then differ between ranks: clip with
-    ``Trainer(gradient_clip_val=...)`` or ``self.clip_gradients``, which know; torch's ``clip_grad_norm_`` does not.
+    ``Trainer(gradient_clip_val=...)`` or ``self.clip_gradients``, which take the norm over all ranks; torch's
+    ``clip_grad_norm_`` does not.
 
     Overrides of DDPStrategy, and why:
 
-    - ``setup``: says what cannot work, before and after there are optimizers.
-    - ``configure_ddp``: divides the head, before DDP and the optimizers see its parameters.
-    - ``teardown``: puts the head together again.
+    - ``setup``: refuses optimizers that cannot work on rows.
+    - ``configure_ddp``: refuses modules that cannot work, and shards the head before DDP and the optimizers see its
+      parameters.
+    - ``teardown``: makes the head whole again.
     - ``lightning_module_state_dict``, ``load_model_state_dict``, ``optimizer_state``, ``load_optimizer_state_dict``:
-      checkpoints hold the whole.
+      checkpoints hold whole tensors.
 
     Args:
-        head: dotted name of the submodule to divide: an nn.Linear, or nn.Sequential of it and of elementwise
+        head: dotted name of the submodule to shard: an nn.Linear, or an nn.Sequential of nn.Linear and elementwise
             layers.
         scheme: how features reach the head, section 4: ``"a"``: all at once; ``"b"``: ranks take turns; ``"c"``: each
             rank sends 1/K of its examples for each of K passes. In (b) and (c) the next pass's features travel while
@@ -65,7 +70,7 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
 
     Raises:
         ValueError: a value is not one of those above, or ``model_averaging_period`` is given; in `fit`: the head
-            cannot be divided, or the module or Trainer has something that cannot work with it, by name.
+            cannot be sharded, or the module or Trainer has something that cannot work with it, by name.
     """
 
     def __init__(
@@ -82,11 +87,12 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
         if ddp_kwargs.get("model_averaging_period") is not None:
             raise ValueError("model_averaging_period cannot be given: ranks hold different parts of the head")
         super().__init__(**ddp_kwargs)
-        self._head_name, self._scheme, self._variable_batch = head, scheme, variable_batch
-        self._head: ShardedHead | None = None  # only while fitting
+        self._head_name = head
+        self._scheme = scheme
+        self._variable_batch = variable_batch
+        self._head: ShardedHead | None = None  # only while fitting, as the two that follow
         self._passes: HeadPasses | None = None
-        self._head_step: HeadStep | None = None  # the module's own
-        self._restore: list[Callable[[], object]] = []
+        self._takeover: Takeover | None = None
         self.on_stage: OnStage | None = None  # told of each stage (name, start, end), to make the overlap visible
 
     @property
@@ -132,119 +138,35 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
         self._head = ShardedHead(head, hidden, self._head_name)
         self._passes = HeadPasses(self._head, self._scheme, features)
         self._head.shard()
-        self._take_over(module, head)
+        self._takeover = Takeover(
+            module, self._passes, self.precision_plugin, self._variable_batch, lambda: self.optimizers
+        )
         trunk = [p for p in module.parameters() if not self._head.owns(p)]
         if any(p.requires_grad for p in trunk):
             super().configure_ddp()
-        else:  # DDP takes no module without a gradient to reduce; all start from rank 0's all the same
+        else:  # DDP refuses a module without any gradient to reduce; its ranks must start from rank 0's values as well
             for tensor in (*trunk, *module.buffers()):
                 dist.broadcast(tensor.data, src=0)
-
-    def _take_over(self, module: LightningModule, head: nn.Module) -> None:
-        """Put this strategy's ways in place of the module's and Lightning's, and remember how to undo it."""
-        assert self._passes is not None
-        self._replace(head, "forward", self._passes)
-        if hasattr(module, "head_step"):
-            self._head_step = cast(HeadStep, module.head_step)
-            self._replace(module, "head_step", self._run_head_step)
-        self._replace(self.precision_plugin, "clip_grad_by_norm", self._clip_grad_by_norm)
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is not None and not isinstance(scaler, ShardedGradScaler):
-            # An overflow in one rank's slice must skip the step on all.
-            sharded = ShardedGradScaler(scaler_device(scaler))
-            sharded.load_state_dict(scaler.state_dict())
-            self._replace(self.precision_plugin, "scaler", sharded)
-            self._restore.append(lambda: scaler.load_state_dict(sharded.state_dict()))
-        names = list(self._names())
-        ignore_in_ddp(module, names)
-        self._restore.append(lambda: stop_ignoring_in_ddp(module, names))
-
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
-        before = vars(owner).get(name)
-        object.__setattr__(owner, name, value)
-        if before is None:
-            self._restore.append(lambda: object.__delattr__(owner, name))
-        else:
-            self._restore.append(lambda: object.__setattr__(owner, name, before))
-
-    def _names(self) -> dict[str, Tensor]:
-        """The head's parameters by their names in the module."""
-        module, head = self.lightning_module, self._head
-        assert module is not None
-        assert head is not None
-        named = module.named_parameters(remove_duplicate=False)
-        return {name: parameter for name, parameter in named if head.owns(parameter)}
 
     def _record_stage(self, stage: str, start_s: float, end_s: float) -> None:
         if self.on_stage is not None:
             self.on_stage(stage, start_s, end_s)
 
-    def _run_head_step(self, features: Tensor, target: Any) -> Tensor:
-        """``head_step`` on the examples of all ranks, pass by pass; outside of training, on this rank's own."""
-        assert self._passes is not None
-        assert self.lightning_module is not None
-        assert self._head_step is not None
-        if not (torch.is_grad_enabled() and self.lightning_module.trainer.training):
-            return self._head_step(features, target)
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        scale = {} if scaler is None else {"scale": scaler.scale}
-        update = self._update_head if self._variable_batch else None
-        head = self._passes.head
-        others = {n: p for n, p in self.lightning_module.named_parameters() if p.requires_grad and not head.owns(p)}
-        return self._passes.step(features, target, self._head_step, update, others=others, **scale)
-
-    def _update_head(self, gradients: Sequence[Tensor | None]) -> None:
-        """One step of the head alone, by the optimizers that hold it: they skip what has no gradient."""
-        module = self.lightning_module
-        assert module is not None
-        assert self._head is not None
-        own = dict(zip(self._head.parameters, gradients, strict=True))
-        for optimizer in self.optimizers:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            if not any(p in own for p in parameters):
-                continue
-            accumulated = {p: p.grad for p in parameters if p not in own}  # of earlier batches, for the trunk's step
-            for p in parameters:
-                p.grad = own.get(p)
-            trainer = module.trainer
-            clip_gradients(
-                self.precision_plugin,
-                module,
-                optimizer,
-                trainer.gradient_clip_val,
-                trainer.gradient_clip_algorithm,
-            )
-            optimizer.step()
-            for p in parameters:
-                p.grad = accumulated.get(p)
-
-    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the norm of the whole gradient, of which ranks hold parts."""
-        assert self._head is not None
-        parameters = list(self.precision_plugin.main_params(optimizer))
-        ours = [p.grad for p in parameters if p.grad is not None and self._head.owns(p)]
-        rest = [p.grad for p in parameters if p.grad is not None and not self._head.owns(p)]
-        square = torch.nn.utils.get_total_norm(ours).to(self.root_device) ** 2
-        squares = self._head.channel.all_gather("norm", square).sum()
-        norm = (torch.nn.utils.get_total_norm(rest).to(self.root_device) ** 2 + squares).sqrt()
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
-
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        if self._head is not None and self._head.is_sharded:
-            self._require_all_ranks()
-            self._require_one_trunk(self._head)
-            state |= {name: self._head.whole(p.data, p) for name, p in self._names().items()}
-        return state
+        if self._head is None or not self._head.is_sharded:
+            return state
+        assert self.lightning_module is not None
+        self._require_all_ranks()
+        return state | whole_parameters(self.lightning_module, self._head)
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        head = self._head
-        if head is not None and head.is_sharded:
-            state = checkpoint["state_dict"]
-            own = {name: head.own_rows(state[name], p) for name, p in self._names().items() if name in state}
-            checkpoint = {**checkpoint, "state_dict": state | own}
+        if self._head is not None and self._head.is_sharded:
+            assert self.lightning_module is not None
+            own = own_parameters(self.lightning_module, self._head, checkpoint["state_dict"])
+            checkpoint = {**checkpoint, "state_dict": own}
         super().load_model_state_dict(checkpoint, strict)
 
     @override
@@ -253,54 +175,34 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
         if self._head is None or not self._head.is_sharded:
             return state
         self._require_all_ranks()
-        return whole_state(optimizer, state, self._head)
+        return whole_optimizer_state(optimizer, state, self._head)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         head = self._head
         if head is not None and head.is_sharded:
             both = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
-            own = [own_state(optimizer, state, head) for optimizer, state in both]
+            own = [own_optimizer_state(optimizer, state, head) for optimizer, state in both]
             checkpoint = {**checkpoint, "optimizer_states": own}
         super().load_optimizer_state_dict(checkpoint)
 
     def _require_all_ranks(self) -> None:
         assert self.lightning_module is not None
-        if self.lightning_module.trainer.interrupted:
-            self._undo()  # Lightning would not come to teardown
-            raise RuntimeError(
-                f"{type(self).__name__} cannot save a checkpoint after an exception: the head's parameters lie on all "
-                "ranks, and the others may be gone. Save every few steps: ModelCheckpoint(every_n_train_steps=...)"
-            )
-
-    def _require_one_trunk(self, head: ShardedHead) -> None:
-        """Raise RuntimeError if the ranks' trunks have drifted apart, so that one of them would not stand for all."""
-        assert self.lightning_module is not None
-        trunk = [p.detach().double().abs().sum() for p in self.lightning_module.parameters() if not head.owns(p)]
-        sums = head.channel.all_gather("checksums", torch.stack(trunk)) if trunk else torch.zeros(1)
-        if not torch.allclose(sums, sums[:1].expand_as(sums), rtol=1e-6, equal_nan=True):
-            raise RuntimeError(
-                "the trunk's parameters are not the same on all ranks. Something in the module scales or skips their "
-                "gradients by what a rank sees of the head's, as torch.nn.utils.clip_grad_norm_ does: use "
-                "self.clip_gradients(optimizer, gradient_clip_val=...), or Trainer(gradient_clip_val=...)"
-            )
+        try:
+            require_all_ranks(self.lightning_module)
+        except RuntimeError:
+            self._undo()  # this error ends Lightning's handling of the first one, so teardown is not called
+            raise
 
     @override
     def teardown(self) -> None:
         if self._head is not None:
-            self._put_together(self._head)
+            self._make_whole(self._head)
         self._undo()
         super().teardown()
 
-    def _undo(self) -> None:
-        while self._restore:
-            self._restore.pop()()
-        for channel in self._channels:
-            dist.destroy_process_group(channel.group)
-        self._head = self._passes = None
-
-    def _put_together(self, head: ShardedHead) -> None:
-        """The whole parameters, and optimizer states, on every rank."""
+    def _make_whole(self, head: ShardedHead) -> None:
+        """Gather parameters and optimizer states on every rank."""
         assert self.lightning_module is not None
         if self.lightning_module.trainer.interrupted:
             log.warning(
@@ -311,3 +213,12 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
         for optimizer in self.optimizers:
             make_whole(optimizer, head)
         head.unshard()
+
+    def _undo(self) -> None:
+        if self._takeover is not None:
+            self._takeover.undo()
+        for channel in self._channels:
+            dist.destroy_process_group(channel.group)
+        self._head = None
+        self._passes = None
+        self._takeover = None

@@ -1,0 +1,95 @@
+"""All passes forward, and later all passes backward: what a sharded head does where only its logits are asked for.
+
+The loss is computed outside, so no pass can go backward before all have gone forward. The graphs of all passes stay in
+memory until then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_dp.strategies.krizhevsky_hybrid.feature_exchange import Finish, prefetch_one
+from lightning_dp.strategies.krizhevsky_hybrid.gradients import GradientSum, gradients_of, take_once
+from lightning_dp.strategies.krizhevsky_hybrid.schemes import SubPass
+from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import require_first_derivative
+
+if TYPE_CHECKING:
+    from lightning_dp.strategies.krizhevsky_hybrid.head_passes import HeadPasses
+
+
+class ForwardFirst:
+    """Passes whose graphs are kept from forward to backward. Both are collectives: all ranks must take part.
+
+    Args:
+        passes: the head and its channels.
+        plan: which examples are in which pass.
+        seed: of the step, for dropout, the same on all ranks; None if nothing is drawn.
+    """
+
+    def __init__(self, passes: HeadPasses, plan: list[SubPass], seed: int | None) -> None:
+        self._passes = passes
+        self._plan = plan
+        self._seed = seed
+        self._graphs: list[tuple[Tensor, Tensor]] | None = None  # features and own logits of each pass
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """Features (n, *) of this rank's examples to their logits (n, C), in the graph of both."""
+        # Autograd turns gradients off inside of a Function, so what it was is passed in.
+        return _ForwardFirst.apply(self, torch.is_grad_enabled(), features, *self._passes.head.parameters)
+
+    def forward(self, features: Tensor, needs_gradient: bool, with_graph: bool) -> Tensor:
+        """Run all passes forward, and keep their graphs if ``with_graph``."""
+        passes, bounds = self._passes, self._passes.head.output_bounds
+        graphs: list[tuple[Tensor, Tensor]] = []
+        arriving: list[Finish] = []
+        parts = prefetch_one(lambda part: passes.exchange.assemble(features, part), self._plan)
+        for number, (part, x) in enumerate(parts):
+            with torch.set_grad_enabled(with_graph), passes.recorded(), _keep_activations():
+                x.requires_grad_(with_graph and needs_gradient)
+                own = passes.head(x, passes.seed_of_pass(self._seed, number))
+            graphs.append((x, own))
+            # The logits travel to the examples' owners while the next pass is computed.
+            arriving.append(passes.exchange.to_owners(own.detach(), part, bounds))
+        self._graphs = graphs if with_graph else None
+        if not arriving:  # no rank has any example
+            return features.new_empty(0, bounds[-1][1])
+        return torch.cat([finish() for finish in arriving])
+
+    def backward(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradient of the logits (n, C) to that of the features (n, *), and those of the head's parameters."""
+        passes, parameters = self._passes, self._passes.head.parameters
+        exchange, bounds = passes.exchange, passes.head.output_bounds
+        total = GradientSum(exchange, len(parameters))
+        arriving = prefetch_one(lambda part: exchange.from_owners(gradient, part, bounds), self._plan)
+        for (part, of_own), (x, own) in zip(arriving, take_once(self, "_graphs"), strict=True):
+            with passes.recorded():
+                of_x, *of_parameters = gradients_of(own, [x, *parameters], of_own)
+            total.send_back(of_x, part)
+            # Each rank's loss is the mean over its own examples, and DDP averages the trunk's gradients over ranks.
+            # The head's gradients hold the sum over all ranks' examples, so they need the same division by K.
+            total.add_parameters(of_parameters, 1 / exchange.channel.world_size)
+        return total.features(), *total.parameters
+
+
+class _ForwardFirst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, work: ForwardFirst, with_graph: bool, features: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.work = work
+        return work.forward(features, ctx.needs_input_grad[2], with_graph)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        require_first_derivative()
+        return None, None, *ctx.work.backward(gradients[0])
+
+
+def _keep_activations() -> torch.autograd.graph.saved_tensors_hooks:
+    """Return a context that keeps the activations of the passes even inside `torch.utils.checkpoint`.
+
+    A checkpoint around the head would drop them and run the head again in backward, which would send every message of
+    the forward a second time.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

@@ -1,0 +1,106 @@
+"""Gradients of passes through a sharded head: how they are computed, scaled, sent back and summed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dp.strategies.krizhevsky_hybrid.feature_exchange import FeatureExchange, Finish
+from lightning_dp.strategies.krizhevsky_hybrid.schemes import SubPass
+
+
+def gradients_of(
+    output: Tensor, inputs: Sequence[Tensor], gradient: Tensor | None = None, retain_graph: bool = False
+) -> list[Tensor | None]:
+    """Return the gradient of each input; None for inputs that need none or do not contribute to the output."""
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    if not wanted:
+        return [None] * len(inputs)
+    found = iter(torch.autograd.grad(output, wanted, gradient, retain_graph, allow_unused=True))
+    return [next(found) if tensor.requires_grad else None for tensor in inputs]
+
+
+class GradientSum:
+    """The gradients of features and parameters, summed over the passes of one step.
+
+    Features' gradients are also summed over ranks: each rank computes the part that goes through its own slices of the
+    head, and the sum goes to the rank that the examples came from.
+    """
+
+    def __init__(self, exchange: FeatureExchange, num_parameters: int) -> None:
+        self._exchange = exchange
+        self._arrived: list[Tensor] = []  # one block of rows for each finished pass
+        self._in_flight: Finish | None = None
+        self.parameters: list[Tensor | None] = [None] * num_parameters
+
+    def send_back(self, features_gradient: Tensor | None, part: SubPass) -> None:
+        """Start to sum one pass's gradient of the features, (N, *), over ranks, and finish the previous pass's sum.
+
+        The previous sum had the whole computation of this pass to arrive in. It is finished here, and not at the end of
+        the step, so that at most one pass's gradients are in memory twice.
+        """
+        self._finish()
+        if features_gradient is not None:
+            self._in_flight = self._exchange.sum_back(features_gradient, part)
+
+    def add_parameters(self, gradients: Sequence[Tensor | None], factor: float = 1.0) -> None:
+        """Add ``factor`` times the gradients of one pass. The tensors given are used up."""
+        for index, gradient in enumerate(gradients):
+            total = self.parameters[index]
+            if gradient is not None and total is not None:
+                total.add_(gradient, alpha=factor)
+            elif gradient is not None:
+                self.parameters[index] = gradient if factor == 1.0 else gradient.mul_(factor)
+
+    def features(self) -> Tensor | None:
+        """Finish, and return the gradient of this rank's own features, (n, *), or None if they need none."""
+        self._finish()
+        return torch.cat(self._arrived) if self._arrived else None
+
+    def _finish(self) -> None:
+        if self._in_flight is not None:
+            self._arrived.append(self._in_flight())
+            self._in_flight = None
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """Return ``x``; its gradient is multiplied by ``factor`` in backward."""
+    return _ScaleGradient.apply(x, factor)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.factor, None
+
+
+def require_no_part(loss: Tensor, others: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if one of the ``others``, parameters by name, contributes to ``loss``."""
+    gradients = gradients_of(loss, list(others.values()), retain_graph=True) if loss.requires_grad else []
+    for name, gradient in zip(others, gradients, strict=False):
+        if gradient is not None:
+            raise ValueError(
+                f"head_step uses the parameter {name}, which is not in the head and would not be trained; use it in "
+                "training_step, before head_step is called"
+            )
+
+
+def take_once(ctx: Any, name: str) -> Any:
+    """Return ``ctx.name`` and drop it, so that its memory is free as early as possible.
+
+    Raises:
+        RuntimeError: it was taken before: backward runs a second time.
+    """
+    value = getattr(ctx, name)
+    if value is None:
+        raise RuntimeError("backward went through the sharded head a second time; compute the loss anew before each")
+    setattr(ctx, name, None)
+    return value

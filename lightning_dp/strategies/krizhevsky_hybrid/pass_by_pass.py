@@ -1,0 +1,98 @@
+"""Forward and backward of each pass at once: what a sharded head does where the loss of a pass is known (`head_step`).
+
+This is the schedule of arXiv 1404.5997, section 4: K forward and backward passes alternate, and the features of the
+next pass travel while the head works on this one. Only one pass's activations are in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_dp.strategies.krizhevsky_hybrid.feature_exchange import prefetch_one
+from lightning_dp.strategies.krizhevsky_hybrid.gradients import GradientSum, gradients_of, take_once
+from lightning_dp.strategies.krizhevsky_hybrid.schemes import SubPass
+from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import require_first_derivative
+
+if TYPE_CHECKING:
+    from lightning_dp.strategies.krizhevsky_hybrid.head_passes import HeadPasses
+
+LossOfPass = Callable[[SubPass, Tensor], Tensor]
+Update = Callable[[Sequence[Tensor | None]], None]
+Scale = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class StepResult:
+    """What the passes of one step have computed: the loss, and gradients that backward only hands out."""
+
+    loss: Tensor
+    features_gradient: Tensor | None
+    parameter_gradients: list[Tensor | None]
+    loss_scale: Tensor  # the gradients are those of loss * loss_scale
+
+
+def run_passes(
+    passes: HeadPasses,
+    features: Tensor,
+    plan: list[SubPass],
+    seed: int | None,
+    loss_of: LossOfPass,
+    update: Update | None,
+    scale: Scale,
+) -> StepResult:
+    """Run forward and backward of each pass. All ranks must call it; arguments are those of `HeadPasses.step`."""
+    exchange, parameters = passes.exchange, passes.head.parameters
+    num_examples = sum(part.num_examples for part in plan)
+    loss = features.new_full((), 0.0 if num_examples else torch.nan)
+    total = GradientSum(exchange, len(parameters))
+    detached = features.detach()
+    for number, (part, x) in enumerate(prefetch_one(lambda part: exchange.assemble(detached, part), plan)):
+        share = part.num_examples / num_examples
+        with torch.enable_grad(), passes.one_pass(passes.seed_of_pass(seed, number), x.device):
+            x.requires_grad_(features.requires_grad)
+            loss_of_part = loss_of(part, x)
+            loss = loss + share * loss_of_part.detach()
+            # One update of everything follows the mean over the whole step, so a pass counts by its share of examples.
+            # An update of the head after each pass follows the mean over that pass alone; there the share is left to
+            # the features, whose gradients still belong to one update of the trunk.
+            share_of_loss, share_of_x = (share, 1.0) if update is None else (1.0, share)
+            with torch.autocast(x.device.type, enabled=False):
+                of_x, *of_parameters = gradients_of(scale(loss_of_part) * share_of_loss, [x, *parameters])
+        total.send_back(of_x if of_x is None or share_of_x == 1.0 else of_x * share_of_x, part)
+        if update is None:
+            total.add_parameters(of_parameters)
+        else:
+            update(of_parameters)
+            # Autocast caches 16-bit copies of parameters; those of the head are stale now.
+            torch.clear_autocast_cache()
+        # Free this pass's graph before the next one's is built, or two of them would be in memory at once.
+        del x, loss_of_part, of_x, of_parameters
+    return StepResult(loss, total.features(), total.parameters, scale(torch.ones_like(loss)))
+
+
+def hand_out(result: StepResult, features: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """Return the loss. Its backward gives ``features`` and ``parameters`` the gradients that are computed already."""
+    return _HandOut.apply(result, features, *parameters)
+
+
+class _HandOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, result: StepResult, features: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.result = result
+        return result.loss
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        require_first_derivative()
+        result: StepResult = take_once(ctx, "result")
+        found = [result.features_gradient, *result.parameter_gradients]
+        factor = gradients[0] / result.loss_scale
+        # On a GPU reading the factor would wait for the device, which costs more than the multiplication.
+        if factor.is_cuda or factor != 1:
+            found = [None if gradient is None else gradient.mul_(factor) for gradient in found]
+        return None, *found
