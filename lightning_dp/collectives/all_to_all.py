@@ -1,18 +1,32 @@
-"""All-to-all exchange of activations, with counts of bytes and waiting time. Model parallelism uses it."""
+"""All-to-all exchange of activations, checked, counted and timed in one place. Model parallelism uses it."""
 
 from __future__ import annotations
 
 import time
+import zlib
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dp.collectives.groups import dense, needs_host_copy
-from lightning_dp.collectives.point_to_point import Message, Transfer, post
+from lightning_dp.collectives.point_to_point import Message, Transfer, peer_error, post
 from lightning_dp.collectives.tracing import OnStage
+
+HEADER_BYTES = 64
+INLINE_BYTES = 960
+"""A payload of at most this size travels in one message with its header: for small ones, messages count, not bytes."""
+_FRAME_TAG = 0  # of a header, and the payload behind it; payloads of their own have other tags
+
+
+class CallMismatchError(RuntimeError):
+    """Two ranks are in different exchanges: one of them has made a call that the other has not.
+
+    Nothing of the message that does not fit is used. The channel cannot be used again: later messages would not fit.
+    """
 
 
 class Channel:
@@ -24,13 +38,17 @@ class Channel:
     Messages of one channel arrive in the order in which they are started. Every rank must therefore start the same
     exchanges in the same order. Two channels that are in use at once need separate groups.
 
+    Messages in host memory (gloo) carry the name, number and size of their exchange. A rank that receives those of
+    another exchange raises `CallMismatchError`, and never takes one message for another. Messages of NCCL carry none.
+
     Args:
         group: the ranks.
         on_stage: called for each exchange, from its start to the end of `AllToAll.wait`, and for the wait itself.
 
     Attributes:
-        bytes_sent: bytes that this rank has sent so far, per name of exchange.
+        bytes_sent: bytes that this rank has sent so far, without headers, per name of exchange.
         waited_s: seconds that this rank has spent in `AllToAll.wait` so far.
+        num_exchanges: number of exchanges started so far. It is the same on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, on_stage: OnStage | None = None) -> None:
@@ -40,6 +58,11 @@ class Channel:
         self.on_stage = on_stage
         self.bytes_sent: Counter[str] = Counter()
         self.waited_s = 0.0
+        self.num_exchanges = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Channel:
+        """Return the channel itself. It is a connection, which copies of its owner share."""
+        return self
 
     def all_to_all(self, name: str, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> AllToAll:
         """Start sending ``sends[r]`` to rank r and receiving ``receives[r]`` from it, for every other rank r.
@@ -47,7 +70,7 @@ class Channel:
         The entries of this rank itself are ignored. Empty tensors are not sent. Every rank must call it.
 
         Args:
-            name: name of the exchange in `bytes_sent` and in the trace.
+            name: name of the exchange in `bytes_sent`, in the trace, and in the check that all ranks make the same call.
             sends: one tensor per rank. They must not change before `AllToAll.wait` returns.
             receives: one contiguous tensor per rank, with the shape and dtype that the rank sends. Filled in place.
         """
@@ -56,9 +79,11 @@ class Channel:
         outgoing: list[Message] = [(self._sendable(dense(sends[peer])), peer) for peer in peers]
         incoming: list[Message] = [(self._buffer(receives[peer]), peer) for peer in reversed(peers)]
         self.bytes_sent[name] += sum(tensor.nbytes for tensor, _ in outgoing)
-        received, sent = post(self.group, incoming, outgoing)
         staged = [(receives[peer], buffer) for buffer, peer in incoming if buffer is not receives[peer]]
-        return AllToAll(self, name, [*received, *sent], staged)
+        exchange = AllToAll(self, name, self.num_exchanges, staged)
+        self.num_exchanges += 1
+        exchange.start(incoming, outgoing)
+        return exchange
 
     def all_gather(self, name: str, tensor: Tensor) -> Tensor:
         """Return ``tensor`` of every rank, in rank order: (N, *shape of ``tensor``). Shape and dtype must be equal."""
@@ -82,34 +107,125 @@ class Channel:
         return torch.empty_like(tensor, device="cpu") if needs_host_copy(tensor, self.group) else tensor
 
 
+class Call(NamedTuple):
+    """The exchange that a message belongs to. Both ends compute it, and the receiver compares."""
+
+    name: str
+    number: int
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"exchange {self.number}, {self.name!r} ({self.num_bytes} bytes)"
+
+    @property
+    def tag(self) -> int:
+        """The label by which gloo matches messages: one of another exchange, or size, stays where it is."""
+        return zlib.crc32(str(self).encode()) % (2**31 - 1) + 1
+
+    @property
+    def header(self) -> Tensor:
+        """The call in words, in `HEADER_BYTES` bytes."""
+        return torch.frombuffer(bytearray(str(self).encode()[:HEADER_BYTES].ljust(HEADER_BYTES)), dtype=torch.uint8)
+
+
 class AllToAll:
     """An all-to-all in flight. Call `wait` once.
 
     Args:
         channel: records the exchange when it is finished.
         name: name of the exchange.
-        transfers: all messages, sent and received.
+        number: how many exchanges the channel has started before.
         staged: pairs (receive tensor, host buffer) to copy after the messages have arrived.
     """
 
-    def __init__(
-        self, channel: Channel, name: str, transfers: Sequence[Transfer], staged: Sequence[tuple[Tensor, Tensor]]
-    ) -> None:
+    def __init__(self, channel: Channel, name: str, number: int, staged: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._channel = channel
         self._name = name
-        self._transfers = transfers
+        self._number = number
         self._staged = staged
+        self._transfers: list[Transfer] = []
+        self._frames: list[tuple[int, Call, Tensor, Transfer]] = []  # peer, expected call, received frame
+        self._inline: list[tuple[Tensor, Tensor]] = []  # receive tensor, and the part of a frame with its payload
         self._start_s = time.perf_counter()
+
+    def start(self, incoming: Sequence[Message], outgoing: Sequence[Message]) -> None:
+        """Start all messages; `Channel.all_to_all` calls this."""
+        group = self._channel.group
+        if any(tensor.is_cuda for tensor, _ in (*incoming, *outgoing)):
+            receives, sends = post(group, incoming, outgoing)
+            self._transfers += [*receives, *sends]
+            return
+        # Receives first: a peer that is ready to send finds the buffer waiting.
+        for tensor, peer in incoming:
+            if tensor.numel():
+                self._expect(tensor, peer, Call(self._name, self._number, tensor.nbytes))
+        for tensor, peer in outgoing:
+            if tensor.numel():
+                call = Call(self._name, self._number, tensor.nbytes)
+                is_inline = call.num_bytes <= INLINE_BYTES
+                frame = torch.cat([call.header, _bytes_of(tensor)]) if is_inline else call.header
+                self._transfers.append(self._send(frame, peer, _FRAME_TAG))
+                if not is_inline:
+                    self._transfers.append(self._send(tensor, peer, call.tag))
+
+    def _expect(self, tensor: Tensor, peer: int, call: Call) -> None:
+        # Every frame has room for the longest one: gloo ends the process when a message is longer than its buffer, and
+        # takes a shorter one without a word.
+        frame = torch.empty(HEADER_BYTES + INLINE_BYTES, dtype=torch.uint8)
+        self._frames.append((peer, call, frame, self._receive(frame, peer, _FRAME_TAG)))
+        if call.num_bytes <= INLINE_BYTES:
+            self._inline.append((tensor, frame[HEADER_BYTES : HEADER_BYTES + call.num_bytes]))
+        else:
+            # A large payload travels while other work goes on, so its buffer cannot wait for the header to be checked.
+            # Its tag keeps any other message out of it.
+            self._transfers.append(self._receive(tensor, peer, call.tag))
 
     def wait(self) -> None:
         """Block until all messages have arrived. The receive tensors may then be read and the sent ones changed.
 
         Raises:
             PeerError: a peer has died, or has been silent for longer than the timeout of the group.
+            CallMismatchError: a peer has started another exchange in the place of this one.
         """
         wait_start_s = time.perf_counter()
+        for peer, call, frame, transfer in self._frames:
+            transfer.wait()
+            self._require_same(peer, call, frame[:HEADER_BYTES])
+        for tensor, received in self._inline:
+            _bytes_of(tensor).copy_(received)
         for transfer in self._transfers:
             transfer.wait()
         for tensor, buffer in self._staged:
             tensor.copy_(buffer)
         self._channel.record_exchange(self._name, self._start_s, wait_start_s, time.perf_counter())
+
+    def _require_same(self, peer: int, call: Call, header: Tensor) -> None:
+        if not torch.equal(header, call.header):
+            theirs = bytes(header.tolist()).decode(errors="replace").rstrip()
+            raise CallMismatchError(
+                f"rank {self._channel.rank} of the group is in {call}, and rank {peer} in {theirs}: one of them has "
+                "made a call that the other has not. Make the same calls on all ranks, in the same order"
+            )
+
+    def _receive(self, tensor: Tensor, peer: int, tag: int) -> Transfer:
+        group = self._channel.group
+        try:
+            work = dist.irecv(tensor, group=group, group_src=peer, tag=tag)
+        except RuntimeError as error:
+            raise peer_error(group, "receive from", peer, error) from error
+        assert work is not None, "a rank outside the group came here"
+        return Transfer(group, "receive from", (tensor, peer), [work])
+
+    def _send(self, tensor: Tensor, peer: int, tag: int) -> Transfer:
+        group = self._channel.group
+        try:
+            work = dist.isend(tensor, group=group, group_dst=peer, tag=tag)
+        except RuntimeError as error:
+            raise peer_error(group, "send to", peer, error) from error
+        assert work is not None, "a rank outside the group came here"
+        return Transfer(group, "send to", (tensor, peer), [work])
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor as its bytes."""
+    return tensor.view(-1).view(torch.uint8)
