@@ -7,6 +7,7 @@ by which the batch grows.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -15,6 +16,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import MultiStepLR
+
+log = logging.getLogger(__name__)
 
 Rule = Literal["linear", "sqrt"]
 
@@ -37,7 +40,7 @@ def scale_learning_rate(lr: float, k: float, rule: Rule = "linear") -> float:
     return lr * (k if rule == "linear" else math.sqrt(k))
 
 
-def scale_weight_decay(weight_decay: float, lr: float, k: float, rule: Rule = "sqrt") -> float:
+def scale_weight_decay(weight_decay: float, lr: float, k: float, rule: Rule | None = None) -> float:
     """Return the weight decay for a batch ``k`` times larger, so that one step decays as much as k steps did before.
 
     omega' = (1 - (1 - epsilon omega)^k) / epsilon', where epsilon' = sqrt(k) epsilon. It is nearly sqrt(k) omega. With
@@ -47,13 +50,20 @@ def scale_weight_decay(weight_decay: float, lr: float, k: float, rule: Rule = "s
         weight_decay: weight decay of the old batch size.
         lr: learning rate of the *old* batch size.
         k: new batch size / old batch size.
-        rule: the rule by which the learning rate grows. Pass the same one to `scale_learning_rate`, whose default
-            differs: the paper's formula for weight decay is for the square root.
+        rule: the rule by which the learning rate grows. Pass the same one to `scale_learning_rate`. None means
+            ``"sqrt"``, for which the paper's formula is, with a warning: `scale_learning_rate` has another default.
+            `scale_for_batch_size` scales both by one rule.
 
     Raises:
         ValueError: ``lr`` or ``k`` is not positive, ``weight_decay`` is negative, ``lr * weight_decay`` is 1 or more,
             so that a single old step would remove the weights entirely, or the rule is unknown.
     """
+    if rule is None:
+        log.warning(
+            "scale_weight_decay() without a rule assumes that the learning rate grows with sqrt(k); pass rule='linear' "
+            "or rule='sqrt', the same as to scale_learning_rate(), whose default is 'linear'"
+        )
+        rule = "sqrt"
     new_lr = scale_learning_rate(lr, k, rule)
     if not 0 <= lr * weight_decay < 1:
         raise ValueError(
@@ -61,6 +71,21 @@ def scale_weight_decay(weight_decay: float, lr: float, k: float, rule: Rule = "s
             "their product must be at least 0 and less than 1"
         )
     return -math.expm1(k * math.log1p(-lr * weight_decay)) / new_lr
+
+
+def scale_for_batch_size(lr: float, weight_decay: float, k: float, rule: Rule) -> tuple[float, float]:
+    """Return learning rate and weight decay for a batch ``k`` times larger, by one rule.
+
+    Args:
+        lr: learning rate of the old batch size.
+        weight_decay: weight decay of the old batch size.
+        k: new batch size / old batch size.
+        rule: see `scale_learning_rate`.
+
+    Raises:
+        ValueError: see `scale_learning_rate` and `scale_weight_decay`.
+    """
+    return scale_learning_rate(lr, k, rule), scale_weight_decay(weight_decay, lr, k, rule)
 
 
 class KrizhevskySGD(Optimizer):
@@ -185,15 +210,11 @@ def trunk_and_head_groups(
     for name, (parameters, _) in parts.items():
         if not parameters:
             raise ValueError(f"with head={head!r}, the {name} of {type(model).__name__} has no parameters")
-    return [
-        {
-            "params": parameters,
-            "name": name,
-            "lr": scale_learning_rate(lr, scale, rule),
-            "weight_decay": scale_weight_decay(weight_decay, lr, scale, rule),
-        }
-        for name, (parameters, scale) in parts.items()
-    ]
+    groups = []
+    for name, (parameters, scale) in parts.items():
+        new_lr, new_weight_decay = scale_for_batch_size(lr, weight_decay, scale, rule)
+        groups.append({"params": parameters, "name": name, "lr": new_lr, "weight_decay": new_weight_decay})
+    return groups
 
 
 def _require_positive(**values: float) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import math
 from functools import partial
 
@@ -13,6 +14,7 @@ from lightning_dp.models import cifar_alexnet
 from lightning_dp.optim import (
     KrizhevskySGD,
     krizhevsky_schedule,
+    scale_for_batch_size,
     scale_learning_rate,
     scale_weight_decay,
     trunk_and_head_groups,
@@ -45,6 +47,20 @@ def test_one_decay_at_the_new_batch_size_is_k_at_the_old(rule, k):
     lr, weight_decay = 0.3, 0.4
     new = 1 - scale_learning_rate(lr, k, rule) * scale_weight_decay(weight_decay, lr, k, rule)
     assert new == pytest.approx((1 - lr * weight_decay) ** k, rel=1e-12)
+
+
+@pytest.mark.parametrize("rule", ["sqrt", "linear"])
+def test_both_are_scaled_by_one_rule(rule):
+    new = scale_for_batch_size(0.01, 0.0005, 8, rule)
+    assert new == (scale_learning_rate(0.01, 8, rule), scale_weight_decay(0.0005, 0.01, 8, rule))
+
+
+def test_a_weight_decay_scaled_by_an_assumed_rule_comes_with_a_warning(caplog):
+    with caplog.at_level(logging.WARNING):
+        explicit = scale_weight_decay(0.0005, 0.01, 8, rule="sqrt")
+        assert not caplog.records
+        assert scale_weight_decay(0.0005, 0.01, 8) == explicit
+    assert "pass rule='linear' or rule='sqrt'" in caplog.text
 
 
 def test_zero_weight_decay_stays_zero():

@@ -33,8 +33,11 @@ __all__ = [
     "enable_ddp_timing",
     "group_timeout",
     "has_any_step_hooks",
+    "has_backward_hooks",
     "has_compiled_forward",
+    "has_forward_hooks",
     "has_modes",
+    "has_tensor_hooks",
     "ignore_in_ddp",
     "inside_function_transform",
     "make_wrapper_tensor",
@@ -125,6 +128,21 @@ def has_compiled_forward(module: nn.Module) -> bool:
 def inside_function_transform() -> bool:
     """Return whether this code runs inside ``torch.func.grad``, ``torch.vmap`` or another function transform."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Return whether hooks run before or after this module's own ``forward``."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return whether hooks run before or after the backward of this module's own ``forward``."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def has_tensor_hooks(tensor: Tensor) -> bool:
+    """Return whether hooks see the gradient of this tensor."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def scaler_device(scaler: torch.amp.GradScaler) -> str:

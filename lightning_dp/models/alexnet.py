@@ -32,19 +32,21 @@ class TrunkAndHead(nn.Module):
 class AlexNet(TrunkAndHead):
     """64, 192, 384, 384 and 256 filters, then 4096, 4096 and ``num_classes`` units; for 224x224 images.
 
-    61.8 M parameters with 1000 classes, 95 % of them in the head. The paper contradicts itself here: it gives these
-    filters (footnote 1) and "0.2% more parameters" than the net of 2012, which has 60,965,224. That fits 256 filters in
-    the fourth layer, 61,100,840 parameters, as in the version of this net that is widely used: ``filters=(64, 192, 384,
-    256, 256)``. Kernels, strides and paddings, which the paper leaves open, are those of that version: maps are 224,
-    55, 27, 13 and 6 pixels wide.
+    61.8 M parameters with 1000 classes, 95 % of them in the head. The paper contradicts itself here. It gives these
+    filters (footnote 1), and says that the net has "0.2% more parameters and 2.4% fewer connections" than that of 2012,
+    whose two towers have 60,965,224 parameters. With the kernels and map sizes below, footnote 1's filters have 1.4 %
+    more parameters and 15.8 % more connections. With 256 filters in the fourth layer there are 0.22 % more parameters
+    (61,100,840) and 1.4 % fewer connections, so the sentence probably describes that net, which is also the version in
+    wide use: ``filters=(64, 192, 384, 256, 256)``. The paper leaves kernels, strides and paddings open; they are those
+    of that version, and maps are 224, 55, 27, 13 and 6 pixels wide.
 
-    Departures from the paper: no local response normalisation, which costs time and was found to gain nothing
-    (Simonyan and Zisserman, arXiv 1409.1556, section 4.1); and weights that start with variance 1 / fan-in, without the
-    biases of 1 of the 2012 net. The logistic units are a matter of the cost: see `SplitClassifier`.
+    Departures from the paper: no local response normalization, which takes time and was found to gain nothing (Simonyan
+    and Zisserman, arXiv 1409.1556, section 4.1); and weights that start with variance 1 / fan-in, without the biases of
+    1 of the net of 2012. The logistic units belong to the loss: see `SplitClassifier`.
 
     Args:
         num_classes: outputs of the last layer, at least 2.
-        in_channels: of the images.
+        in_channels: channels of the images.
         dropout: share of the head's inputs and of its first hidden units set to zero in training, 0 to 1.
         filters: of the five convolutions.
 
@@ -86,7 +88,7 @@ def cifar_alexnet(num_classes: int = 10, in_channels: int = 3, dropout: float = 
 
     Args:
         num_classes: outputs of the last layer, at least 2.
-        in_channels: of the images.
+        in_channels: channels of the images.
         dropout: as for `AlexNet`.
 
     Raises:

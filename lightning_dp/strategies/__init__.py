@@ -1,6 +1,6 @@
 """Strategies: how gradients and updates travel between ranks."""
 
-from lightning_dp.strategies.krizhevsky_hybrid import KrizhevskyHybridStrategy
+from lightning_dp.strategies.krizhevsky_hybrid import KrizhevskyHybridStrategy, consolidate_checkpoint
 from lightning_dp.strategies.layered_sgd import LayeredSGDStrategy
 
-__all__ = ["KrizhevskyHybridStrategy", "LayeredSGDStrategy"]
+__all__ = ["KrizhevskyHybridStrategy", "LayeredSGDStrategy", "consolidate_checkpoint"]

@@ -53,7 +53,7 @@ def logistic_by_hand(logits: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", ["logistic", "cross_entropy"])
-def test_the_cost_is_the_mean_over_images_of_what_it_says(loss):
+def test_the_loss_is_the_mean_over_images_of_the_named_loss(loss):
     model = split(loss=loss)
     logits, y = torch.randn(6, CLASSES, dtype=torch.double), batch(6, 1)[1]
     expected = logistic_by_hand(logits, y) if loss == "logistic" else F.cross_entropy(logits, y, reduction="none")
@@ -61,14 +61,14 @@ def test_the_cost_is_the_mean_over_images_of_what_it_says(loss):
     torch.testing.assert_close(model.compute_loss(logits, y, reduction="sum"), expected.sum(), rtol=1e-12, atol=0)
 
 
-def test_the_logistic_cost_of_16_bit_logits_is_summed_in_32():
+def test_the_logistic_loss_of_16_bit_logits_is_summed_in_32_bits():
     logits, y = torch.full((64, CLASSES), -2.0, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.long)
-    cost = split().compute_loss(logits, y, reduction="sum")
-    assert cost.dtype == torch.float32
-    assert cost.item() == pytest.approx(64 * (math.log1p(math.exp(2)) + 6 * math.log1p(math.exp(-2))), rel=1e-2)
+    loss = split().compute_loss(logits, y, reduction="sum")
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(64 * (math.log1p(math.exp(2)) + 6 * math.log1p(math.exp(-2))), rel=1e-2)
 
 
-def test_unseen_classes_start_as_likely_as_any_so_that_the_cost_starts_small():
+def test_all_classes_start_equally_likely_so_that_the_loss_starts_small():
     torch.manual_seed(0)
     model = SplitClassifier(cifar_alexnet(dropout=0.0), 10, SGD_PARTIAL)
     x, y = torch.randn(64, 3, 32, 32), torch.randint(10, (64,))
@@ -123,7 +123,7 @@ def test_the_test_above_sees_a_missing_all_reduce():
 
 
 def train_hybrid(rank: int) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Parameters and metrics after training with a divided head, a batch of 8 in the trunk and of 4 in the head."""
+    """Parameters and metrics after training with a sharded head, a batch of 8 in the trunk and of 4 in the head."""
     model = split(channels_last=False, train_accuracy=True).double()
     batches = [tuple(part.chunk(2)[rank] for part in batch(8, seed, torch.double)) for seed in range(STEPS)]
     strategy = KrizhevskyHybridStrategy("model.head", scheme="b", variable_batch=True, process_group_backend="gloo")
@@ -189,7 +189,7 @@ def test_metrics_are_those_of_all_images_however_often_the_head_works(kind):
 
 
 class Watched(Tensor):
-    """Logits that may live elsewhere: all that may be asked of them are their dtype and a cost."""
+    """Logits that may live elsewhere: only their dtype and a loss may be asked for."""
 
     seen: list[str] = []  # noqa: RUF012  one list for all is what is wanted
 
@@ -204,7 +204,7 @@ class Watched(Tensor):
     ("loss", "function"),
     [("logistic", "binary_cross_entropy_with_logits"), ("cross_entropy", "cross_entropy")],
 )
-def test_nothing_but_the_cost_is_computed_from_the_logits(loss, function):
+def test_nothing_but_the_loss_is_computed_from_the_logits(loss, function):
     model = split(loss=loss)
     head = model.model.head.forward
     model.model.head.forward = lambda features: head(features).as_subclass(Watched)
@@ -256,7 +256,7 @@ def test_trunk_and_head_can_have_rates_of_their_own(kind):
     [
         (lambda: SplitClassifier(nn.Linear(2, 3), 3, SGD_PARTIAL), "Linear has no submodule trunk and no head"),
         (lambda: split(loss="hinge"), "loss='hinge' must be one of 'logistic', 'cross_entropy'"),
-        (lambda: split(label_smoothing=0.1), "label_smoothing=0.1 is of softmax"),
+        (lambda: split(label_smoothing=0.1), "label_smoothing=0.1 applies to softmax"),
         (lambda: split(interval="batch"), "interval='batch'"),
     ],
 )

@@ -26,13 +26,21 @@ OVERRIDES = {
         "training_step",
     ],
     KrizhevskyHybridStrategy: [
+        "backward",
         "configure_ddp",
         "lightning_module_state_dict",
+        "load_checkpoint",
         "load_model_state_dict",
         "load_optimizer_state_dict",
+        "model_to_device",
+        "on_validation_start",
         "optimizer_state",
+        "save_checkpoint",
         "setup",
         "teardown",
+        "tensor_init_context",
+        "training_step",
+        "validation_step",
     ],
 }
 EACH = [(strategy, name) for strategy, names in OVERRIDES.items() for name in names]

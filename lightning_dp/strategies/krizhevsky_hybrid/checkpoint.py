@@ -1,11 +1,14 @@
 """Checkpoints of a sharded head: rows are gathered when one is saved, and sliced when one is loaded.
 
-A checkpoint holds whole tensors, like one of a single process, so it can be loaded anywhere.
+A checkpoint holds whole tensors, like one of a single process, so it can be loaded anywhere. They are gathered in rank
+0's host memory alone, one after the other, because only rank 0 writes. `sharded_checkpoint` does without.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,51 +16,60 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp._lightning import LightningModule
+from lightning_dp._private.torch_names import tree_leaves, tree_map_only
+from lightning_dp.strategies.krizhevsky_hybrid.parameter_rows import whole_on_all_ranks, whole_on_rank_0
 from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead
 
 State = dict[str, Any]
+Convert = Callable[[Any, Tensor], Any]
 
 
-def whole_parameters(module: LightningModule, head: ShardedHead) -> State:
-    """Gather the head's parameters, by their names in ``module``. All ranks must call it.
-
-    Raises:
-        RuntimeError: after an exception, or if the ranks' trunks differ, so that none of them could stand for all.
-    """
-    require_all_ranks(module)
-    _require_one_trunk(module, head)
-    return {name: head.whole(p.data, p) for name, p in head.names_in(module).items()}
+def gather_parameters(module: LightningModule, head: ShardedHead) -> State:
+    """Return the head's parameters by their names in ``module``, whole on rank 0, else rows. All ranks must call it."""
+    whole = {p: whole_on_rank_0(head, p.data, p) for p in head.parameters}
+    return {name: whole[p] for name, p in head.names_in(module).items()}
 
 
-def own_parameters(module: LightningModule, head: ShardedHead, state: State) -> State:
-    """Return ``state``, a state_dict of the whole ``module``, with this rank's rows of the head."""
-    named = head.names_in(module).items()
-    return state | {name: head.own_rows(state[name], p) for name, p in named if name in state}
-
-
-def whole_optimizer_state(optimizer: Optimizer, state: State, head: ShardedHead) -> State:
-    """Return ``state``, a state_dict of ``optimizer``, with the head's part gathered. All ranks must call it."""
+def gather_optimizer_state(optimizer: Optimizer, state: State, head: ShardedHead) -> State:
+    """Return ``state``, a state_dict of ``optimizer``, with the head's part whole on rank 0. All ranks must call it."""
 
     def gather(value: Any, p: Tensor) -> Any:
-        return head.whole(value, p) if _is_like(value, p.shape) else value
+        return whole_on_rank_0(head, value, p) if _is_like(value, p.shape) else value
 
-    return _with_head(optimizer, state, head, gather)
+    return convert_head(optimizer, state, head, gather)
 
 
 def own_optimizer_state(optimizer: Optimizer, state: State, head: ShardedHead) -> State:
-    """Return ``state``, a whole state_dict of ``optimizer``, with this rank's rows of the head's part."""
+    """Copy ``state``, a state_dict of ``optimizer``, with this rank's rows of the head's part where that is whole."""
+    whole_shapes = {p: head.whole_shape(p) for p in head.parameters}
 
     def slice_rows(value: Any, p: Tensor) -> Any:
-        return head.own_rows(value, p) if _is_like(value, head.whole_shape(p)) else value
+        return head.own_rows(value, p) if _is_like(value, whole_shapes[p]) else value
 
-    return _with_head(optimizer, state, head, slice_rows)
+    own = convert_head(optimizer, state, head, slice_rows)
+    is_copied = {id(value) for value in tree_leaves(own)} - {id(value) for value in tree_leaves(state)}
+    return tree_map_only(Tensor, lambda tensor: tensor if id(tensor) in is_copied else tensor.clone(), own)
 
 
 def make_whole(optimizer: Optimizer, head: ShardedHead) -> None:
-    """Gather the state of ``optimizer`` in place. All ranks must call it, while the head is sharded."""
+    """Gather the state of ``optimizer`` itself, in host memory. All ranks must call it, while the head is sharded."""
     for p, of_p in optimizer.state.items():
         if head.owns(p):
-            of_p.update({name: head.whole(value, p) for name, value in of_p.items() if _is_like(value, p.shape)})
+            for name, value in of_p.items():
+                if _is_like(value, p.shape):
+                    of_p[name] = whole_on_all_ranks(head, value, p, torch.device("cpu"))
+
+
+def convert_head(optimizer: Optimizer, state: State, head: ShardedHead, convert: Convert) -> State:
+    """Return a state_dict of ``optimizer`` with ``convert(value, parameter)`` in place of the head's values."""
+    if "state" not in state:  # Lightning's stand-in for a module without an optimizer has none
+        return state
+    of_parameters = dict(state["state"])
+    # A state_dict numbers the parameters of all groups in order.
+    for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        if head.owns(p) and index in of_parameters:
+            of_parameters[index] = {name: convert(value, p) for name, value in of_parameters[index].items()}
+    return state | {"state": of_parameters}
 
 
 def require_all_ranks(module: LightningModule) -> None:
@@ -69,27 +81,55 @@ def require_all_ranks(module: LightningModule) -> None:
         )
 
 
-def _with_head(optimizer: Optimizer, state: State, head: ShardedHead, convert: Callable[[Any, Tensor], Any]) -> State:
-    of_parameters = dict(state["state"])
-    # A state_dict numbers the parameters of all groups in order.
-    for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        if head.owns(p) and index in of_parameters:
-            of_parameters[index] = {name: convert(value, p) for name, value in of_parameters[index].items()}
-    return state | {"state": of_parameters}
-
-
-def _is_like(value: Any, shape: torch.Size) -> bool:
-    """Whether a state has one number for each number of the parameter: momentum has, a step count has not."""
-    return isinstance(value, Tensor) and value.shape == shape
-
-
-def _require_one_trunk(module: LightningModule, head: ShardedHead) -> None:
-    """Raise RuntimeError if the ranks' trunks have drifted apart."""
+def require_one_trunk(module: LightningModule, head: ShardedHead) -> None:
+    """Raise RuntimeError if the ranks' trunks have drifted apart. All ranks must call it."""
     trunk = [p.detach().double().abs().sum() for p in module.parameters() if not head.owns(p)]
-    sums = head.channel.all_gather("checksums", torch.stack(trunk)) if trunk else torch.zeros(1)
+    sums = head.control.all_gather("checksums", torch.stack(trunk)) if trunk else torch.zeros(1)
     if not torch.allclose(sums, sums[:1].expand_as(sums), rtol=1e-6, equal_nan=True):
         raise RuntimeError(
             "the trunk's parameters are not the same on all ranks. Something in the module scales or skips their "
             "gradients by what a rank sees of the head's, as torch.nn.utils.clip_grad_norm_ does: use "
             "self.clip_gradients(optimizer, gradient_clip_val=...), or Trainer(gradient_clip_val=...)"
         )
+
+
+def write_to_disk(checkpoint: State, path: str | os.PathLike[str]) -> None:
+    """Save to a local file, without a copy of it in memory, and in one step: no other process sees half a file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        torch.save(checkpoint, unfinished)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def is_plain_file(checkpoint_io: Any, path: Any) -> bool:
+    """Whether a checkpoint at ``path`` is an ordinary local file to Lightning, so that it may be written without it."""
+    return type(checkpoint_io).__name__ == "TorchCheckpointIO" and "://" not in str(path)
+
+
+def map_from_disk(path: str | os.PathLike[str], weights_only: bool | None = None) -> State:
+    """Load a local file; of parameters and optimizer states only what is used is read, and shared between processes.
+
+    They must be copied before they are changed: the file may go while they are in use.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"Checkpoint file not found: {path}")
+    try:
+        checkpoint: State = torch.load(str(path), map_location="cpu", mmap=True, weights_only=weights_only)
+    except RuntimeError:  # files of old versions of torch cannot be mapped
+        return torch.load(path, map_location="cpu", weights_only=weights_only)
+    mapped = ("state_dict", "optimizer_states")
+    return {
+        key: value if key in mapped else tree_map_only(Tensor, Tensor.clone, value) for key, value in checkpoint.items()
+    }
+
+
+def _is_like(value: Any, shape: torch.Size) -> bool:
+    """Whether a state has one number for each number of the parameter: momentum has, a step count has not."""
+    return isinstance(value, Tensor) and value.shape == shape

@@ -70,7 +70,7 @@ class FeatureExchange:
         return finish
 
     def gather_targets(self, leaves: Sequence[Tensor], batch_sizes: Sequence[int]) -> list[list[Tensor]]:
-        """Of each tensor (n, *), that of every rank."""
+        """Return, for each tensor (n, *), that of every rank."""
         gathered = []
         for leaf in leaves:
             parts = [leaf.new_empty(size, *leaf.shape[1:]) for size in batch_sizes]
@@ -80,19 +80,18 @@ class FeatureExchange:
         return gathered
 
     def exchange_batch_sizes(
-        self, features: Tensor, target: Sequence[Any], needs_seed: bool
+        self, features: Tensor, targets: Sequence[Tensor] = (), constants: Any = (), needs_seed: bool = False
     ) -> tuple[list[int], int | None]:
-        """The batch size of each rank, and, if it is needed, a seed that is the same on all.
+        """Return the batch size of each rank, and, if it is needed, a seed that is the same on all.
 
         Raises:
-            ValueError: what this rank passes is no batch, or ranks differ in more than the number of examples.
+            ValueError: ranks differ in more than the number of examples.
         """
-        for leaf in target:
-            if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != len(features):
-                what = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
-                raise ValueError(f"the target has {what} beside {len(features)} features; use tensors (n, *) only")
-        call = str([(tuple(tensor.shape[1:]), tensor.dtype) for tensor in (features, *target)])
+        call = str([(tuple(tensor.shape[1:]), tensor.dtype) for tensor in (features, *targets)])
+        call += f" with {constants}" if constants else ""
         call += "" if torch.is_grad_enabled() else " without gradients"
+        # The number is for NCCL, whose messages have no labels: a call that one rank has made alone is seen here.
+        call += f" as exchange {self.channel.num_exchanges}"
         seed = int(torch.randint(2**62, ()).item()) if needs_seed else -1
         own = torch.tensor([len(features), zlib.crc32(call.encode()), seed], device=features.device)
         sizes, calls, seeds = self.channel.all_gather("sizes", own).T.tolist()

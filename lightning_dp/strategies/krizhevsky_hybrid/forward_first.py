@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_dp.strategies.krizhevsky_hybrid.feature_exchange import Finish, prefetch_one
-from lightning_dp.strategies.krizhevsky_hybrid.gradients import GradientSum, gradients_of, take_once
+from lightning_dp.strategies.krizhevsky_hybrid.gradients import FeatureGradients, gradients_of, take_once
+from lightning_dp.strategies.krizhevsky_hybrid.parameter_gradients import ParameterGradients, require_first_derivative
 from lightning_dp.strategies.krizhevsky_hybrid.schemes import SubPass
-from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import require_first_derivative
 
 if TYPE_CHECKING:
     from lightning_dp.strategies.krizhevsky_hybrid.head_passes import HeadPasses
@@ -34,6 +34,9 @@ class ForwardFirst:
         self._plan = plan
         self._seed = seed
         self._graphs: list[tuple[Tensor, Tensor]] | None = None  # features and own logits of each pass
+        # Each rank's loss is the mean over its own examples, and DDP averages the trunk's gradients over ranks. The
+        # head's gradients hold the sum over all ranks' examples, so they need the same division by K.
+        self._gradients = ParameterGradients(passes.head.parameters, 1 / passes.channel.world_size)
 
     def __call__(self, features: Tensor) -> Tensor:
         """Features (n, *) of this rank's examples to their logits (n, C), in the graph of both."""
@@ -49,7 +52,7 @@ class ForwardFirst:
         for number, (part, x) in enumerate(parts):
             with torch.set_grad_enabled(with_graph), passes.recorded(), _keep_activations():
                 x.requires_grad_(with_graph and needs_gradient)
-                own = passes.head(x, passes.seed_of_pass(self._seed, number))
+                own = passes.head(x, passes.seed_of_pass(self._seed, number), self._gradients)
             graphs.append((x, own))
             # The logits travel to the examples' owners while the next pass is computed.
             arriving.append(passes.exchange.to_owners(own.detach(), part, bounds))
@@ -60,18 +63,15 @@ class ForwardFirst:
 
     def backward(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Gradient of the logits (n, C) to that of the features (n, *), and those of the head's parameters."""
-        passes, parameters = self._passes, self._passes.head.parameters
-        exchange, bounds = passes.exchange, passes.head.output_bounds
-        total = GradientSum(exchange, len(parameters))
-        arriving = prefetch_one(lambda part: exchange.from_owners(gradient, part, bounds), self._plan)
+        passes, bounds = self._passes, self._passes.head.output_bounds
+        of_features = FeatureGradients(passes.exchange)
+        arriving = prefetch_one(lambda part: passes.exchange.from_owners(gradient, part, bounds), self._plan)
         for (part, of_own), (x, own) in zip(arriving, take_once(self, "_graphs"), strict=True):
             with passes.recorded():
-                of_x, *of_parameters = gradients_of(own, [x, *parameters], of_own)
-            total.send_back(of_x, part)
-            # Each rank's loss is the mean over its own examples, and DDP averages the trunk's gradients over ranks.
-            # The head's gradients hold the sum over all ranks' examples, so they need the same division by K.
-            total.add_parameters(of_parameters, 1 / exchange.channel.world_size)
-        return total.features(), *total.parameters
+                of_x, *of_parameters = gradients_of(own, [x, *passes.head.parameters], of_own)
+            of_features.send_back(of_x, part)
+            self._gradients.add(of_parameters)
+        return of_features.finish(), *self._gradients.take()
 
 
 class _ForwardFirst(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Gradients of passes through a sharded head: how they are computed, scaled, sent back and summed."""
+"""Gradients of passes through a sharded head: how they are computed, scaled and sent back."""
 
 from __future__ import annotations
 
@@ -23,40 +23,30 @@ def gradients_of(
     return [next(found) if tensor.requires_grad else None for tensor in inputs]
 
 
-class GradientSum:
-    """The gradients of features and parameters, summed over the passes of one step.
+class FeatureGradients:
+    """The gradients of the features, summed over ranks, pass by pass.
 
-    Features' gradients are also summed over ranks: each rank computes the part that goes through its own slices of the
-    head, and the sum goes to the rank that the examples came from.
+    Each rank computes the part that goes through its own slices of the head. The sum of the parts goes to the rank that
+    the examples came from.
     """
 
-    def __init__(self, exchange: FeatureExchange, num_parameters: int) -> None:
+    def __init__(self, exchange: FeatureExchange) -> None:
         self._exchange = exchange
         self._arrived: list[Tensor] = []  # one block of rows for each finished pass
         self._in_flight: Finish | None = None
-        self.parameters: list[Tensor | None] = [None] * num_parameters
 
-    def send_back(self, features_gradient: Tensor | None, part: SubPass) -> None:
-        """Start to sum one pass's gradient of the features, (N, *), over ranks, and finish the previous pass's sum.
+    def send_back(self, gradient: Tensor | None, part: SubPass) -> None:
+        """Start to sum one pass's gradient, (N, *), over ranks, and finish the previous pass's sum.
 
         The previous sum had the whole computation of this pass to arrive in. It is finished here, and not at the end of
         the step, so that at most one pass's gradients are in memory twice.
         """
         self._finish()
-        if features_gradient is not None:
-            self._in_flight = self._exchange.sum_back(features_gradient, part)
+        if gradient is not None:
+            self._in_flight = self._exchange.sum_back(gradient, part)
 
-    def add_parameters(self, gradients: Sequence[Tensor | None], factor: float = 1.0) -> None:
-        """Add ``factor`` times the gradients of one pass. The tensors given are used up."""
-        for index, gradient in enumerate(gradients):
-            total = self.parameters[index]
-            if gradient is not None and total is not None:
-                total.add_(gradient, alpha=factor)
-            elif gradient is not None:
-                self.parameters[index] = gradient if factor == 1.0 else gradient.mul_(factor)
-
-    def features(self) -> Tensor | None:
-        """Finish, and return the gradient of this rank's own features, (n, *), or None if they need none."""
+    def finish(self) -> Tensor | None:
+        """Return the gradient of this rank's own features, (n, *), or None if they need none."""
         self._finish()
         return torch.cat(self._arrived) if self._arrived else None
 

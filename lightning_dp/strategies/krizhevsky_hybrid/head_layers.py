@@ -14,12 +14,17 @@ ELEMENTWISE = (
 )
 """Layers that may stand between linear ones: what they do to a feature depends on that feature alone."""
 
+_ALLOWED = (
+    "a head may be an nn.Linear, or an nn.Sequential of nn.Linear, elementwise activations, nn.Dropout and, before the "
+    "first nn.Linear, nn.Flatten()"
+)
+
 
 def divisible_layers(module: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
     """Path and layer of each layer of the head, in order.
 
     Raises:
-        ValueError: one of them cannot be divided over ranks, or there is no nn.Linear.
+        ValueError: one of them cannot be sharded over ranks, or there is no nn.Linear.
     """
     layers = list(_walk(module, name))
     before_linear = True
@@ -29,13 +34,26 @@ def divisible_layers(module: nn.Module, name: str) -> list[tuple[str, nn.Module]
             _require_plain(layer, path)
         elif not (type(layer) in ELEMENTWISE or (before_linear and type(layer) is nn.Flatten and layer.start_dim == 1)):
             raise ValueError(
-                f"{path} is a {type(layer).__name__}, which cannot be divided over ranks; allowed in the head are "
-                "nn.Linear, nn.Sequential, elementwise activations, nn.Dropout and, before the first nn.Linear, "
-                "nn.Flatten(). Move other layers into the trunk"
+                f"{path} is a {type(layer).__name__}, which cannot be sharded over ranks: {_ALLOWED}. "
+                f"{_remedy(module, name, layer)}"
             )
     if before_linear:
-        raise ValueError(f"{name} has no nn.Linear to divide over ranks; name the submodule that holds them")
+        raise ValueError(f"{name} has no nn.Linear to shard over ranks; name the submodule that holds them")
     return layers
+
+
+def _remedy(module: nn.Module, name: str, layer: nn.Module) -> str:
+    """What to do about a layer that cannot be sharded: almost always to name a smaller head."""
+    if isinstance(layer, nn.Linear):
+        return "Use nn.Linear itself; a subclass may do anything with its weight"
+    linears = [(path, part) for path, part in module.named_modules(prefix=name) if type(part) is nn.Linear]
+    if not linears:
+        return "Name the submodule that holds the large nn.Linear"
+    largest, _ = max(linears, key=lambda pair: pair[1].weight.numel())
+    also = ", or leave it out and use F.cross_entropy" if isinstance(layer, (nn.Softmax, nn.LogSoftmax)) else ""
+    return (
+        f"Name an nn.Linear inside instead, the largest is head={largest!r}; all else is then part of the trunk{also}"
+    )
 
 
 def _walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -47,11 +65,17 @@ def _walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         yield name, module
 
 
-def _require_plain(layer: nn.Linear, path: str) -> None:
+def require_whole_layer(layer: nn.Linear, path: str) -> None:
+    """Raise ValueError if the layer holds one rank's rows, which `fit` leaves after an exception, or if asked to."""
     if layer.weight.shape != (layer.out_features, layer.in_features):
         raise ValueError(
-            f"{path}.weight is {tuple(layer.weight.shape)}, and not {(layer.out_features, layer.in_features)}: is it a "
-            "part that a run left there which ended with an exception? Load a checkpoint, or build the module anew"
+            f"{path}.weight is {tuple(layer.weight.shape)}, and not {(layer.out_features, layer.in_features)}: is it "
+            "the part of one rank, which a run left there that ended with an exception, or had "
+            "state_dict_type='sharded'? Build the module anew, and load a checkpoint"
         )
+
+
+def _require_plain(layer: nn.Linear, path: str) -> None:
+    require_whole_layer(layer, path)
     if not isinstance(layer.weight, nn.Parameter):
         raise ValueError(f"{path} computes its weight (weight_norm, spectral_norm, ...), which mixes rows; remove that")

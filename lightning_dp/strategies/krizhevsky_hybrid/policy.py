@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn, optim
 from torch.optim import Optimizer
 
 from lightning_dp._lightning import LightningModule
-from lightning_dp._private.lightning_names import is_compiled_by_lightning
-from lightning_dp.strategies.compiled import hides_parameter_use
-from lightning_dp.strategies.krizhevsky_hybrid.head_layers import divisible_layers
+from lightning_dp._private.torch_names import has_backward_hooks, has_forward_hooks, has_tensor_hooks
+from lightning_dp.strategies.compiled import compiled_parts_around
+from lightning_dp.strategies.krizhevsky_hybrid.head_layers import divisible_layers, require_whole_layer
+from lightning_dp.strategies.krizhevsky_hybrid.schemes import SCHEMES
 from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead
 
 log = logging.getLogger(__name__)
+
+STRATEGY = "KrizhevskyHybridStrategy"
 
 ELEMENTWISE_OPTIMIZERS = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta),
     *(optim.RMSprop, optim.Rprop, optim.ASGD),
 )
+
+_ALLOW_NO_BATCHES = "allow_zero_length_dataloader_with_multiple_devices"
+
+LAYERWISE_OPTIMIZERS = ("lars", "lamb", "novograd", "shampoo", "soap", "muon", "adafactor", "lbfgs", "sam")
+"""Names, in lower case, of optimizers that look at parameters as a whole, wherever they come from."""
 
 HEAD_STEP_EXAMPLE = """
     def head_step(self, features, target):  # -> the mean loss of these examples
@@ -32,7 +41,23 @@ HEAD_STEP_EXAMPLE = """
 """
 
 
-def find_head(module: LightningModule, name: str, strategy: str) -> nn.Module:
+def check_arguments(
+    scheme: str | None, variable_batch: bool, evaluation: str, state_dict_type: str, ddp_kwargs: Mapping[str, Any]
+) -> None:
+    """Raise ValueError for arguments of the strategy that are not known, or do not go together."""
+    if scheme is not None and scheme not in SCHEMES:
+        raise ValueError(f"scheme={scheme!r} is not known; use one of {', '.join(map(repr, SCHEMES))}")
+    if variable_batch and scheme == "a":
+        raise ValueError("variable_batch=True needs several passes, and scheme='a' has one; use scheme 'b' or 'c'")
+    if evaluation not in ("gathered", "sharded"):
+        raise ValueError(f"evaluation={evaluation!r} is not known; use 'gathered' or 'sharded'")
+    if state_dict_type not in ("full", "sharded"):
+        raise ValueError(f"state_dict_type={state_dict_type!r} is not known; use 'full' or 'sharded'")
+    if ddp_kwargs.get("model_averaging_period") is not None:
+        raise ValueError("model_averaging_period cannot be given: ranks hold different parts of the head")
+
+
+def find_head(module: LightningModule, name: str) -> nn.Module:
     """Return the submodule called ``name``.
 
     Raises:
@@ -45,15 +70,20 @@ def find_head(module: LightningModule, name: str, strategy: str) -> nn.Module:
             pass
     there_are = [child for child, part in module.named_modules() if child and any(True for _ in part.parameters())]
     raise ValueError(
-        f"head={name!r} names no submodule of {type(module).__name__}; {strategy} can be given one of "
+        f"head={name!r} names no submodule of {type(module).__name__}; {STRATEGY} can be given one of "
         f"{', '.join(there_are) or 'none: it has no parameters'}"
     )
 
 
-def check_module(
-    module: LightningModule, trainer: Any, head: nn.Module, head_name: str, variable_batch: bool, strategy: str
-) -> None:
+def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_name: str, variable_batch: bool) -> None:
     """Raise ValueError for what cannot work with a head of which a rank holds a part."""
+    # Before all else: through a compiled module the head's parameters have other names.
+    compiled = compiled_parts_around(module, head)
+    if compiled:
+        raise ValueError(
+            f"{compiled[0]} is compiled or scripted, and {STRATEGY} exchanges activations within {head_name!r}, which "
+            "cannot be part of that; compile the trunk alone"
+        )
     divisible_layers(head, head_name)
     if variable_batch and not callable(getattr(module, "head_step", None)):
         lines = HEAD_STEP_EXAMPLE.format(head=head_name)
@@ -65,39 +95,73 @@ def check_module(
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) in owned and not name.startswith(f"{head_name}."):
             raise ValueError(f"{name} shares a parameter with {head_name!r}, of which ranks hold parts; untie them")
+        if parameter.is_meta and id(parameter) not in owned:
+            raise ValueError(
+                f"{name} is on the meta device; {STRATEGY} can make values for the head {head_name!r} only. Build the "
+                "rest on the CPU"
+            )
+    if any(getattr(each, _ALLOW_NO_BATCHES, False) for each in (module, trainer.datamodule)):
+        raise ValueError(
+            f"{_ALLOW_NO_BATCHES}=True lets ranks without batches leave a validation out, in which all ranks gather "
+            f"the head {head_name!r}; give each rank a batch, if only an empty one, and set it to False"
+        )
     for callback in trainer.callbacks:
         if any("WeightAveraging" in base.__name__ for base in type(callback).__mro__):
             raise ValueError(
                 f"{type(callback).__name__} keeps copies of the parameters, of which ranks hold parts of the head; "
-                f"remove it, or use another strategy than {strategy}"
+                f"remove it, or use another strategy than {STRATEGY}"
             )
-    if is_compiled_by_lightning(module) or hides_parameter_use(head):
-        raise ValueError(
-            f"{strategy} exchanges activations within {head_name!r}, which cannot be compiled; compile the trunk alone"
-        )
 
 
-def check_precision(plugin: Any, variable_batch: bool, strategy: str) -> None:
+def check_hooks(head: ShardedHead) -> None:
+    """Raise ValueError for hooks that would see slices of activations, or rows of gradients. Called in every step."""
+    for name, layer in head.head.named_modules(prefix=head.name):
+        # A forward hook of the head itself sees features and logits as they are.
+        if (layer is not head.head and has_forward_hooks(layer)) or has_backward_hooks(layer):
+            raise ValueError(
+                f"{name} has hooks, and within the head {head.name!r} they would see this rank's slices only; remove "
+                "them, or register a forward hook on the head as a whole"
+            )
+    for name, parameter in head.head.named_parameters(prefix=head.name):
+        if has_tensor_hooks(parameter):
+            raise ValueError(
+                f"{name} has hooks on its gradient, and they would see this rank's rows only; remove them, and change "
+                "gradients row by row in on_after_backward"
+            )
+
+
+def check_precision(plugin: Any, variable_batch: bool) -> None:
     """Raise ValueError for a precision that would go wrong."""
     if variable_batch and getattr(plugin, "scaler", None) is not None:
         raise ValueError(
             f"variable_batch=True cannot run with precision={plugin.precision!r}: the gradient scaler decides once a "
-            f"step, and {strategy} updates the head several times in it; use precision='bf16-mixed'"
+            f"step, and {STRATEGY} updates the head several times in it; use precision='bf16-mixed'"
         )
 
 
-def warn_of_requeue(cluster_environment: Any, strategy: str) -> None:
+def require_whole(module: nn.Module, head_name: str) -> None:
+    """Raise ValueError if an earlier `fit` has left this rank's rows in the head. A module without it is whole."""
+    try:
+        head = module.get_submodule(head_name)
+    except AttributeError:
+        return
+    for path, layer in head.named_modules(prefix=head_name):
+        if type(layer) is nn.Linear:
+            require_whole_layer(layer, path)
+
+
+def warn_of_requeue(cluster_environment: Any) -> None:
     """Say that Lightning's requeueing under SLURM saves a checkpoint wherever a rank stands when the signal comes."""
     if getattr(cluster_environment, "requeue_signal", None) and getattr(cluster_environment, "auto_requeue", False):
         log.warning(
-            f"{strategy}: a checkpoint is made by all ranks together, and Lightning's requeueing asks for one in the "
+            f"{STRATEGY}: a checkpoint is made by all ranks together, and Lightning's requeueing asks for one in the "
             "midst of a step, which ends the job; use plugins=[SLURMEnvironment(auto_requeue=False)] and "
             "ModelCheckpoint(every_n_train_steps=...)"
         )
 
 
 def check_optimizers(optimizers: list[Optimizer], head: ShardedHead) -> None:
-    """Refuse torch's optimizers that look at a parameter as a whole; of others, say what they must be like.
+    """Refuse optimizers that are known to look at a parameter as a whole; of unknown ones, say what they must be like.
 
     Raises:
         ValueError: an optimizer would compute something else from parts of a parameter.
@@ -105,14 +169,17 @@ def check_optimizers(optimizers: list[Optimizer], head: ShardedHead) -> None:
     for optimizer in optimizers:
         if not any(head.owns(p) for group in optimizer.param_groups for p in group["params"]):
             continue
-        name = type(optimizer).__name__
-        if isinstance(optimizer, ELEMENTWISE_OPTIMIZERS):
+        # The exact type: a subclass may take norms of whole layers, as implementations of LARS do that extend SGD.
+        kind = type(optimizer)
+        if kind in ELEMENTWISE_OPTIMIZERS or kind.__module__.startswith("lightning_dp."):
             continue
-        if type(optimizer).__module__.startswith("torch.optim"):
+        is_layerwise = any(base.__name__.lower() in LAYERWISE_OPTIMIZERS for base in kind.__mro__)
+        if is_layerwise or kind.__module__.startswith("torch."):
             known = ", ".join(each.__name__ for each in ELEMENTWISE_OPTIMIZERS)
-            raise ValueError(f"{name} looks at parameters as a whole, and ranks hold parts of the head's; use {known}")
-        if not type(optimizer).__module__.startswith("lightning_dp."):
-            log.warning(
-                f"{name} updates rows of the head's weights on each rank: it must be elementwise (one that takes norms "
-                "of whole layers, as LARS and LAMB do, would compute something else)"
+            raise ValueError(
+                f"{kind.__name__} looks at parameters as a whole, and ranks hold parts of the head's; use {known}"
             )
+        log.warning(
+            f"{kind.__name__} updates rows of the head's weights on each rank: it must be elementwise (one that takes "
+            "norms of whole layers, as LARS and LAMB do, would compute something else)"
+        )

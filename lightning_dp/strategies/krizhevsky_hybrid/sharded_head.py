@@ -1,29 +1,44 @@
-"""A fully-connected head whose linear layers are divided over ranks by output features (arXiv 1404.5997, section 4)."""
+"""A fully-connected head whose linear layers are sharded over ranks by output features (arXiv 1404.5997, section 4)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.collectives.ring_schedule import chunk_bounds
 from lightning_dp.strategies.krizhevsky_hybrid.head_layers import divisible_layers
+from lightning_dp.strategies.krizhevsky_hybrid.parameter_gradients import ParameterGradients, require_first_derivative
 
 Bounds = list[tuple[int, int]]
 """Begin and end of each rank's part of the features."""
 
 
-class ShardedHead:
+class SharedByCopies:
+    """What belongs to one run of ``fit``: `copy.deepcopy` of what holds it (a callback, the Trainer) shares it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a module whose head is sharded cannot be pickled while fitting; use trainer.save_checkpoint(...), or pickle"
+            " copy.deepcopy(module)"
+        )
+
+
+class ShardedHead(SharedByCopies):
     """``head`` on the ranks of ``channel``: each holds, and computes, a slice of every layer's features.
 
-    ``shard`` leaves a rank with rows of each weight and bias, in place: parameters keep their identity and names, and
-    `torch.nn.Linear` itself maps all inputs to a slice of the outputs. ``unshard`` puts the whole values back. Sizes
-    that the number of ranks does not divide differ by one.
+    `shard_parameters` leaves a rank with rows of each weight and bias; parameters keep their identity and names.
+    `unshard_parameters` puts the whole values back. Sizes that the number of ranks does not divide differ by one.
 
     Args:
         head: an nn.Linear, or an nn.Sequential (of Sequentials) of nn.Linear, `ELEMENTWISE` layers and, before the
@@ -32,18 +47,25 @@ class ShardedHead:
         name: of the head in its module, for messages.
 
     Raises:
-        ValueError: the head has a layer that cannot be divided, by name, or no nn.Linear.
+        ValueError: the head has a layer that cannot be sharded, by name, or no nn.Linear.
     """
 
     def __init__(self, head: nn.Module, channel: Channel, name: str = "head") -> None:
-        self.head, self.channel, self.name = head, channel, name
+        self.head = head
+        self.channel = channel
+        self.name = name
         self.layers = [layer for _, layer in divisible_layers(head, name)]
         self.linears = list(dict.fromkeys(layer for layer in self.layers if isinstance(layer, nn.Linear)))
         self._bounds = {layer: chunk_bounds(layer.out_features, channel.world_size) for layer in self.linears}
         self._bounds_of_parameter: dict[Tensor, Bounds] = {
             p: self._bounds[layer] for layer in self.linears for p in layer.parameters()
         }
-        self.is_sharded = False
+        self.is_sharded = False  # changed by `shard_parameters` and `unshard_parameters`
+
+    @cached_property
+    def control(self) -> Channel:
+        """A channel for parameters and checks: not part of a training step, and not counted as such."""
+        return Channel(self.channel.group)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -56,76 +78,58 @@ class ShardedHead:
         last = next(layer for layer in reversed(self.layers) if isinstance(layer, nn.Linear))
         return self._bounds[last]
 
-    def whole_shape(self, parameter: Tensor) -> torch.Size:
-        """The shape of ``parameter`` when it is not sharded."""
-        return torch.Size([self._bounds_of_parameter[parameter][-1][1], *parameter.shape[1:]])
-
     def owns(self, parameter: Tensor) -> bool:
         """Whether ``parameter`` is one of the head's."""
         return parameter in self._bounds_of_parameter
 
-    def names_in(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the head's parameters by their names in ``module``; one that is shared appears under each name."""
-        named = module.named_parameters(remove_duplicate=False)
-        return {name: parameter for name, parameter in named if self.owns(parameter)}
+    def bounds_of(self, parameter: Tensor) -> Bounds:
+        """Begin and end of each rank's rows of ``parameter``."""
+        return self._bounds_of_parameter[parameter]
 
-    def shard(self) -> None:
-        """Keep this rank's rows of rank 0's parameters, as DDP starts from rank 0's. All ranks must call it."""
-        for parameter in self.parameters:
-            dist.broadcast(parameter.data, group=self.channel.group, group_src=0)
-            parameter.data = self.own_rows(parameter.data, parameter)
-            parameter.grad = None
-        self.is_sharded = True
-
-    def unshard(self) -> None:
-        """Put the whole parameters back. All ranks must call it."""
-        for parameter in self.parameters:
-            parameter.data = self.whole(parameter.data, parameter)
-            parameter.grad = None
-        self.is_sharded = False
+    def whole_shape(self, parameter: Tensor) -> torch.Size:
+        """The shape of ``parameter`` when it is not sharded."""
+        return torch.Size([self._bounds_of_parameter[parameter][-1][1], *parameter.shape[1:]])
 
     def own_rows(self, whole: Tensor, parameter: Tensor) -> Tensor:
         """Copy this rank's rows of ``whole``, which has the shape of the whole ``parameter``."""
         begin, end = self._bounds_of_parameter[parameter][self.channel.rank]
         return whole[begin:end].clone()
 
-    def whole(self, rows: Tensor, parameter: Tensor) -> Tensor:
-        """Gather a tensor of the shape of the sharded ``parameter`` from all ranks. All ranks must call it."""
-        bounds = self._bounds_of_parameter[parameter]
-        gathered = rows.new_empty(self.whole_shape(parameter))
-        parts = [gathered[begin:end] for begin, end in bounds]
-        parts[self.channel.rank].copy_(rows.detach())
-        self.channel.all_to_all("parameters", [rows] * self.channel.world_size, parts).wait()
-        return gathered
+    def names_in(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the head's parameters by their names in ``module``; one that is shared appears under each name."""
+        named = module.named_parameters(remove_duplicate=False)
+        return {name: parameter for name, parameter in named if self.owns(parameter)}
 
     @property
     def draws_random_numbers(self) -> bool:
         """Whether the next call needs a seed."""
         return any(isinstance(layer, nn.Dropout) and layer.training for layer in self.layers)
 
-    def __call__(self, x: Tensor, seed: int | None = None) -> Tensor:
+    def __call__(self, x: Tensor, seed: int | None = None, gradients: ParameterGradients | None = None) -> Tensor:
         """Features to this rank's slice of the output, (N, own columns). All ranks must call it.
 
         Args:
             x: (N, *), the same on all ranks. Its gradient is this rank's part of a sum over ranks.
             seed: for dropout, the same on all ranks: what is dropped of ``x`` is the same for all, what is dropped of a
                 slice is each rank's own. The global generator goes on as if there were no dropout. None: use that.
+            gradients: sums the parameters' gradients in backward, instead of handing them to autograd.
         """
         bounds = None  # of x; None while every rank has all of it
         if getattr(self.layers[0], "inplace", False):
             x = x.clone()
         with seeded(seed, x.device):
             for layer in self.layers:
-                if isinstance(layer, nn.Linear):
-                    if bounds is not None:
-                        x = _GatherColumns.apply(x, bounds, self.channel)
-                    else:
-                        self._require_rows(x)
-                        if seed is not None:
-                            torch.manual_seed(seed + 1 + self.channel.rank)
-                    bounds = self._bounds[layer]
-                # A head that is one layer has its own forward replaced by who uses this class.
-                x = type(layer).forward(layer, x) if layer is self.head else layer(x)
+                if not isinstance(layer, nn.Linear):
+                    x = layer(x)
+                    continue
+                if bounds is not None:
+                    x = _GatherColumns.apply(x, bounds, self.channel)
+                else:
+                    self._require_rows(x)
+                    if seed is not None:
+                        torch.manual_seed(seed + 1 + self.channel.rank)
+                x = gradients.linear(x, layer) if gradients else F.linear(x, layer.weight, layer.bias)
+                bounds = self._bounds[layer]
         return x
 
     @contextmanager
@@ -190,14 +194,8 @@ def gather_columns(own: Tensor, bounds: Bounds, channel: Channel, what: str) -> 
     return torch.cat(blocks, dim=1)
 
 
-def require_first_derivative() -> None:
-    """Refuse, in a backward, to be differentiated itself: messages have no second derivative here."""
-    if torch.is_grad_enabled():
-        raise RuntimeError("a head that is divided over ranks cannot be differentiated twice (create_graph=True)")
-
-
 def sum_in_order(parts: list[Tensor]) -> Tensor:
-    """The sum, from first to last, of 16-bit numbers in 32 bits."""
+    """The sum, from first to last, of 16-bit numbers in 32 bits. The same order on all ranks gives the same bits."""
     if len(parts) == 1:
         return parts[0]
     wide = torch.promote_types(parts[0].dtype, torch.float32)

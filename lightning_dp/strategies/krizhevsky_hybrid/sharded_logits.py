@@ -1,4 +1,4 @@
-"""Logits whose classes are divided over ranks, and cost functions that leave them so (arXiv 1404.5997, section 5)."""
+"""Logits whose classes are sharded over ranks, a tensor to who uses them (arXiv 1404.5997, section 5)."""
 
 from __future__ import annotations
 
@@ -10,50 +10,62 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_dp._private.torch_names import (
-    assert_async,
     make_wrapper_tensor,
+    tree_leaves,
     tree_map_only,
     version_of,
     without_torch_function,
 )
 from lightning_dp.collectives.all_to_all import Channel
-from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import Bounds, gather_columns, require_first_derivative
+from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import Bounds, gather_columns
+from lightning_dp.strategies.krizhevsky_hybrid.sharded_losses import binary_cross_entropy, cross_entropy
 
 
 class ShardedLogits(Tensor):
     """(N, C) logits of which this rank holds columns ``bounds[rank]``; a tensor like any other to who uses it.
 
     `torch.nn.functional.cross_entropy` and `binary_cross_entropy_with_logits` (and so the criteria of torch.nn) are
-    computed on the slices: ranks send a few numbers a sample, not the logits. Whatever else is done with them gathers
-    them first, once, and so must be done on all ranks. What is computed from them, the loss above all, is the same on
-    all ranks, and its gradient is that of one loss, not of the sum over ranks.
+    computed on the slices: ranks send a few numbers a sample, not the logits. Casts, arithmetic with numbers,
+    ``detach`` and a ``view`` of the same shape keep the slices. Whatever else is done gathers the logits first, once,
+    and so must be done on all ranks. What is computed from them, the loss above all, is the same on all ranks, and its
+    gradient is that of one loss, not of the sum over ranks.
     """
 
     own: Tensor
     bounds: Bounds
     channel: Channel
-    _whole: Tensor | None = None
+    source: ShardedLogits | None = None
+    gathered: Tensor | None = None
 
     @staticmethod
-    def __new__(cls, own: Tensor, bounds: Bounds, channel: Channel) -> ShardedLogits:
-        """own: (N, own columns), in the autograd graph."""
+    def __new__(
+        cls, own: Tensor, bounds: Bounds, channel: Channel, source: ShardedLogits | None = None
+    ) -> ShardedLogits:
+        """Wrap ``own``, (N, own columns), in the autograd graph. ``source``: what it was detached from, if anything."""
         shape = (len(own), bounds[-1][1])
         logits = make_wrapper_tensor(cls, shape, own.dtype, own.device)
-        logits.own, logits.bounds, logits.channel = own, bounds, channel
+        logits.own = own
+        logits.bounds = bounds
+        logits.channel = channel
+        logits.source = source
         return logits
 
     def whole(self) -> Tensor:
-        """All columns, (N, C), on every rank."""
-        if self._whole is None:
-            # Who asks first may be a metric, without gradients; who asks next the loss.
+        """All columns, (N, C), on every rank. The first call is a collective."""
+        if self.gathered is None and self.source is not None:
+            self.gathered = self.source.whole().detach()
+        elif self.gathered is None:
+            # A metric may ask first, without gradients, and the loss afterwards.
             with torch.inference_mode(False), torch.enable_grad():
-                self._whole = _GatherLogits.apply(self.own, self.bounds, self.channel)
-        return self._whole
+                self.gathered = _GatherLogits.apply(self.own, self.bounds, self.channel)
+        assert self.gathered is not None
+        return self.gathered
 
     @property
     def is_changed(self) -> bool:
         """Whether somebody has written into the gathered logits, so that the slices are no longer theirs."""
-        return self._whole is not None and version_of(self._whole) > 0
+        gathered = self.gathered if self.source is None else self.source.gathered
+        return gathered is not None and version_of(gathered) > 0
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -63,24 +75,67 @@ class ShardedLogits(Tensor):
             with without_torch_function():
                 return func(*args, **kwargs)
         logits = args[0] if args else kwargs.get("input")
-        if func in _SHARDED and isinstance(logits, ShardedLogits) and not logits.is_changed:
-            loss = _SHARDED[func](*args, **kwargs)
-            if loss is not None:
-                return loss
+        if isinstance(logits, ShardedLogits):
+            if func in _OF_OWN:
+                return func(logits.own, *args[1:], **kwargs)
+            if not logits.is_changed:
+                result = _on_slices(func, logits, args, kwargs)
+                if result is not None:
+                    return result
         args, kwargs = tree_map_only(ShardedLogits, ShardedLogits.whole, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Called by torch with what did not go through ``__torch_function__``, too late for autograd."""
-        raise RuntimeError(f"{func} reached logits that are divided over ranks by a way that torch does not show; call "
+        raise RuntimeError(f"{func} reached logits that are sharded over ranks by a way that torch does not show; call "
                            "logits.clone() first, which gathers them")  # fmt: skip
 
 
 _METADATA = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout")),
-    *(Tensor.size, Tensor.dim, Tensor.__len__, Tensor.numel),
+    *(getattr(Tensor, name).__get__ for name in ("is_sparse", "is_meta", "is_quantized", "is_cpu", "itemsize")),
+    *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.__len__, Tensor.numel, Tensor.nelement, Tensor.stride),
+    *(Tensor.is_contiguous, Tensor.element_size, Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device),
 }
+"""Answered from the shape alone."""
+
+_OF_OWN = {getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn")}
+"""Answered by this rank's slice: its place in the graph is that of all."""
+
+_OF_EACH_NUMBER = {
+    *("float", "double", "half", "bfloat16", "to", "neg", "negative", "__neg__", "tanh"),
+    *("div", "divide", "true_divide", "__truediv__", "__div__", "__rdiv__", "__rtruediv__"),
+    *("mul", "multiply", "__mul__", "__rmul__", "add", "__add__", "__radd__"),
+    *("sub", "subtract", "__sub__", "__rsub__"),
+}
+"""Names of functions of one number at a time, if what else they are given is single numbers."""
+
+_RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.contiguous, Tensor.view_as, Tensor.reshape_as}
+
+
+def _on_slices(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The result of ``func`` from this rank's slice, or None where it takes the whole."""
+    if func in _SHARDED:
+        return _SHARDED[func](*args, **kwargs)
+    others = tree_leaves((args[1:], {name: value for name, value in kwargs.items() if name != "input"}))
+    if func in (Tensor.detach, torch.detach):
+        return ShardedLogits(logits.own.detach(), logits.bounds, logits.channel, source=logits)
+    if func in _RESHAPES and not any(isinstance(other, Tensor) for other in others):
+        shape = func(torch.empty(logits.shape, device="meta"), *args[1:], **kwargs).shape
+        return logits if shape == logits.shape else None
+    if getattr(func, "__name__", None) in _OF_EACH_NUMBER and all(_is_number(other) for other in others):
+        own = func(logits.own, *args[1:], **kwargs) if args else func(**{**kwargs, "input": logits.own})
+        return ShardedLogits(own, logits.bounds, logits.channel)
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    """Whether ``value`` is the same for all columns, and has no gradient that all columns would have a part in."""
+    if isinstance(value, Tensor):
+        return not isinstance(value, ShardedLogits) and value.dim() == 0 and not value.requires_grad
+    # Not devices: moved to another one, slices could not be gathered any more.
+    return isinstance(value, (bool, int, float, torch.dtype, torch.memory_format, type(None)))
 
 
 class _GatherLogits(torch.autograd.Function):
@@ -97,104 +152,7 @@ class _GatherLogits(torch.autograd.Function):
         return gradients[0][:, begin:end], None, None
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """Each rank's share of one loss to the loss; its gradient is each share's."""
-
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, channel: Channel) -> Tensor:
-        return channel.all_gather("loss", share).sum(dim=0)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """Per sample: (1 - e) (lse - z_target) + e (lse - mean z), with lse = log sum exp z and label smoothing e."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, target: Tensor, bounds: Bounds, channel: Channel, smoothing: float) -> Tensor:
-        begin, end = bounds[channel.rank]
-        largest = own.max(dim=1).values if end > begin else own.new_full((len(own),), -torch.inf)
-        largest = channel.all_gather("loss", largest).max(dim=0).values
-        is_own = (target >= begin) & (target < end)
-        column = torch.where(is_own, target - begin, 0)[:, None]
-        at_target = own.gather(1, column)[:, 0] if end > begin else torch.zeros_like(largest)
-        sums = torch.stack([(own - largest[:, None]).exp().sum(1), torch.where(is_own, at_target, 0.0), own.sum(1)])
-        exp_sum, at_target, total = channel.all_gather("loss", sums).sum(dim=0)
-        lse = largest + exp_sum.log()
-        ctx.save_for_backward(own, lse, is_own, column)
-        ctx.num_classes, ctx.smoothing = bounds[-1][1], smoothing
-        return lse - (1 - smoothing) * at_target - smoothing * total / ctx.num_classes
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        require_first_derivative()
-        own, lse, is_own, column = ctx.saved_tensors
-        gradient = (own - lse[:, None]).exp() - ctx.smoothing / ctx.num_classes
-        if own.shape[1]:
-            gradient.scatter_add_(1, column, (ctx.smoothing - 1) * is_own[:, None].to(own.dtype))
-        return gradients[0][:, None] * gradient, None, None, None, None
-
-
-def _cross_entropy(
-    logits: ShardedLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: None = None,
-    ignore_index: int = -100,
-    reduce: None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor | None:
-    """F.cross_entropy, or None for what it can do and this cannot: weights, and targets that are probabilities."""
-    plain = weight is None and size_average is reduce is None and reduction in ("mean", "sum", "none")
-    if not plain or target.dim() != 1 or target.is_floating_point():
-        return None
-    own = _at_least_32_bits(logits.own)
-    counts = target != ignore_index
-    _require_classes(target, counts, logits.bounds[-1][1])
-    losses = _CrossEntropy.apply(own, torch.where(counts, target, 0), logits.bounds, logits.channel, label_smoothing)
-    losses = torch.where(counts, losses, 0.0)
-    if reduction == "none":
-        return losses
-    return losses.sum() / counts.sum() if reduction == "mean" else losses.sum()
-
-
-def _binary_cross_entropy(
-    logits: ShardedLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: None = None,
-    reduce: None = None,
-    reduction: str = "mean",
-    pos_weight: Tensor | None = None,
-) -> Tensor | None:
-    """F.binary_cross_entropy_with_logits, or None for what it can do and this cannot: weights, and no reduction."""
-    plain = weight is None and pos_weight is None and size_average is reduce is None and reduction in ("mean", "sum")
-    if not plain or isinstance(target, ShardedLogits) or target.requires_grad or target.shape != logits.shape:
-        return None
-    begin, end = logits.bounds[logits.channel.rank]
-    own = _at_least_32_bits(logits.own)
-    share = F.binary_cross_entropy_with_logits(own, target[:, begin:end].to(own.dtype), reduction="sum")
-    total: Tensor = _SumOverRanks.apply(share, logits.channel)
-    return total / logits.numel() if reduction == "mean" else total
-
-
-def _require_classes(target: Tensor, counts: Tensor, num_classes: int) -> None:
-    """Raise as torch does for a class that there is not; on a GPU, too, without waiting for it."""
-    wrong = counts & ((target < 0) | (target >= num_classes))
-    if target.is_cuda:
-        assert_async(~wrong.any())
-    elif wrong.any():
-        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds; classes are 0 to {num_classes - 1}")
-
-
-def _at_least_32_bits(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
 _SHARDED: dict[Any, Callable[..., Tensor | None]] = {
-    F.cross_entropy: _cross_entropy,
-    F.binary_cross_entropy_with_logits: _binary_cross_entropy,
+    F.cross_entropy: cross_entropy,
+    F.binary_cross_entropy_with_logits: binary_cross_entropy,
 }

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dp._lightning import DDPStrategy, OwnTrainerOnly
-from lightning_dp._private.lightning_names import strategy_timeout
-from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.collectives.tracing import OnStage
-from lightning_dp.strategies.krizhevsky_hybrid.checkpoint import (
-    make_whole,
-    own_optimizer_state,
-    own_parameters,
-    require_all_ranks,
-    whole_optimizer_state,
-    whole_parameters,
-)
-from lightning_dp.strategies.krizhevsky_hybrid.head_passes import HeadPasses
-from lightning_dp.strategies.krizhevsky_hybrid.policy import (
-    check_module,
-    check_optimizers,
-    check_precision,
-    find_head,
-    warn_of_requeue,
-)
-from lightning_dp.strategies.krizhevsky_hybrid.schemes import SCHEMES
-from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead
-from lightning_dp.strategies.krizhevsky_hybrid.takeover import Takeover
-
-log = logging.getLogger(__name__)
+from lightning_dp.strategies.krizhevsky_hybrid import checkpoint as checkpoints
+from lightning_dp.strategies.krizhevsky_hybrid import policy, sharded_checkpoint
+from lightning_dp.strategies.krizhevsky_hybrid.fitting import Fitting, Options
+from lightning_dp.strategies.unfreezing import ReducedParameters
 
 
 class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
@@ -41,184 +27,273 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
 
     The gradients of the head, most of a network like AlexNet, are never sent: each rank holds a slice of every layer of
     the head and computes it for the examples of all ranks. Parameters equal those of synchronous SGD on the batches of
-    all ranks, unless ``variable_batch`` is on. See arXiv 1404.5997; ``docs/krizhevsky_hybrid.md`` says when it pays.
+    all ranks, unless ``variable_batch`` is on. See arXiv 1404.5997; ``docs/methods/krizhevsky_hybrid.md`` says when it
+    pays, and what it does not work with.
 
-    While fitting, the head's parameters (and ``state_dict()``) are this rank's rows; checkpoints, and the module after
-    `fit`, hold all of them. Norms over parameters or gradients then differ between ranks: clip with
-    ``Trainer(gradient_clip_val=...)`` or ``self.clip_gradients``, which take the norm over all ranks; torch's
-    ``clip_grad_norm_`` does not.
-
-    Overrides of DDPStrategy, and why:
-
-    - ``setup``: refuses optimizers that cannot work on rows.
-    - ``configure_ddp``: refuses modules that cannot work, and shards the head before DDP and the optimizers see its
-      parameters.
-    - ``teardown``: makes the head whole again.
-    - ``lightning_module_state_dict``, ``load_model_state_dict``, ``optimizer_state``, ``load_optimizer_state_dict``:
-      checkpoints hold whole tensors.
+    While fitting, the head's parameters are this rank's rows. The whole head is gathered where all ranks pass: before
+    training, when a validation begins, when training ends. From there to the next training step every rank may call it
+    alone, and ``state_dict()`` holds whole tensors.
 
     Args:
         head: dotted name of the submodule to shard: an nn.Linear, or an nn.Sequential of nn.Linear and elementwise
             layers.
         scheme: how features reach the head, section 4: ``"a"``: all at once; ``"b"``: ranks take turns; ``"c"``: each
             rank sends 1/K of its examples for each of K passes. In (b) and (c) the next pass's features travel while
-            the head works on the present one's.
+            the head works on the present one's, and with ``head_step`` the head's activations take a K-th of the
+            memory; but the head computes smaller batches, which is slower. None: ``"a"``, the fastest in every setting
+            measured, or ``"c"`` where ``variable_batch`` needs several passes.
         variable_batch: update the head after each of its K passes (section 4.2): batch n in the head, nK in the trunk.
-            The module must have ``head_step(features, target) -> loss``. Where it has, each pass goes forward and
-            backward at once, which takes a K-th of the memory, without ``variable_batch`` too.
+            The module must have ``head_step(features, target) -> loss``.
+        evaluation: ``"gathered"``, as described above; or ``"sharded"``, for heads that are too large for one device:
+            the head is never whole, its calls in ``validation_step`` go through all ranks, which must have equally many
+            batches, and it cannot be called elsewhere.
+        state_dict_type: ``"full"``: checkpoints are files with whole tensors, which rank 0 gathers in host memory, and
+            the module is whole after ``fit``. ``"sharded"``, for heads that are too large for one host: checkpoints are
+            folders with a file of rows for each rank, and after ``fit`` each rank keeps its rows.
         **ddp_kwargs: of DDPStrategy and DistributedDataParallel, for the trunk.
 
     Raises:
         ValueError: a value is not one of those above, or ``model_averaging_period`` is given; in `fit`: the head
             cannot be sharded, or the module or Trainer has something that cannot work with it, by name.
+
+    Overrides of DDPStrategy, and why:
+
+    - ``setup``, ``teardown``: make what a run of ``fit`` needs, and leave the module whole, also if set-up fails.
+    - ``model_to_device``, ``tensor_init_context``: the head is sharded before it moves to a device.
+    - ``configure_ddp``: DDP refuses a module whose trunk is frozen.
+    - ``training_step``, ``backward``, ``validation_step``: calls of the head go through all ranks here.
+    - ``on_validation_start``: gathers the head where no callback has done it.
+    - ``lightning_module_state_dict``, ``load_model_state_dict``, ``optimizer_state``, ``load_optimizer_state_dict``,
+      ``save_checkpoint``, ``load_checkpoint``, ``restore_checkpoint_after_setup``: checkpoints hold whole tensors, or
+      rows in files.
     """
 
     def __init__(
         self,
         head: str = "head",
-        scheme: Literal["a", "b", "c"] = "c",
+        scheme: Literal["a", "b", "c"] | None = None,
         variable_batch: bool = False,
+        evaluation: Literal["gathered", "sharded"] = "gathered",
+        state_dict_type: Literal["full", "sharded"] = "full",
         **ddp_kwargs: Any,
     ) -> None:
-        if scheme not in SCHEMES:
-            raise ValueError(f"scheme={scheme!r} is not known; use one of {', '.join(map(repr, SCHEMES))}")
-        if variable_batch and scheme == "a":
-            raise ValueError("variable_batch=True needs several passes, and scheme='a' has one; use scheme 'b' or 'c'")
-        if ddp_kwargs.get("model_averaging_period") is not None:
-            raise ValueError("model_averaging_period cannot be given: ranks hold different parts of the head")
+        policy.check_arguments(scheme, variable_batch, evaluation, state_dict_type, ddp_kwargs)
         super().__init__(**ddp_kwargs)
-        self._head_name = head
-        self._scheme = scheme
-        self._variable_batch = variable_batch
-        self._head: ShardedHead | None = None  # only while fitting, as the two that follow
-        self._passes: HeadPasses | None = None
-        self._takeover: Takeover | None = None
+        scheme = scheme or ("c" if variable_batch else "a")
+        self._options = Options(head, scheme, variable_batch, evaluation, state_dict_type)
+        self._fitting: Fitting | None = None  # from set-up to teardown
+        self._reduced: ReducedParameters | None = None  # of the trunk, while fitting
+        self._restores_after_setup = False
+        self._bytes_sent: dict[str, int] = {}  # by the last run of fit
         self.on_stage: OnStage | None = None  # told of each stage (name, start, end), to make the overlap visible
 
     @property
     def exposed_communication_s(self) -> float | None:
         """How long this rank has waited for features and activations, in all (s), beside DDP's wait for the trunk."""
-        return None if self._passes is None else sum(channel.waited_s for channel in self._channels)
+        return None if self._fitting is None else sum(channel.waited_s for channel in self._fitting.channels)
 
     @property
     def bytes_sent(self) -> dict[str, int]:
-        """What this rank has sent for the head while fitting, in bytes, by what it was. The trunk's are DDP's."""
-        total: dict[str, int] = {}
-        for channel in self._channels:
-            for what, count in channel.bytes_sent.items():
-                total[what] = total.get(what, 0) + count
-        return total
+        """What this rank has sent for the head in training steps of the last `fit`, in bytes, by what it was.
+
+        The trunk's bytes are DDP's. Parameters that are gathered or checked are not counted.
+        """
+        return self._bytes_sent if self._fitting is None else self._fitting.bytes_sent
 
     @property
-    def _channels(self) -> list[Channel]:
-        return [] if self._passes is None else [self._passes.channel, self._passes.head.channel]
+    def sharded_parameter_names(self) -> list[str]:
+        """The names of the parameters of which this rank holds rows: the head's while fitting, else none."""
+        fitting, module = self._fitting, self.lightning_module
+        if fitting is None or module is None or not fitting.head.is_sharded:
+            return []
+        return list(fitting.head.names_in(module))
+
+    def gather_head(self) -> None:
+        """Let every rank call the head alone until the next training step. All ranks must call it, while fitting.
+
+        For places that the strategy does not know of, as ``on_train_epoch_end`` without a validation before it.
+
+        Raises:
+            RuntimeError: there is no ``fit`` going on.
+        """
+        if self._fitting is None:
+            raise RuntimeError("gather_head() was called outside of fit, where the head is whole on every rank")
+        self._fitting.takeover.gather_head()
 
     @override
     def setup(self, trainer: Any) -> None:
-        super().setup(trainer)
-        if self._head is not None:
-            try:
-                check_optimizers(self.optimizers, self._head)
-            except ValueError:  # on all ranks alike
-                self._head.unshard()
-                raise
+        policy.warn_of_requeue(self.cluster_environment)
+        try:
+            super().setup(trainer)
+            if self._fitting is not None:
+                self._fitting.succeed()
+        except BaseException:
+            if self._fitting is not None:
+                self._fitting.fail()
+                self._fitting = None
+            raise
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        with super().tensor_init_context(empty_init), torch.device("cpu"):
+            yield
+
+    @override
+    def model_to_device(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if module.trainer.state.fn == "fit":
+            self._fitting = Fitting(self._options, module, self)
+        else:
+            policy.require_whole(module, self._options.head)
+        super().model_to_device()
 
     @override
     def configure_ddp(self) -> None:
-        module = self.lightning_module
+        module, fitting = self.lightning_module, self._fitting
         assert module is not None
-        name = type(self).__name__
-        head = find_head(module, self._head_name, name)
-        check_module(module, module.trainer, head, self._head_name, self._variable_batch, name)
-        check_precision(self.precision_plugin, self._variable_batch, name)
-        warn_of_requeue(self.cluster_environment, name)
-        timeout = strategy_timeout(self)
-        # Two groups, since features travel while the head exchanges activations.
-        hidden, features = (Channel(dist.new_group(timeout=timeout), self._record_stage) for _ in range(2))
-        self._head = ShardedHead(head, hidden, self._head_name)
-        self._passes = HeadPasses(self._head, self._scheme, features)
-        self._head.shard()
-        self._takeover = Takeover(
-            module, self._passes, self.precision_plugin, self._variable_batch, lambda: self.optimizers
-        )
-        trunk = [p for p in module.parameters() if not self._head.owns(p)]
+        assert fitting is not None
+        trunk = [p for p in module.parameters() if not fitting.head.owns(p)]
+        self._reduced = ReducedParameters(module, fitting.head.parameters)
         if any(p.requires_grad for p in trunk):
             super().configure_ddp()
         else:  # DDP refuses a module without any gradient to reduce; its ranks must start from rank 0's values as well
             for tensor in (*trunk, *module.buffers()):
                 dist.broadcast(tensor.data, src=0)
 
-    def _record_stage(self, stage: str, start_s: float, end_s: float) -> None:
-        if self.on_stage is not None:
-            self.on_stage(stage, start_s, end_s)
+    def _reduce_unfrozen(self) -> None:
+        """Take parameters of the trunk into DDP's reduction that have become trainable since it wrapped the module."""
+        if self._reduced is None or not self._reduced.unfrozen():
+            return
+        module, model = self.lightning_module, self.model
+        assert module is not None
+        if isinstance(model, DistributedDataParallel):
+            self.model = self._reduced.wrap_anew(model, lambda: self._setup_model(module))
+            self._register_ddp_hooks()
+        else:
+            self.configure_ddp()  # the whole trunk was frozen
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._fitting is None:
+            return super().training_step(*args, **kwargs)
+        self._reduce_unfrozen()
+        with self._fitting.takeover.training_step():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if self._fitting is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        unfrozen = [] if self._reduced is None else self._reduced.unfrozen()
+        if unfrozen:
+            raise RuntimeError(
+                f"{unfrozen[0]} has become trainable within training_step, so its gradient would not be averaged over "
+                "the ranks; unfreeze parameters in on_train_epoch_start or on_train_batch_start"
+            )
+        # A checkpoint (torch.utils.checkpoint) around trunk and head may call the head again in backward.
+        with self._fitting.takeover.exchanging():
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        self._fitting.takeover.check_gradients()
+        return loss
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self._fitting is not None:
+            self._fitting.gather_if_unknown()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self._fitting is None else self._fitting.validation_step():
+            return super().validation_step(*args, **kwargs)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        state = super().lightning_module_state_dict()
-        if self._head is None or not self._head.is_sharded:
-            return state
         assert self.lightning_module is not None
-        self._require_all_ranks()
-        return state | whole_parameters(self.lightning_module, self._head)
+        if self._fitting is None:
+            policy.require_whole(self.lightning_module, self._options.head)
+            return super().lightning_module_state_dict()
+        with self._gathering_checkpoint() as fitting:
+            return fitting.module_state(super().lightning_module_state_dict)
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        if self._head is not None and self._head.is_sharded:
-            assert self.lightning_module is not None
-            own = own_parameters(self.lightning_module, self._head, checkpoint["state_dict"])
-            checkpoint = {**checkpoint, "state_dict": own}
-        super().load_model_state_dict(checkpoint, strict)
+        super().load_model_state_dict(checkpoint, strict)  # hooks of the head's layers take their rows
+        if self._fitting is not None:
+            self._fitting.takeover.forget_gathered_head()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        if self._head is None or not self._head.is_sharded:
+        if self._fitting is None:
             return state
-        self._require_all_ranks()
-        return whole_optimizer_state(optimizer, state, self._head)
+        with self._gathering_checkpoint() as fitting:
+            return fitting.optimizer_state(optimizer, state)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        head = self._head
-        if head is not None and head.is_sharded:
-            both = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
-            own = [own_optimizer_state(optimizer, state, head) for optimizer, state in both]
-            checkpoint = {**checkpoint, "optimizer_states": own}
+        if self._fitting is not None:
+            checkpoint = {**checkpoint, "optimizer_states": self._fitting.own_states(checkpoint["optimizer_states"])}
         super().load_optimizer_state_dict(checkpoint)
 
-    def _require_all_ranks(self) -> None:
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether parameters get their values as rows only: on the meta device there is no place for the whole."""
+        module = self.lightning_module
+        if self._fitting is None and module is not None:  # Lightning asks before set-up, and again after it
+            is_sharded = self._options.state_dict_type == "sharded"
+            is_late = is_sharded or any(p.is_meta for p in module.parameters())
+            self._restores_after_setup = is_late and module.trainer.state.fn == "fit"
+        return self._restores_after_setup
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        is_plain = checkpoints.is_plain_file(self.checkpoint_io, filepath) and storage_options is None
+        if self._fitting is None or not self._fitting.writes(is_plain):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            self._fitting.write(checkpoint, Path(filepath), self.barrier)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if sharded_checkpoint.is_sharded(checkpoint_path):
+            parts = (0, 1) if self._fitting is None else (self.global_rank, self.world_size)
+            return sharded_checkpoint.load(Path(checkpoint_path), *parts, weights_only)
+        module = self.lightning_module
+        is_fit = module is not None and module.trainer.state.fn == "fit"
+        if is_fit and checkpoints.is_plain_file(self.checkpoint_io, checkpoint_path):
+            return checkpoints.map_from_disk(checkpoint_path, weights_only)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    @contextmanager
+    def _gathering_checkpoint(self) -> Iterator[Fitting]:
+        assert self._fitting is not None
         assert self.lightning_module is not None
         try:
-            require_all_ranks(self.lightning_module)
+            checkpoints.require_all_ranks(self.lightning_module)
         except RuntimeError:
-            self._undo()  # this error ends Lightning's handling of the first one, so teardown is not called
+            self._end(interrupted=True)  # this error ends Lightning's handling of the first one: no teardown is called
             raise
+        yield self._fitting
 
     @override
     def teardown(self) -> None:
-        if self._head is not None:
-            self._make_whole(self._head)
-        self._undo()
-        super().teardown()
+        if self._fitting is not None:
+            assert self.lightning_module is not None
+            self._end(self.lightning_module.trainer.interrupted)
+        is_meta = self.lightning_module is not None and any(p.is_meta for p in self.lightning_module.parameters())
+        # A module that could not be set up has no values to move; the error that says why matters more.
+        with suppress(NotImplementedError) if is_meta else nullcontext():
+            super().teardown()
 
-    def _make_whole(self, head: ShardedHead) -> None:
-        """Gather parameters and optimizer states on every rank."""
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.interrupted:
-            log.warning(
-                f"{type(self).__name__}: after an exception rank {self.global_rank} is left with its part of "
-                f"{self._head_name!r}: load a checkpoint before you use the module again"
-            )
-            return
-        for optimizer in self.optimizers:
-            make_whole(optimizer, head)
-        head.unshard()
-
-    def _undo(self) -> None:
-        if self._takeover is not None:
-            self._takeover.undo()
-        for channel in self._channels:
-            dist.destroy_process_group(channel.group)
-        self._head = None
-        self._passes = None
-        self._takeover = None
+    def _end(self, interrupted: bool) -> None:
+        fitting, self._fitting = self._fitting, None
+        assert fitting is not None
+        self._bytes_sent = fitting.bytes_sent
+        if interrupted:
+            fitting.abandon()
+        else:
+            fitting.finish()

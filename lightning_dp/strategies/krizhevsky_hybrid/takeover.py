@@ -1,12 +1,15 @@
 """What hybrid parallelism replaces while fitting, and how each replacement is undone.
 
-- the head's ``forward``, and the module's ``head_step``: passes through the sharded head;
+- the head's ``forward``, and in training steps the module's ``head_step``: passes through the sharded head;
+- what ``state_dict`` gives for the head, ``load_state_dict`` takes for it, and ``copy.deepcopy`` makes of it;
 - the precision plugin's clipping by norm, and its gradient scaler: decisions that need all ranks' slices;
 - DDP's list of parameters: the head's are left out.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
@@ -15,14 +18,22 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
+from torchmetrics import SumMetric
 
 from lightning_dp._lightning import LightningModule
 from lightning_dp._private.torch_names import ignore_in_ddp, scaler_device, stop_ignoring_in_ddp
-from lightning_dp.strategies.krizhevsky_hybrid.head_passes import HeadPasses, HeadStep
+from lightning_dp.strategies.krizhevsky_hybrid.gathered_head import GatheredHead
+from lightning_dp.strategies.krizhevsky_hybrid.head_passes import HeadPasses
 from lightning_dp.strategies.krizhevsky_hybrid.head_update import clip_by_global_norm, update_head
+from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import SharedByCopies
+from lightning_dp.strategies.krizhevsky_hybrid.state_dict_hooks import StateDictHooks
+
+log = logging.getLogger(__name__)
+
+HeadStep = Callable[..., Tensor]
 
 
-class Takeover:
+class Takeover(SharedByCopies):
     """The replacements for one run of ``fit``; they are in place until `undo`.
 
     Args:
@@ -46,12 +57,12 @@ class Takeover:
         self._plugin = plugin
         self._variable_batch = variable_batch
         self._optimizers = optimizers
+        self._gathered: GatheredHead | None = None  # between training steps, where it is known
+        self.state_dict_hooks = StateDictHooks(passes.head, lambda: self._gathered)
         # Leaving this block by an exception undoes what is replaced so far.
         with ExitStack() as stack:
-            stack.enter_context(passes.head.forwarding_to(passes.own_batch))
-            if hasattr(module, "head_step"):
-                self._head_step = cast(HeadStep, module.head_step)
-                stack.enter_context(replaced(module, "head_step", self._run_head_step))
+            stack.enter_context(passes.head.forwarding_to(self._forward_outside))
+            stack.enter_context(self.state_dict_hooks.installed())
             stack.enter_context(replaced(plugin, "clip_grad_by_norm", self._clip_grad_by_norm))
             stack.enter_context(_sharded_scaler(plugin))
             stack.enter_context(_ignored_in_ddp(module, list(passes.head.names_in(module))))
@@ -61,16 +72,145 @@ class Takeover:
         """Put everything back, the last replacement first. A second call does nothing."""
         self._stack.close()
 
-    def _run_head_step(self, features: Tensor, target: Any) -> Tensor:
-        """Run the module's ``head_step`` on the examples of all ranks, pass by pass; in evaluation, on its own ones."""
-        if not (torch.is_grad_enabled() and self._module.trainer.training):
-            return self._head_step(features, target)
+    @property
+    def knows_head(self) -> bool:
+        """Whether the head was gathered since the last training step: the same on all ranks."""
+        return self._gathered is not None
+
+    def gather_head(self) -> None:
+        """Let each rank use the head alone until the next training step. All ranks must call it."""
+        self._gathered = None  # the old one first: two would not fit as easily as one
+        self._gathered = GatheredHead(self._passes.head)
+
+    def forget_gathered_head(self) -> None:
+        """The rows are about to change, or the whole is no longer needed."""
+        self._gathered = None
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Let calls of the head go through all ranks within, which all ranks must make alike."""
+        with self._passes.head.forwarding_to(self._passes.own_batch):
+            yield
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Run a training step within: calls of the head and of ``head_step`` go through all ranks.
+
+        Raises:
+            ValueError: ``variable_batch`` is on, and ``head_step`` was not called.
+        """
+        passes, module = self._passes, self._module
+        num_steps = passes.num_steps
+        self.forget_gathered_head()
+        with ExitStack() as stack:
+            stack.enter_context(self.exchanging())
+            if hasattr(module, "head_step"):
+                stack.enter_context(replaced(module, "head_step", self._with_passes(cast(HeadStep, module.head_step))))
+            try:
+                yield
+            except Exception:
+                if passes.num_calls == 0:
+                    self._hint_at_weights()
+                raise
+        if self._variable_batch and passes.num_steps == num_steps:
+            raise ValueError(
+                "variable_batch=True updates the head within head_step, and training_step did not call it; call "
+                f"self.head_step(features, target) instead of self.{passes.head.name}(features)"
+            )
+
+    def check_gradients(self) -> None:
+        """Raise ValueError if backward has left gradients in the head that cannot be right. Called after each backward.
+
+        With ``variable_batch`` all of the head's gradients are used up within ``head_step``. Others, of a penalty on
+        its weights for example, would bring it one more update, by what is a gradient of that penalty alone.
+        """
+        head = self._passes.head
+        if not any(p.grad is not None for p in head.parameters):
+            return
+        if self._variable_batch:
+            raise ValueError(
+                f"{head.name!r} got a gradient outside of head_step, where variable_batch=True updates it; compute "
+                "everything that trains the head (a penalty on its weights, too) within head_step"
+            )
+        if self._passes.num_calls == 0:
+            raise ValueError(self._weights_were_read())
+
+    def _hint_at_weights(self) -> None:
+        """Name a likely cause, beside the error itself, of a first step that failed before the head was called."""
+        log.warning("training_step failed before it called the head. " + self._weights_were_read())
+
+    def _weights_were_read(self) -> str:
+        name = self._passes.head.name
+        return (
+            f"If training_step reads the weights of {name!r} without calling it, as F.normalize(self.{name}.weight) "
+            f"does: while fitting they are rank {self._passes.channel.rank}'s rows only. Call the head as a module, or "
+            "name another head"
+        )
+
+    def _forward_outside(self, features: Tensor) -> Tensor:
+        name = self._passes.head.name
+        if self._gathered is None:
+            raise RuntimeError(
+                f"{name!r} was called on rank {self._passes.channel.rank} outside of training steps, where it holds "
+                "its own rows of it only, and other ranks may not call it. Do it in validation, where the whole head "
+                "is on every rank (evaluation='gathered'), or have all ranks call trainer.strategy.gather_head() first"
+            )
+        if not self._gathered.is_current:
+            raise RuntimeError(
+                f"the parameters of {name!r} were changed on rank {self._passes.channel.rank} after they had been "
+                "gathered from all ranks; have all ranks call trainer.strategy.gather_head() again, then call the head"
+            )
+        return self._gathered.forward(features)
+
+    def _with_passes(self, head_step: HeadStep) -> HeadStep:
+        """``head_step`` on the examples of all ranks, pass by pass."""
+        signature = inspect.signature(head_step)
+
+        def run(*args: Any, **kwargs: Any) -> Tensor:
+            if not torch.is_grad_enabled():
+                return head_step(*args, **kwargs)
+            arguments = signature.bind(*args, **kwargs).arguments
+            first = next(iter(arguments))
+            features = arguments.pop(first)
+
+            def of_pass(x: Tensor, others: dict[str, Any]) -> Tensor:
+                bound = inspect.BoundArguments(signature, {first: x, **others})
+                return head_step(*bound.args, **bound.kwargs)
+
+            return self._step(features, arguments, of_pass)
+
+        return run
+
+    def _step(self, features: Tensor, arguments: dict[str, Any], head_step: HeadStep) -> Tensor:
+        passes, trainer = self._passes, self._module.trainer
         scaler = getattr(self._plugin, "scaler", None)
         scale = {} if scaler is None else {"scale": scaler.scale}
-        update = self._update_head if self._variable_batch else None
         named = self._module.named_parameters()
-        others = {name: p for name, p in named if p.requires_grad and not self._passes.head.owns(p)}
-        return self._passes.step(features, target, self._head_step, update, others=others, **scale)
+        others = {name: p for name, p in named if p.requires_grad and not passes.head.owns(p)}
+        only_factor = None
+        if self._variable_batch and self._module.automatic_optimization and not (features.is_cuda and passes.num_steps):
+            only_factor = 1 / trainer.accumulate_grad_batches
+        update = self._update_head if self._variable_batch else None
+        with self._counting_no_sums():
+            return passes.step(features, arguments, head_step, update, others=others, only_factor=only_factor, **scale)
+
+    @contextmanager
+    def _counting_no_sums(self) -> Iterator[None]:
+        """Raise ValueError if the first step updates a sum of torchmetrics: K ranks would count each example K times.
+
+        Means and ratios may be updated in ``head_step``: the factor K cancels.
+        """
+        metrics = [(name, part) for name, part in self._module.named_modules() if isinstance(part, SumMetric)]
+        counts = [metric.update_count for _, metric in metrics]
+        yield
+        if self._passes.num_steps > 1 or self._passes.channel.world_size == 1:
+            return
+        for (name, metric), before in zip(metrics, counts, strict=True):
+            if metric.update_count > before:
+                raise ValueError(
+                    f"the SumMetric {name} is updated within head_step, where every rank sees the examples of all "
+                    "ranks: it would count each of them once a rank. Update it in training_step, or use a MeanMetric"
+                )
 
     def _update_head(self, gradients: Any) -> None:
         update_head(self._module, self._plugin, self._optimizers(), self._passes.head, gradients)

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
-from tests.strategies.modules import CLASSES, FEATURES, data, optimizers
+from tests.strategies.modules import CLASSES, FEATURES, data, optimizers, snapshot, trainer
 
 STEPS = 20
+Result = dict[str, Tensor]
 
 
 def make_head(dropout: float = 0.0) -> nn.Sequential:
@@ -84,3 +85,39 @@ def batches(rank: int, world_size: int, steps: int = STEPS, local_batch_size: in
 def all_batches(world_size: int, steps: int = STEPS, local_batch_size: int = 3) -> DataLoader:
     """The concatenated batches, for a single process."""
     return DataLoader(data(world_size, steps, local_batch_size).dataset, batch_size=world_size * local_batch_size)
+
+
+class ScheduledNet(StepNet):
+    """A learning rate that changes every step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = optimizers("momentum", self.parameters())
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def module_for(net: type[HybridNet], options: dict[str, Any]) -> HybridNet:
+    module = net()
+    return module.float() if "precision" in options or "plugins" in options else module
+
+
+class _Float32(DataLoader):
+    def __iter__(self) -> Any:
+        return ((x.float(), y) for x, y in super().__iter__())
+
+
+def loader_for(loader: DataLoader, options: dict[str, Any]) -> DataLoader:
+    return (
+        _Float32(loader.dataset, batch_size=loader.batch_size)
+        if "precision" in options or "plugins" in options
+        else loader
+    )
+
+
+def fit_with(
+    loader: DataLoader, strategy: Any, world_size: int, net: type[HybridNet], options: dict[str, Any]
+) -> Result:
+    module = module_for(net, options)
+    own = trainer(strategy, world_size, use_distributed_sampler=False, **options)
+    own.fit(module, loader_for(loader, options))
+    return snapshot(module, own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp._lightning import StrategyRegistry
+from lightning_dp.optim import KrizhevskySGD
 from lightning_dp.strategies.krizhevsky_hybrid.head_layers import divisible_layers
 from lightning_dp.strategies.krizhevsky_hybrid.policy import check_module, check_optimizers, check_precision, find_head
 from tests.strategies.krizhevsky_hybrid.modules import HybridNet, StepNet
@@ -20,7 +22,7 @@ from tests.strategies.modules import trainer
 
 def check(module, head="head", variable_batch=False, callbacks=()):
     runner = trainer("auto", 1, callbacks=list(callbacks))
-    check_module(module, runner, find_head(module, head, "Strategy"), head, variable_batch, "Strategy")
+    check_module(module, runner, find_head(module, head), head, variable_batch)
 
 
 @pytest.mark.parametrize(
@@ -29,11 +31,18 @@ def check(module, head="head", variable_batch=False, callbacks=()):
         ({"scheme": "d"}, "scheme='d' is not known; use one of 'a', 'b', 'c'"),
         ({"scheme": "a", "variable_batch": True}, "scheme='a' has one; use scheme 'b' or 'c'"),
         ({"model_averaging_period": 3}, "model_averaging_period cannot be given"),
+        ({"evaluation": "none"}, "evaluation='none' is not known; use 'gathered' or 'sharded'"),
+        ({"state_dict_type": "half"}, "state_dict_type='half' is not known; use 'full' or 'sharded'"),
     ],
 )
 def test_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         KrizhevskyHybridStrategy(**arguments)
+
+
+def test_the_default_scheme_is_the_fastest_that_can_do_it():
+    assert KrizhevskyHybridStrategy()._options.scheme == "a"
+    assert KrizhevskyHybridStrategy(variable_batch=True)._options.scheme == "c"
 
 
 def test_it_is_registered():
@@ -54,7 +63,7 @@ def test_it_is_registered():
 )
 def test_a_layer_that_mixes_features(layer, name):
     head = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.ReLU(), layer))
-    with pytest.raises(ValueError, match=rf"head\.1\.1 is a {name}, which cannot be divided .* allowed .* nn\.Linear"):
+    with pytest.raises(ValueError, match=rf"head\.1\.1 is a {name}, which cannot be sharded .* nn\.Linear"):
         divisible_layers(head, "head")
 
 
@@ -65,8 +74,26 @@ class OwnForward(nn.Module):
 
 
 def test_a_head_with_a_forward_of_its_own():
-    with pytest.raises(ValueError, match="head is a OwnForward"):
+    with pytest.raises(ValueError, match=r"head is a OwnForward.*Name an nn.Linear inside instead.* head='head.fc'"):
         divisible_layers(OwnForward(), "head")
+
+
+class MyLinear(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("head", "remedy"),
+    [
+        (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 9)), r"the largest is head='head\.2'"),
+        (nn.Sequential(nn.Linear(3, 4), nn.LogSoftmax(1)), r"head='head\.0'.* leave it out and use F.cross_entropy"),
+        (nn.Sequential(MyLinear(3, 4)), "Use nn.Linear itself"),
+        (nn.Sequential(nn.Conv2d(3, 4, 1)), "Name the submodule that holds the large nn.Linear"),
+    ],
+)
+def test_the_remedy_is_one_that_works(head, remedy):
+    with pytest.raises(ValueError, match=remedy):
+        divisible_layers(head, "head")
 
 
 def test_a_head_without_linear_layers():
@@ -92,7 +119,7 @@ def test_what_is_allowed():
 @pytest.mark.parametrize("name", ["", "nothing", "head.9"])
 def test_an_unknown_head(name):
     with pytest.raises(ValueError, match=f"head='{name}' names no submodule of HybridNet.* trunk.* head"):
-        find_head(HybridNet(), name, "Strategy")
+        find_head(HybridNet(), name)
 
 
 def test_variable_batch_without_head_step_shows_what_to_write():
@@ -129,18 +156,46 @@ def test_copies_of_the_parameters():
 def test_a_compiled_head():
     module = HybridNet()
     module.head.compile()
-    with pytest.raises(ValueError, match="cannot be compiled; compile the trunk alone"):
+    with pytest.raises(ValueError, match="compile the trunk alone"):
         check(module)
     module = HybridNet()
     module.trunk.compile()
     check(module)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", ["compile()", "torch.compile", "torch.jit.script", "itself"])
+def test_a_compiled_module_around_the_head_is_named(how):
+    module = HybridNet()
+    module.net = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(6, 3)))
+    head, culprit = "net.1", "net"
+    if how == "compile()":
+        module.net.compile()
+    elif how == "torch.compile":
+        module.net = torch.compile(module.net)
+    elif how == "torch.jit.script":
+        module.net = torch.jit.script(module.net)
+    else:
+        module.compile()
+        culprit = "HybridNet"
+    with pytest.raises(
+        ValueError, match=f"{culprit} is compiled or scripted.* within 'net.1'.*compile the trunk alone"
+    ):
+        check(module, head)
+
+
+def test_ranks_that_may_leave_a_validation_out():
+    module = HybridNet()
+    module.allow_zero_length_dataloader_with_multiple_devices = True
+    with pytest.raises(ValueError, match="=True lets ranks without batches leave a validation out"):
+        check(module)
+
+
 def test_fp16_with_several_updates_a_step():
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match="variable_batch=True cannot run with precision='16-mixed'.*bf16-mixed"):
-        check_precision(plugin, True, "Strategy")
-    check_precision(plugin, False, "Strategy")
+        check_precision(plugin, True)
+    check_precision(plugin, False)
 
 
 class OfTheHead:
@@ -157,12 +212,33 @@ def test_optimizers_that_look_at_whole_parameters(name):
         check_optimizers([optimizer], OfTheHead())
 
 
-def test_an_unknown_optimizer_gets_a_warning(caplog):
-    class Lamb(torch.optim.Optimizer):
-        pass
+class LARS(torch.optim.SGD):
+    """As many implementations do, it extends SGD, and scales by norms of whole layers."""
 
+
+class Lamb(torch.optim.Optimizer):
+    pass
+
+
+class MySGD(torch.optim.SGD):
+    pass
+
+
+class Other(torch.optim.Optimizer):
+    pass
+
+
+@pytest.mark.parametrize("kind", [LARS, partial(Lamb, defaults={})])
+def test_optimizers_that_are_known_for_norms_of_layers(kind):
+    with pytest.raises(ValueError, match=r"(LARS|Lamb) looks at parameters as a whole.* use SGD, Adam, AdamW"):
+        check_optimizers([kind(nn.Linear(2, 2).parameters())], OfTheHead())
+
+
+@pytest.mark.parametrize("kind", [MySGD, partial(Other, defaults={})])
+def test_an_unknown_optimizer_gets_a_warning(kind, caplog):
     with caplog.at_level(logging.WARNING):
         check_optimizers([torch.optim.AdamW(nn.Linear(2, 2).parameters())], OfTheHead())
+        check_optimizers([KrizhevskySGD(nn.Linear(2, 2).parameters(), lr=0.1)], OfTheHead())
         assert not caplog.records
-        check_optimizers([Lamb(nn.Linear(2, 2).parameters(), {})], OfTheHead())
-    assert "Lamb updates rows of the head's weights" in caplog.text
+        check_optimizers([kind(nn.Linear(2, 2).parameters())], OfTheHead())
+    assert "updates rows of the head's weights" in caplog.text

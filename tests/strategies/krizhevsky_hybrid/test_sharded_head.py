@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_dp.collectives.all_to_all import Channel
+from lightning_dp.strategies.krizhevsky_hybrid.parameter_rows import CPU, ShardedParameters, whole_on_all_ranks
 from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead
 from tests.ranks import run_threads
 
@@ -30,15 +31,16 @@ def forward_and_backward(rank, group):
         nn.init.zeros_(head[2].weight)
     before = {name: id(p) for name, p in head.named_parameters()}
     sharded = ShardedHead(head, Channel(group))
-    sharded.shard()
+    parameters = ShardedParameters(sharded)
+    parameters.shard(CPU)
     assert {name: id(p) for name, p in head.named_parameters()} == before
     x = X.clone().requires_grad_()
     begin, end = sharded.output_bounds[rank]
     out = sharded(x)
     out.backward(COTANGENT[:, begin:end])
-    gradients = {name: sharded.whole(p.grad, p) for name, p in head.named_parameters()}
+    gradients = {name: whole_on_all_ranks(sharded, p.grad, p, CPU) for name, p in head.named_parameters()}
     shapes = {name: tuple(p.shape) for name, p in head.named_parameters()}
-    sharded.unshard()
+    parameters.unshard()
     return out.detach(), x.grad, gradients, shapes, head.state_dict()
 
 

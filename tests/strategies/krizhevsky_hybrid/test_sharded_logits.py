@@ -1,4 +1,4 @@
-"""Cost functions of logits divided over ranks, against torch's own on all of them."""
+"""Loss functions of logits that are sharded over ranks, against torch's own on all of them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ SHARDED = {
     "ignored": lambda z: F.cross_entropy(z, TARGET, ignore_index=3),
     "module": lambda z: nn.CrossEntropyLoss(label_smoothing=0.1)(z, TARGET),
     "keywords": lambda z: F.cross_entropy(input=z, target=TARGET),
+    "temperature": lambda z: F.cross_entropy(z / 3, TARGET),
+    "scalar arithmetic": lambda z: F.cross_entropy(-(2 - 0.5 * z.mul(0.25) + 1) * torch.tensor(1.5), TARGET),
+    "reflected": lambda z: F.cross_entropy(1 / (torch.sub(z, 100.0)), TARGET),
+    "soft cap": lambda z: F.cross_entropy(30 * torch.tanh(z / 30), TARGET),
+    "cast": lambda z: F.cross_entropy(z.double().to(torch.float64).to(dtype=torch.float64), TARGET),
+    "flattened": lambda z: F.cross_entropy(
+        z.contiguous().view(-1, z.size(-1)).reshape(SAMPLES, CLASSES), TARGET.view(-1)
+    ),
+    "asked for": lambda z: F.cross_entropy(z, TARGET) if z.requires_grad and z.is_floating_point() else z.sum(),
     "logistic mean": lambda z: F.binary_cross_entropy_with_logits(z, ONE_HOT.double()),
     "logistic sum": lambda z: nn.BCEWithLogitsLoss(reduction="sum")(z, ONE_HOT.double()),
 }
@@ -36,34 +45,38 @@ GATHERED = {
     "soft targets": lambda z: F.cross_entropy(z, SOFT),
     "pos_weight": lambda z: F.binary_cross_entropy_with_logits(z, ONE_HOT.double(), pos_weight=WEIGHT),
     "logistic none": lambda z: (F.binary_cross_entropy_with_logits(z, SOFT, reduction="none").sum(1) * COTANGENT).sum(),
+    "number with a gradient": lambda z: F.cross_entropy(z * torch.tensor(0.5, requires_grad=True), TARGET),
+    "two logits": lambda z: F.cross_entropy(z + z * 0.5, TARGET),
+    "another shape": lambda z: z.view(-1).tanh().sum(),
+    "number of each class": lambda z: F.cross_entropy(z + WEIGHT, TARGET),
     "arithmetic": lambda z: ((z / 3 + 1).square() * WEIGHT).mean() + F.cross_entropy(z * 0.5, TARGET),
     "indexing": lambda z: z[1, 2] * z[:, 6].sum() + z.T[0].tanh().sum(),
 }
 
 
-def costs(rank, group, cost):
+def losses(rank, group, loss_of):
     channel = Channel(group)
     bounds = chunk_bounds(CLASSES, group.size())
     begin, end = bounds[rank]
     own = LOGITS[:, begin:end].clone().requires_grad_()
-    loss = cost(ShardedLogits(own, bounds, channel))
+    loss = loss_of(ShardedLogits(own, bounds, channel))
     loss.backward()
     return loss.detach(), own.grad, channel.bytes_sent
 
 
-def expected(cost):
+def expected(loss_of):
     logits = LOGITS.clone().requires_grad_()
-    loss = cost(logits)
+    loss = loss_of(logits)
     loss.backward()
     return loss.detach(), logits.grad
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])  # with 8 ranks one has no class
 @pytest.mark.parametrize("name", [*SHARDED, *GATHERED])
-def test_costs_and_gradients(world_size, name):
-    cost = (SHARDED | GATHERED)[name]
-    loss, gradient = expected(cost)
-    results = run_threads(world_size, costs, cost)
+def test_losses_and_gradients(world_size, name):
+    loss_of = (SHARDED | GATHERED)[name]
+    loss, gradient = expected(loss_of)
+    results = run_threads(world_size, losses, loss_of)
     for rank, (one, of_own, sent) in enumerate(results):
         torch.testing.assert_close(one, loss, rtol=1e-12, atol=1e-12)
         assert torch.equal(one, results[0][0])
@@ -76,7 +89,7 @@ def test_costs_and_gradients(world_size, name):
 def test_without_messages_they_are_wrong(name, monkeypatch):
     loss, _ = expected(SHARDED[name])
     monkeypatch.setattr(Channel, "all_gather", lambda self, what, t: torch.stack([t] * self.world_size))
-    for one, _, _ in run_threads(2, costs, SHARDED[name]):
+    for one, _, _ in run_threads(2, losses, SHARDED[name]):
         assert not torch.allclose(one, loss, rtol=1e-3)
 
 
@@ -123,17 +136,23 @@ def metric_first(logits):
     return F.cross_entropy(logits, TARGET, weight=WEIGHT)
 
 
+def detached_metric_first(logits):
+    logits.detach().argmax(1)
+    logits.float().detach().softmax(1)
+    return F.cross_entropy(logits, TARGET, weight=WEIGHT)
+
+
 def masked(logits):
     logits[:, 0] = -5.0
     return F.cross_entropy(logits, TARGET)
 
 
-@pytest.mark.parametrize("cost", [metric_first, masked])
-def test_what_is_done_to_them_before_the_cost(cost):
+@pytest.mark.parametrize("loss_of", [metric_first, masked, detached_metric_first])
+def test_what_is_done_to_them_before_the_loss(loss_of):
     plain = LOGITS.clone().requires_grad_()
-    loss = cost(plain.clone())
+    loss = loss_of(plain.clone())
     loss.backward()
-    for rank, (one, gradient, _) in enumerate(run_threads(2, costs, cost)):
+    for rank, (one, gradient, _) in enumerate(run_threads(2, losses, loss_of)):
         begin, end = chunk_bounds(CLASSES, 2)[rank]
         torch.testing.assert_close(one, loss.detach())
         torch.testing.assert_close(gradient, plain.grad[:, begin:end])
@@ -145,14 +164,14 @@ def test_a_class_that_there_is_not(wrong):
 
     def refused(rank, group):
         with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds; classes are 0 to 6"):
-            costs(rank, group, lambda logits: F.cross_entropy(logits, target))
+            losses(rank, group, lambda logits: F.cross_entropy(logits, target))
 
     run_threads(2, refused)
 
 
 def target_gradient(rank, group):
     target = SOFT.clone().requires_grad_()
-    costs(rank, group, lambda logits: F.binary_cross_entropy_with_logits(logits, target))
+    losses(rank, group, lambda logits: F.binary_cross_entropy_with_logits(logits, target))
     return target.grad
 
 
@@ -176,3 +195,40 @@ def test_16_bit_logits_have_a_32_bit_loss():
     for loss, gradient in run_threads(2, half):
         assert (loss.dtype, gradient.dtype) == (torch.float32, torch.bfloat16)
         torch.testing.assert_close(loss, F.cross_entropy(LOGITS.to(torch.bfloat16).float(), TARGET))
+
+
+def gathers(rank, group):
+    bounds = chunk_bounds(CLASSES, group.size())
+    begin, end = bounds[rank]
+    own = LOGITS[:, begin:end].clone().requires_grad_()
+    channel = Channel(group)
+    logits = ShardedLogits(own, bounds, channel)
+    loss = F.cross_entropy(logits.float() / 2.5, TARGET)
+    without = dict(channel.bytes_sent)
+    accuracy = (logits.detach().argmax(1) == TARGET).double().mean()
+    top = logits.detach().topk(2).indices
+    loss.backward()
+    return without, dict(channel.bytes_sent), accuracy, top, own.nbytes
+
+
+def test_a_loss_in_32_bits_sends_numbers_and_a_detached_metric_gathers_once():
+    for without, in_all, accuracy, top, own_bytes in run_threads(2, gathers):
+        assert without == {"loss": 4 * SAMPLES * 4}
+        assert in_all == {**without, "logits": own_bytes}
+        assert accuracy == (LOGITS.argmax(1) == TARGET).double().mean()
+        assert torch.equal(top, LOGITS.topk(2).indices)
+
+
+def ignored(rank, group):
+    bounds = chunk_bounds(CLASSES, group.size())
+    begin, end = bounds[rank]
+    own = LOGITS[:, begin:end].clone().requires_grad_()
+    loss = F.cross_entropy(ShardedLogits(own, bounds, Channel(group)), torch.full((SAMPLES,), -100))
+    loss.backward()
+    return loss.detach(), own.grad
+
+
+def test_a_pass_of_ignored_targets_has_no_part_in_the_loss():
+    for loss, gradient in run_threads(2, ignored):
+        assert loss == 0
+        assert not gradient.any()

@@ -83,7 +83,7 @@ def _without_messages(rank: int, world_size: int, net: type[HybridNet]) -> dict[
 
     try:
         Channel.all_to_all, Channel.all_gather = start, all_gather
-        own, module = fit(rank, world_size, net, KrizhevskyHybridStrategy())
+        own, module = fit(rank, world_size, net, KrizhevskyHybridStrategy(scheme="c"))
     finally:
         Channel.all_to_all, Channel.all_gather = before
     return snapshot(module, own)

@@ -1,0 +1,203 @@
+"""What exists for one run of ``fit``: the head's rows, its channels and passes, and all that is replaced meanwhile."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from lightning_dp._lightning import LightningModule
+from lightning_dp._private.lightning_names import strategy_timeout
+from lightning_dp.collectives.all_to_all import Channel
+from lightning_dp.strategies.krizhevsky_hybrid import policy, sharded_checkpoint
+from lightning_dp.strategies.krizhevsky_hybrid.checkpoint import (
+    State,
+    gather_optimizer_state,
+    gather_parameters,
+    make_whole,
+    own_optimizer_state,
+    require_one_trunk,
+    write_to_disk,
+)
+from lightning_dp.strategies.krizhevsky_hybrid.gathering import GatherHead
+from lightning_dp.strategies.krizhevsky_hybrid.head_passes import HeadPasses
+from lightning_dp.strategies.krizhevsky_hybrid.parameter_rows import ShardedParameters
+from lightning_dp.strategies.krizhevsky_hybrid.schemes import Scheme
+from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead, SharedByCopies
+from lightning_dp.strategies.krizhevsky_hybrid.takeover import Takeover
+
+if TYPE_CHECKING:
+    from lightning_dp.strategies.krizhevsky_hybrid.strategy import KrizhevskyHybridStrategy
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asks for: arguments of `KrizhevskyHybridStrategy`, which explains them."""
+
+    head: str
+    scheme: Scheme
+    variable_batch: bool
+    evaluation: Literal["gathered", "sharded"]
+    state_dict_type: Literal["full", "sharded"]
+
+
+class Fitting(SharedByCopies):
+    """Shards the head of ``module``, and takes over what must know it. All ranks must make, and end, it.
+
+    It ends by one of three: `fail` while it is set up, `abandon` after an exception, `finish`.
+
+    Args:
+        options: see there.
+        module: on the device where it was built, mostly the CPU.
+        strategy: whose device, precision plugin, optimizers, timeout and ``on_stage`` are used.
+
+    Raises:
+        ValueError: the module, its head or the Trainer cannot work with it.
+    """
+
+    def __init__(self, options: Options, module: LightningModule, strategy: KrizhevskyHybridStrategy) -> None:
+        self._options = options
+        self._module = module
+        self._strategy = strategy
+        plugin = strategy.precision_plugin
+        layers = policy.find_head(module, options.head)
+        policy.check_module(module, module.trainer, layers, options.head, options.variable_batch)
+        policy.check_precision(plugin, options.variable_batch)
+        # Two groups, since features travel while the head exchanges activations.
+        timeout = strategy_timeout(strategy)
+        hidden, features = (Channel(dist.new_group(timeout=timeout), self._record_stage) for _ in range(2))
+        self.channels = [features, hidden]
+        self.head = ShardedHead(layers, hidden, options.head)
+        self._parameters = ShardedParameters(self.head)
+        # Leaving this block by an exception undoes what was done in it, and no more.
+        with ExitStack() as undo_all, ExitStack() as stack:
+            undo_all.callback(self._parameters.restore)
+            stack.callback(self._destroy_groups)
+            self._parameters.shard(strategy.root_device)
+            passes = HeadPasses(self.head, options.scheme, features)
+            self.takeover = Takeover(module, passes, plugin, options.variable_batch, self._optimizers)
+            stack.callback(self.takeover.undo)
+            self._stack = stack.pop_all()
+            undo_all.pop_all()
+
+    @property
+    def bytes_sent(self) -> dict[str, int]:
+        """What this rank has sent in training steps, by what it was."""
+        total: Counter[str] = Counter()
+        for channel in self.channels:
+            total.update(channel.bytes_sent)
+        return dict(total)
+
+    def succeed(self) -> None:
+        """Set-up is complete: gather the head for what comes before the first step. All ranks must call it.
+
+        Raises:
+            ValueError: an optimizer cannot work on rows.
+        """
+        policy.check_optimizers(self._optimizers(), self.head)
+        # If set-up has failed on another rank, this fails here, while the module can still be left as it was.
+        self.head.control.all_gather("end of set-up", torch.zeros(1, device=self._strategy.root_device))
+        self._parameters.keep()
+        if self._options.evaluation == "gathered":
+            self.takeover.gather_head()
+            callback = GatherHead(self.takeover.gather_head, lambda: self.takeover.knows_head)
+            self._stack.enter_context(callback.installed(self._module.trainer))
+
+    def gather_if_unknown(self) -> None:
+        """Gather the head for a validation, if `GatherHead` has not: the tuner takes callbacks away for a while."""
+        if self._options.evaluation == "gathered" and not self.takeover.knows_head:
+            self.takeover.gather_head()
+
+    @contextmanager
+    def validation_step(self) -> Iterator[None]:
+        """Run a validation step within: with a head that is never whole, its calls go through all ranks."""
+        with self.takeover.exchanging() if self._options.evaluation == "sharded" else nullcontext():
+            yield
+
+    def fail(self) -> None:
+        """Set-up has failed: leave the module as it was, whole, without asking other ranks."""
+        if self._parameters.restore():
+            self._stack.close()
+        else:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Leave the head as it is: after an exception the other ranks, and their rows, may be gone."""
+        log.warning(
+            f"after an exception rank {self.head.channel.rank} is left with its part of {self._options.head!r}: load a "
+            "checkpoint before you use the module again"
+        )
+        self._stack.close()
+
+    def finish(self) -> None:
+        """Make the head and its optimizer states whole again on every rank, in host memory. All ranks must call it."""
+        if self._keeps_rows:
+            log.warning(
+                f"state_dict_type='sharded': rank {self.head.channel.rank} is left with its rows of "
+                f"{self._options.head!r}. To use the whole head, pass a checkpoint through "
+                "lightning_dp.strategies.consolidate_checkpoint, and load it into a module built anew"
+            )
+        else:
+            self.takeover.forget_gathered_head()
+            for optimizer in self._optimizers():
+                make_whole(optimizer, self.head)
+            self._parameters.unshard()
+        self._stack.close()
+
+    def module_state(self, state_dict: Callable[[], State]) -> State:
+        """Return the module's state for a checkpoint: whole on rank 0, or this rank's rows. All ranks must call it."""
+        with self.takeover.state_dict_hooks.leaving_rows():
+            state = state_dict()
+        require_one_trunk(self._module, self.head)
+        return state if self._keeps_rows else state | gather_parameters(self._module, self.head)
+
+    def optimizer_state(self, optimizer: Optimizer, state: State) -> State:
+        """Return an optimizer's state for a checkpoint, as `module_state` does. All ranks must call it."""
+        return state if self._keeps_rows else gather_optimizer_state(optimizer, state, self.head)
+
+    def own_states(self, states: list[State]) -> list[State]:
+        """Return the optimizers' states of a checkpoint with this rank's rows."""
+        both = zip(self._optimizers(), states, strict=False)  # as many as there are, as Lightning does
+        return [own_optimizer_state(optimizer, state, self.head) for optimizer, state in both]
+
+    def writes(self, is_plain: bool) -> bool:
+        """Whether `write` is to be used: Lightning's way makes two more copies of a checkpoint in memory.
+
+        Raises:
+            ValueError: rows are to be written, but not to a plain local file.
+        """
+        if self._keeps_rows and not is_plain:
+            raise ValueError("state_dict_type='sharded' writes local files; remove the checkpoint plug-in and options")
+        return is_plain
+
+    def write(self, checkpoint: State, path: Path, barrier: Callable[[], None]) -> None:
+        """Write a checkpoint: a file by rank 0, or a folder by all ranks. All ranks must call it."""
+        if self._keeps_rows:
+            sharded_checkpoint.save(checkpoint, path, self._module, self._optimizers(), self.head, barrier)
+        elif self.head.channel.rank == 0:
+            write_to_disk(checkpoint, path)
+
+    def _optimizers(self) -> list[Optimizer]:
+        return self._strategy.optimizers  # which do not exist before set-up ends
+
+    def _record_stage(self, stage: str, start_s: float, end_s: float) -> None:
+        if self._strategy.on_stage is not None:
+            self._strategy.on_stage(stage, start_s, end_s)
+
+    @property
+    def _keeps_rows(self) -> bool:
+        return self._options.state_dict_type == "sharded"
+
+    def _destroy_groups(self) -> None:
+        for channel in self.channels:
+            dist.destroy_process_group(channel.group)

@@ -1,0 +1,96 @@
+"""The whole head on every rank, for uses outside of training steps: evaluation, sample images, a logger's graph.
+
+Under DDP any rank may call the model at any time. A sharded head cannot be called so: its forward needs all ranks.
+Therefore its rows are gathered at points that all ranks pass, and kept until the next training step changes them. In
+between each rank computes the head alone, on its own examples, without a message.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_dp._private.torch_names import version_of
+from lightning_dp.strategies.krizhevsky_hybrid.parameter_rows import whole_on_all_ranks
+from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead, SharedByCopies
+
+
+class GatheredHead(SharedByCopies):
+    """The values of the head's parameters when this was made. All ranks must make it; what follows needs no other rank.
+
+    Raises:
+        torch.OutOfMemoryError: the whole head does not fit on the device, with the option that does without it.
+    """
+
+    def __init__(self, head: ShardedHead) -> None:
+        self._head = head
+        self._caller = _Caller(head.head)
+        self._versions = {p: version_of(p) for p in head.parameters}
+        try:
+            self._whole = {p: whole_on_all_ranks(head, p.data, p, p.device) for p in head.parameters}
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                f"the whole head {head.name!r} does not fit on the device beside its rows, for evaluation; use "
+                f"KrizhevskyHybridStrategy(evaluation='sharded'). torch says: {error}"
+            ) from error
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this rank's rows are still those that were gathered."""
+        return all(version_of(p) == version for p, version in self._versions.items())
+
+    def value_of(self, parameter: Tensor) -> Tensor:
+        """Return the whole value of one of the head's parameters."""
+        return self._whole[parameter]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the head's output for x, computed on this rank alone, as the head itself would before `fit`."""
+        if torch.jit.is_tracing():
+            return self._trace(x)
+        with_gradient = torch.is_grad_enabled()
+        named = self._caller.named_parameters(remove_duplicate=False)
+        values = {name: self._in_graph(p) if with_gradient else self._whole[p] for name, p in named}
+        # The head's own forward, with other values for its parameters: hooks within the head see whole activations.
+        return functional_call(self._caller, values, (x,))
+
+    def _trace(self, x: Tensor) -> Tensor:
+        """Return the head's output by way of its layers: the tracer takes no functional_call."""
+        for layer in self._head.layers:
+            if isinstance(layer, nn.Linear):
+                x = F.linear(x, self._whole[layer.weight], None if layer.bias is None else self._whole[layer.bias])
+            else:
+                x = layer(x)
+        return x
+
+    def _in_graph(self, parameter: Tensor) -> Tensor:
+        begin, end = self._head.bounds_of(parameter)[self._head.channel.rank]
+        return _WholeValue.apply(parameter, self._whole[parameter], begin, end)
+
+
+class _Caller(nn.Module):
+    """Calls the head by its class's own ``forward``, past the one that replaces it while fitting."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return type(self.head).forward(self.head, x)
+
+
+class _WholeValue(torch.autograd.Function):
+    """From rows to the whole value; backward gives the rows their part, as DDP leaves local gradients in ``.grad``."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, whole: Tensor, begin: int, end: int) -> Tensor:
+        ctx.bounds = begin, end
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        begin, end = ctx.bounds
+        return gradients[0][begin:end].clone(), None, None, None

@@ -1,0 +1,84 @@
+"""What a module passes to ``head_step`` beside the features: from this rank's examples to those of a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lightning_dp._private.torch_names import tree_flatten, tree_unflatten
+from lightning_dp.strategies.krizhevsky_hybrid.feature_exchange import FeatureExchange
+from lightning_dp.strategies.krizhevsky_hybrid.schemes import SubPass
+
+CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
+
+
+class StepArguments:
+    """The arguments of one call of ``head_step``, by name.
+
+    Tensors hold a row for each of this rank's examples, alone or in tuples, lists and dicts; each pass gets the rows of
+    its own examples, which come from all ranks. Numbers and text must be the same on all ranks.
+
+    Args:
+        arguments: of ``head_step``, without the features.
+        num_examples: of this rank.
+
+    Raises:
+        ValueError: a tensor has another number of rows, or is part of the trunk's graph, or an object is neither a
+            tensor nor a constant.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], num_examples: int) -> None:
+        flat = {name: tree_flatten(value) for name, value in arguments.items()}
+        self._leaves: dict[str, list[Any]] = {name: leaves for name, (leaves, _) in flat.items()}
+        self._structures = {name: structure for name, (_, structure) in flat.items()}
+        for name, leaves in self._leaves.items():
+            for leaf in leaves:
+                _require_rows_or_constant(name, leaf, num_examples)
+        self._of_ranks: list[list[Tensor]] = []  # of each tensor, that of every rank
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors, (n, *), in order."""
+        return [leaf for leaves in self._leaves.values() for leaf in leaves if isinstance(leaf, Tensor)]
+
+    @property
+    def constants(self) -> list[tuple[str, Any]]:
+        """All that is not a tensor, with the argument that it belongs to."""
+        pairs = [(name, leaf) for name, leaves in self._leaves.items() for leaf in leaves]
+        return [(name, leaf) for name, leaf in pairs if not isinstance(leaf, Tensor)]
+
+    def gather(self, exchange: FeatureExchange, batch_sizes: list[int]) -> None:
+        """Get the rows of all ranks. All ranks must call it."""
+        self._of_ranks = exchange.gather_targets(self.tensors, batch_sizes)
+
+    def of_pass(self, part: SubPass) -> dict[str, Any]:
+        """The arguments of one pass, in the structure that the module has given them."""
+        rows = iter(part.rows_of(of_ranks) for of_ranks in self._of_ranks)
+        arguments = {}
+        for name, leaves in self._leaves.items():
+            of_part = [next(rows) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            arguments[name] = tree_unflatten(of_part, self._structures[name])
+        return arguments
+
+
+def _require_rows_or_constant(name: str, leaf: Any, num_examples: int) -> None:
+    if isinstance(leaf, CONSTANTS):
+        return
+    if not isinstance(leaf, Tensor):
+        raise ValueError(
+            f"head_step's argument {name!r} holds a {type(leaf).__name__}, which cannot be sent to other ranks; pass "
+            "tensors with a row for each example, numbers, or text"
+        )
+    if leaf.dim() == 0 or len(leaf) != num_examples:
+        raise ValueError(
+            f"head_step's argument {name!r} has shape {tuple(leaf.shape)} beside {num_examples} features; pass tensors "
+            "with a row for each example, and single numbers as Python numbers (.item())"
+        )
+    if leaf.requires_grad:
+        # Its rows go to other ranks, and no gradient comes back from there.
+        raise ValueError(
+            f"head_step's argument {name!r} requires a gradient, which would be lost: only the features' gradient "
+            "comes back from other ranks. Concatenate it with the features, or use it in training_step, or detach it"
+        )

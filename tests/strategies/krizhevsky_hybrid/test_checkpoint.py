@@ -1,0 +1,238 @@
+"""Checkpoints of a sharded head, and what is left after errors."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
+
+from lightning_dp import KrizhevskyHybridStrategy
+from tests.ranks import run_processes
+from tests.strategies.krizhevsky_hybrid.modules import Result, ScheduledNet, StepNet, all_batches, batches, fit_with
+from tests.strategies.modules import assert_same, snapshot, trainer
+
+
+def _saving(folder: Any) -> dict[str, Any]:
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_epochs=1, save_top_k=-1, save_on_train_epoch_end=True)
+    return {"enable_checkpointing": True, "callbacks": [saver]}
+
+
+def _checkpoint(rank: int, world_size: int, folder: str, ckpt_path: str | None, epochs: int) -> Result:
+    warnings.filterwarnings("ignore", "The dirpath has changed")
+    module = ScheduledNet()
+    runner = trainer(
+        KrizhevskyHybridStrategy(scheme="c"),
+        world_size,
+        use_distributed_sampler=False,
+        **_saving(folder),
+        max_epochs=epochs,
+    )
+    runner.fit(module, batches(rank, world_size, steps=10), ckpt_path=ckpt_path)
+    runner.save_checkpoint(Path(folder, "after.ckpt"))
+    return snapshot(module, runner)
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_checkpoint_holds_the_whole_and_goes_on_anywhere(tmp_path):
+    module = ScheduledNet()
+    runner = trainer("auto", 1, max_epochs=2, **_saving(tmp_path / "one"))
+    runner.fit(module, all_batches(4, steps=10))
+    expected = snapshot(module, runner)
+    run_processes(4, _checkpoint, 4, str(tmp_path / "four"), None, 1)
+    plain = torch.load(tmp_path / "one" / "step=10.ckpt", weights_only=True)
+    for name in ("step=10.ckpt", "after.ckpt"):
+        checkpoint = torch.load(tmp_path / "four" / name, weights_only=True)
+        assert checkpoint["global_step"] == 10
+        assert_same(checkpoint["state_dict"], plain["state_dict"], 1e-9)
+        for index, state in plain["optimizer_states"][0]["state"].items():
+            assert_same(checkpoint["optimizer_states"][0]["state"][index], state, 1e-9)
+
+    # In one process, on the number of ranks that wrote it, and on another one.
+    path = str(tmp_path / "four" / "step=10.ckpt")
+    module = ScheduledNet()
+    runner = trainer("auto", 1, max_epochs=2, **_saving(tmp_path / "plain"))
+    runner.fit(module, all_batches(4, steps=10), ckpt_path=path)
+    assert_same(snapshot(module, runner), expected, 1e-9)
+    for result in run_processes(4, _checkpoint, 4, str(tmp_path / "again"), path, 2):
+        assert_same(result, expected, 1e-9)
+    for result in run_processes(2, _resume_on_two, path, str(tmp_path / "two")):
+        assert_same(result, expected, 1e-9)
+
+
+def _resume_on_two(rank: int, path: str, folder: str) -> Result:
+    """Batches of 6 on two ranks are those of 3 on four."""
+    warnings.filterwarnings("ignore", "The dirpath has changed")
+    module = ScheduledNet()
+    runner = trainer(
+        KrizhevskyHybridStrategy(scheme="c"), 2, use_distributed_sampler=False, max_epochs=2, **_saving(folder)
+    )
+    dataset = all_batches(4, steps=10).dataset
+    loader = DataLoader(Subset(dataset, range(rank, len(dataset), 2)), batch_size=6)
+    runner.fit(module, loader, ckpt_path=path)
+    return snapshot(module, runner)
+
+
+class _Fails(StepNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 5:
+            raise KeyError("broken")
+        return super().training_step(batch, batch_idx)
+
+
+class SaveOnException(pl.Callback):
+    """What Lightning's OnExceptionCheckpoint does."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        trainer.save_checkpoint(Path(self.folder, "exception.ckpt"))
+
+
+def _fail(rank: int, folder: str, save: bool) -> str:
+    module = _Fails()
+    callbacks = [SaveOnException(folder)] if save else []
+    runner = trainer(KrizhevskyHybridStrategy(scheme="c"), 2, use_distributed_sampler=False, callbacks=callbacks)
+    with pytest.raises((KeyError, RuntimeError)) as error:
+        runner.fit(module, batches(rank, 2))
+    assert "forward" not in vars(module.head)
+    assert "head_step" not in vars(module)
+    assert len(dist.distributed_c10d._world.pg_map) == 1
+    with pytest.raises(ValueError, match=r"head.1.weight is \(., 6\), and not \(7, 6\).* load a checkpoint"):
+        trainer(KrizhevskyHybridStrategy(scheme="c"), 2, use_distributed_sampler=False).fit(module, batches(rank, 2))
+    return str(error.value)
+
+
+def test_an_exception_leaves_nothing_behind_but_parts_of_the_head(tmp_path):
+    assert set(run_processes(2, _fail, str(tmp_path), False)) == {"'broken'"}
+    for text in run_processes(2, _fail, str(tmp_path), True):
+        assert "cannot save a checkpoint after an exception" in text
+
+
+def _refit(rank: int) -> Result:
+    module = StepNet()
+    module.configure_optimizers = lambda: torch.optim.Adafactor(module.parameters())
+    runner = trainer(KrizhevskyHybridStrategy(scheme="c"), 2, use_distributed_sampler=False)
+    with pytest.raises(ValueError, match="Adafactor looks at parameters as a whole"):
+        runner.fit(module, batches(rank, 2))
+    del module.configure_optimizers
+    return fit_with(batches(rank, 2), KrizhevskyHybridStrategy(scheme="c"), 2, lambda: module, {})
+
+
+def test_after_a_mistake_in_the_optimizer_one_can_go_on():
+    expected = fit_with(all_batches(2), "auto", 1, StepNet, {})
+    for result in run_processes(2, _refit):
+        assert_same(result, expected, 1e-9)
+
+
+class NoOptimizer(StepNet):
+    def configure_optimizers(self) -> None:
+        return None
+
+
+class FailsInSetup(StepNet):
+    """On one rank only: no other rank can be asked for its rows then."""
+
+    def configure_optimizers(self) -> Any:
+        if self.global_rank == 1:
+            raise KeyError("no optimizer today")
+        return super().configure_optimizers()
+
+
+def _no_optimizer(rank: int, folder: str) -> None:
+    warnings.filterwarnings("ignore", ".*configure_optimizers.* returned `None`")
+    runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, **_saving(folder))
+    runner.fit(NoOptimizer(), batches(rank, 2, steps=2))
+
+
+def test_a_module_without_an_optimizer_is_saved(tmp_path):
+    run_processes(2, _no_optimizer, str(tmp_path))
+    (file,) = tmp_path.glob("*.ckpt")
+    assert_same(torch.load(file, weights_only=True)["state_dict"], dict(StepNet().state_dict()), 0.0)
+
+
+def _fails_in_setup(rank: int) -> Result:
+    module = FailsInSetup()
+    with pytest.raises((KeyError, RuntimeError)):
+        trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False).fit(module, batches(rank, 2))
+    assert "forward" not in vars(module.head)
+    assert len(dist.distributed_c10d._world.pg_map) == 1
+    return dict(module.state_dict())
+
+
+def test_an_error_in_setup_leaves_the_module_whole_on_each_rank():
+    for result in run_processes(2, _fails_in_setup):
+        assert_same(result, dict(StepNet().state_dict()), 0.0)
+
+
+class Names(pl.Callback):
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.names = list(trainer.strategy.sharded_parameter_names)
+
+
+def _names(rank: int) -> tuple[list[str], list[str], dict[str, int], float | None]:
+    names = Names()
+    strategy = KrizhevskyHybridStrategy(scheme="c")
+    assert not strategy.sharded_parameter_names
+    runner = trainer(strategy, 2, use_distributed_sampler=False, callbacks=[names], max_steps=1)
+    runner.fit(StepNet(), batches(rank, 2))
+    assert runner.callbacks[0] is names  # and not the strategy's own
+    return names.names, list(strategy.sharded_parameter_names), strategy.bytes_sent, strategy.exposed_communication_s
+
+
+def test_what_a_strategy_says_of_itself_while_fitting_and_after():
+    for names, after, sent, waited_s in run_processes(2, _names):
+        assert names == [f"head.{name}" for name, _ in StepNet().head.named_parameters()]
+        assert not after
+        assert sent["features"] == 3 * 6 * 8
+        assert "parameters" not in sent
+        assert waited_s is None
+
+
+class OwnClipNet(StepNet):
+    """torch's function sees one rank's part of the head."""
+
+    def configure_gradient_clipping(self, optimizer: Any, **options: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+def _drift(rank: int, folder: str) -> str:
+    runner = trainer(KrizhevskyHybridStrategy(scheme="c"), 2, use_distributed_sampler=False, **_saving(folder))
+    with pytest.raises(RuntimeError) as error:
+        runner.fit(OwnClipNet(), batches(rank, 2))
+    return str(error.value)
+
+
+def test_trunks_that_drift_apart_are_not_saved(tmp_path):
+    for text in run_processes(2, _drift, str(tmp_path)):
+        assert "the trunk's parameters are not the same on all ranks" in text
+
+
+def _load_while_fitting(rank: int) -> Result:
+    """As the learning rate finder does."""
+    module = StepNet()
+    before = {"state_dict": {name: value.clone() for name, value in module.state_dict().items()}}
+
+    class Load(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 4:
+                trainer.strategy.load_model_state_dict(before)
+
+    runner = trainer(
+        KrizhevskyHybridStrategy(scheme="c"), 2, use_distributed_sampler=False, callbacks=[Load()], max_steps=5
+    )
+    runner.fit(module, batches(rank, 2))
+    return dict(module.state_dict())
+
+
+def test_a_whole_checkpoint_can_be_loaded_while_fitting():
+    for result in run_processes(2, _load_while_fitting):
+        assert_same(result, dict(StepNet().state_dict()), 0.0)

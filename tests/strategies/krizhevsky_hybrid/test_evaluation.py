@@ -1,0 +1,407 @@
+"""The head outside of training steps: any rank may call it alone, as under DDP, where its rows have been gathered."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
+
+from lightning_dp import KrizhevskyHybridStrategy
+from lightning_dp.collectives.all_to_all import Channel
+from tests.ranks import run_processes
+from tests.strategies.krizhevsky_hybrid.modules import HybridNet, StepNet, all_batches, batches
+from tests.strategies.modules import CLASSES, FEATURES, assert_same, trainer
+
+X = torch.randn(4, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+STEPS = 4
+PLACES = ["on_fit_start", "on_train_start", "on_validation_start", "on_validation_epoch_end", "on_train_epoch_end"]
+PLACES += ["on_validation_end", "on_train_end"]
+
+
+class Sample(pl.Callback):
+    """Calls the model on one rank alone, in each place, and counts the exchanges that go on meanwhile."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self.seen: dict[str, list[Tensor]] = {place: [] for place in PLACES}
+
+    def look(self, place: str, trainer: Any, module: HybridNet) -> None:
+        if trainer.global_rank == self.rank:
+            before = num_exchanges(trainer)
+            with torch.no_grad():
+                self.seen[place].append(module(X))
+            assert num_exchanges(trainer) == before
+
+
+def num_exchanges(trainer: Any) -> int:
+    fitting = getattr(trainer.strategy, "_fitting", None)
+    return 0 if fitting is None else sum(c.num_exchanges for c in (*fitting.channels, fitting.head.control))
+
+
+for name in PLACES:
+    setattr(Sample, name, lambda self, trainer, module, place=name: self.look(place, trainer, module))
+
+
+class Validated(StepNet):
+    """Validation keeps what it has seen."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.validated: list[Tensor] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(self(batch[0]))
+
+
+def _sampled(rank: int, world_size: int, sampling: int) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
+    sample, module = Sample(sampling), Validated()
+    runner = trainer(
+        KrizhevskyHybridStrategy(), world_size, use_distributed_sampler=False, max_epochs=2, callbacks=[sample]
+    )
+    dataset = all_batches(1).dataset
+    num_batches = rank + 1
+    runner.fit(module, batches(rank, world_size, steps=STEPS), DataLoader(Subset(dataset, range(2 * num_batches)), 2))
+    return sample.seen, module.validated
+
+
+def single(world_size: int) -> dict[str, list[Tensor]]:
+    sample = Sample()
+    runner = trainer("auto", 1, max_epochs=2, callbacks=[sample])
+    runner.fit(Validated(), all_batches(world_size, steps=STEPS), DataLoader(all_batches(1).dataset, 2))
+    return sample.seen
+
+
+@pytest.mark.parametrize("sampling", [0, 2])
+def test_one_rank_alone_can_call_the_model(sampling):
+    expected = single(3)
+    of_ranks = run_processes(3, _sampled, 3, sampling)
+    for rank, (seen, _) in enumerate(of_ranks):
+        for place in PLACES:
+            if rank == sampling:
+                assert len(seen[place]) == len(expected[place]) > 0
+                torch.testing.assert_close(seen[place], expected[place], rtol=1e-10, atol=1e-12)
+            else:
+                assert not seen[place]
+    # Each rank has validated its own number of batches: two at most in the sanity check, all in two epochs.
+    assert [len(validated) for _, validated in of_ranks] == [1 + 2 * 1, 2 + 2 * 2, 2 + 2 * 3]
+
+
+class Misplaced(pl.Callback):
+    """Calls the model on rank 0 where the rows have just changed."""
+
+    def __init__(self, gathers: bool) -> None:
+        self.gathers = gathers
+        self.errors: list[str] = []
+        self.seen: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: HybridNet, *_: Any) -> None:
+        if self.gathers:
+            trainer.strategy.gather_head()
+        if trainer.global_rank == 0 and self.gathers:
+            self.seen.append(module(X).detach())
+        elif trainer.global_rank == 0:
+            with pytest.raises(RuntimeError) as error:
+                module(X)
+            self.errors.append(str(error.value))
+
+
+def _misplaced(rank: int, gathers: bool) -> tuple[list[str], list[Tensor]]:
+    callback = Misplaced(gathers)
+    runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, callbacks=[callback])
+    runner.fit(StepNet(), batches(rank, 2, steps=STEPS))
+    return callback.errors, callback.seen
+
+
+def test_where_the_rows_are_not_known_a_call_raises_at_once():
+    (errors, _), (none, _) = run_processes(2, _misplaced, False)
+    assert len(errors) == STEPS
+    assert not none
+    assert all("'head' was called on rank 0 outside of training steps" in error for error in errors)
+    assert all("trainer.strategy.gather_head()" in error for error in errors)
+
+
+class After(pl.Callback):
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: HybridNet, *_: Any) -> None:
+        self.seen.append(module(X).detach())
+
+
+def test_all_ranks_can_gather_it_anywhere():
+    after = After()
+    trainer("auto", 1, callbacks=[after]).fit(StepNet(), all_batches(2, steps=STEPS))
+    (_, seen), _ = run_processes(2, _misplaced, True)
+    torch.testing.assert_close(seen, after.seen, rtol=1e-10, atol=1e-12)
+
+
+def _stale(rank: int) -> str:
+    class Change(pl.Callback):
+        def on_train_start(self, trainer: Any, module: HybridNet) -> None:
+            with torch.no_grad():
+                module.head[-1].weight.zero_()
+            with pytest.raises(RuntimeError, match="were changed on rank . after they had been gathered"):
+                module(X)
+            trainer.strategy.gather_head()
+            assert torch.equal(module(X), module.head(torch.zeros_like(module.trunk(X))))  # biases alone are left
+
+    runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, callbacks=[Change()], max_steps=1)
+    runner.fit(StepNet(), batches(rank, 2, steps=STEPS))
+    with pytest.raises(RuntimeError, match="outside of fit"):
+        runner.strategy.gather_head()
+
+
+def test_rows_that_were_changed_since_are_not_believed():
+    run_processes(2, _stale)
+
+
+class Saliency(Validated):
+    """Looks at gradients in validation, where Lightning switches them off."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            x = batch[0].clone().requires_grad_()
+            self(x).square().sum().backward()
+        self.validated += [x.grad, self.head[1].weight.grad.clone()]
+        self.zero_grad()
+
+
+def _saliency(rank: int) -> list[Tensor]:
+    module = Saliency()
+    runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, inference_mode=False)
+    runner.fit(module, batches(rank, 2, steps=STEPS), DataLoader(all_batches(1).dataset, 2))
+    return module.validated
+
+
+def test_gradients_in_validation_are_those_of_the_whole_head():
+    module = Saliency()
+    runner = trainer("auto", 1, inference_mode=False)
+    runner.fit(module, all_batches(2, steps=STEPS), DataLoader(all_batches(1).dataset, 2))
+    of_x, of_weight = module.validated[::2], module.validated[1::2]
+    first, second = run_processes(2, _saliency)
+    for of_rank in (first, second):
+        torch.testing.assert_close(of_rank[::2], of_x, rtol=1e-9, atol=1e-12)
+    rows = [torch.cat(pair) for pair in zip(first[1::2], second[1::2], strict=True)]
+    torch.testing.assert_close(rows, of_weight, rtol=1e-9, atol=1e-12)
+
+
+class Described(StepNet):
+    """What ModelSummary and a logger's graph need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = X
+
+
+class GraphLogger(pl.loggers.CSVLogger):
+    """As TensorBoardLogger(log_graph=True): rank 0 traces the model."""
+
+    traced: Tensor | None = None
+
+    @pl.utilities.rank_zero_only
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of the tracer
+            self.traced = torch.jit.trace(model, X, check_trace=False)(X).detach()
+
+
+def _described(rank: int, folder: str) -> tuple[Tensor | None, str]:
+    logger = GraphLogger(folder)
+    sizes: list[str] = []
+
+    class Sizes(pl.Callback):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            summary = pl.utilities.model_summary.ModelSummary(module, max_depth=-1)
+            sizes.extend(f"{name}: {layer.out_size}" for name, layer in summary._layer_summary.items())
+
+    runner = trainer(
+        KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, max_steps=1, logger=logger, callbacks=[Sizes()],
+        log_every_n_steps=1,
+    )  # fmt: skip
+    runner.fit(Described(), batches(rank, 2, steps=STEPS))
+    return logger.traced, "\n".join(sizes)
+
+
+def test_a_logger_can_trace_the_model_on_rank_0_and_a_summary_sees_whole_layers(tmp_path):
+    (traced, sizes), (none, other_sizes) = run_processes(2, _described, str(tmp_path))
+    assert none is None
+    with torch.no_grad():
+        torch.testing.assert_close(traced, Described()(X), rtol=1e-12, atol=1e-12)
+    assert sizes == other_sizes
+    assert f"head.4: [4, {CLASSES}]" in sizes
+    assert "head.1: [4, 7]" in sizes
+
+
+def _sharded(rank: int) -> tuple[list[Tensor], str]:
+    module = Validated()
+    sample, message = Sample(), []
+    strategy = KrizhevskyHybridStrategy(evaluation="sharded")
+    runner = trainer(strategy, 2, use_distributed_sampler=False)
+    runner.fit(module, batches(rank, 2, steps=STEPS), batches(rank, 2, steps=2))
+    again = trainer(
+        KrizhevskyHybridStrategy(evaluation="sharded"), 2, use_distributed_sampler=False, callbacks=[sample]
+    )
+    with pytest.raises(RuntimeError) as error:
+        again.fit(StepNet(), batches(rank, 2, steps=STEPS))
+    message.append(str(error.value))
+    return module.validated, message[0]
+
+
+def test_a_head_that_is_never_whole_is_evaluated_by_all_ranks_together():
+    module = Validated()
+    runner = trainer("auto", 1)
+    runner.fit(module, all_batches(2, steps=STEPS), batches(0, 2, steps=2))
+    (first, message), (_, _) = run_processes(2, _sharded)
+    torch.testing.assert_close(first, module.validated, rtol=1e-9, atol=1e-12)
+    assert "evaluation='gathered'" in message
+
+
+class StateDict(pl.Callback):
+    """Saves the module by hand on one rank."""
+
+    def __init__(self) -> None:
+        self.saved: dict[str, dict[str, Tensor]] = {}
+
+    def on_train_batch_end(self, trainer: Any, module: HybridNet, *_: Any) -> None:
+        self.saved["rows"] = module.state_dict()
+
+    def on_train_end(self, trainer: Any, module: HybridNet) -> None:
+        if trainer.global_rank == 0:
+            self.saved["whole"] = {name: value.clone() for name, value in module.state_dict().items()}
+            self.saved["head"] = module.head.state_dict()
+
+
+def _state_dict(rank: int) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
+    callback, module, said = StateDict(), StepNet(), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lightning_dp").addHandler(handler)
+    runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, callbacks=[callback])
+    runner.fit(module, batches(rank, 2, steps=STEPS))
+    return callback.saved, dict(module.state_dict()), said
+
+
+def test_a_state_dict_saved_by_hand_is_whole_at_the_end_and_else_there_is_a_warning():
+    for rank, (saved, after, said) in enumerate(run_processes(2, _state_dict)):
+        assert len(saved["rows"]["head.1.weight"]) < 7
+        assert sum("holds rank" in text and "trainer.save_checkpoint" in text for text in said) == 1
+        if rank == 0:
+            assert_same(saved["whole"], after, 0.0)
+            assert_same({f"head.{name}": value for name, value in saved["head"].items()},
+                        {name: value for name, value in after.items() if name.startswith("head.")}, 0.0)  # fmt: skip
+
+
+def _loads(rank: int) -> dict[str, Tensor]:
+    module = StepNet()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+
+    class Load(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: HybridNet, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                module.load_state_dict(module.state_dict())  # rows stay rows
+                module.load_state_dict(before)
+
+    runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, callbacks=[Load()], max_steps=3)
+    runner.fit(module, batches(rank, 2, steps=STEPS))
+    return dict(module.state_dict())
+
+
+def test_whole_tensors_can_be_loaded_by_hand_while_fitting():
+    for after in run_processes(2, _loads):
+        assert_same(after, dict(StepNet().state_dict()), 0.0)
+
+
+class Copies(pl.Callback):
+    def __init__(self) -> None:
+        self.outputs: list[Tensor] = []
+        self.errors: list[str] = []
+
+    def on_train_start(self, trainer: Any, module: HybridNet) -> None:
+        teacher = copy.deepcopy(module)
+        assert "forward" not in vars(teacher.head)
+        assert teacher.head[1].weight.shape == (7, 6)
+        self.outputs.append(teacher(X).detach())
+        assert teacher.head[1].weight is not module.head[1].weight
+
+    def on_train_batch_end(self, trainer: Any, module: HybridNet, *_: Any) -> None:
+        copied = copy.deepcopy(trainer.callbacks)
+        assert copied[0] is trainer.callbacks[0]  # the strategy's own
+        assert any(isinstance(one, pl.callbacks.ProgressBar) for one in copied)
+        student = copy.deepcopy(module)
+        with pytest.raises(RuntimeError) as error:
+            student(X)
+        self.errors.append(str(error.value))
+
+
+def _copies(rank: int) -> tuple[list[Tensor], list[str]]:
+    copies = Copies()
+    runner = trainer(
+        KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, callbacks=[copies], max_steps=2,
+        enable_progress_bar=True,
+    )  # fmt: skip
+    runner.fit(StepNet(), batches(rank, 2, steps=STEPS))
+    return copies.outputs, copies.errors
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_copies_made_while_fitting():
+    with torch.no_grad():
+        expected = StepNet()(X)
+    for outputs, errors in run_processes(2, _copies):
+        torch.testing.assert_close(outputs, [expected], rtol=1e-12, atol=1e-12)
+        assert len(errors) == 2
+        assert all("copy of 'head'" in error for error in errors)
+
+
+def _lone(rank: int) -> int:
+    """Gathering is a message from each rank to each: no forward of a validation adds to it."""
+    module = Validated()
+    counts: list[int] = []
+    start = Channel.all_to_all
+
+    def counting(self: Channel, what: str, *messages: Any) -> Any:
+        if module.trainer.validating or module.trainer.sanity_checking:
+            counts.append(1)
+            assert what == "parameters"
+        return start(self, what, *messages)
+
+    Channel.all_to_all = counting
+    runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False)
+    runner.fit(module, batches(rank, 2, steps=STEPS), batches(rank, 2, steps=5))
+    Channel.all_to_all = start
+    return len(counts)
+
+
+def test_an_evaluation_sends_the_parameters_once_and_nothing_else():
+    num_parameters = len(list(HybridNet().head.parameters()))
+    assert run_processes(2, _lone) == [2 * num_parameters] * 2  # the sanity check, and one epoch
+
+
+class OneLayer(Validated):
+    """A head that is a single layer: its own forward is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, CLASSES).double()
+
+
+def _one_layer(rank: int) -> dict[str, list[Tensor]]:
+    sample = Sample()
+    runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, callbacks=[sample])
+    runner.fit(OneLayer(), batches(rank, 2, steps=STEPS), batches(rank, 2, steps=1))
+    return sample.seen
+
+
+def test_a_head_of_one_layer():
+    sample = Sample()
+    trainer("auto", 1, callbacks=[sample]).fit(OneLayer(), all_batches(2, steps=STEPS), batches(0, 2, steps=1))
+    seen, _ = run_processes(2, _one_layer)
+    for place in PLACES:
+        torch.testing.assert_close(seen[place], sample.seen[place], rtol=1e-10, atol=1e-12)

@@ -1,0 +1,147 @@
+"""A head that need not fit on one device: where its values are, and who gets them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_dp import KrizhevskyHybridStrategy
+from lightning_dp.collectives.all_to_all import Channel
+from lightning_dp.strategies.krizhevsky_hybrid.parameter_rows import CPU, ShardedParameters, whole_on_rank_0
+from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead
+from tests.ranks import run_processes, run_threads
+from tests.strategies.krizhevsky_hybrid.modules import StepNet, all_batches, batches, make_head
+from tests.strategies.modules import FEATURES, assert_same, snapshot, trainer
+
+NUM_NUMBERS = sum(p.numel() for p in make_head().parameters())
+
+
+def gathered(rank, group):
+    head = make_head().double()
+    sharded = ShardedHead(head, Channel(group))
+    parameters = ShardedParameters(sharded)
+    before = {name: p.data for name, p in head.named_parameters()}
+    parameters.shard(CPU)
+    sent_to_shard = sharded.control.bytes_sent["parameters"]
+    whole = {name: whole_on_rank_0(sharded, p.data, p) for name, p in head.named_parameters()}
+    sent_to_gather = sharded.control.bytes_sent["parameters"] - sent_to_shard
+    own = sum(p.nbytes for p in head.parameters())
+    same_object = all(parameters._before[p] is not None for p in head.parameters())
+    restored = parameters.restore()
+    assert restored
+    assert same_object
+    assert not sharded.is_sharded
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in head.named_parameters())
+    return sent_to_shard, sent_to_gather, own, whole, before
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_rank_0_sends_each_its_rows_and_gathers_alone(world_size):
+    results = run_threads(world_size, gathered)
+    for rank, (sent_to_shard, sent_to_gather, own, whole, before) in enumerate(results):
+        assert sent_to_shard == (8 * NUM_NUMBERS - own if rank == 0 else 0)
+        assert sent_to_gather == (0 if rank == 0 else own)
+        if rank == 0:
+            assert_same(whole, before, 0.0)
+        else:
+            assert sum(value.nbytes for value in whole.values()) == own
+    assert sum(own for _, _, own, _, _ in results) == 8 * NUM_NUMBERS
+
+
+class MetaNet(StepNet):
+    """The head's values exist as rows only."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        with torch.device("meta"):
+            self.head = copy.deepcopy(self.head).to("meta")
+
+
+class Keep(pl.Callback):
+    """The module's values when training starts, whole."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.values = {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def _meta(rank: int, seed: int, ckpt_path: str | None, epochs: int) -> tuple[dict[str, Tensor], Any]:
+    torch.manual_seed(seed)
+    keep, module = Keep(), MetaNet()
+    parameters = list(module.parameters())
+    torch.manual_seed(seed + rank)  # rank 0's counts
+    runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, callbacks=[keep], max_epochs=epochs)
+    runner.fit(module, batches(rank, 2), ckpt_path=ckpt_path)
+    assert all(old is new for old, new in zip(parameters, module.parameters(), strict=True))
+    return keep.values, snapshot(module, runner)
+
+
+def test_a_head_on_the_meta_device_gets_its_values_row_by_row():
+    values, after = zip(*run_processes(2, _meta, 3, None, 1), strict=True)
+    assert_same(values[0], values[1], 0.0)
+    weight = values[0]["head.1.weight"]
+    assert weight.shape == (7, 6)
+    assert weight.abs().max() <= 6**-0.5  # as nn.Linear starts: uniform, by the number of inputs
+    assert len(weight.unique()) == weight.numel()  # ranks draw rows of their own
+    again, _ = run_processes(2, _meta, 3, None, 1)[0]
+    assert_same(again, values[0], 0.0)
+    # From there it trains as in one process.
+    module = StepNet()
+    module.load_state_dict(values[0])
+    runner = trainer("auto", 1)
+    runner.fit(module, all_batches(2))
+    for of_rank in after:
+        assert_same(of_rank, snapshot(module, runner), 1e-9)
+
+
+def test_a_checkpoint_can_be_loaded_into_a_head_on_the_meta_device(tmp_path):
+    path = str(tmp_path / "one.ckpt")
+    module = StepNet()
+    runner = trainer("auto", 1)
+    runner.fit(module, all_batches(2))
+    runner.save_checkpoint(path)
+    saved = torch.load(path, weights_only=True)["state_dict"]
+    resumed = trainer("auto", 1, max_epochs=2)
+    resumed.fit(module, all_batches(2), ckpt_path=path)
+    for values, after in run_processes(2, _meta, 3, path, 2):
+        assert_same(values, saved, 0.0)
+        assert_same(after, snapshot(module, resumed), 1e-9)
+
+
+class MetaTrunk(StepNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(FEATURES, 6, device="meta"))
+
+
+def _meta_trunk(rank: int) -> None:
+    with pytest.raises(ValueError, match=r"trunk\.0\.weight is on the meta device"):
+        trainer(KrizhevskyHybridStrategy(), 2).fit(MetaTrunk(), batches(rank, 2))
+
+
+def test_the_trunk_must_have_values():
+    run_processes(2, _meta_trunk)
+
+
+class Configured(StepNet):
+    """Built in configure_model, under the strategy's context."""
+
+    def configure_model(self) -> None:
+        self.head = make_head().double()
+        assert all(p.device.type == "cpu" for p in self.head.parameters())
+
+
+def _configured(rank: int) -> dict[str, Tensor]:
+    module = Configured()
+    runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False)
+    runner.fit(module, batches(rank, 2))
+    return snapshot(module, runner)
+
+
+def test_a_module_may_be_built_in_configure_model():
+    first, second = run_processes(2, _configured)
+    assert_same(first, second, 0.0)

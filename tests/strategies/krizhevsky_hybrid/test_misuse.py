@@ -1,0 +1,280 @@
+"""Uses of the head that would go wrong silently, or hang: refused by name, at once."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from torch import Tensor, nn
+
+from lightning_dp import KrizhevskyHybridStrategy
+from tests.ranks import run_processes
+from tests.strategies.krizhevsky_hybrid.modules import HybridNet, StepNet, all_batches, batches, fit_with
+from tests.strategies.modules import CLASSES, assert_same
+
+
+class TemperatureNet(StepNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        return super().head_step(features * self.temperature, target)
+
+
+class PenaltyOnGradientNet(StepNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        features = self.trunk(batch[0])
+        (gradient,) = torch.autograd.grad(self.head_step(features, batch[1]), features, create_graph=True)
+        return gradient.square().sum()
+
+
+class TargetInGraph(StepNet):
+    """A trunk activation goes along with the labels."""
+
+    def head_step(self, features: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+        return super().head_step(features, target[0]) + target[1].square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        features = self.trunk(batch[0])
+        return self.head_step(features, (batch[1], self.trunk[0](batch[0])))
+
+
+class DataOnSelf(StepNet):
+    """Weights of this rank's examples, used with the examples of a pass."""
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        losses = F.cross_entropy(self.head(features), target, reduction="none")
+        return (losses * self.weights[: len(losses)]).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.weights = batch[0][:, 0].exp().repeat(4)
+        return super().training_step(batch, batch_idx)
+
+
+class InnerHook(StepNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head[2].register_forward_hook(lambda module, args, output: None)
+
+
+class BackwardHook(StepNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.register_full_backward_hook(lambda module, of_input, of_output: None)
+
+
+class TensorHook(StepNet):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.head[-1].weight.register_hook(lambda gradient: gradient / gradient.norm())
+
+
+class Summing(StepNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torchmetrics.SumMetric()
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        loss = super().head_step(features, target)
+        self.total.update(loss.detach())
+        return loss
+
+
+class ObjectTarget(StepNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.head_step(self.trunk(batch[0]), [batch[1], object()])
+
+
+class ScalarTarget(StepNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.head_step(self.trunk(batch[0]), (batch[1], torch.tensor(0.5)))
+
+
+class ReadsWeight(HybridNet):
+    """As ArcFace: the head is not called, its weight is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, CLASSES, bias=False).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.linear(F.normalize(self.trunk(batch[0])), F.normalize(self.head.weight)).square().mean()
+
+
+REFUSED: dict[str, tuple[type[HybridNet], str]] = {
+    "another parameter": (TemperatureNet, "head_step uses the parameter temperature"),
+    "second derivative": (PenaltyOnGradientNet, "differentiated twice"),
+    "gradient in the target": (TargetInGraph, "argument 'target' requires a gradient, which would be lost"),
+    "data kept on self": (DataOnSelf, "different losses on the ranks for the same examples"),
+    "inner hook": (InnerHook, "head.2 has hooks, and within the head"),
+    "backward hook": (BackwardHook, "head has hooks, and within the head"),
+    "tensor hook": (TensorHook, "head.4.weight has hooks on its gradient"),
+    "sum": (Summing, "the SumMetric total is updated within head_step"),
+    "object": (ObjectTarget, "argument 'target' holds a object, which cannot be sent"),
+    "single number": (ScalarTarget, r"argument 'target' has shape () beside 3 features"),
+    "weight read directly": (ReadsWeight, "Call the head as a module, or name another head"),
+}
+
+
+def _refused(rank: int, scheme: str) -> dict[str, str]:
+    said = {}
+    for name, (net, _) in REFUSED.items():
+        strategy = KrizhevskyHybridStrategy(scheme=scheme, find_unused_parameters=net is TemperatureNet)
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            fit_with(batches(rank, 2), strategy, 2, net, {})
+        said[name] = str(error.value)
+    return said
+
+
+@pytest.mark.parametrize("scheme", ["a", "c"])
+def test_what_would_go_wrong_silently(scheme):
+    for said in run_processes(2, _refused, scheme, timeout=120):
+        for name, (_, message) in REFUSED.items():
+            assert message in said[name]
+
+
+class CallsHead(StepNet):
+    """Has a head_step, and does not use it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.cost(self(batch[0]), batch[1])
+
+
+class Scaled(StepNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return 5 * super().training_step(batch, batch_idx)
+
+
+class PenaltyOutside(StepNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.1 * self.head[1].weight.square().sum()
+
+
+VARIABLE = {
+    CallsHead: "training_step did not call it; call self.head_step(features, target)",
+    Scaled: "multiplied by 5 before backward",
+    PenaltyOutside: "'head' got a gradient outside of head_step",
+}
+
+
+def _variable(rank: int) -> list[str]:
+    said = []
+    for net in VARIABLE:
+        with pytest.raises(ValueError) as error:  # noqa: PT011  the caller looks at what it says
+            fit_with(batches(rank, 2), KrizhevskyHybridStrategy(variable_batch=True), 2, net, {})
+        said.append(str(error.value))
+    # Accumulation divides the loss, as it should.
+    fit_with(
+        batches(rank, 2), KrizhevskyHybridStrategy(variable_batch=True), 2, StepNet, {"accumulate_grad_batches": 3}
+    )
+    return said
+
+
+def test_with_variable_batch_the_head_is_updated_in_head_step_or_not_at_all():
+    for said in run_processes(2, _variable):
+        for text, message in zip(said, VARIABLE.values(), strict=True):
+            assert message in text
+
+
+class Twice(HybridNet):
+    """Rank 0 calls the head once more than rank 1."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 2 and self.global_rank == 0:
+            self(batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+class TwiceInStep(StepNet):
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        if self.trainer.global_step == 2 and self.global_rank == 0:
+            self.head(features)
+        return super().head_step(features, target)
+
+
+def _one_rank_more(rank: int) -> list[str]:
+    said = []
+    for net in (Twice, TwiceInStep):
+        strategy = KrizhevskyHybridStrategy(timeout=timedelta(seconds=30))
+        with pytest.raises(RuntimeError) as error:
+            fit_with(batches(rank, 2), strategy, 2, net, {})
+        said.append(str(error.value))
+    return said
+
+
+def test_a_call_on_one_rank_alone_in_a_step_is_named():
+    for said in run_processes(2, _one_rank_more):
+        assert all("made a call that the other has not" in text or "could not receive from" in text for text in said)
+    first, _ = run_processes(2, _one_rank_more)
+    assert all("made a call that the other has not" in text for text in first)
+
+
+class Weighted(StepNet):
+    """Further arguments, by position and by name, and a constant."""
+
+    def head_step(self, features: Tensor, target: Tensor, weights: Tensor, *, power: int = 1) -> Tensor:
+        losses = F.cross_entropy(self.head(features), target, reduction="none")
+        return (losses * weights**power).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, target = batch
+        weights = x[:, 0].abs()
+        features = self.trunk(x)
+        if batch_idx % 2:
+            return self.head_step(features, target, weights, power=2)
+        return self.head_step(target=target, features=features, weights=weights)
+
+
+def _weighted(rank: int) -> dict[str, Tensor]:
+    return fit_with(batches(rank, 2), KrizhevskyHybridStrategy(scheme="c"), 2, Weighted, {})
+
+
+def test_head_step_may_have_further_arguments():
+    expected = fit_with(all_batches(2), "auto", 1, Weighted, {})
+    for result in run_processes(2, _weighted):
+        assert_same(result, expected, 1e-9)
+
+
+class OtherConstant(Weighted):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, target = batch
+        return self.head_step(self.trunk(x), target, x[:, 0], power=self.global_rank)
+
+
+def _other_constant(rank: int) -> str:
+    with pytest.raises(ValueError, match="the ranks pass different things") as error:
+        fit_with(batches(rank, 2), KrizhevskyHybridStrategy(), 2, OtherConstant, {})
+    return str(error.value)
+
+
+def test_constants_must_be_the_same_on_all_ranks():
+    for rank, said in enumerate(run_processes(2, _other_constant)):
+        assert f"('power', {rank})" in said
+
+
+class ReadsTooMuch(ReadsWeight):
+    """The rows are too few for the labels."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(F.linear(self.trunk(batch[0]), F.normalize(self.head.weight)), batch[1])
+
+
+def _hint(rank: int) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lightning_dp").addHandler(handler)
+    with pytest.raises(IndexError, match="out of bounds"):
+        fit_with(batches(rank, 2), KrizhevskyHybridStrategy(), 2, ReadsTooMuch, {})
+    return said
+
+
+def test_an_error_of_a_step_that_never_called_the_head_comes_with_a_hint():
+    for rank, said in enumerate(run_processes(2, _hint)):
+        assert any(f"they are rank {rank}'s rows only. Call the head as a module" in text for text in said)

@@ -1,0 +1,67 @@
+"""Gradients that are summed over passes as they are computed, against autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dp.strategies.krizhevsky_hybrid.parameter_gradients import ParameterGradients
+
+PASSES = [torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+
+def layer() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(3, 5).double()
+
+
+def backward(sums: ParameterGradients, one: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    x = x.clone().requires_grad_()
+    loss = sums.linear(x, one).square().sum() + one.weight.sum()  # a penalty goes by way of autograd
+    of_x, *of_parameters = torch.autograd.grad(loss, [x, one.weight, one.bias])
+    sums.add(of_parameters)
+    return of_x
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+def test_the_sum_over_passes_is_autograds(factor):
+    one, plain = layer(), layer()
+    sums = ParameterGradients([one.weight, one.bias], factor)
+    for x in PASSES:
+        of_x = backward(sums, one, x)
+        plain_x = x.clone().requires_grad_()
+        (plain(plain_x).square().sum() + plain.weight.sum()).backward()
+        torch.testing.assert_close(of_x, plain_x.grad, rtol=1e-12, atol=1e-12)
+    weight, bias = sums.take()
+    torch.testing.assert_close(weight, factor * plain.weight.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(bias, factor * plain.bias.grad, rtol=1e-12, atol=1e-12)
+    assert sums.take() == [None, None]
+
+
+def test_memory_is_used_again_where_that_is_allowed_and_what_was_in_it_does_not_count():
+    one = layer()
+    sums = ParameterGradients([one.weight, one.bias])
+    backward(sums, one, PASSES[0])
+    first, _ = sums.take(reuse_memory=True)
+    first.fill_(torch.nan)
+    backward(sums, one, PASSES[1])
+    second, _ = sums.take()
+    assert second.data_ptr() == first.data_ptr()
+    (plain := layer())(PASSES[1]).square().sum().backward()
+    torch.testing.assert_close(second, plain.weight.grad + 1, rtol=1e-12, atol=1e-12)
+    backward(sums, one, PASSES[1])
+    third, _ = sums.take()
+    assert third.data_ptr() != second.data_ptr()
+
+
+def test_frozen_layers_and_second_derivatives():
+    one = layer().requires_grad_(False)
+    sums = ParameterGradients([one.weight, one.bias])
+    x = PASSES[0].clone().requires_grad_()
+    torch.autograd.grad(sums.linear(x, one).sum(), x)
+    assert sums.take() == [None, None]
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        torch.autograd.grad(sums.linear(x, one).sum(), x, create_graph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(sums.linear(x, one), one(x))

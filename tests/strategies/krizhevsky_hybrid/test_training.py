@@ -1,0 +1,260 @@
+"""Options of Lightning's training under hybrid parallelism: the same as in one process on the concatenated batch."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from lightning_fabric.utilities.warnings import PossibleUserWarning
+from pytorch_lightning.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_dp import AdaptiveGlobalBatchNorm, KrizhevskyHybridStrategy
+from tests.ranks import run_processes
+from tests.strategies.krizhevsky_hybrid.modules import (
+    HybridNet,
+    Result,
+    ScheduledNet,
+    StepNet,
+    all_batches,
+    batches,
+    fit_with,
+)
+from tests.strategies.modules import assert_same, optimizers, snapshot, trainer
+
+
+class TwoRatesNet(StepNet):
+    """The head in a parameter group of its own."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.trunk.parameters()}, {"params": self.head.parameters(), "lr": 0.02}]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=1e-2)
+
+
+class ManualNet(StepNet):
+    """Two optimizers, stepped by hand, with gradients of two batches."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [optimizers("momentum", self.trunk.parameters()), optimizers("adamw", self.head.parameters())]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx) / 2)
+        if batch_idx % 2:
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class BatchNormNet(StepNet):
+    """Batch norm in the trunk."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.trunk.insert(1, nn.BatchNorm1d(8).double())
+
+
+class RecomputedHeadNet(HybridNet):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.head, self.trunk(x), use_reentrant=False)
+
+
+class RecomputedNet(HybridNet):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class RecomputedStepNet(StepNet):
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        return self.cost(checkpoint(self.head, features, use_reentrant=False), target)
+
+
+class FrozenTrunkNet(StepNet):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.trunk.requires_grad_(False)
+
+
+class InPlaceNet(StepNet):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.trunk[-1] = nn.Identity()  # tanh needs its output again
+        self.head[0] = nn.ReLU(inplace=True)
+
+
+class EvalNet(StepNet):
+    """Lightning keeps the mode that a module has."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.eval()
+
+
+CASES: dict[str, tuple[type[HybridNet], dict[str, Any]]] = {
+    "clip by norm": (StepNet, {"gradient_clip_val": 0.05}),
+    "clip by norm, head only": (HybridNet, {"gradient_clip_val": 0.05}),
+    "clip by value": (StepNet, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "accumulation": (StepNet, {"accumulate_grad_batches": 3}),
+    "accumulation, head only": (HybridNet, {"accumulate_grad_batches": 3}),
+    "schedule": (ScheduledNet, {}),
+    "two rates": (TwoRatesNet, {"gradient_clip_val": 0.05}),
+    "manual": (ManualNet, {}),
+    "recomputed head": (RecomputedHeadNet, {"gradient_clip_val": 0.05}),
+    "recomputed net": (RecomputedNet, {"gradient_clip_val": 0.05}),
+    "recomputed head in head_step": (RecomputedStepNet, {"gradient_clip_val": 0.05}),
+    "frozen trunk": (FrozenTrunkNet, {}),
+    "in place": (InPlaceNet, {}),
+    "eval": (EvalNet, {"gradient_clip_val": 0.05}),
+    "bf16": (StepNet, {"precision": "bf16-mixed"}),
+}
+
+
+def _cases(rank: int, world_size: int) -> dict[str, Result]:
+    warnings.filterwarnings("ignore", "Found .* in eval mode")
+    loader = batches(rank, world_size)
+    return {
+        name: fit_with(loader, KrizhevskyHybridStrategy(scheme="c"), world_size, net, options)
+        for name, (net, options) in CASES.items()
+    }
+
+
+def assert_close_in_16_bits(actual: Result, expected: Result) -> None:
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name], rtol=0.02, atol=0.005)
+
+
+@pytest.mark.filterwarnings("ignore:Found .* in eval mode")
+def test_each_equals_one_process():
+    of_ranks = run_processes(2, _cases, 2, timeout=120)
+    plain = fit_with(all_batches(2), "auto", 1, StepNet, {})
+    for name, (net, options) in CASES.items():
+        expected = fit_with(all_batches(2), "auto", 1, net, options)
+        for of_rank in of_ranks:
+            if name == "bf16":
+                assert_close_in_16_bits(of_rank[name], expected)
+            else:
+                assert_same(of_rank[name], expected, 1e-9)
+        with pytest.raises(AssertionError):  # the option does something
+            assert_same({k: expected[k].double() for k in plain if k in expected}, plain, 1e-9)
+
+
+def _clip_in_sub_passes(rank: int) -> Result:
+    module = StepNet()
+    strategy = KrizhevskyHybridStrategy(scheme="c", variable_batch=True)
+    trainer(strategy, 2, use_distributed_sampler=False, gradient_clip_val=0.05).fit(module, batches(rank, 2))
+    return {name: p.detach() for name, p in module.named_parameters()}
+
+
+def test_variable_batch_clips_each_update_by_the_norm_of_what_it_updates():
+    from tests.strategies.krizhevsky_hybrid.test_strategy import variable_batch_loop
+
+    expected = {name: p.detach() for name, p in variable_batch_loop("c", 2, "momentum", clip=0.05).named_parameters()}
+    for result in run_processes(2, _clip_in_sub_passes):
+        assert_same(result, expected, 1e-9)
+
+
+class OverflowNet(StepNet):
+    """In steps 3 and 7 the last rank's slice of the first layer overflows: the trunk's gradients do not show it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.overflows = batch_idx in (3, 7) and self.trainer.global_rank == 1
+        return super().training_step(batch, batch_idx)
+
+    def on_after_backward(self) -> None:
+        if self.overflows:
+            self.head[1].bias.grad.fill_(torch.inf)
+
+
+def _half() -> MixedPrecision:
+    # Lightning has no fp16 on CPU of its own, but the plugin works there.
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+
+
+def _fp16(rank: int) -> list[tuple[Result, float]]:
+    results = []
+    for net in (OverflowNet, StepNet, HybridNet):
+        plugin = _half()
+        result = fit_with(batches(rank, 2), KrizhevskyHybridStrategy(scheme="c"), 2, net, {"plugins": [plugin]})
+        results.append((result, plugin.scaler.get_scale()))
+        assert type(plugin.scaler) is torch.amp.GradScaler
+    return results
+
+
+def test_fp16_skips_a_step_on_all_ranks_where_one_slice_overflows():
+    first, second = run_processes(2, _fp16)
+    expected = fit_with(all_batches(2), "auto", 1, StepNet, {"precision": "bf16-mixed"})
+    for (ours, scale), (others, other_scale), num_skipped in zip(first, second, (2, 0, 0), strict=True):
+        assert scale == other_scale == 2.0 ** (10 - num_skipped)
+        assert_same(ours, others, 0.0)
+        assert all(value.isfinite().all() for value in ours.values())
+        if not num_skipped:
+            assert_close_in_16_bits(ours, expected)
+
+
+def _dropout(rank: int, net: type[HybridNet]) -> list[Result]:
+    results = []
+    for seed in (1, 1, 2):
+        module = net(dropout=0.5)
+        pl.seed_everything(seed, verbose=False)
+        runner = trainer(KrizhevskyHybridStrategy(scheme="c"), 2, use_distributed_sampler=False)
+        runner.fit(module, batches(rank, 2))
+        results.append(snapshot(module, runner))
+    return results
+
+
+@pytest.mark.parametrize("net", [HybridNet, StepNet], ids=lambda net: net.__name__)
+def test_seeds_make_dropout_reproducible(net):
+    first, second = run_processes(2, _dropout, net)
+    assert_same(first[0], first[1], 0.0)
+    assert_same(first[0], second[0], 0.0)
+    with pytest.raises(AssertionError):
+        assert_same(first[0], first[2])
+
+
+def _batch_norm(rank: int) -> tuple[Result, dict[str, Tensor]]:
+    warnings.simplefilter("ignore", PossibleUserWarning)  # advice on logging
+    module = BatchNormNet()
+    callback = AdaptiveGlobalBatchNorm(global_phase="always")
+    runner = trainer(KrizhevskyHybridStrategy(scheme="c"), 2, use_distributed_sampler=False, callbacks=[callback])
+    runner.fit(module, batches(rank, 2))
+    assert not getattr(module, "_ddp_params_and_buffers_to_ignore", None)
+    return snapshot(module, runner), dict(module.state_dict())
+
+
+def test_global_batch_norm_in_the_trunk():
+    module = BatchNormNet()
+    runner = trainer("auto", 1)
+    runner.fit(module, all_batches(2))
+    for result, state in run_processes(2, _batch_norm):
+        assert_same(result, snapshot(module, runner), 1e-9)
+        assert_same(state, dict(module.state_dict()), 1e-9)
+
+
+class RandomNet(StepNet):
+    """Its cost draws random numbers, and calls the head twice."""
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        self.drawn = torch.rand(3)
+        first, second = (self.head(features).clone() for _ in range(2))
+        assert not torch.equal(first, second)
+        return self.cost(self.head(features), target)
+
+
+def _random(rank: int) -> Tensor:
+    module = RandomNet(dropout=0.5)
+    torch.manual_seed(rank)  # and the ranks' own generators are not alike
+    trainer(KrizhevskyHybridStrategy(scheme="c"), 2, use_distributed_sampler=False).fit(module, batches(rank, 2))
+    return module.drawn
+
+
+def test_ranks_draw_the_same_within_head_step():
+    first, second = run_processes(2, _random)
+    assert torch.equal(first, second)

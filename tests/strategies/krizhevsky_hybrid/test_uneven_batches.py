@@ -1,0 +1,86 @@
+"""Ranks with batches of different sizes, down to none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
+
+from lightning_dp import KrizhevskyHybridStrategy
+from tests.ranks import run_processes
+from tests.strategies.krizhevsky_hybrid.modules import HybridNet, Result, StepNet, all_batches, batches
+from tests.strategies.modules import CLASSES, FEATURES, assert_same, snapshot, trainer
+
+
+def _uneven(rank: int, world_size: int, net: type[HybridNet], scheme: str) -> tuple[Result, list[Tensor]]:
+    """Rank r has r + 1 of every 6 examples in training, and batches down to none in prediction."""
+    dataset = all_batches(1).dataset
+    own = [i for i in range(len(dataset)) if (i % 6) in {0: (0,), 1: (1, 2), 2: (3, 4, 5)}[rank]]
+    module = net()
+    strategy = KrizhevskyHybridStrategy(scheme=scheme)
+    runner = trainer(strategy, world_size, use_distributed_sampler=False, limit_val_batches=2)
+    loader = DataLoader(Subset(dataset, own), batch_size=rank + 1)
+    evaluation = DataLoader(Subset(dataset, range(7)), batch_size=[4, 1, 2][rank])
+    runner.fit(module, loader)
+    state = snapshot(module, runner)
+    evaluated = _while_fitting(module, world_size, scheme, [x for x, _ in evaluation])
+    return state, evaluated
+
+
+def _while_fitting(module: HybridNet, world_size: int, scheme: str, own: list[Tensor]) -> list[Tensor]:
+    """Logits of batches of different sizes in validation, with the head divided: the last batches are empty."""
+    seen: list[Tensor] = []
+    longest = 7
+
+    class Look(pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            assert len(pl_module.head[-1].weight) < CLASSES
+            pl_module.eval()
+            with torch.no_grad():
+                for index in range(longest):
+                    x = own[index] if index < len(own) else torch.empty(0, FEATURES, dtype=torch.float64)
+                    seen.append(pl_module(x))
+            pl_module.train()
+
+    strategy = KrizhevskyHybridStrategy(scheme=scheme)
+    again = trainer(strategy, world_size, use_distributed_sampler=False, max_steps=1, callbacks=[Look()])
+    again.fit(module, batches(0, world_size))
+    return seen
+
+
+@pytest.mark.parametrize("scheme", ["a", "b", "c"])
+def test_uneven_batches(scheme):
+    results = run_processes(3, _uneven, 3, StepNet, scheme)
+    loader = DataLoader(all_batches(1).dataset, batch_size=6)
+    expected = StepNet()
+    single = trainer("auto", 1)
+    single.fit(expected, loader)
+    x = torch.stack([all_batches(1).dataset[i][0] for i in range(7)])
+    with torch.no_grad():
+        logits = expected.eval()(x)
+    for state, evaluated in results:
+        assert_same(state, snapshot(expected, single), 1e-9)
+        torch.testing.assert_close(torch.cat(evaluated), logits, rtol=1e-9, atol=1e-12)
+
+
+def _unequal_own_batches(rank: int, strategy: str) -> Result:
+    """Without head_step each rank's loss is the mean over its own examples, and ranks count equally, as under DDP."""
+    dataset = all_batches(1).dataset
+    own = [i for i in range(len(dataset)) if (i % 3 == 0) == (rank == 0)]
+    module = HybridNet()
+    runner = trainer(
+        KrizhevskyHybridStrategy(scheme="c") if strategy == "hybrid" else "ddp", 2, use_distributed_sampler=False
+    )
+    runner.fit(module, DataLoader(Subset(dataset, own), batch_size=1 + rank))
+    return snapshot(module, runner)
+
+
+def test_without_head_step_ranks_count_equally_as_under_ddp():
+    for ours, theirs in zip(
+        run_processes(2, _unequal_own_batches, "hybrid"), run_processes(2, _unequal_own_batches, "ddp"), strict=True
+    ):
+        assert_same(ours, theirs, 1e-9)

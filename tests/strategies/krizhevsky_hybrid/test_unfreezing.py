@@ -1,0 +1,116 @@
+"""Parameters that become trainable while fitting train as in one process; under plain DDP the ranks drift apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning.callbacks import BaseFinetuning
+
+from lightning_dp import KrizhevskyHybridStrategy
+from tests.ranks import run_processes
+from tests.strategies.krizhevsky_hybrid.modules import HybridNet, Result, StepNet, all_batches, batches
+from tests.strategies.modules import assert_same, snapshot, trainer
+
+EPOCHS, STEPS = 3, 4
+
+
+class FrozenAtFirst(StepNet):
+    """Some layers are frozen until epoch 1; the optimizer has held them from the start."""
+
+    frozen: tuple[str, ...] = ("trunk.0",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_frozen(True)
+
+    def set_frozen(self, value: bool) -> None:
+        for name in self.frozen:
+            self.get_submodule(name).requires_grad_(not value)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.set_frozen(False)
+
+
+class FrozenTrunk(FrozenAtFirst):
+    frozen = ("trunk",)
+
+
+class FrozenHead(FrozenAtFirst):
+    frozen = ("head",)
+
+
+class FrozenBoth(FrozenAtFirst):
+    frozen = ("trunk.2", "head.1")
+
+
+class OwnBatches(HybridNet):
+    """Without head_step."""
+
+    frozen = ("trunk.0", "head.1")
+    set_frozen = FrozenAtFirst.set_frozen
+    on_train_epoch_start = FrozenAtFirst.on_train_epoch_start
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_frozen(True)
+
+
+class Finetuned(StepNet):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.1, momentum=0.9)
+
+
+class Finetuning(BaseFinetuning):
+    """Lightning's callback, which adds a parameter group when it unfreezes."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze([module.trunk, module.head[1]])
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group([module.trunk, module.head[1]], optimizer, lr=0.05)
+
+
+NETS = [FrozenAtFirst, FrozenTrunk, FrozenHead, FrozenBoth, OwnBatches, Finetuned]
+
+
+def run(strategy: Any, world_size: int, net: type[HybridNet], loader: Any) -> Result:
+    callbacks = [Finetuning()] if net is Finetuned else []
+    module = net()
+    own = trainer(strategy, world_size, use_distributed_sampler=False, max_epochs=EPOCHS, callbacks=callbacks)
+    own.fit(module, loader)
+    return snapshot(module, own)
+
+
+def _all(rank: int) -> list[Result]:
+    return [run(KrizhevskyHybridStrategy(scheme="c"), 2, net, batches(rank, 2, STEPS)) for net in NETS]
+
+
+def test_equals_one_process():
+    of_ranks = run_processes(2, _all, timeout=120)
+    for index, net in enumerate(NETS):
+        expected = run("auto", 1, net, all_batches(2, STEPS))
+        for of_rank in of_ranks:
+            assert_same(of_rank[index], expected, 1e-10)
+
+
+class UnfrozenInTheStep(FrozenAtFirst):
+    def on_train_epoch_start(self) -> None:
+        pass
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 2:
+            self.set_frozen(False)
+        return super().training_step(batch, batch_idx)
+
+
+def _in_the_step(rank: int) -> None:
+    with pytest.raises(RuntimeError, match=r"trunk.0.weight has become trainable within training_step.*unfreeze"):
+        run(KrizhevskyHybridStrategy(), 2, UnfrozenInTheStep, batches(rank, 2, STEPS))
+
+
+def test_unfreezing_within_the_step_is_refused_by_name():
+    run_processes(2, _in_the_step)
