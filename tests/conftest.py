@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-
 # These files take longest. They come first, so that no worker of pytest-xdist begins one of them at the end.
 LONGEST = (
     "tests/recipes/test_train.py",

@@ -70,7 +70,7 @@ class Channel:
         The entries of this rank itself are ignored. Empty tensors are not sent. Every rank must call it.
 
         Args:
-            name: name of the exchange in `bytes_sent`, in the trace, and in the check that all ranks make the same call.
+            name: name of the exchange, in `bytes_sent`, in the trace, and in the check that all ranks make one call.
             sends: one tensor per rank. They must not change before `AllToAll.wait` returns.
             receives: one contiguous tensor per rank, with the shape and dtype that the rank sends. Filled in place.
         """

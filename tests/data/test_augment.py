@@ -1,4 +1,4 @@
-"""Crop, mirror and normalise whole batches: against one image at a time."""
+"""Crop, mirror and normalize whole batches: against one image at a time."""
 
 from __future__ import annotations
 

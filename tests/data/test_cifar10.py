@@ -200,7 +200,7 @@ def test_real_images_are_read(tmp_path):
     (images, labels), (_, val_labels) = module.read_train()
     assert [len(labels), len(val_labels), len(module.read_test()[1])] == [250, 50, 100]
     assert labels.bincount(minlength=10).min() > 10
-    # Real pictures: of their known mean colour, and neighbouring pixels alike.
+    # Real pictures: of their known mean color, and neighboring pixels alike.
     pixels = images.double() / 255
     assert (pixels.mean((0, 2, 3)) - torch.tensor(CIFAR10.mean)).abs().max() < 0.03
     assert (pixels[..., 1:] - pixels[..., :-1]).abs().mean() < 0.1

@@ -42,7 +42,7 @@ def test_digits_are_the_8x8_images_scaled():
     images = torch.cat([train[0], val[0], Digits().read_test()[0]])
     assert torch.equal(images[:, 0], images[:, 1])
     assert torch.equal(images[:, 0], images[:, 2])
-    # A pixel of the small image became a 4x4 block, blended with its neighbours.
+    # A pixel of the small image became a 4x4 block, blended with its neighbors.
     blocks = images[:, 0].float().unfold(1, 4, 4).unfold(2, 4, 4).mean((3, 4)) * 16 / 255
     expected = torch.from_numpy(load_digits().images).float()
     assert blocks.mean().item() == pytest.approx(expected.mean().item(), rel=0.01)

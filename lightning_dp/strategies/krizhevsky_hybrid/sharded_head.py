@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from typing_extensions import Self
 
 from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.collectives.ring_schedule import chunk_bounds
@@ -29,8 +28,8 @@ class SharedByCopies:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "a module whose head is sharded cannot be pickled while fitting; use trainer.save_checkpoint(...), or pickle"
-            " copy.deepcopy(module)"
+            "a module whose head is sharded cannot be pickled during fit; use trainer.save_checkpoint(...), or pickle "
+            "copy.deepcopy(module)"
         )
 
 

@@ -17,7 +17,6 @@ strategy finds most of these when backward delivers a gradient (`stale_use.Stale
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -166,10 +165,10 @@ def _is_asked_by_zero_grad() -> bool:
 
     It runs before the forward in many training loops, and must not wait there for the reduction.
     """
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
-    return frame.f_code in _ZERO_GRAD and bool(frame.f_locals.get("set_to_none"))
+    return frame is not None and frame.f_code in _ZERO_GRAD and bool(frame.f_locals.get("set_to_none"))
 
 
 def is_watched(parameter: Tensor) -> bool:

@@ -353,7 +353,7 @@ def test_hooks_of_an_instance_run_within_their_step():
 
 
 class ManualAccumulation(Net):
-    """Every backward is synchronised, every third is followed by a step; DDP rebuilds its buckets after the first."""
+    """Every backward is synchronized, every third is followed by a step; DDP rebuilds its buckets after the first."""
 
     def __init__(self) -> None:
         super().__init__()
