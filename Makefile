@@ -9,7 +9,7 @@ WORKERS ?= 2
 PIP     := pip install --quiet --disable-pip-version-check
 PYTEST  := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-slow test-oldest test-newest coverage lint hooks bench docs clean
+.PHONY: demo test test-slow test-oldest test-newest test-lightning coverage lint hooks bench docs clean
 
 # The main job: two processes on CPU train ResNet-20 on real images with layered SGD and adaptive global batch norm.
 demo: $(READY)
@@ -42,6 +42,14 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
+
+# Lightning's own tests with our strategies in DDP's place. LIGHTNING=DIR: a checkout of the installed version's source.
+test-lightning: $(READY)
+ifdef LIGHTNING
+	$(BIN)/python -m tests.upstream.run "$(LIGHTNING)"
+else
+	@echo "SKIPPED: Lightning's own tests. Give a checkout of Lightning's source: make test-lightning LIGHTNING=DIR"
+endif
 
 # Run the checks of .pre-commit-config.yaml before each commit.
 hooks: $(READY)

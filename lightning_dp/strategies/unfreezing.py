@@ -33,9 +33,21 @@ class ReducedParameters:
         """Return the names of the parameters that have become trainable. Cheap enough to be called in each step."""
         with without_torch_function():  # layered SGD watches some of its parameters
             unfrozen = {parameter for parameter in self._frozen if parameter.requires_grad}
-        return (
-            [name for name, parameter in self._module.named_parameters() if parameter in unfrozen] if unfrozen else []
-        )
+        if not unfrozen:
+            return []
+        return [name for name, parameter in self._module.named_parameters() if parameter in unfrozen]
+
+    def require_none_unfrozen(self) -> None:
+        """Raise, before backward, for a parameter that has become trainable since the step began.
+
+        Raises:
+            RuntimeError: the gradient of a parameter would not be averaged over the ranks.
+        """
+        if unfrozen := self.unfrozen():
+            raise RuntimeError(
+                f"{unfrozen[0]} has become trainable within training_step, so its gradient would not be averaged over "
+                "the ranks; unfreeze parameters in on_train_epoch_start or on_train_batch_start"
+            )
 
     def wrap_anew(
         self, wrapped: DistributedDataParallel, wrap: Callable[[], DistributedDataParallel]

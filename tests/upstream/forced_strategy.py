@@ -43,6 +43,8 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 make_strategy = STRATEGIES[os.environ["FORCED_STRATEGY"]]
 
 _digests: list[str] = []
+# Some tests have module-level models, which are built when a file is collected.
+torch.manual_seed(0)
 
 
 def _force(init: Callable[..., None]) -> Callable[..., None]:
@@ -77,7 +79,9 @@ def _digest(trainer: Any) -> str:
     hasher = hashlib.sha256()
     module = trainer.lightning_module
     tensors = dict(module.state_dict()) if module is not None else {}
-    for index, optimizer in enumerate(trainer.optimizers):
+    # Lightning itself has a stand-in without a state for `configure_optimizers` that returns None.
+    optimizers = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, torch.optim.Optimizer)]
+    for index, optimizer in enumerate(optimizers):
         for number, state in enumerate(optimizer.state_dict()["state"].values()):
             tensors |= {f"{index}.{number}.{name}": value for name, value in state.items()}
     for name, value in sorted(tensors.items()):
@@ -92,6 +96,11 @@ pl.Trainer.__init__ = _force(pl.Trainer.__init__)  # type: ignore[method-assign]
 pl.Trainer.fit = _note(pl.Trainer.fit)  # type: ignore[method-assign]
 
 _number = 0
+
+
+def pytest_configure(config: Any) -> None:
+    """Know the markers of plugins that Lightning's tests use and that need not be installed."""
+    config.addinivalue_line("markers", "flaky: may be repeated")
 
 
 @pytest.hookimpl(hookwrapper=True, tryfirst=True)

@@ -6,6 +6,9 @@ CHECKOUT is a checkout of Lightning with ``tests/tests_pytorch``, of about the i
 CPU process becomes one on two ranks (`forced_strategy`). That alone makes many of Lightning's assertions fail, so what
 counts is the difference: a test that passes under DDP and fails under another strategy, or that ends with other bits in
 the parameters. `known_differences.txt` lists those that have a reason, each with it. Status 1 if there are others.
+
+The two ranks share their files. A test that rewrites its checkpoint may read what the other rank is writing, under any
+strategy. Tests that differ are therefore run once more, and count if they differ again.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ KNOWN = Path(__file__).with_name("known_differences.txt")
 # Not about training on several ranks, or in need of what a test machine lacks.
 IGNORED = (
     *("accelerators", "demos", "deprecated_api", "graveyard", "profilers", "serve"),
-    *("test_cli.py", "utilities/test_cli.py"),
+    *("test_cli.py", "utilities/test_cli.py", "models/test_onnx.py"),
 )
 
 
@@ -32,7 +35,7 @@ def run(checkout: Path, strategy: str, only: list[str], expression: str) -> dict
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
         command += ["-p", "tests.upstream.forced_strategy"]
-        command += [f"tests_pytorch/{path}" for path in only] or ["tests_pytorch"]
+        command += [f"tests_pytorch/{path}" for path in only] or ["tests_pytorch"]  # a path may go on with ::TEST
         command += [f"--ignore=tests_pytorch/{path}" for path in IGNORED] + (["-k", expression] if expression else [])
         repository = Path(__file__).parents[2]
         processes = []
@@ -103,8 +106,13 @@ def main() -> None:
         ours = run(checkout, strategy, *selection)
         found, known = differences(ddp, ours), known_differences(strategy)
         unknown = {test: what for test, what in found.items() if test not in known}
+        if unknown:
+            again = [test.removeprefix("tests/tests_pytorch/") for test in unknown], ""
+            repeated = differences(run(checkout, "ddp", *again), run(checkout, strategy, *again))
+            unknown = {test: what for test, what in repeated.items() if test in unknown}
         print(
-            f"{strategy}: {_count(ours)}; {len(found)} differ, {len(found) - len(unknown)} of them for a known reason"
+            f"{strategy}: {_count(ours)}; {len(found)} differ, "
+            f"{len(found.keys() & known.keys())} of them for a known reason, {len(unknown)} again when repeated"
         )
         for test, what in unknown.items():
             print(f"  {test}\n      {what}")

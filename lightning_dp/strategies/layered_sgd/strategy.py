@@ -20,10 +20,7 @@ from lightning_dp.collectives.topology import RankTopology
 from lightning_dp.collectives.tracing import OnStage
 from lightning_dp.strategies.layered_sgd.bucket import WAIT, blame
 from lightning_dp.strategies.layered_sgd.communicator import Communicator
-from lightning_dp.strategies.layered_sgd.policy import (
-    check_options,
-    check_supported,
-)
+from lightning_dp.strategies.layered_sgd.policy import check_options, check_supported
 from lightning_dp.strategies.layered_sgd.postponement import Postponement
 from lightning_dp.strategies.layered_sgd.reduction import LayeredReduction
 from lightning_dp.strategies.unfreezing import ReducedParameters
@@ -166,13 +163,9 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
                 "DDP issue collectives in an order that differs between ranks; communicator_device='cpu', the default, "
                 "does not use NCCL"
             )
+        backend = "gloo" if on_host else None
         collective = HierarchicalAllReduce(
-            self.topology,
-            self.global_rank,
-            self._communicator_mode,
-            timeout,
-            "gloo" if on_host else None,
-            self._all_reduce,
+            self.topology, self.global_rank, self._communicator_mode, timeout, backend, self._all_reduce
         )
         prioritized = self._overlap == "step"
         return Communicator(collective, prioritized, timeout, self.root_device, on_host, self._report_stage)
@@ -211,18 +204,11 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
     @override
     @torch.compiler.disable  # a compiled training_step may call it, as the next two
     def pre_backward(self, closure_loss: Tensor) -> None:
-        self._require_reduced()
+        if self._reduced is not None:
+            self._reduced.require_none_unfrozen()
         if self._reduction is not None:
             self._reduction.begin_backward(closure_loss)
         super().pre_backward(closure_loss)
-
-    def _require_reduced(self) -> None:
-        unfrozen = [] if self._reduced is None else self._reduced.unfrozen()
-        if unfrozen:
-            raise RuntimeError(
-                f"{unfrozen[0]} has become trainable within training_step, so its gradient would not be averaged over "
-                "the ranks; unfreeze parameters in on_train_epoch_start or on_train_batch_start"
-            )
 
     @override
     @torch.compiler.disable
