@@ -15,7 +15,7 @@ import torch.distributed as dist
 LONGEST = (
     "tests/recipes/test_train.py",
     "tests/strategies/krizhevsky_hybrid/test_strategy.py",
-    "tests/strategies/layered_sgd/test_strategy.py",
+    "tests/strategies/layered_sgd/test_equals_ddp.py",
     "tests/strategies/krizhevsky_hybrid/test_lightning_features.py",
     "tests/test_launch.py",
     "tests/test_lightning.py",

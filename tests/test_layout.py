@@ -1,9 +1,10 @@
-"""The import rules of the package: what each part may import, so that it can be used and tested without the rest."""
+"""The import rules of the package: what each part may import, to be used and tested alone. And its sizes."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -95,3 +96,56 @@ def test_the_top_level_has_no_other_files_and_folders():
     }
     present = {p.name for p in ROOT.iterdir() if not p.name.startswith(".") and not p.name.endswith(".egg-info")}
     assert present - allowed <= {"runs", "data", "build", "dist"}
+
+
+# --- sizes: what a newcomer has to read at once ---
+
+LONGEST_FILE = 300
+LONGEST_FUNCTION = 45
+MEDIAN_FILE = 130
+
+
+def python_files() -> list[Path]:
+    folders = ("lightning_dp", "recipes", "benchmarks", "tests", "docs", ".ci")
+    return [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+
+
+def line_count(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def test_no_file_is_long_and_most_are_short():
+    counts = {path.relative_to(ROOT): line_count(path) for path in python_files()}
+    assert not {path: count for path, count in counts.items() if count > LONGEST_FILE}
+    assert median(counts.values()) < MEDIAN_FILE
+    assert median(count for path, count in counts.items() if path.parts[0] == "lightning_dp") < MEDIAN_FILE
+
+
+def long_functions(path: Path) -> list[str]:
+    """Return the functions of over `LONGEST_FUNCTION` lines, docstring left out, without a comment "Long because"."""
+    lines = path.read_text().splitlines()
+    found = []
+    for node in ast.walk(ast.parse("\n".join(lines))):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        docstring = node.body[0] if ast.get_docstring(node) is not None else None
+        length = node.end_lineno - node.lineno + 1
+        length -= docstring.end_lineno - docstring.lineno + 1 if docstring is not None else 0
+        reason = any("# Long because" in line for line in lines[node.lineno - 2 : node.body[0].end_lineno + 1])
+        if length > LONGEST_FUNCTION and not reason:
+            found.append(f"{path.relative_to(ROOT)}: {node.name} has {length} lines")
+    return found
+
+
+def test_no_function_is_long_without_a_reason_beside_it():
+    assert [function for path in python_files() for function in long_functions(path)] == []
+
+
+def test_a_long_function_is_found(monkeypatch, tmp_path):
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    source = tmp_path / "long.py"
+    body = "\n".join(["    x = 1"] * LONGEST_FUNCTION)
+    source.write_text(f"def f():\n{body}\n")
+    assert long_functions(source) == ["long.py: f has 46 lines"]
+    source.write_text(f"# Long because there is a reason\ndef f():\n{body}\n")
+    assert long_functions(source) == []

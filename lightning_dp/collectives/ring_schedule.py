@@ -32,6 +32,7 @@ def chunk_schedule(rank: int, world_size: int, step: int) -> tuple[int, int]:
     return (rank - step) % world_size, (rank - step - 1) % world_size
 
 
+# Long because the three inner functions and the loop share one schedule, which reads best in one place.
 def run_ring(
     flat: torch.Tensor,
     group: dist.ProcessGroup,

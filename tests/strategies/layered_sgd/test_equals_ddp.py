@@ -1,0 +1,100 @@
+"""Layered SGD is synchronous SGD: it ends with the parameters of DDP, and of one process on the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning.strategies import DDPStrategy
+
+from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
+from tests.ranks import RankError, run_processes
+from tests.strategies.layered_sgd.modules import COMMUNICATORS, OVERLAPS, fit, layered
+from tests.strategies.modules import Net, assert_same, data, snapshot
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "momentum": {},
+    "nesterov": {"net": {"optimizer": "nesterov"}},
+    "adamw": {"net": {"optimizer": "adamw"}},
+    "clip norm": {"gradient_clip_val": 0.1},
+    "clip value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "accumulation": {"accumulate_grad_batches": 2},
+    "schedule": {"net": {"schedule": "step"}},
+    "all together": {
+        "net": {"optimizer": "adamw", "schedule": "step"},
+        "gradient_clip_val": 0.1,
+        "accumulate_grad_batches": 3,
+    },
+}
+
+
+def compare_with_ddp(rank, world_size, group_size, variants, overlaps=OVERLAPS, communicators=COMMUNICATORS):
+    for name in variants:
+        options = dict(VARIANTS[name])
+        net = options.pop("net", {})
+        expected = snapshot(*fit(DDPStrategy(), world_size, Net(**net), **options))
+        for overlap in overlaps:
+            for communicator in communicators:
+                strategy = layered(group_size, communicator, overlap)
+                assert_same(snapshot(*fit(strategy, world_size, Net(**net), **options)), expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equals_ddp(variant):
+    run_processes(4, compare_with_ddp, 4, 2, [variant], timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "group_size"), [(2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 4)], ids=lambda n: str(n)
+)
+def test_equals_ddp_in_every_topology(world_size, group_size):
+    run_processes(world_size, compare_with_ddp, world_size, group_size, ["momentum", "adamw"], timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "group_size"), [(2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 4)])
+def test_equals_ddp_in_every_variant_and_topology(world_size, group_size):
+    run_processes(world_size, compare_with_ddp, world_size, group_size, list(VARIANTS), timeout=300)
+
+
+def compare_with_ring(rank):
+    expected = snapshot(*fit(DDPStrategy(), 4))
+    for communicator in COMMUNICATORS:
+        assert_same(snapshot(*fit(layered(2, communicator, all_reduce="ring"), 4)), expected)
+
+
+def test_ring_between_groups():
+    run_processes(4, compare_with_ring)
+
+
+def compare_without_crossing(rank):
+    HierarchicalAllReduce.inter_group_all_reduce = lambda self, buffer: None
+    compare_with_ddp(rank, 2, 1, ["momentum"], overlaps=["step"], communicators=["leader"])
+
+
+def test_differs_from_ddp_if_nothing_crosses_the_groups():
+    with pytest.raises(RankError, match="first.weight"):
+        run_processes(2, compare_without_crossing)
+
+
+def compare_with_one_process(rank):
+    """The ranks' batches, concatenated, on one process."""
+    world_size, steps = 2, 30
+    module, _ = fit(layered(), world_size)
+    if rank:
+        return
+    alone = Net()
+    optimizer = alone.configure_optimizers()
+    dataset = data(world_size).dataset
+    indices = [torch.utils.data.DistributedSampler(dataset, world_size, r, shuffle=True) for r in range(world_size)]
+    indices = [torch.tensor(list(sampler)).view(steps, -1) for sampler in indices]
+    for step in range(steps):
+        optimizer.zero_grad()
+        alone.loss(dataset[torch.cat([each[step] for each in indices])]).backward()
+        optimizer.step()
+    assert_same(dict(module.state_dict()), dict(alone.state_dict()))
+
+
+def test_equals_one_process_on_the_concatenated_batch():
+    run_processes(2, compare_with_one_process)

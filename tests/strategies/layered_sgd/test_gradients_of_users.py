@@ -1,0 +1,104 @@
+"""Gradients stay until somebody zeroes them. Each module is fitted under DDP and under both overlaps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ranks import run_processes
+from tests.strategies.layered_sgd.user_cases import Case, Manual, compare
+from tests.strategies.modules import Net
+
+
+class NeverZeroed(Manual):
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+
+class ZeroedEverySecond(Manual):
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+        if batch_idx % 2:
+            self.optimizers().zero_grad()
+
+
+class ZeroedFirst(Manual):
+    def training_step(self, batch, batch_idx):
+        self.optimizers().zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+
+class TwoStepsOnOneGradient(Manual):
+    def training_step(self, batch, batch_idx):
+        self.optimizers().zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+        self.optimizers().step()
+
+
+class TwoOptimizersOverTheSameParameters(Manual):
+    def configure_optimizers(self):
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9), torch.optim.AdamW(parameters, lr=0.01)
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        first.step()
+        second.step()
+        first.zero_grad()
+
+
+class ZeroGradOverriddenToNothing(Net):
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        pass
+
+
+class ChangesGradientsAfterTheStep(Manual):
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+        for parameter in self.first.parameters():
+            parameter.grad.mul_(0.5)  # what is left of them goes into the next step
+
+
+class TwoLossesOnOneGraph(Manual):
+    """The second backward runs through a graph that was built before the first step was staged."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.first.parameters(), lr=0.1), torch.optim.SGD(self.last.parameters(), lr=0.1)
+
+    def training_step(self, batch, batch_idx):
+        first, last = self.optimizers()
+        loss = self.loss(batch)
+        penalty = 0.1 * (self.first.bias.sum() + self.last.bias.sum())  # linear: nothing is saved that a step changes
+        first.zero_grad()
+        last.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        self.manual_backward(penalty)
+        last.step()
+
+
+CASES: dict[str, Case] = {
+    "gradients are never zeroed": (NeverZeroed, (), {}),
+    "zeroed every second batch": (ZeroedEverySecond, (), {}),
+    "zeroed before backward": (ZeroedFirst, (), {}),
+    "two steps on one gradient": (TwoStepsOnOneGradient, (), {}),
+    "two optimizers over the same parameters": (TwoOptimizersOverTheSameParameters, (), {}),
+    "zero_grad overridden to nothing": (ZeroGradOverriddenToNothing, (), {}),
+    "gradients changed after the step": (ChangesGradientsAfterTheStep, (), {}),
+    "two losses on one graph": (TwoLossesOnOneGraph, (), {"ddp": {"find_unused_parameters": True}}),
+}  # fmt: skip
+
+
+def compare_case(rank, name):
+    compare(CASES[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_ddp(name):
+    run_processes(2, compare_case, name, timeout=120)

@@ -1,0 +1,171 @@
+"""Functions that hide which parameters they use end as under DDP, or are refused by name."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tests.ranks import run_processes
+from tests.strategies.layered_sgd.user_cases import Case, compare, fit, layered, on_a_slow_network
+from tests.strategies.modules import Net, assert_same, snapshot
+
+
+class ScalarParameters(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.p, self.q = (nn.Parameter(torch.tensor(value, dtype=torch.float64)) for value in (0.5, 2.0))
+
+    def training_step(self, batch, batch_idx):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch's, of losing the gradient
+            matrix = torch.tensor([[self.p, self.q], [self.q, self.p]], dtype=torch.float64)
+        return self.loss(batch) * matrix.square().mean() + self.p * self.q
+
+
+class CompiledMethod(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = torch.compile(self._encode, backend="eager")
+
+    def _encode(self, x):
+        return torch.tanh(self.shared(torch.tanh(self.first(x))))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.shared(torch.tanh(self.frozen(self.encode(x))))))
+
+
+class CompiledAfterSetup(Net):
+    def on_train_start(self) -> None:
+        self.shared.compile(backend="eager")
+
+
+class CompiledBetweenSteps(pl.Callback):
+    def __init__(self) -> None:
+        self.norm = torch.compile(lambda weight: weight.detach().square().sum(), backend="eager")
+        self.norms: list[float] = []
+
+    def on_train_batch_end(self, t: Any, module: Any, *_: Any) -> None:
+        module.log("norm", self.norm(module.first.weight), sync_dist=True)
+        self.norms.append(self.norm(module.first.weight).item())
+
+    def on_train_end(self, t: Any, module: Any) -> None:
+        with torch.no_grad():
+            module.first.bias.fill_(sum(self.norms))  # so that the comparison of parameters sees the norms
+
+
+class SelectiveCheckpoint(Net):
+    """Saves what the optimizer computes with, too; the update runs inside the forward, under the checkpoint's mode."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="adamw")
+
+    def forward(self, x):
+        def keep(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            return CheckpointPolicy.MUST_SAVE
+
+        x = checkpoint(
+            lambda x: torch.tanh(self.first(x)) * 2,
+            x,
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(keep),
+        )
+        return self.last(torch.tanh(self.frozen(torch.tanh(self.shared(x)))))
+
+
+class FunctionalFirst(Net):
+    """A functional transform captures parameters before the plain forward uses them."""
+
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        slope = torch.func.grad(lambda x: torch.tanh(x @ self.first.weight.T).sum())(x)
+        jacobian = torch.func.jacrev(lambda b: self.last.weight @ b)(self.shared.bias.detach())
+        return self.loss(batch) + slope.square().mean() + jacobian.square().mean()
+
+
+class TiedThroughData(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.copy = nn.Linear(8, 8).double()
+        self.copy.weight.data = self.shared.weight.data
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.copy(torch.tanh(self.shared(torch.tanh(self.first(x)))))))
+
+
+# torch splits compiled code at the buckets, and wants no small ones.
+WHOLE = {"ddp": {"bucket_cap_mb": 2}}
+
+CASES: dict[str, Case] = {
+    "scalars in a nested list": (ScalarParameters, (), {}),
+    "a compiled method": (CompiledMethod, (), WHOLE),
+    "compiled after set-up": (CompiledAfterSetup, (), WHOLE),
+    "compiled code between steps": (Net, (CompiledBetweenSteps,), WHOLE),
+    "a selective checkpoint": (SelectiveCheckpoint, (), {}),
+    "a functional transform": (FunctionalFirst, (), {}),
+    "weights tied through data": (TiedThroughData, (), {"ddp": {"find_unused_parameters": True}}),
+}  # fmt: skip
+
+
+def compare_case(rank, name):
+    compare(CASES[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_ddp(name):
+    run_processes(2, compare_case, name, timeout=120)
+
+
+class Scripted(Net):
+    """PyTorch shows no call of a scripted function, so that its use of the bias goes unseen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".torch.jit.[a-z]*. is deprecated")
+            self.add_and_squash = torch.jit.script(add_and_squash)
+
+    def forward(self, x):
+        x = self.add_and_squash(self.first(x), self.bias)
+        return self.last(torch.tanh(self.shared(x)))
+
+
+def add_and_squash(x: Tensor, bias: Tensor) -> Tensor:
+    return torch.tanh(x + bias)
+
+
+class ThroughAView(Net):
+    """A view that was made before training is used in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+        self.flat = self.bias.view(-1)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.shared(torch.tanh(self.first(x) + self.flat))))
+
+
+def find_stale_use(rank, make):
+    on_a_slow_network()
+    module = make()
+    expected = snapshot(module, fit(DDPStrategy(), module))
+    module = make()
+    assert_same(snapshot(module, fit(layered("load"), module)), expected)
+    module = make()
+    with pytest.raises(RuntimeError, match=r"bias was used in this forward without its last update.*overlap=.load."):
+        fit(layered("step", bucket_cap_mb=1e-6), module)  # each parameter in a bucket of its own
+    # The first step leaves something pending, all of it in the one bucket that DDP starts with; the third must raise.
+    assert module.trainer.global_step == 2
+
+
+@pytest.mark.parametrize("make", [Scripted, ThroughAView])
+def test_a_use_that_nobody_sees_raises_by_name_and_overlap_load_is_the_remedy(make):
+    run_processes(2, find_stale_use, make)

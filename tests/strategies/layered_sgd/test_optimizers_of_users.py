@@ -1,0 +1,198 @@
+"""Optimizers of all kinds, their hooks and their state. Each case is fitted under DDP and under both overlaps."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import StochasticWeightAveraging
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tests.ranks import run_processes
+from tests.strategies.layered_sgd.user_cases import Case, compare
+from tests.strategies.modules import Net
+
+
+class SAM(torch.optim.SGD):
+    """Sharpness-aware minimization: calls its closure twice."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure()
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        moves = [p.grad * (0.05 / norm) for p in parameters]
+        for parameter, move in zip(parameters, moves, strict=True):
+            parameter.add_(move)
+        with torch.enable_grad():
+            closure()
+        for parameter, move in zip(parameters, moves, strict=True):
+            parameter.sub_(move)
+        super().step()
+        return loss
+
+
+class WithSAM(Net):
+    def configure_optimizers(self):
+        return SAM([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+class OwnAttribute(torch.optim.SGD):
+    factor = 1.0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.factor)
+        super().step()
+        return loss
+
+
+class WithOwnAttribute(Net):
+    def configure_optimizers(self):
+        return OwnAttribute([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.optimizers[0].factor *= 0.8
+
+
+class TensorRate(Net):
+    def configure_optimizers(self):
+        self.rate = torch.tensor(0.1, dtype=torch.float64)
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.rate, momentum=0.9)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.rate.mul_(0.7)
+
+
+class PatchedStep(Net):
+    """Clips in a step that was replaced on the instance, under a schedule that patches it again."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+        step = optimizer.step.__func__
+
+        def clipped(self, closure=None):
+            loss = closure()
+            nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.05)
+            step(self)
+            return loss
+
+        optimizer.step = clipped.__get__(optimizer)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class StepPreHook(Net):
+    """Lightning hands the closure to the optimizer, so that the hook sees what the step before has left."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+        optimizer.register_step_pre_hook(self._shrink)
+        return optimizer
+
+    @staticmethod
+    def _shrink(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.99) if parameter.grad is None else parameter.sub_(0.01 * parameter.grad)
+
+    _shrink = staticmethod(torch.no_grad()(_shrink.__func__))
+
+
+class GlobalStepHook(pl.Callback):
+    def on_train_start(self, t: Any, module: Any) -> None:
+        def clip(optimizer: Any, *_: Any) -> None:
+            nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.05)
+
+        self.handle = register_optimizer_step_pre_hook(clip)
+
+    def on_train_end(self, t: Any, module: Any) -> None:
+        self.handle.remove()
+
+
+class WithZeRO(Net):
+    def configure_optimizers(self):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".torch.jit.[a-z]*. is deprecated")  # torch's own use of it
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+        return ZeroRedundancyOptimizer(
+            [p for p in self.parameters() if p.requires_grad], torch.optim.SGD, lr=0.1, momentum=0.9
+        )
+
+
+class ReadsOnRank0(pl.Callback):
+    """A weight is read on one rank alone, and then all log."""
+
+    def on_train_batch_end(self, t: Any, module: Any, *_: Any) -> None:
+        if t.global_rank == 0:
+            module.first.weight.sum().item()
+        module.log("value", torch.tensor(1.0 + t.global_rank), sync_dist=True)
+
+
+class ClearsState(pl.Callback):
+    def on_train_epoch_start(self, t: Any, module: Any) -> None:
+        t.optimizers[0].state.clear()
+
+
+class ReloadsState(pl.Callback):
+    """Puts the optimizer back to its state of some steps before."""
+
+    def on_train_batch_end(self, t: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        optimizer = t.optimizers[0]
+        if batch_idx == 2:
+            self.saved = {key: value for key, value in optimizer.state_dict().items() if key == "state"}
+            self.saved["state"] = {
+                index: {name: value.clone() for name, value in of.items() if isinstance(value, Tensor)}
+                for index, of in self.saved["state"].items()
+            }
+        if batch_idx == 4:
+            optimizer.load_state_dict({**optimizer.state_dict(), **self.saved})
+
+
+class LoadsState(pl.Callback):
+    """Loads without having looked at the state before: the pending step must not change what is loaded."""
+
+    def on_train_batch_end(self, t: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            optimizer = t.optimizers[0]
+            groups = [
+                {**{key: value for key, value in group.items() if key != "params"}, "params": list(range(6))}
+                for group in optimizer.param_groups
+            ]
+            optimizer.load_state_dict({"state": {}, "param_groups": groups})
+
+
+CASES: dict[str, Case] = {
+    "SAM": (WithSAM, (), {}),
+    "an optimizer's own attribute": (WithOwnAttribute, (), {}),
+    "a tensor as rate": (TensorRate, (), {}),
+    "a patched step": (PatchedStep, (), {}),
+    "a step hook": (StepPreHook, (), {}),
+    "a global step hook": (Net, (GlobalStepHook,), {}),
+    "ZeRO, read on rank 0": (WithZeRO, (ReadsOnRank0,), {}),
+    "read on rank 0": (Net, (ReadsOnRank0,), {}),
+    "the state cleared": (Net, (ClearsState,), {"max_epochs": 3}),
+    "the state put back": (Net, (ReloadsState,), {}),
+    "the state loaded": (Net, (LoadsState,), {}),
+    "stochastic weight averaging": (
+        Net, (lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1),), {"max_epochs": 3}
+    ),
+}  # fmt: skip
+
+
+def compare_case(rank, name):
+    compare(CASES[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_ddp(name):
+    run_processes(2, compare_case, name, timeout=120)
