@@ -27,7 +27,6 @@ KNOWN = Path(__file__).with_name("known_differences.txt")
 IGNORED = (
     *("accelerators", "demos", "deprecated_api", "graveyard", "profilers", "serve"),
     *("test_cli.py", "utilities/test_cli.py", "models/test_onnx.py"),
-    "models/test_amp.py",  # starts processes of its own
 )
 
 
