@@ -44,9 +44,7 @@ class StepTimer(Callback):
         require_own_trainer(self, trainer)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Enable DDP's timers for every step. By default it measures a sample of the steps."""
-        if isinstance(trainer.strategy.model, DistributedDataParallel):
-            enable_ddp_timing(trainer.strategy.model)
+        """Say in the log if the communication of this strategy cannot be timed."""
         if self._exposed_s(trainer) is None:
             log.info(f"StepTimer: {type(trainer.strategy).__name__} does not measure how long it waits for the network")
 
@@ -55,7 +53,11 @@ class StepTimer(Callback):
         self._last_end_s = time.perf_counter()
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Note the time at which the batch is available."""
+        """Note the time at which the batch is available, and make DDP time this step."""
+        if isinstance(trainer.strategy.model, DistributedDataParallel):
+            # By default DDP times its first ten steps, and then one in a hundred. Enabled before each step, because
+            # a strategy wraps the module in a new DDP when a parameter is unfrozen.
+            enable_ddp_timing(trainer.strategy.model)
         self._begin_s = time.perf_counter()
         self._waited_before_s = getattr(trainer.strategy, "exposed_communication_s", None) or 0.0
 

@@ -93,6 +93,8 @@ def accumulating_fit(rank):
 def one_second(true):
     def data(self):
         times_ns = true(self)
+        if not times_ns["iteration"]:  # this DDP has not reported a reduction yet
+            return times_ns
         overlap_ns = times_ns.get("backward_compute_comm_overlap_time", 0)
         return {**times_ns, "backward_comm_time": overlap_ns + int(1e9)}
 
@@ -103,6 +105,34 @@ def test_a_step_that_only_accumulates_has_no_exposed_communication():
     """Two steps of ten reduce gradients, a second each, and DDP reports a reduction at the next one."""
     for exposed_s in run_processes(2, accumulating_fit):
         assert exposed_s == pytest.approx(0.1)
+
+
+class Unfreezing(Net):
+    """Unfreezes a layer before the third step: the strategy then wraps the module in a new DDP."""
+
+    def __init__(self):
+        super().__init__()
+        self.first.requires_grad_(False)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 2:
+            self.first.requires_grad_(True)
+
+
+def unfreezing_fit(rank):
+    """Exposed communication if each reduction that DDP reports has exposed one second."""
+    DistributedDataParallel._get_ddp_logging_data = one_second(DistributedDataParallel._get_ddp_logging_data)
+    t = trainer(LayeredSGDStrategy(2), 2, callbacks=[StepTimer()])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PossibleUserWarning)
+        t.fit(Unfreezing(), data(2, steps=30))
+    return float(t.callback_metrics["time/exposed_communication_s"])
+
+
+def test_every_step_is_timed_after_a_parameter_was_unfrozen():
+    """Both DDPs report all of their 2 and 28 reductions but the last. By default DDP times ten, and then a sample."""
+    for exposed_s in run_processes(2, unfreezing_fit):
+        assert exposed_s == pytest.approx((1 + 27) / 30)
 
 
 def test_layered_sgd_reports_communication_that_is_not_hidden():
