@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_dp._lightning import FRAMEWORK
-from tests.private_names import lightning_contracts, torch_contracts  # noqa: F401  they fill CONTRACTS
+from tests.private_names import hook_contracts, lightning_contracts, torch_contracts  # noqa: F401  they fill CONTRACTS
 from tests.private_names.contract import CONTRACTS
 from tests.private_names.uses import PACKAGE, is_private, private_names
 
@@ -40,7 +40,9 @@ class Gone:
 def test_a_contract_sees_that_its_name_is_gone(contract):
     version = importlib.import_module(contract.library).__version__
     with pytest.MonkeyPatch.context() as patch:
-        if isinstance(contract.owner, str):
+        if contract.remove is not None:
+            contract.remove(patch)
+        elif isinstance(contract.owner, str):
             patch.setitem(sys.modules, contract.owner, None)
         elif isinstance(contract.owner, ModuleType):
             patch.delattr(contract.owner, contract.name)

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -22,6 +23,17 @@ def ddp_options(strategy: Any) -> dict[str, Any]:
     """
     options: dict[str, Any] = strategy._ddp_kwargs
     return options
+
+
+def wrap_in_ddp(strategy: Any, module: nn.Module) -> DistributedDataParallel:
+    """Return ``module`` in a new DistributedDataParallel, with the options of a DDPStrategy. All ranks must call it."""
+    wrapped: DistributedDataParallel = strategy._setup_model(module)
+    return wrapped
+
+
+def register_ddp_hooks(strategy: Any) -> None:
+    """Register the communication hook that the user gave to a DDPStrategy with its wrapped model."""
+    strategy._register_ddp_hooks()
 
 
 def strategy_timeout(strategy: Any) -> timedelta:

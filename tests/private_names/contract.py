@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 
 @dataclass(frozen=True)
 class Contract:
@@ -16,11 +18,13 @@ class Contract:
         owner: the class or module that has the name; a string for the path of a private module.
         name: the private name.
         check: fails if the name does not have the effect that `lightning_dp` needs.
+        remove: removes the name, for the test that ``check`` notices. None: the name is an attribute of ``owner``.
     """
 
     owner: Any
     name: str
     check: Callable[[], None]
+    remove: Callable[[pytest.MonkeyPatch], None] | None = None
 
     @property
     def library(self) -> str:
@@ -42,9 +46,11 @@ class Contract:
 CONTRACTS: list[Contract] = []
 
 
-def contract(owner: Any, name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+def contract(
+    owner: Any, name: str, remove: Callable[[pytest.MonkeyPatch], None] | None = None
+) -> Callable[[Callable[[], None]], Callable[[], None]]:
     def add(check: Callable[[], None]) -> Callable[[], None]:
-        CONTRACTS.append(Contract(owner, name, check))
+        CONTRACTS.append(Contract(owner, name, check, remove))
         return check
 
     return add

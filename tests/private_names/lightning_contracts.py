@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from lightning_dp._lightning import FRAMEWORK, DDPStrategy, LightningModule, Trainer
 from lightning_dp._private import lightning_names
 from tests.private_names.contract import contract
-from tests.private_names.torch_contracts import CPU, in_one_process
+from tests.private_names.torch_contracts import CPU, counted, in_one_process
 
 Precision = importlib.import_module(FRAMEWORK + ".plugins.precision").Precision
 Strategy = importlib.import_module(FRAMEWORK + ".strategies").Strategy
@@ -35,6 +36,32 @@ def check_ddp_gets_the_options_as_they_were_changed() -> None:
         strategy.model.layer = nn.Linear(1, 1)
         strategy.configure_ddp()
         assert strategy.model.find_unused_parameters
+
+    in_one_process(check)
+
+
+@contract(DDPStrategy, "_setup_model")
+def check_a_module_is_wrapped_with_the_options_of_the_strategy() -> None:
+    def check() -> None:
+        strategy = DDPStrategy(parallel_devices=[CPU], find_unused_parameters=True)
+        module = nn.Linear(1, 1)
+        wrapped = lightning_names.wrap_in_ddp(strategy, module)
+        assert isinstance(wrapped, DistributedDataParallel)
+        assert wrapped.module is module
+        assert wrapped.find_unused_parameters
+
+    in_one_process(check)
+
+
+@contract(DDPStrategy, "_register_ddp_hooks")
+def check_the_users_communication_hook_is_registered() -> None:
+    def check() -> None:
+        # On CPU, Lightning ignores communication hooks.
+        strategy = DDPStrategy(parallel_devices=[torch.device("cuda", 0)], ddp_comm_hook=counted, ddp_comm_state=[])
+        strategy.model = DistributedDataParallel(nn.Linear(1, 1))
+        lightning_names.register_ddp_hooks(strategy)
+        strategy.model(torch.ones(1, 1)).sum().backward()
+        assert len(strategy._ddp_comm_state) == 1
 
     in_one_process(check)
 

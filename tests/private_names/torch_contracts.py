@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.modules.batchnorm
+import torch.utils._python_dispatch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dp._private import torch_names
 from tests.private_names.contract import contract
@@ -109,14 +111,29 @@ def check_ddp_times_every_step() -> None:
     in_one_process(check)
 
 
-@contract(Optimizer, "_optimizer_step_pre_hooks")
-@contract(Optimizer, "_optimizer_step_post_hooks")
-def check_hooks_of_an_optimizer_are_seen() -> None:
-    for register in ("register_step_pre_hook", "register_step_post_hook"):
-        optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-        assert not torch_names.has_step_hooks(optimizer)
-        getattr(optimizer, register)(lambda *_: None)
-        assert torch_names.has_step_hooks(optimizer)
+def counted(calls, bucket):  # DDP compares annotations with types, and would find strings
+    """Communication hook that counts its calls in its state."""
+    calls.append(None)
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+@contract(DistributedDataParallel, "_remove_autograd_hooks")
+def check_a_released_reducer_reduces_nothing() -> None:
+    def check() -> None:
+        for releases in (False, True):
+            calls: list[None] = []
+            module = nn.Linear(2, 2)
+            model = DistributedDataParallel(module)
+            model.register_comm_hook(calls, counted)
+            model(torch.ones(1, 2)).sum().backward()
+            if releases:
+                torch_names.release_reducer(model)
+                module(torch.ones(1, 2)).sum().backward()
+            assert len(calls) == 1
+
+    in_one_process(check)
 
 
 @contract(Optimizer, "_opt_called")
@@ -198,3 +215,50 @@ def check_a_condition_on_the_device_can_fail() -> None:
     torch_names.assert_async(torch.tensor(True))
     with pytest.raises(RuntimeError):
         torch_names.assert_async(torch.tensor(False))
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return 2 * gradients[0]
+
+
+@contract(torch.autograd.function.BackwardCFunction, "_sequence_nr")
+def check_nodes_are_numbered_in_the_order_in_which_they_are_made() -> None:
+    x = torch.ones(1, requires_grad=True)
+    numbers = [torch_names.sequence_number(y.grad_fn) for y in (x + 1, Doubled.apply(x), x * 3)]
+    assert sorted(numbers) == numbers
+    assert len(set(numbers)) == 3
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contract("torch.utils._python_dispatch", "_python_dispatch")
+@contract("torch._functorch.pyfunctorch", "_functorch")
+@contract(torch._C, "_functorch")
+@contract(torch._C, "_len_torch_dispatch_stack")
+@contract(torch.utils._python_dispatch, "_disable_current_modes")
+def check_modes_and_transforms_are_seen_and_left() -> None:
+    disable = importlib.import_module("torch.utils._python_dispatch")._disable_current_modes
+    clear = importlib.import_module("torch._functorch.pyfunctorch").temporarily_clear_interpreter_stack
+    assert (disable, clear) == (torch_names._disable_current_modes, torch_names.temporarily_clear_interpreter_stack)
+    seen = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append((torch_names.has_modes(), torch_names.inside_function_transform()))
+        with torch_names.without_modes():
+            seen.append((torch_names.has_modes(), torch_names.inside_function_transform()))
+        return x.sum()
+
+    look(torch.ones(2))
+    torch.func.grad(look)(torch.ones(2))
+    with Passing():
+        look(torch.ones(2))
+    assert seen == [(False, False), (False, False), (True, True), (False, False), (True, False), (False, False)]

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dp._lightning import DDPStrategy, OwnTrainerOnly
+from lightning_dp._private.lightning_names import register_ddp_hooks, wrap_in_ddp
 from lightning_dp.collectives.tracing import OnStage
 from lightning_dp.strategies.krizhevsky_hybrid import checkpoint as checkpoints
 from lightning_dp.strategies.krizhevsky_hybrid import policy, sharded_checkpoint
@@ -169,8 +170,8 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
         module, model = self.lightning_module, self.model
         assert module is not None
         if isinstance(model, DistributedDataParallel):
-            self.model = self._reduced.wrap_anew(model, lambda: self._setup_model(module))
-            self._register_ddp_hooks()
+            self.model = self._reduced.wrap_anew(model, lambda: wrap_in_ddp(self, module))
+            register_ddp_hooks(self)
         else:
             self.configure_ddp()  # the whole trunk was frozen
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dp._lightning import DDPStrategy, OwnTrainerOnly
-from lightning_dp._private.lightning_names import ddp_options, strategy_timeout
+from lightning_dp._private.lightning_names import ddp_options, register_ddp_hooks, strategy_timeout, wrap_in_ddp
 from lightning_dp.collectives.hierarchical import AllReduce, HierarchicalAllReduce, native_all_reduce
 from lightning_dp.collectives.ring import ring_all_reduce
 from lightning_dp.collectives.topology import RankTopology
@@ -195,11 +195,11 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         if self._reduction is not None:
             self._reduction.bring_up_to_date()
         with blame(f"taking {names[0]}, which has become trainable, into the reduction, with all ranks,"):
-            self.model = reduced.wrap_anew(model, lambda: self._setup_model(module))
+            self.model = reduced.wrap_anew(model, lambda: wrap_in_ddp(self, module))
         if self._reduction is not None:
             self._reduction.feed_from(self.model)
         else:
-            self._register_ddp_hooks()
+            register_ddp_hooks(self)
 
     @override
     @torch.compiler.disable  # a compiled training_step may call it, as the next two
