@@ -110,9 +110,17 @@ class AdaptiveGlobalBatchNorm(Callback):
         self._create_groups(trainer, topology)
         for layer in layers:
             layer.group = self._statistics_group
+            # For steps before the first `on_train_batch_start`: the tuner takes the callbacks away while it trains.
+            layer.is_global = in_global_phase(self.global_phase, self._converged)
         if trainer.is_global_zero:
             ranks = f"{topology.group_size} of {topology.world_size} ranks"
             log.info(f"{type(self).__name__}: {len(layers)} batch norm layers, statistics over {ranks}")
+            if self._converged:
+                now = "global" if in_global_phase(self.global_phase, self._converged) else "local"
+                log.warning(
+                    f"{type(self).__name__}: the criterion was met in an earlier fit, so statistics are {now} from the "
+                    "first step on; make a new callback and a new criterion to train another model"
+                )
 
     def _create_groups(self, trainer: Trainer, topology: RankTopology) -> None:
         timeout = strategy_timeout(trainer.strategy)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import EMAWeightAveraging
+from pytorch_lightning.callbacks import EMAWeightAveraging, LearningRateFinder
 from torch import nn
 
-from lightning_dp.callbacks import AdaptiveGlobalBatchNorm
+from lightning_dp.callbacks import AdaptiveGlobalBatchNorm, Plateau
 from lightning_dp.layers import GlobalBatchNorm1d, global_batch_norm_layers
 from lightning_dp.strategies import LayeredSGDStrategy
-from tests.callbacks.training import CLASSES, FEATURES, Net, Probe, assert_same, fit, state_of
+from tests.callbacks.training import CLASSES, FEATURES, STEPS, Net, Probe, assert_same, fit, state_of
 from tests.ranks import RankError, run_processes
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"
@@ -160,6 +160,44 @@ def test_copies_of_the_model_in_other_callbacks_are_reverted():
     fit(1, AdaptiveGlobalBatchNorm(), average, keeping, strategy="auto")
     assert not global_batch_norm_layers(keeping.copied)
     assert not global_batch_norm_layers(average._average_model)
+
+
+# --- before the first step, and in a second fit ---
+
+
+class Modes(Net):
+    """Record of the layers' mode in each forward in training."""
+
+    def __init__(self, losses: tuple[float, ...] = ()) -> None:
+        super().__init__(losses)
+        self.lr = 0.1
+        self.modes: list[set[bool]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.modes.append({layer.is_global for layer in global_batch_norm_layers(self)})
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("phase", "is_global"), [("until_converged", True), ("after_converged", False)])
+def test_the_learning_rate_is_searched_in_the_phase_in_which_training_begins(phase, is_global, tmp_path):
+    """The search takes all other callbacks away, so that none decides about its steps."""
+    net = Modes()
+    callback = AdaptiveGlobalBatchNorm(convergence=lambda metrics: False, global_phase=phase)
+    search = LearningRateFinder(1e-3, 1.0, num_training_steps=3, early_stop_threshold=None)
+    fit(1, callback, search, net=net, strategy="auto", default_root_dir=tmp_path)
+    assert net.modes == [{is_global}] * (3 + STEPS)
+
+
+def test_a_callback_that_has_converged_says_so_in_the_next_fit(caplog):
+    callback = AdaptiveGlobalBatchNorm(convergence=Plateau("train_loss", patience=1))
+    warning = "the criterion was met in an earlier fit, so statistics are local from the first step on"
+    for expected in ([{True}] * 2 * STEPS, [{False}] * 2 * STEPS):
+        net = Modes((1.0, 1.0))
+        assert warning not in caplog.text
+        fit(1, callback, net=net, strategy="auto", max_epochs=2)
+        assert net.modes == expected
+    assert warning in caplog.text
 
 
 # --- layers that appear after the conversion ---
