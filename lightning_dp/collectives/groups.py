@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import lightning_dp.collectives.forking  # noqa: F401  # whoever makes groups may fork
 from lightning_dp._private.torch_names import backend_name
 
 
