@@ -1,25 +1,26 @@
 """Memory of hybrid parallelism with a large head: all processes together, phase by phase.
 
-    python benchmarks/hybrid_memory.py           # a small head: does it work?
-    python benchmarks/hybrid_memory.py --full    # 1,000,000 x 512 on 4 processes: needs 21 GB of memory, 5 GB of disk
+    python benchmarks/hybrid_memory.py                       # a head of 0.2 GB, which any machine can hold
+    python benchmarks/hybrid_memory.py --full                # 1,000,000 x 512: needs 21 GB of memory and 5 GB of disk
+    python benchmarks/hybrid_memory.py --full --meta --evaluation sharded --state-dict-type sharded
 
-Each rank holds its rows of the weights, gradients and momentum. Phases: the module is built (whole on each rank, or,
-with --meta, on none), `fit` sets up, trains, saves a checkpoint and ends, and a second run resumes from it.
+Each rank holds its rows of the weights, gradients and momentum. The phases: the module is built (whole on every rank,
+with --meta on none), `fit` sets up, trains, saves a checkpoint and ends, and a second run resumes from the checkpoint.
 Memory is the proportional set size (PSS) of all processes, the launcher's included: shared pages count once. It is
-sampled every 0.1 s. The table shows the peak of each phase, beside what DDP needs on all ranks for weights, gradients
-and momentum alone. Writes table.md and results.json.
+sampled every 0.1 s. The table shows the peak of each phase. The bound is what the rows alone take: weights, gradients
+and momentum. DDP holds them on every rank, K times as much. There is one run, so there is no spread. Writes
+results.json, table.md and memory.png.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import shutil
 import tempfile
 import threading
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,43 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from pytorch_lightning.callbacks import ModelCheckpoint
-from support.report import describe_machine, output_folder
+from support.bars import Bar, draw_bars
+from support.command_line import benchmark_parser, output_folder, parse
+from support.report import markdown_table, write_report
+from support.spread import min_max
+from support.training import quiet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp.launch import launch
 
-PHASES = ["start", "build", "set up", "train", "save", "end of fit", "resume"]
+FULL = (1_000_000, 512)  # classes and features
+START = "start of the processes"
+BUILD = "build"
+SET_UP = "set-up"
+TRAIN = "training"
+SAVE = "checkpoint"
+END = "end of fit"
+RESUME = "second run, resumed"
+PHASES = [START, BUILD, SET_UP, TRAIN, SAVE, END, RESUME]
 LOCAL_BATCH_SIZE = 8
+PROCESS_BYTES = 450e6  # of a process with torch and Lightning, without any tensor
+SMOKE = {"classes": 20_000, "features": 128, "processes": 2}
+
+
+def parser() -> argparse.ArgumentParser:
+    options = benchmark_parser(__doc__, __file__)
+    options.add_argument("--full", action="store_true", help=f"a head of {FULL[0]:,} x {FULL[1]}")
+    options.add_argument("--classes", type=int, default=200_000)
+    options.add_argument("--features", type=int, default=256)
+    options.add_argument("--processes", type=int, default=4)
+    options.add_argument("--steps", type=int, default=3)
+    options.add_argument("--meta", action="store_true", help="build the head on the meta device")
+    options.add_argument("--evaluation", choices=("gathered", "sharded"), default="gathered")
+    options.add_argument("--state-dict-type", choices=("full", "sharded"), default="full")
+    options.add_argument("--folder", type=Path, help="for the checkpoint; a temporary one by default")
+    return options
 
 
 class LargeHead(pl.LightningModule):
@@ -57,8 +86,8 @@ class LargeHead(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
-class SaysPhase(pl.Callback):
-    """Leaves the name of the phase, on rank 0, for the process that samples."""
+class PhaseFile(pl.Callback):
+    """Keeps the name of the present phase in a file, for the process that samples. Rank 0 writes it."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -68,130 +97,177 @@ class SaysPhase(pl.Callback):
             self.file.write_text(phase)
 
     def on_train_start(self, *_: Any) -> None:
-        self.enter("train")
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.enter("save")
+        self.enter(TRAIN)
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.enter("train")
+        self.enter(TRAIN)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.enter(SAVE)  # ModelCheckpoint comes after this callback
 
     def on_train_end(self, *_: Any) -> None:
-        self.enter("end of fit")
+        self.enter(END)
 
 
 def run(arguments: argparse.Namespace, folder: str) -> None:
     """One rank: trains, saves, and resumes."""
-    (Path(folder) / f"pid-{os.getpid()}").touch()
-    says = SaysPhase(Path(folder, "phase"))
+    quiet()
+    Path(folder, f"pid-{os.getpid()}").touch()
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
     count = arguments.steps * LOCAL_BATCH_SIZE
     x = torch.randn(count, 32, generator=generator)
     y = torch.randint(arguments.classes, (count,), generator=generator)
     loader = DataLoader(TensorDataset(x, y), LOCAL_BATCH_SIZE)
-    for epochs in (1, 2):
-        says.enter("build" if epochs == 1 else "resume")
-        module = LargeHead(arguments.classes, arguments.features, arguments.meta)
-        says.enter("set up" if epochs == 1 else "resume")
-        # Only the last step of the first run saves.
-        saver = ModelCheckpoint(Path(folder, "checkpoint"), filename="last", every_n_train_steps=arguments.steps)
-        trainer = pl.Trainer(
-            strategy=KrizhevskyHybridStrategy(
-                evaluation=arguments.evaluation, state_dict_type=arguments.state_dict_type
-            ),
-            accelerator="cpu", devices=arguments.processes, max_epochs=epochs, logger=False,
-            callbacks=[says, saver] if epochs == 1 else [], enable_checkpointing=epochs == 1,
-            use_distributed_sampler=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        trainer.fit(module, loader, ckpt_path=None if epochs == 1 else str(Path(folder, "checkpoint", "last.ckpt")))
-        del module, trainer, saver
-        gc.collect()
+    phases = PhaseFile(Path(folder, "phase"))
+    # Only the last step of the first run saves.
+    saver = ModelCheckpoint(Path(folder, "checkpoint"), filename="last", every_n_train_steps=arguments.steps)
+    phases.enter(BUILD)
+    module = LargeHead(arguments.classes, arguments.features, arguments.meta)
+    phases.enter(SET_UP)
+    fit(arguments, module, loader, max_epochs=1, callbacks=[phases, saver])
+    # The second run must not find the first one's memory still in use.
+    del module, saver
+    gc.collect()
+    phases.enter(RESUME)
+    module = LargeHead(arguments.classes, arguments.features, arguments.meta)
+    fit(arguments, module, loader, max_epochs=2, ckpt_path=Path(folder, "checkpoint", "last.ckpt"))
+
+
+def fit(
+    arguments: argparse.Namespace,
+    module: pl.LightningModule,
+    loader: DataLoader[Any],
+    max_epochs: int,
+    callbacks: Sequence[pl.Callback] = (),
+    ckpt_path: Path | None = None,
+) -> None:
+    strategy = KrizhevskyHybridStrategy(evaluation=arguments.evaluation, state_dict_type=arguments.state_dict_type)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=arguments.processes,
+        max_epochs=max_epochs,
+        logger=False,
+        callbacks=list(callbacks),
+        enable_checkpointing=bool(callbacks),
+        use_distributed_sampler=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader, ckpt_path=ckpt_path)
 
 
 class Sampler(threading.Thread):
-    """The sum of the processes' PSS, and its peak in each phase, in bytes."""
+    """Samples the sum of the processes' PSS, and keeps the peak of each phase, in bytes."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(daemon=True)
         self.folder = folder
         self.peaks = dict.fromkeys(PHASES, 0)
-        self.least_available = _available()
+        self.least_available = memory_available()
         self.is_done = threading.Event()
 
     def run(self) -> None:
         while not self.is_done.wait(0.1):
             pids = [int(path.name.rpartition("-")[2]) for path in self.folder.glob("pid-*")]
             phase = self.folder / "phase"
-            name = (phase.read_text() or "start") if phase.exists() else "start"
-            total = sum(_pss(pid) for pid in (os.getpid(), *pids))
+            name = (phase.read_text() or START) if phase.exists() else START
+            total = sum(_proportional_set_size(pid) for pid in (os.getpid(), *pids))
             self.peaks[name] = max(self.peaks[name], total)
-            self.least_available = min(self.least_available, _available())
+            self.least_available = min(self.least_available, memory_available())
 
 
-def _pss(pid: int) -> int:
+def memory_available() -> int:
+    """Return what the machine can still give to processes, in bytes. It counts what only caches files."""
+    return _kilobytes(Path("/proc/meminfo"), "MemAvailable:") * 1024
+
+
+def _proportional_set_size(pid: int) -> int:
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return _kilobytes(Path(f"/proc/{pid}/smaps_rollup"), "Pss:") * 1024
     except OSError:  # the process has ended
         return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
 
 
-def _available() -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+def _kilobytes(file: Path, key: str) -> int:
+    return next((int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith(key)), 0)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="1,000,000 classes and 512 features")
-    parser.add_argument("--classes", type=int, default=20_000)
-    parser.add_argument("--features", type=int, default=128)
-    parser.add_argument("--processes", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--meta", action="store_true", help="build the head on the meta device")
-    parser.add_argument("--evaluation", choices=("gathered", "sharded"), default="gathered")
-    parser.add_argument("--state-dict-type", choices=("full", "sharded"), default="full")
-    parser.add_argument("--folder", type=Path, help="for the checkpoint; a temporary one by default")
-    arguments = parser.parse_args()
+def require_memory(arguments: argparse.Namespace) -> None:
+    """Exit if the machine has too little memory: the kernel would end other processes, too."""
+    head = arguments.classes * arguments.features * 4
+    # At the end of fit each rank has the whole weights and momentum beside its rows of the weights. With both options
+    # "sharded", that is not so; what then counts are rows, the files of a checkpoint, and the module as it is built.
+    is_sharded = arguments.evaluation == arguments.state_dict_type == "sharded"
+    copies = 2 * arguments.processes + 1
+    if is_sharded:
+        copies = 5 if arguments.meta else arguments.processes + 3
+    needed = copies * head + (arguments.processes + 1) * PROCESS_BYTES
+    if needed > memory_available():
+        raise SystemExit(
+            f"this head needs about {needed / 1e9:.0f} GB of memory, and {memory_available() / 1e9:.0f} GB are "
+            "available; give a smaller one with --classes and --features"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse(parser(), SMOKE, argv)
     if arguments.full:
-        arguments.classes, arguments.features = 1_000_000, 512
+        arguments.classes, arguments.features = FULL
+    require_memory(arguments)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    output = output_folder(arguments)
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))
     sampler = Sampler(folder)
     sampler.start()
-    begin_s = time.perf_counter()
     try:
         launch(run, arguments, str(folder), num_processes=arguments.processes)
+        saved = sum(path.stat().st_size for path in (folder / "checkpoint").rglob("*") if path.is_file())
     finally:
         sampler.is_done.set()
         sampler.join()
-        saved = sum(path.stat().st_size for path in (folder / "checkpoint").rglob("*") if path.is_file())
         shutil.rmtree(folder)
-    report(arguments, sampler, saved, time.perf_counter() - begin_s)
+    report(output, arguments, sampler, saved)
 
 
-def report(arguments: argparse.Namespace, sampler: Sampler, saved: int, seconds: float) -> None:
-    """Print the table, and write it."""
-    head = arguments.classes * arguments.features * 4
-    ddp = 3 * arguments.processes * head
-    rows = ["| phase | peak of all processes, GB |", "|---|---|"]
-    rows += [f"| {phase} | {peak / 1e9:.2f} |" for phase, peak in sampler.peaks.items() if peak]
-    text = "\n".join(
-        [
-            f"{describe_machine()}, {seconds:.0f} s",
-            f"head {arguments.classes} x {arguments.features}, momentum, {arguments.processes} processes, "
-            f"evaluation={arguments.evaluation}, state_dict_type={arguments.state_dict_type}, "
-            f"built {'on the meta device' if arguments.meta else 'whole'}; checkpoint {saved / 1e9:.2f} GB",
-            *rows,
-            f"peak {max(sampler.peaks.values()) / 1e9:.2f} GB; DDP needs {ddp / 1e9:.2f} GB for weights, gradients and "
-            f"momentum alone; least memory available on the machine {sampler.least_available / 1e9:.2f} GB",
-        ]
+def report(folder: Path, arguments: argparse.Namespace, sampler: Sampler, checkpoint_bytes: int) -> None:
+    """Print and write the table and the plot."""
+    rows_bytes = 3 * arguments.classes * arguments.features * 4  # weights, gradients and momentum
+    ddp_bytes = arguments.processes * rows_bytes
+    peak = max(sampler.peaks.values())
+    title = (
+        f"Head of {arguments.classes:,} x {arguments.features} with momentum, {arguments.processes} processes, built "
+        f"{'on the meta device' if arguments.meta else 'whole'}, evaluation={arguments.evaluation!r}, "
+        f"state_dict_type={arguments.state_dict_type!r}"
     )
-    print(text)
-    folder = output_folder("hybrid_memory")
-    (folder / "table.md").write_text(text + "\n")
-    results = {"peaks": sampler.peaks, "ddp": ddp, "checkpoint": saved, "classes": arguments.classes}
-    (folder / "results.json").write_text(json.dumps(results, indent=2))
+    rows = [[phase, f"{sampler.peaks[phase] / 1e9:.2f}"] for phase in PHASES]
+    rows += [
+        ["peak of all phases", f"{peak / 1e9:.2f}"],
+        ["bound: weights, gradients and momentum, once", f"{rows_bytes / 1e9:.2f}"],
+        ["DDP: the same on every rank, without the processes themselves", f"{ddp_bytes / 1e9:.2f}"],
+        ["the checkpoint on disk", f"{checkpoint_bytes / 1e9:.2f}"],
+        ["least memory available on the machine", f"{sampler.least_available / 1e9:.2f}"],
+    ]
+    results = {
+        "peak_bytes": sampler.peaks,
+        "rows_bytes": rows_bytes,
+        "ddp_bytes": ddp_bytes,
+        "checkpoint_bytes": checkpoint_bytes,
+        "least_available_bytes": sampler.least_available,
+    }
+    write_report(folder, arguments, title, markdown_table(["", "memory of all processes, GB"], rows), results)
+    bars = [Bar(phase, min_max([sampler.peaks[phase] / 1e9]), bound=rows_bytes / 1e9) for phase in PHASES]
+    bars.append(Bar("DDP, tensors alone", min_max([ddp_bytes / 1e9]), hatched=True))
+    draw_bars(
+        {f"{arguments.classes:,} x {arguments.features}": bars},
+        folder / "memory.png",
+        title=f"Hybrid parallelism, {arguments.processes} processes",
+        axis="peak memory of all processes, GB",
+        digits=2,
+        bound_label="weights, gradients, momentum, once",
+        hatched_label="computed, not measured",
+    )
 
 
 if __name__ == "__main__":
