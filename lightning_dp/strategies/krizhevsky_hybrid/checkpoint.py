@@ -1,7 +1,7 @@
-"""Checkpoints of a sharded head: rows are gathered when one is saved, and sliced when one is loaded.
+"""Checkpoints of a sharded head with whole tensors: rows are gathered to save one, and cut out when one is loaded.
 
-A checkpoint holds whole tensors, like one of a single process, so it can be loaded anywhere. They are gathered in rank
-0's host memory alone, one after the other, because only rank 0 writes. `sharded_checkpoint` does without.
+Such a checkpoint is like one of a single process and can be loaded anywhere. Only rank 0 writes it, so only rank 0
+gathers, one tensor after the other, in host memory. `sharded_checkpoint` is for heads that are too large for that.
 """
 
 from __future__ import annotations
@@ -25,13 +25,19 @@ Convert = Callable[[Any, Tensor], Any]
 
 
 def gather_parameters(module: LightningModule, head: ShardedHead) -> State:
-    """Return the head's parameters by their names in ``module``, whole on rank 0, else rows. All ranks must call it."""
+    """Return the head's parameters by their names in ``module``: whole on rank 0, rows elsewhere.
+
+    All ranks must call it.
+    """
     whole = {p: whole_on_rank_0(head, p.data, p) for p in head.parameters}
     return {name: whole[p] for name, p in head.names_in(module).items()}
 
 
 def gather_optimizer_state(optimizer: Optimizer, state: State, head: ShardedHead) -> State:
-    """Return ``state``, a state_dict of ``optimizer``, with the head's part whole on rank 0. All ranks must call it."""
+    """Return ``state``, a state_dict of ``optimizer``, in which the head's part is whole on rank 0, rows elsewhere.
+
+    All ranks must call it.
+    """
 
     def gather(value: Any, p: Tensor) -> Any:
         return whole_on_rank_0(head, value, p) if _is_like(value, p.shape) else value
@@ -40,7 +46,10 @@ def gather_optimizer_state(optimizer: Optimizer, state: State, head: ShardedHead
 
 
 def own_optimizer_state(optimizer: Optimizer, state: State, head: ShardedHead) -> State:
-    """Copy ``state``, a state_dict of ``optimizer``, with this rank's rows of the head's part where that is whole."""
+    """Return a copy of ``state``, a state_dict of ``optimizer``, in which the head's part is cut to this rank's rows.
+
+    Everything is copied, because ``state`` may be mapped from a file that is replaced while the copy is in use.
+    """
     whole_shapes = {p: head.whole_shape(p) for p in head.parameters}
 
     def slice_rows(value: Any, p: Tensor) -> Any:
@@ -52,7 +61,7 @@ def own_optimizer_state(optimizer: Optimizer, state: State, head: ShardedHead) -
 
 
 def make_whole(optimizer: Optimizer, head: ShardedHead) -> None:
-    """Gather the state of ``optimizer`` itself, in host memory. All ranks must call it, while the head is sharded."""
+    """Gather the state of ``optimizer`` in place, in host memory. All ranks must call it while the head is sharded."""
     for p, of_p in optimizer.state.items():
         if head.owns(p):
             for name, value in of_p.items():
@@ -61,8 +70,8 @@ def make_whole(optimizer: Optimizer, head: ShardedHead) -> None:
 
 
 def convert_head(optimizer: Optimizer, state: State, head: ShardedHead, convert: Convert) -> State:
-    """Return a state_dict of ``optimizer`` with ``convert(value, parameter)`` in place of the head's values."""
-    if "state" not in state:  # Lightning's stand-in for a module without an optimizer has none
+    """Return ``state``, a state_dict of ``optimizer``, with ``convert(value, parameter)`` for the head's values."""
+    if "state" not in state:  # Lightning's stand-in for the optimizer of a module that has none
         return state
     of_parameters = dict(state["state"])
     # A state_dict numbers the parameters of all groups in order.
@@ -73,28 +82,29 @@ def convert_head(optimizer: Optimizer, state: State, head: ShardedHead, convert:
 
 
 def require_all_ranks(module: LightningModule) -> None:
-    """Raise RuntimeError after an exception, when other ranks may be gone and a gather would wait for them."""
+    """Raise RuntimeError after an exception: other ranks may be gone, and a gather would wait for them."""
     if module.trainer.interrupted:
         raise RuntimeError(
-            "cannot save a checkpoint after an exception: the head's parameters lie on all ranks, and the others may "
-            "be gone. Save every few steps: ModelCheckpoint(every_n_train_steps=...)"
+            "cannot save a checkpoint after an exception: the head's parameters are spread over all ranks, and the "
+            "others may be gone. Save every few steps instead: ModelCheckpoint(every_n_train_steps=...)"
         )
 
 
 def require_one_trunk(module: LightningModule, head: ShardedHead) -> None:
-    """Raise RuntimeError if the ranks' trunks have drifted apart. All ranks must call it."""
+    """Raise RuntimeError if the trunk's parameters differ between ranks. All ranks must call it."""
+    # Sums differ in their last bits between kinds of processors, so they are compared with a tolerance.
     trunk = [p.detach().double().abs().sum() for p in module.parameters() if not head.owns(p)]
     sums = head.control.all_gather("checksums", torch.stack(trunk)) if trunk else torch.zeros(1)
     if not torch.allclose(sums, sums[:1].expand_as(sums), rtol=1e-6, equal_nan=True):
         raise RuntimeError(
-            "the trunk's parameters are not the same on all ranks. Something in the module scales or skips their "
-            "gradients by what a rank sees of the head's, as torch.nn.utils.clip_grad_norm_ does: use "
+            "the trunk's parameters are not the same on all ranks. Something in the module changes or skips their "
+            "gradients depending on this rank's part of the head, as torch.nn.utils.clip_grad_norm_ does; use "
             "self.clip_gradients(optimizer, gradient_clip_val=...), or Trainer(gradient_clip_val=...)"
         )
 
 
 def write_to_disk(checkpoint: State, path: str | os.PathLike[str]) -> None:
-    """Save to a local file, without a copy of it in memory, and in one step: no other process sees half a file."""
+    """Save to a local file without a copy in memory. The file appears when it is complete."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
@@ -106,14 +116,15 @@ def write_to_disk(checkpoint: State, path: str | os.PathLike[str]) -> None:
 
 
 def is_plain_file(checkpoint_io: Any, path: Any) -> bool:
-    """Whether a checkpoint at ``path`` is an ordinary local file to Lightning, so that it may be written without it."""
+    """Return whether Lightning would write the checkpoint as an ordinary local file, so that we may do it instead."""
     return type(checkpoint_io).__name__ == "TorchCheckpointIO" and "://" not in str(path)
 
 
 def map_from_disk(path: str | os.PathLike[str], weights_only: bool | None = None) -> State:
-    """Load a local file; of parameters and optimizer states only what is used is read, and shared between processes.
+    """Load a checkpoint from a local file, and map parameters and optimizer states into memory instead of reading them.
 
-    They must be copied before they are changed: the file may go while they are in use.
+    Only the rows that are used are then read, and the ranks of a host share them. They must be copied before they are
+    changed or kept, because the file may be replaced.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -131,5 +142,5 @@ def map_from_disk(path: str | os.PathLike[str], weights_only: bool | None = None
 
 
 def _is_like(value: Any, shape: torch.Size) -> bool:
-    """Whether a state has one number for each number of the parameter: momentum has, a step count has not."""
+    """Return whether a state has one number for each of the parameter's. Momentum has; a count of steps has not."""
     return isinstance(value, Tensor) and value.shape == shape

@@ -1,4 +1,4 @@
-"""What exists for one run of ``fit``: the head's rows, its channels and passes, and all that is replaced meanwhile."""
+"""What exists for one run of ``fit``: the head's rows, its channels and passes, and what they replace in the module."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks for: arguments of `KrizhevskyHybridStrategy`, which explains them."""
+    """The user's arguments of `KrizhevskyHybridStrategy`, which explains them."""
 
     head: str
     scheme: Scheme
@@ -52,17 +52,17 @@ class Options:
 
 
 class Fitting(SharedByCopies):
-    """Shards the head of ``module``, and takes over what must know it. All ranks must make, and end, it.
+    """Shards the head of ``module`` for one run of ``fit``, and makes it whole again. All ranks must construct it.
 
-    It ends by one of three: `fail` while it is set up, `abandon` after an exception, `finish`.
+    A run ends with one of three methods: `fail` if set-up fails, `abandon` after an exception, otherwise `finish`.
 
     Args:
-        options: see there.
-        module: on the device where it was built, mostly the CPU.
-        strategy: whose device, precision plugin, optimizers, timeout and ``on_stage`` are used.
+        options: the user's arguments.
+        module: on the device where it was built, usually the CPU.
+        strategy: has the device, precision plugin, optimizers, timeout and ``on_stage``.
 
     Raises:
-        ValueError: the module, its head or the Trainer cannot work with it.
+        ValueError: the module, its head or the Trainer has something that does not work with a sharded head.
     """
 
     def __init__(self, options: Options, module: LightningModule, strategy: KrizhevskyHybridStrategy) -> None:
@@ -73,13 +73,15 @@ class Fitting(SharedByCopies):
         layers = policy.find_head(module, options.head)
         policy.check_module(module, module.trainer, layers, options.head, options.variable_batch)
         policy.check_precision(plugin, options.variable_batch)
-        # Two groups, since features travel while the head exchanges activations.
+        # Two groups, because features travel while the head exchanges activations, and the messages of one group must
+        # start in the same order on all ranks.
         timeout = strategy_timeout(strategy)
         hidden, features = (Channel(dist.new_group(timeout=timeout), self._record_stage) for _ in range(2))
         self.channels = [features, hidden]
         self.head = ShardedHead(layers, hidden, options.head)
         self._parameters = ShardedParameters(self.head)
-        # Leaving this block by an exception undoes what was done in it, and no more.
+        # If anything in here raises, what was done is undone, the last first, and the user's module is as it was. Where
+        # all goes well, `pop_all` keeps the callbacks of ``stack`` for the end, and forgets those of ``undo_all``.
         with ExitStack() as undo_all, ExitStack() as stack:
             undo_all.callback(self._parameters.restore)
             stack.callback(self._destroy_groups)
@@ -92,20 +94,20 @@ class Fitting(SharedByCopies):
 
     @property
     def bytes_sent(self) -> dict[str, int]:
-        """What this rank has sent in training steps, by what it was."""
+        """Bytes that this rank has sent in training steps, by kind of message."""
         total: Counter[str] = Counter()
         for channel in self.channels:
             total.update(channel.bytes_sent)
         return dict(total)
 
     def succeed(self) -> None:
-        """Set-up is complete: gather the head for what comes before the first step. All ranks must call it.
+        """Complete set-up, and gather the head for what comes before the first step. All ranks must call it.
 
         Raises:
             ValueError: an optimizer cannot work on rows.
         """
         policy.check_optimizers(self._optimizers(), self.head)
-        # If set-up has failed on another rank, this fails here, while the module can still be left as it was.
+        # If set-up has failed on another rank, this call fails, while `fail` can still restore the module.
         self.head.control.all_gather("end of set-up", torch.zeros(1, device=self._strategy.root_device))
         self._parameters.keep()
         if self._options.evaluation == "gathered":
@@ -114,28 +116,28 @@ class Fitting(SharedByCopies):
             self._stack.enter_context(callback.installed(self._module.trainer))
 
     def gather_if_unknown(self) -> None:
-        """Gather the head for a validation, if `GatherHead` has not: the tuner takes callbacks away for a while."""
+        """Gather the head for a validation if `GatherHead` has not, as when Lightning's tuner has removed callbacks."""
         if self._options.evaluation == "gathered" and not self.takeover.knows_head:
             self.takeover.gather_head()
 
     @contextmanager
     def validation_step(self) -> Iterator[None]:
-        """Run a validation step within: with a head that is never whole, its calls go through all ranks."""
+        """Run a validation step within the context. If the head is never gathered, its calls are collective there."""
         with self.takeover.exchanging() if self._options.evaluation == "sharded" else nullcontext():
             yield
 
     def fail(self) -> None:
-        """Set-up has failed: leave the module as it was, whole, without asking other ranks."""
+        """Restore the module after set-up has failed on this rank. No other rank is needed."""
         if self._parameters.restore():
             self._stack.close()
         else:
             self.abandon()
 
     def abandon(self) -> None:
-        """Leave the head as it is: after an exception the other ranks, and their rows, may be gone."""
+        """Leave the rows in the head. After an exception the other ranks may be gone, and their rows with them."""
         log.warning(
-            f"after an exception rank {self.head.channel.rank} is left with its part of {self._options.head!r}: load a "
-            "checkpoint before you use the module again"
+            f"after an exception rank {self.head.channel.rank} holds only its rows of {self._options.head!r}. Build "
+            "the module anew and load a checkpoint before you use it again"
         )
         self._stack.close()
 
@@ -143,11 +145,13 @@ class Fitting(SharedByCopies):
         """Make the head and its optimizer states whole again on every rank, in host memory. All ranks must call it."""
         if self._keeps_rows:
             log.warning(
-                f"state_dict_type='sharded': rank {self.head.channel.rank} is left with its rows of "
-                f"{self._options.head!r}. To use the whole head, pass a checkpoint through "
-                "lightning_dp.strategies.consolidate_checkpoint, and load it into a module built anew"
+                f"state_dict_type='sharded': rank {self.head.channel.rank} holds only its rows of "
+                f"{self._options.head!r} after fit. To use the whole head, convert a checkpoint with "
+                "lightning_dp.strategies.consolidate_checkpoint, and load it into a new module"
             )
         else:
+            # The gathered values were copies. Free them first, because what follows is the peak of memory: each rank
+            # ends with the whole weights and optimizer states.
             self.takeover.forget_gathered_head()
             for optimizer in self._optimizers():
                 make_whole(optimizer, self.head)
@@ -162,22 +166,28 @@ class Fitting(SharedByCopies):
         return state if self._keeps_rows else state | gather_parameters(self._module, self.head)
 
     def optimizer_state(self, optimizer: Optimizer, state: State) -> State:
-        """Return an optimizer's state for a checkpoint, as `module_state` does. All ranks must call it."""
+        """Return an optimizer's state for a checkpoint, like `module_state`. All ranks must call it."""
         return state if self._keeps_rows else gather_optimizer_state(optimizer, state, self.head)
 
     def own_states(self, states: list[State]) -> list[State]:
-        """Return the optimizers' states of a checkpoint with this rank's rows."""
-        both = zip(self._optimizers(), states, strict=False)  # as many as there are, as Lightning does
+        """Return the optimizers' states of a checkpoint, cut to this rank's rows."""
+        both = zip(self._optimizers(), states, strict=False)  # Lightning, too, ignores states without an optimizer
         return [own_optimizer_state(optimizer, state, self.head) for optimizer, state in both]
 
     def writes(self, is_plain: bool) -> bool:
-        """Whether `write` is to be used: Lightning's way makes two more copies of a checkpoint in memory.
+        """Return whether to save by `write`. Lightning's own way makes two more copies of a checkpoint in memory.
+
+        Args:
+            is_plain: whether the checkpoint is an ordinary local file to Lightning.
 
         Raises:
-            ValueError: rows are to be written, but not to a plain local file.
+            ValueError: each rank must write its rows, and the checkpoint is not a plain local file.
         """
         if self._keeps_rows and not is_plain:
-            raise ValueError("state_dict_type='sharded' writes local files; remove the checkpoint plug-in and options")
+            raise ValueError(
+                "state_dict_type='sharded' writes local files only; remove the checkpoint plugin and storage_options, "
+                "or use state_dict_type='full'"
+            )
         return is_plain
 
     def write(self, checkpoint: State, path: Path, barrier: Callable[[], None]) -> None:
@@ -188,7 +198,7 @@ class Fitting(SharedByCopies):
             write_to_disk(checkpoint, path)
 
     def _optimizers(self) -> list[Optimizer]:
-        return self._strategy.optimizers  # which do not exist before set-up ends
+        return self._strategy.optimizers  # they do not exist before set-up ends
 
     def _record_stage(self, stage: str, start_s: float, end_s: float) -> None:
         if self._strategy.on_stage is not None:

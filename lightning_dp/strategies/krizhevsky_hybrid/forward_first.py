@@ -1,7 +1,7 @@
-"""All passes forward, and later all passes backward: what a sharded head does where only its logits are asked for.
+"""All passes forward, and later all passes backward: what a sharded head does where the module calls it directly.
 
-The loss is computed outside, so no pass can go backward before all have gone forward. The graphs of all passes stay in
-memory until then.
+The loss is computed afterwards, outside, so no pass can run backward before all have run forward. The graphs of all
+passes stay in memory until then.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class ForwardFirst:
-    """Passes whose graphs are kept from forward to backward. Both are collectives: all ranks must take part.
+    """One call of the head, whose passes keep their graphs from forward to backward. Both are collectives.
 
     Args:
         passes: the head and its channels.
-        plan: which examples are in which pass.
-        seed: of the step, for dropout, the same on all ranks; None if nothing is drawn.
+        plan: which samples are in which pass.
+        seed: seed for dropout, the same on all ranks. None: nothing is drawn.
     """
 
     def __init__(self, passes: HeadPasses, plan: list[SubPass], seed: int | None) -> None:
@@ -34,17 +34,17 @@ class ForwardFirst:
         self._plan = plan
         self._seed = seed
         self._graphs: list[tuple[Tensor, Tensor]] | None = None  # features and own logits of each pass
-        # Each rank's loss is the mean over its own examples, and DDP averages the trunk's gradients over ranks. The
-        # head's gradients hold the sum over all ranks' examples, so they need the same division by K.
+        # Each rank's loss is the mean over its own samples, and the gradient of the whole is the mean over ranks. DDP
+        # divides the trunk's gradients by K. The head's, which sum up the samples of all ranks, are divided here.
         self._gradients = ParameterGradients(passes.head.parameters, 1 / passes.channel.world_size)
 
     def __call__(self, features: Tensor) -> Tensor:
-        """Features (n, *) of this rank's examples to their logits (n, C), in the graph of both."""
-        # Autograd turns gradients off inside of a Function, so what it was is passed in.
+        """Return the logits (n, C) for the features (n, *) of this rank's samples, as part of the autograd graph."""
+        # Within a Function gradients are always off, so the mode outside is passed in.
         return _ForwardFirst.apply(self, torch.is_grad_enabled(), features, *self._passes.head.parameters)
 
     def forward(self, features: Tensor, needs_gradient: bool, with_graph: bool) -> Tensor:
-        """Run all passes forward, and keep their graphs if ``with_graph``."""
+        """Run all passes forward. Keep their graphs if ``with_graph``."""
         passes, bounds = self._passes, self._passes.head.output_bounds
         graphs: list[tuple[Tensor, Tensor]] = []
         arriving: list[Finish] = []
@@ -54,15 +54,15 @@ class ForwardFirst:
                 x.requires_grad_(with_graph and needs_gradient)
                 own = passes.head(x, passes.seed_of_pass(self._seed, number), self._gradients)
             graphs.append((x, own))
-            # The logits travel to the examples' owners while the next pass is computed.
+            # The logits travel to the ranks that have the samples, while the next pass is computed.
             arriving.append(passes.exchange.to_owners(own.detach(), part, bounds))
         self._graphs = graphs if with_graph else None
-        if not arriving:  # no rank has any example
+        if not arriving:  # no rank has any sample
             return features.new_empty(0, bounds[-1][1])
         return torch.cat([finish() for finish in arriving])
 
     def backward(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient of the logits (n, C) to that of the features (n, *), and those of the head's parameters."""
+        """Return the gradients of the features (n, *) and of the parameters, given that of the logits (n, C)."""
         passes, bounds = self._passes, self._passes.head.output_bounds
         of_features = FeatureGradients(passes.exchange)
         arriving = prefetch_one(lambda part: passes.exchange.from_owners(gradient, part, bounds), self._plan)
@@ -87,9 +87,9 @@ class _ForwardFirst(torch.autograd.Function):
 
 
 def _keep_activations() -> torch.autograd.graph.saved_tensors_hooks:
-    """Return a context that keeps the activations of the passes even inside `torch.utils.checkpoint`.
+    """Return a context in which the activations of the passes are kept, even within `torch.utils.checkpoint`.
 
-    A checkpoint around the head would drop them and run the head again in backward, which would send every message of
-    the forward a second time.
+    A checkpoint around the head would free them and run the head again in backward, and all messages of the forward
+    would be sent twice.
     """
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

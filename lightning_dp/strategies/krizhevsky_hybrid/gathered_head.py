@@ -1,8 +1,9 @@
 """The whole head on every rank, for uses outside of training steps: evaluation, sample images, a logger's graph.
 
-Under DDP any rank may call the model at any time. A sharded head cannot be called so: its forward needs all ranks.
-Therefore its rows are gathered at points that all ranks pass, and kept until the next training step changes them. In
-between each rank computes the head alone, on its own examples, without a message.
+Under DDP any rank may call the model at any time: rank 0 logs sample images, traces the model for a graph, or validates
+more batches than the others. The forward of a sharded head needs all ranks, so such a call would wait for ranks that
+never come. Therefore all ranks gather the head's rows at points that all of them reach (`GatherHead`), and keep them
+until the next training step changes them. In between, each rank computes the head alone and sends nothing.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead, 
 
 
 class GatheredHead(SharedByCopies):
-    """The values of the head's parameters when this was made. All ranks must make it; what follows needs no other rank.
+    """The whole values of the head's parameters, as they are at construction.
+
+    The constructor is a collective: all ranks must call it. The methods need no other rank.
 
     Raises:
-        torch.OutOfMemoryError: the whole head does not fit on the device, with the option that does without it.
+        torch.OutOfMemoryError: the whole head does not fit on the device. The message names the option that avoids it.
     """
 
     def __init__(self, head: ShardedHead) -> None:
         self._head = head
         self._caller = _Caller(head.head)
+        # torch counts the changes of a tensor in place. They show whether an optimizer or a user has changed the rows.
         self._versions = {p: version_of(p) for p in head.parameters}
         try:
             self._whole = {p: whole_on_all_ranks(head, p.data, p, p.device) for p in head.parameters}
@@ -48,17 +52,18 @@ class GatheredHead(SharedByCopies):
         return self._whole[parameter]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the head's output for x, computed on this rank alone, as the head itself would before `fit`."""
+        """Return the head's output for x, (N, *) to (N, C), computed on this rank alone as before `fit`."""
         if torch.jit.is_tracing():
             return self._trace(x)
         with_gradient = torch.is_grad_enabled()
         named = self._caller.named_parameters(remove_duplicate=False)
         values = {name: self._in_graph(p) if with_gradient else self._whole[p] for name, p in named}
-        # The head's own forward, with other values for its parameters: hooks within the head see whole activations.
+        # This calls the head's own forward with other values for its parameters. The parameters themselves keep their
+        # rows, and hooks within the head see whole activations.
         return functional_call(self._caller, values, (x,))
 
     def _trace(self, x: Tensor) -> Tensor:
-        """Return the head's output by way of its layers: the tracer takes no functional_call."""
+        """Return the head's output layer by layer, because `torch.jit.trace` cannot record a functional_call."""
         for layer in self._head.layers:
             if isinstance(layer, nn.Linear):
                 x = F.linear(x, self._whole[layer.weight], None if layer.bias is None else self._whole[layer.bias])
@@ -67,12 +72,13 @@ class GatheredHead(SharedByCopies):
         return x
 
     def _in_graph(self, parameter: Tensor) -> Tensor:
+        """Return the whole value as a function of the rows, so that ``backward()`` leaves gradients in ``.grad``."""
         begin, end = self._head.bounds_of(parameter)[self._head.channel.rank]
         return _WholeValue.apply(parameter, self._whole[parameter], begin, end)
 
 
 class _Caller(nn.Module):
-    """Calls the head by its class's own ``forward``, past the one that replaces it while fitting."""
+    """Calls the ``forward`` of the head's class, and not the one that replaces it on the instance during ``fit``."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
@@ -83,12 +89,12 @@ class _Caller(nn.Module):
 
 
 class _WholeValue(torch.autograd.Function):
-    """From rows to the whole value; backward gives the rows their part, as DDP leaves local gradients in ``.grad``."""
+    """Rows to the whole value, which is known already. Backward returns the rows' part of this rank's own gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, whole: Tensor, begin: int, end: int) -> Tensor:
         ctx.bounds = begin, end
-        return whole.view_as(whole)
+        return whole.view_as(whole)  # a view, because autograd would mark ``whole`` itself as part of the graph
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:

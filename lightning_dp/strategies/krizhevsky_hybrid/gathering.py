@@ -1,4 +1,4 @@
-"""When the head is gathered while fitting: at points that all ranks pass, before anybody can ask for it."""
+"""When the head is gathered during ``fit``: at points that all ranks reach, before anything there can call it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import SharedByCopie
 class GatherHead(SharedByCopies, Callback):
     """Gathers the head when training or a validation begins, and when training ends.
 
-    A callback, and not a hook of the strategy, because Lightning calls the strategy last: other callbacks' and the
-    module's ``on_validation_start`` and ``on_train_end`` would come before it.
+    It is a callback because Lightning calls the hooks of callbacks first, then those of the module, and those of the
+    strategy last. From a hook of the strategy, the gather would come after the ``on_validation_start`` and
+    ``on_train_end`` of all others, which may call the head.
 
     Args:
-        gather: a collective that gathers the head.
-        is_known: returns whether it has been gathered since the last training step. The same on all ranks.
+        gather: gathers the head. All ranks must call it.
+        is_known: returns whether the head has been gathered since the last training step, the same on all ranks.
     """
 
     def __init__(self, gather: Callable[[], None], is_known: Callable[[], bool]) -> None:
@@ -26,22 +27,22 @@ class GatherHead(SharedByCopies, Callback):
         self._is_known = is_known
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Gather, if a checkpoint was loaded after set-up; Lightning calls this on all ranks."""
+        """Gather if a checkpoint was loaded after set-up. Lightning calls this on all ranks."""
         if not self._is_known():
             self._gather()
 
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Gather; Lightning calls this on all ranks, also on those without a batch."""
+        """Gather. Lightning calls this on all ranks, also on those without a batch."""
         self._gather()
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Gather; Lightning calls this on all ranks."""
+        """Gather. Lightning calls this on all ranks."""
         self._gather()
 
     @contextmanager
     def installed(self, trainer: Any) -> Iterator[None]:
-        """Be the first of the Trainer's callbacks within."""
-        # A new list each time: Lightning may be in the middle of the old one.
+        """Be the first of the Trainer's callbacks within the context."""
+        # A new list each time, because Lightning may be iterating over the old one.
         trainer.callbacks = [self, *trainer.callbacks]
         try:
             yield

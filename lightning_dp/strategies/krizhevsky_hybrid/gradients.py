@@ -1,4 +1,4 @@
-"""Gradients of passes through a sharded head: how they are computed, scaled and sent back."""
+"""Gradients of the passes through a sharded head: computed, scaled, and sent back to the features' ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_dp.strategies.krizhevsky_hybrid.schemes import SubPass
 def gradients_of(
     output: Tensor, inputs: Sequence[Tensor], gradient: Tensor | None = None, retain_graph: bool = False
 ) -> list[Tensor | None]:
-    """Return the gradient of each input; None for inputs that need none or do not contribute to the output."""
+    """Return the gradient of each input, or None if the input needs none or does not contribute to the output."""
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     if not wanted:
         return [None] * len(inputs)
@@ -26,8 +26,8 @@ def gradients_of(
 class FeatureGradients:
     """The gradients of the features, summed over ranks, pass by pass.
 
-    Each rank computes the part that goes through its own slices of the head. The sum of the parts goes to the rank that
-    the examples came from.
+    Each rank computes the part that comes through its own slices of the head. The rank that a sample came from
+    receives the sum of the parts.
     """
 
     def __init__(self, exchange: FeatureExchange) -> None:
@@ -36,10 +36,10 @@ class FeatureGradients:
         self._in_flight: Finish | None = None
 
     def send_back(self, gradient: Tensor | None, part: SubPass) -> None:
-        """Start to sum one pass's gradient, (N, *), over ranks, and finish the previous pass's sum.
+        """Start to sum one pass's gradient, (N, *), over ranks, and finish the sum of the previous pass.
 
-        The previous sum had the whole computation of this pass to arrive in. It is finished here, and not at the end of
-        the step, so that at most one pass's gradients are in memory twice.
+        The previous sum has travelled while this pass was computed. It is finished here, and not at the end of the
+        step, so that the buffers of at most one pass are in memory.
         """
         self._finish()
         if gradient is not None:
@@ -73,7 +73,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def require_no_part(loss: Tensor, others: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if one of the ``others``, parameters by name, contributes to ``loss``."""
+    """Raise ValueError if one of the ``others``, which are parameters by name, contributes to ``loss``."""
     gradients = gradients_of(loss, list(others.values()), retain_graph=True) if loss.requires_grad else []
     for name, gradient in zip(others, gradients, strict=False):
         if gradient is not None:
@@ -84,10 +84,10 @@ def require_no_part(loss: Tensor, others: Mapping[str, Tensor]) -> None:
 
 
 def take_once(ctx: Any, name: str) -> Any:
-    """Return ``ctx.name`` and drop it, so that its memory is free as early as possible.
+    """Return ``ctx.name`` and drop it, so that its memory is freed as early as possible.
 
     Raises:
-        RuntimeError: it was taken before: backward runs a second time.
+        RuntimeError: it was taken before, so backward runs a second time.
     """
     value = getattr(ctx, name)
     if value is None:

@@ -12,7 +12,7 @@ ELEMENTWISE = (
     *(nn.Identity, nn.Dropout, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish),
     *(nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Threshold),
 )
-"""Layers that may stand between linear ones: what they do to a feature depends on that feature alone."""
+"""Layers that may stand between linear ones. Each output depends on one input, so slices can be computed alone."""
 
 _ALLOWED = (
     "a head may be an nn.Linear, or an nn.Sequential of nn.Linear, elementwise activations, nn.Dropout and, before the "
@@ -21,10 +21,10 @@ _ALLOWED = (
 
 
 def divisible_layers(module: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
-    """Path and layer of each layer of the head, in order.
+    """Return path and module of each layer of the head, in order.
 
     Raises:
-        ValueError: one of them cannot be sharded over ranks, or there is no nn.Linear.
+        ValueError: a layer cannot be sharded over ranks, or there is no nn.Linear.
     """
     layers = list(_walk(module, name))
     before_linear = True
@@ -43,7 +43,7 @@ def divisible_layers(module: nn.Module, name: str) -> list[tuple[str, nn.Module]
 
 
 def _remedy(module: nn.Module, name: str, layer: nn.Module) -> str:
-    """What to do about a layer that cannot be sharded: almost always to name a smaller head."""
+    """Return what to do about a layer that cannot be sharded: almost always to name an inner layer as the head."""
     if isinstance(layer, nn.Linear):
         return "Use nn.Linear itself; a subclass may do anything with its weight"
     linears = [(path, part) for path, part in module.named_modules(prefix=name) if type(part) is nn.Linear]
@@ -66,16 +66,19 @@ def _walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def require_whole_layer(layer: nn.Linear, path: str) -> None:
-    """Raise ValueError if the layer holds one rank's rows, which `fit` leaves after an exception, or if asked to."""
+    """Raise ValueError if the layer holds one rank's rows, which an earlier `fit` can leave."""
     if layer.weight.shape != (layer.out_features, layer.in_features):
         raise ValueError(
-            f"{path}.weight is {tuple(layer.weight.shape)}, and not {(layer.out_features, layer.in_features)}: is it "
-            "the part of one rank, which a run left there that ended with an exception, or had "
-            "state_dict_type='sharded'? Build the module anew, and load a checkpoint"
+            f"{path}.weight is {tuple(layer.weight.shape)}, and not {(layer.out_features, layer.in_features)}. A run "
+            "that ends with an exception, or has state_dict_type='sharded', leaves one rank's rows there. Build the "
+            "module anew, and load a checkpoint"
         )
 
 
 def _require_plain(layer: nn.Linear, path: str) -> None:
     require_whole_layer(layer, path)
     if not isinstance(layer.weight, nn.Parameter):
-        raise ValueError(f"{path} computes its weight (weight_norm, spectral_norm, ...), which mixes rows; remove that")
+        raise ValueError(
+            f"{path} computes its weight (weight_norm, spectral_norm, ...), which mixes rows of different ranks; "
+            "remove the parametrization"
+        )

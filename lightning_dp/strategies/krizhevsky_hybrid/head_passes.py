@@ -1,11 +1,13 @@
 """The passes of a scheme through a sharded head (arXiv 1404.5997, section 4).
 
-Two callables take the place of the head's ``forward`` in a training step:
+In a training step one of two functions takes the place of the head's ``forward``:
 
-- `HeadPasses.own_batch`: features in and logits out are this rank's own. All passes go forward first; all go backward
-  when autograd comes to it (`forward_first`).
-- `HeadPasses.forward_in_pass`, during a pass of `HeadPasses.step`: features are the same on all ranks, and logits stay
-  sharded. `step` knows the loss of a pass, so that each pass goes forward and backward at once (`pass_by_pass`).
+- `HeadPasses.own_batch`, where the module calls the head itself. Features and logits are those of this rank's samples.
+  The loss is computed afterwards, outside. So all passes first run forward, and all run backward when autograd reaches
+  the head (`forward_first`).
+- `HeadPasses.forward_in_pass`, within `HeadPasses.step`, where the module has a ``head_step``. Features are those of
+  the pass's samples, the same on all ranks, and the logits stay sharded. `step` knows the loss of each pass, so each
+  pass runs forward and backward at once (`pass_by_pass`), and only one pass's activations are in memory.
 """
 
 from __future__ import annotations
@@ -35,13 +37,14 @@ HeadStep = Callable[[Tensor, dict[str, Any]], Tensor]
 
 
 class HeadPasses(SharedByCopies):
-    """The passes of one scheme through ``head``. Every call is a collective: all ranks must make it.
+    """The passes of one scheme through ``head``. Every method is a collective: all ranks must call it.
 
     Args:
         head: in its sharded state.
         scheme: "a", "b" or "c".
-        channel: for features and their gradients. It needs a process group of its own: features travel while the head
-            exchanges activations over its channel, and messages of one group must start in the same order on all ranks.
+        channel: for features and their gradients. It needs a process group of its own. Features travel while the head
+            exchanges activations over its channel, and the messages of one group must start in the same order on all
+            ranks.
     """
 
     def __init__(self, head: ShardedHead, scheme: Scheme, channel: Channel) -> None:
@@ -49,27 +52,29 @@ class HeadPasses(SharedByCopies):
         self.scheme = scheme
         self.channel = channel
         self.exchange = FeatureExchange(channel)
-        self.num_calls = 0  # of the head, alone and in passes
-        self.num_steps = 0
+        self.num_calls = 0  # calls of the head, in passes and outside
+        self.num_steps = 0  # calls of `step`
 
     def own_batch(self, features: Tensor) -> Tensor:
-        """Logits (n, C) of this rank's n examples, from their features (n, *); n may differ between ranks, and be 0."""
+        """Return the logits (n, C) for the features (n, *) of this rank's samples. n may differ, and may be 0."""
         self.num_calls += 1
         check_hooks(self.head)
         sizes, seed = self.exchange.exchange_batch_sizes(features, needs_seed=self.head.draws_random_numbers)
         return ForwardFirst(self, sub_passes(self.scheme, sizes), seed)(features)
 
     def forward_in_pass(self, features: Tensor, gradients: ParameterGradients) -> Tensor:
-        """Features (N, *) of a pass, the same on all ranks, to logits (N, C) whose columns stay with their ranks."""
+        """Return the sharded logits (N, C) for the features (N, *) of a pass, which are the same on all ranks."""
         self.num_calls += 1
-        # The gradient of the features is summed over the K ranks, and DDP then divides the trunk's gradients by K, so
-        # the sum must be K times the gradient of the loss. What else ``head_step`` computes from the features (a
-        # penalty on them) has its whole gradient on every rank, so the sum alone makes it K times as large. The head's
-        # part has not: each rank has the share of its own slices only. Without the factor here the trunk would be
-        # trained with a K-th of the head's gradient.
+        # DDP divides the trunk's gradients by K, so the features' gradients, summed over the K ranks, must be K times
+        # the gradient of the loss. The features' gradient has two parts:
+        # - what ``head_step`` computes from the features directly, such as a penalty on them: each rank computes this
+        #   part in full, so the sum over ranks is K times as large by itself;
+        # - what comes through the head: each rank computes the share of its own slices, so the sum is the gradient
+        #   once. This factor makes it K times as large, too. Without it the head would train the trunk K times too
+        #   slowly.
         features = scale_gradient(features, self.channel.world_size)
-        # `one_pass` has seeded the generator alike on all ranks. A seed drawn from it is the same on all of them, and
-        # the same again when a checkpoint recomputes the head in backward.
+        # `one_pass` gives all ranks the same generator state, so this draws the same seed on all of them. It draws the
+        # same once more when torch.utils.checkpoint calls the head again in backward, because that restores the state.
         seed = int(torch.randint(2**62, ()).item()) if self.head.draws_random_numbers else None
         own = self.head(features, seed, gradients)
         return ShardedLogits(own, self.head.output_bounds, self.head.channel)
@@ -84,24 +89,24 @@ class HeadPasses(SharedByCopies):
         others: Mapping[str, Tensor] | None = None,
         only_factor: float | None = None,
     ) -> Tensor:
-        """The mean loss over the examples of all ranks, the same on all; each pass goes forward and backward at once.
+        """Run each pass forward and backward, and return the mean loss over all ranks' samples, the same on all ranks.
 
-        Backward of the returned loss hands out gradients that are computed already. Those of the features are K times
-        the gradient of the loss, because the trunk's gradients are averaged over ranks afterwards.
+        The gradients are known when this returns, and backward of the loss only hands them out. The features' are K
+        times the gradient of the loss, because DDP averages the trunk's gradients afterwards.
 
         Args:
-            features: (n, *) of this rank's examples.
-            arguments: what ``head_step`` gets beside them, by name: see `StepArguments`.
-            head_step: from features and arguments of a pass to its mean loss.
-            update: called with the gradients of the head's parameters after each pass (section 4.2, variable batch
-                size); backward then has none left for them. None: there is one update for the whole network.
+            features: (n, *) of this rank's samples.
+            arguments: the other arguments of ``head_step``, by name. See `StepArguments`.
+            head_step: returns the mean loss for the features and arguments of a pass.
+            update: called after each pass with the gradients of the head's parameters (section 4.2, variable batch
+                size). Backward then has none left for them. None: there is one update of the whole network.
             scale: multiplies a loss before backward, and is divided out of the result (for 16-bit gradients).
             others: parameters outside the head, by name. Their gradients would be lost, so they must have none.
             only_factor: see `hand_out`.
 
         Raises:
-            ValueError: ``head_step`` returns something else than one number, or another number than on another rank, or
-                trains one of the ``others``; or see `StepArguments`.
+            ValueError: ``head_step`` does not return a single number, or returns different ones on the ranks, or uses
+                one of the ``others``. See also `StepArguments`.
         """
         check_hooks(self.head)
         own = StepArguments(arguments, len(features))
@@ -109,10 +114,7 @@ class HeadPasses(SharedByCopies):
         own.gather(self.exchange, sizes)
 
         def loss_of(part: SubPass, x: Tensor) -> Tensor:
-            loss = head_step(x, own.of_pass(part))
-            if not isinstance(loss, Tensor) or loss.dim() != 0:
-                what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-                raise ValueError(f"head_step returned {what}; it must return the mean loss of its examples, one number")
+            loss = _require_number(head_step(x, own.of_pass(part)))
             if self.num_steps == 0:
                 self._require_same_loss(loss)
             require_no_part(loss, others or {})
@@ -123,15 +125,16 @@ class HeadPasses(SharedByCopies):
         return hand_out(result, features, self.head.parameters, only_factor)
 
     def seed_of_pass(self, seed: int | None, number: int) -> int | None:
-        """Return the first of the K + 1 seeds that pass ``number`` uses: one for all ranks together, one for each."""
+        """Return the first of the K + 1 seeds of pass ``number``: one that all ranks share, and one for each rank."""
         return None if seed is None else seed + number * (self.channel.world_size + 1)
 
     @contextmanager
     def one_pass(self, seed: int | None, device: torch.device, gradients: ParameterGradients) -> Iterator[None]:
-        """Forward and backward of a pass of `step`: the head keeps its logits sharded, and all ranks draw alike.
+        """Run one pass of `step` within the context: the head returns sharded logits, and ranks draw the same numbers.
 
-        ``head_step`` runs on every rank with the same examples. If it drew different random numbers on each (noise on
-        the features, say), the ranks would compute different losses and add up gradients that do not belong together.
+        ``head_step`` runs on every rank with the same samples. If it drew different random numbers on each, as noise
+        on the features for example, the ranks would compute different losses, and the sum of their gradients would be
+        the gradient of none of them.
         """
         forward = partial(self.forward_in_pass, gradients=gradients)
         with seeded(seed, device), self.recorded(), self.head.forwarding_to(forward):
@@ -139,7 +142,7 @@ class HeadPasses(SharedByCopies):
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Report the work on one pass as the stage "head"."""
+        """Report the work on one pass, within the context, as the stage "head"."""
         begin_s = time.perf_counter()
         yield
         if self.channel.on_stage is not None:
@@ -148,15 +151,23 @@ class HeadPasses(SharedByCopies):
     def _require_same_loss(self, loss: Tensor) -> None:
         """Raise ValueError if ``head_step`` has used something that differs between ranks.
 
-        Every rank runs it with the same examples, so only data beside its arguments can make a difference: rows of this
-        rank's batch that ``training_step`` left on the module, for example, which belong to other examples.
+        Every rank runs it with the same samples, so its result can differ only by data beside its arguments, such as
+        rows of this rank's batch that ``training_step`` has left on the module. They do not belong to the pass.
         """
         if self.channel.world_size == 1:
             return
         losses = self.head.control.all_gather("loss of a pass", loss.detach().double())
         if not torch.allclose(losses, losses[:1].expand_as(losses), rtol=1e-3, atol=1e-6, equal_nan=True):
             raise ValueError(
-                f"head_step returns different losses on the ranks for the same examples: {losses.tolist()}. It may use "
+                f"head_step returns different losses on the ranks for the same samples: {losses.tolist()}. It may use "
                 "its arguments and the module's parameters, but nothing that belongs to this rank's batch alone. Pass "
                 "such data as further arguments: self.head_step(features, target, weights)"
             )
+
+
+def _require_number(loss: Any) -> Tensor:
+    """Return what ``head_step`` has returned, or raise ValueError if it is not a single number in a tensor."""
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ValueError(f"head_step returned {what}; it must return the mean loss of its samples, one number")
+    return loss

@@ -1,4 +1,4 @@
-"""Updates of a sharded head, and clipping by a norm of which each rank knows a part."""
+"""Updates of a sharded head alone, and clipping by a norm to which every rank contributes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def update_head(
     head: ShardedHead,
     gradients: Sequence[Tensor | None],
 ) -> None:
-    """Step the head alone, with the gradients of one pass (arXiv 1404.5997, section 4.2). All ranks must call it.
+    """Update the head alone with the gradients of one pass (arXiv 1404.5997, section 4.2). All ranks must call it.
 
-    The optimizers are the user's own: they skip parameters without a gradient, so the trunk stays as it is.
+    It steps the user's own optimizers. They skip parameters without a gradient, so the trunk does not change.
     """
     own = dict(zip(head.parameters, gradients, strict=True))
     for optimizer in optimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if not any(p in own for p in parameters):
             continue
-        # With gradient accumulation the trunk has gradients of earlier batches, which wait for its own step.
+        # With gradient accumulation the trunk has gradients of earlier batches, which it keeps for its own step.
         accumulated = {p: p.grad for p in parameters if p not in own}
         for p in parameters:
             p.grad = own.get(p)

@@ -1,7 +1,7 @@
 """How a sharded head's parameters become rows, and whole tensors again. All ranks must make the same calls.
 
-Nothing here needs more memory on a device than a rank's own rows and one slice that travels, unless a whole tensor is
-asked for there.
+On a device nothing here needs more memory than a rank's own rows and one slice that is being sent, unless the caller
+wants the whole tensor on that device.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ CPU = torch.device("cpu")
 
 
 class ShardedParameters(SharedByCopies):
-    """The head's parameters, which are rows between `shard` and `restore` or `unshard`."""
+    """The head's parameters. They hold rows from `shard` to `restore` or `unshard`."""
 
     def __init__(self, head: ShardedHead) -> None:
         self._head = head
-        self._before: dict[Tensor, Tensor] = {}  # what parameters held on this rank, from `shard` to `keep`
+        self._before: dict[Tensor, Tensor] = {}  # this rank's values before `shard`; dropped by `keep`
 
     def shard(self, device: torch.device) -> None:
         """Leave this rank's rows in the parameters, on ``device``. All ranks must call it.
 
-        Ranks start from rank 0's values, as under DDP. They are sent from where the module was built, mostly host
-        memory, so that no device ever holds the whole. Layers on the meta device get their values here, row by row, by
-        ``reset_parameters``.
+        All ranks start from rank 0's values, as under DDP. Rank 0 sends them from where the module was built, usually
+        host memory, so no device ever holds the whole. Layers on the meta device have no values yet: each rank
+        initializes its rows with the layer's ``reset_parameters``.
         """
         head = self._head
         is_meta = self._agree_on_meta(device)
@@ -46,14 +46,14 @@ class ShardedParameters(SharedByCopies):
                     layer.reset_parameters()
 
     def keep(self) -> None:
-        """Set-up has succeeded: forget the values of before."""
+        """Free the values of before `shard`. Set-up has succeeded, so they are not needed any more."""
         self._before = {}
 
     def restore(self) -> bool:
-        """Set-up has failed, on this rank at least: put back what was there, without asking other ranks.
+        """Put back what the parameters held before `shard`. Set-up has failed, and other ranks may be gone.
 
         Returns:
-            False if that is forgotten, so that rows are left.
+            False if `keep` has freed those values, so that the parameters still hold rows.
         """
         for parameter, before in self._before.items():
             _set_data(parameter, before)
@@ -63,14 +63,14 @@ class ShardedParameters(SharedByCopies):
         return is_whole
 
     def unshard(self) -> None:
-        """Put the whole values back, in host memory, where Lightning leaves a module after ``fit``."""
+        """Gather the whole values, in host memory, where Lightning leaves a module after ``fit``."""
         for parameter in self._head.parameters:
             parameter.grad = None
             _set_data(parameter, whole_on_all_ranks(self._head, parameter.data, parameter, CPU))
         self._head.is_sharded = False
 
     def _agree_on_meta(self, device: torch.device) -> dict[nn.Linear, bool]:
-        """Return for each layer whether it has no values on rank 0, whose values count."""
+        """Return for each layer whether it is on the meta device on rank 0, whose values all ranks take."""
         head = self._head
         flags = torch.tensor([any(p.is_meta for p in layer.parameters()) for layer in head.linears], device=device)
         of_rank_0 = head.control.all_gather("meta", flags)[0].tolist()
@@ -89,7 +89,7 @@ class ShardedParameters(SharedByCopies):
         for peer, (first, last) in enumerate(head.bounds_of(parameter)):
             if peer == 0:
                 continue
-            # One peer after the other: on a GPU rank 0 then holds one slice more than its own.
+            # One peer after the other, so that the GPU of rank 0 holds one slice beside its own, and not all of them.
             sends = [nothing] * head.channel.world_size
             receives = list(sends)
             if rank == 0:
@@ -103,21 +103,21 @@ class ShardedParameters(SharedByCopies):
 
 
 def _set_data(parameter: Tensor, data: Tensor) -> None:
-    """Give a parameter other data, and no gradient, while it stays the same object."""
+    """Give a parameter other data and no gradient. It stays the same object, which optimizers may refer to."""
     parameter.grad = None
-    if parameter.is_meta != data.is_meta:  # which cannot take each other's data, but can change places
+    if parameter.is_meta != data.is_meta:  # torch refuses to assign ``.data`` from and to the meta device
         torch.utils.swap_tensors(parameter, nn.Parameter(data, parameter.requires_grad))
     else:
         parameter.data = data
 
 
 def whole_on_all_ranks(head: ShardedHead, rows: Tensor, parameter: Tensor, device: torch.device) -> Tensor:
-    """Gather a tensor of the shape of the sharded ``parameter`` on every rank, on ``device``."""
+    """Gather ``rows``, of ``parameter`` or of an optimizer state like it, on every rank, on ``device``."""
     return _gather(head, rows, parameter, device, range(head.channel.world_size))
 
 
 def whole_on_rank_0(head: ShardedHead, rows: Tensor, parameter: Tensor) -> Tensor:
-    """Gather a tensor of the shape of the sharded ``parameter`` in rank 0's host memory; others get their rows back."""
+    """Gather ``rows`` as `whole_on_all_ranks` does, in the host memory of rank 0. Other ranks get their rows back."""
     return _gather(head, rows, parameter, CPU, [0])
 
 
@@ -134,7 +134,7 @@ def _gather(
         sends = [rows if peer in receivers else rows[:0] for peer in range(world_size)]
         channel.all_to_all("parameters", sends, blocks).wait()
     else:
-        # Slices arrive on the GPU and go on to host memory; one after the other, so that no GPU holds the whole.
+        # Slices arrive on the GPU and are copied to host memory, one after the other, so that no GPU holds the whole.
         for source in range(world_size):
             begin, end = bounds[source]
             arriving = rows.new_empty(end - begin if is_receiver else 0, *rows.shape[1:])

@@ -1,7 +1,7 @@
-"""Forward and backward of each pass at once: what a sharded head does where the loss of a pass is known (`head_step`).
+"""Each pass forward and backward at once: what a sharded head does where the loss of a pass is known (`head_step`).
 
-This is the schedule of arXiv 1404.5997, section 4: K forward and backward passes alternate, and the features of the
-next pass travel while the head works on this one. Only one pass's activations are in memory.
+This is the schedule of arXiv 1404.5997, section 4: forward and backward alternate, and the features of the next pass
+travel while the head computes the current one. Only one pass's activations are in memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Scale = Callable[[Tensor], Tensor]
 
 @dataclass
 class StepResult:
-    """What the passes of one step have computed: the loss, and gradients that backward only hands out."""
+    """What the passes of one step have computed: the loss, and the gradients that backward hands out."""
 
     loss: Tensor
     features_gradient: Tensor | None
@@ -47,20 +47,21 @@ def run_passes(
     scale: Scale,
 ) -> StepResult:
     """Run forward and backward of each pass. All ranks must call it; arguments are those of `HeadPasses.step`."""
-    num_examples = sum(part.num_examples for part in plan)
-    loss = features.new_full((), 0.0 if num_examples else torch.nan)
+    num_samples = sum(part.num_samples for part in plan)
+    loss = features.new_full((), 0.0 if num_samples else torch.nan)
     of_features = FeatureGradients(passes.exchange)
     sums = ParameterGradients(passes.head.parameters)
     detached = features.detach()
     for number, (part, x) in enumerate(prefetch_one(lambda part: passes.exchange.assemble(detached, part), plan)):
-        share = part.num_examples / num_examples
+        share = part.num_samples / num_samples
         with torch.enable_grad(), passes.one_pass(passes.seed_of_pass(seed, number), x.device, sums):
             x.requires_grad_(features.requires_grad)
             loss_of_part = loss_of(part, x)
             loss = loss + share * loss_of_part.detach()
-            # One update of everything follows the mean over the whole step, so a pass counts by its share of examples.
-            # An update of the head after each pass follows the mean over that pass alone; there the share is left to
-            # the features, whose gradients still belong to one update of the trunk.
+            # With one update per step, the loss is the mean over the whole step, so a pass counts by its share of the
+            # samples. With an update of the head after each pass (variable batch size), the head's loss is the mean
+            # over that pass alone. The trunk still has one update per step, so only the features' gradients are
+            # multiplied by the share.
             share_of_loss, share_of_x = (share, 1.0) if update is None else (1.0, share)
             with torch.autocast(x.device.type, enabled=False):
                 of_x, *of_parameters = gradients_of(scale(loss_of_part) * share_of_loss, [x, *passes.head.parameters])
@@ -68,7 +69,7 @@ def run_passes(
         sums.add(of_parameters)
         if update is not None:
             update(sums.take(reuse_memory=True))
-            # Autocast caches 16-bit copies of parameters; those of the head are stale now.
+            # Autocast caches 16-bit copies of the parameters. The update has made those of the head stale.
             torch.clear_autocast_cache()
         # Free this pass's graph before the next one's is built, or two of them would be in memory at once.
         del x, loss_of_part, of_x, of_parameters
@@ -78,13 +79,16 @@ def run_passes(
 def hand_out(
     result: StepResult, features: Tensor, parameters: Sequence[Tensor], only_factor: float | None = None
 ) -> Tensor:
-    """Return the loss. Its backward gives ``features`` and ``parameters`` the gradients that are computed already.
+    """Return the loss as a function of ``features`` and ``parameters``. Its gradients are those of `run_passes`.
 
     Args:
-        result: of `run_passes`.
-        features: those that it was given.
+        result: what `run_passes` has returned.
+        features: the features that `run_passes` was given.
         parameters: the head's.
-        only_factor: what backward may multiply the loss's gradient by; None: anything.
+        only_factor: the only factor by which the loss may be multiplied before backward. None: any.
+
+    Raises:
+        ValueError: in backward, the loss was multiplied by another factor than ``only_factor``.
     """
     return _HandOut.apply(result, only_factor, features, *parameters)
 
@@ -106,14 +110,14 @@ class _HandOut(torch.autograd.Function):
         factor = gradients[0] / result.loss_scale
         if ctx.only_factor is not None:
             _require_factor(factor.item(), ctx.only_factor)
-        # On a GPU reading the factor would wait for the device, which costs more than the multiplication.
+        # On a GPU, to read the factor takes longer than to multiply: the read waits for the device.
         if factor.is_cuda or factor != 1:
             found = [None if gradient is None else gradient.mul_(factor) for gradient in found]
         return None, None, *found
 
 
 def _require_factor(factor: float, expected: float) -> None:
-    """Raise ValueError if the loss was multiplied by something: the head's updates have been made without it."""
+    """Raise ValueError if the loss was multiplied by another factor: the head was updated without it."""
     if not math.isclose(factor, expected, rel_tol=1e-3):
         raise ValueError(
             f"the loss of head_step was multiplied by {factor / expected:g} before backward. With variable_batch=True "

@@ -1,4 +1,4 @@
-"""What `KrizhevskyHybridStrategy` can work with: checks without state, each with the remedy in its message."""
+"""Checks of what `KrizhevskyHybridStrategy` works with. They keep no state, and their messages name the remedy."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ ELEMENTWISE_OPTIMIZERS = (
 _ALLOW_NO_BATCHES = "allow_zero_length_dataloader_with_multiple_devices"
 
 LAYERWISE_OPTIMIZERS = ("lars", "lamb", "novograd", "shampoo", "soap", "muon", "adafactor", "lbfgs", "sam")
-"""Names, in lower case, of optimizers that look at parameters as a whole, wherever they come from."""
+"""Names, in lower case, of optimizers from any library that compute with whole parameters, such as their norms."""
 
 HEAD_STEP_EXAMPLE = """
-    def head_step(self, features, target):  # -> the mean loss of these examples
+    def head_step(self, features, target):  # -> the mean loss of these samples
         logits = self.{head}(features)
         return F.cross_entropy(logits, target)
 
@@ -44,7 +44,7 @@ HEAD_STEP_EXAMPLE = """
 def check_arguments(
     scheme: str | None, variable_batch: bool, evaluation: str, state_dict_type: str, ddp_kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError for arguments of the strategy that are not known, or do not go together."""
+    """Raise ValueError for arguments of the strategy that are unknown or do not go together."""
     if scheme is not None and scheme not in SCHEMES:
         raise ValueError(f"scheme={scheme!r} is not known; use one of {', '.join(map(repr, SCHEMES))}")
     if variable_batch and scheme == "a":
@@ -54,14 +54,16 @@ def check_arguments(
     if state_dict_type not in ("full", "sharded"):
         raise ValueError(f"state_dict_type={state_dict_type!r} is not known; use 'full' or 'sharded'")
     if ddp_kwargs.get("model_averaging_period") is not None:
-        raise ValueError("model_averaging_period cannot be given: ranks hold different parts of the head")
+        raise ValueError(
+            "model_averaging_period cannot be used, because ranks hold different parts of the head; remove it"
+        )
 
 
 def find_head(module: LightningModule, name: str) -> nn.Module:
     """Return the submodule called ``name``.
 
     Raises:
-        ValueError: there is none, or it is the whole module.
+        ValueError: there is no such submodule, or ``name`` is empty.
     """
     if name:
         try:
@@ -70,19 +72,19 @@ def find_head(module: LightningModule, name: str) -> nn.Module:
             pass
     there_are = [child for child, part in module.named_modules() if child and any(True for _ in part.parameters())]
     raise ValueError(
-        f"head={name!r} names no submodule of {type(module).__name__}; {STRATEGY} can be given one of "
-        f"{', '.join(there_are) or 'none: it has no parameters'}"
+        f"head={name!r} names no submodule of {type(module).__name__}; use one of "
+        f"{', '.join(there_are) or 'another module: this one has no parameters'}"
     )
 
 
 def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_name: str, variable_batch: bool) -> None:
-    """Raise ValueError for what cannot work with a head of which a rank holds a part."""
-    # Before all else: through a compiled module the head's parameters have other names.
+    """Raise ValueError if the module or the Trainer has something that does not work with a sharded head."""
+    # First, because in a compiled module the head's parameters have other names, which would confuse the other checks.
     compiled = compiled_parts_around(module, head)
     if compiled:
         raise ValueError(
-            f"{compiled[0]} is compiled or scripted, and {STRATEGY} exchanges activations within {head_name!r}, which "
-            "cannot be part of that; compile the trunk alone"
+            f"{compiled[0]} is compiled or scripted, and contains or belongs to the head {head_name!r}, in which "
+            f"{STRATEGY} exchanges activations; compile the trunk alone"
         )
     divisible_layers(head, head_name)
     if variable_batch and not callable(getattr(module, "head_step", None)):
@@ -94,44 +96,46 @@ def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_na
     owned = {id(parameter) for parameter in head.parameters()}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) in owned and not name.startswith(f"{head_name}."):
-            raise ValueError(f"{name} shares a parameter with {head_name!r}, of which ranks hold parts; untie them")
+            raise ValueError(
+                f"{name} shares a parameter with the head {head_name!r}, which is sharded over ranks; untie them"
+            )
         if parameter.is_meta and id(parameter) not in owned:
             raise ValueError(
-                f"{name} is on the meta device; {STRATEGY} can make values for the head {head_name!r} only. Build the "
-                "rest on the CPU"
+                f"{name} is on the meta device; {STRATEGY} initializes the head {head_name!r} only. Build the rest on "
+                "the CPU"
             )
     if any(getattr(each, _ALLOW_NO_BATCHES, False) for each in (module, trainer.datamodule)):
         raise ValueError(
-            f"{_ALLOW_NO_BATCHES}=True lets ranks without batches leave a validation out, in which all ranks gather "
-            f"the head {head_name!r}; give each rank a batch, if only an empty one, and set it to False"
+            f"{_ALLOW_NO_BATCHES}=True lets ranks without batches skip a validation, at the start of which all ranks "
+            f"gather the head {head_name!r}; give each rank a batch, even an empty one, and set it to False"
         )
     for callback in trainer.callbacks:
         if any("WeightAveraging" in base.__name__ for base in type(callback).__mro__):
             raise ValueError(
-                f"{type(callback).__name__} keeps copies of the parameters, of which ranks hold parts of the head; "
-                f"remove it, or use another strategy than {STRATEGY}"
+                f"{type(callback).__name__} keeps copies of the parameters, and each rank holds only a part of the "
+                f"head's; remove it, or use another strategy than {STRATEGY}"
             )
 
 
 def check_hooks(head: ShardedHead) -> None:
-    """Raise ValueError for hooks that would see slices of activations, or rows of gradients. Called in every step."""
+    """Raise ValueError for hooks that would see slices of activations or rows of gradients. Called in every step."""
     for name, layer in head.head.named_modules(prefix=head.name):
-        # A forward hook of the head itself sees features and logits as they are.
+        # A forward hook of the head as a whole sees whole features and logits.
         if (layer is not head.head and has_forward_hooks(layer)) or has_backward_hooks(layer):
             raise ValueError(
-                f"{name} has hooks, and within the head {head.name!r} they would see this rank's slices only; remove "
+                f"{name} has hooks, and within the head {head.name!r} they would see only this rank's slices; remove "
                 "them, or register a forward hook on the head as a whole"
             )
     for name, parameter in head.head.named_parameters(prefix=head.name):
         if has_tensor_hooks(parameter):
             raise ValueError(
-                f"{name} has hooks on its gradient, and they would see this rank's rows only; remove them, and change "
+                f"{name} has hooks on its gradient, and they would see only this rank's rows; remove them, and change "
                 "gradients row by row in on_after_backward"
             )
 
 
 def check_precision(plugin: Any, variable_batch: bool) -> None:
-    """Raise ValueError for a precision that would go wrong."""
+    """Raise ValueError for a precision that does not work with ``variable_batch``."""
     if variable_batch and getattr(plugin, "scaler", None) is not None:
         raise ValueError(
             f"variable_batch=True cannot run with precision={plugin.precision!r}: the gradient scaler decides once a "
@@ -140,36 +144,36 @@ def check_precision(plugin: Any, variable_batch: bool) -> None:
 
 
 def require_whole(module: nn.Module, head_name: str) -> None:
-    """Raise ValueError if an earlier `fit` has left this rank's rows in the head. A module without it is whole."""
+    """Raise ValueError if an earlier `fit` has left this rank's rows in the head."""
     try:
         head = module.get_submodule(head_name)
     except AttributeError:
-        return
+        return  # a module without this head, evaluated with this strategy, has no rows
     for path, layer in head.named_modules(prefix=head_name):
         if type(layer) is nn.Linear:
             require_whole_layer(layer, path)
 
 
 def warn_of_requeue(cluster_environment: Any) -> None:
-    """Say that Lightning's requeueing under SLURM saves a checkpoint wherever a rank stands when the signal comes."""
+    """Warn that Lightning's requeueing under SLURM saves a checkpoint wherever a rank is when the signal comes."""
     if getattr(cluster_environment, "requeue_signal", None) and getattr(cluster_environment, "auto_requeue", False):
         log.warning(
-            f"{STRATEGY}: a checkpoint is made by all ranks together, and Lightning's requeueing asks for one in the "
-            "midst of a step, which ends the job; use plugins=[SLURMEnvironment(auto_requeue=False)] and "
+            f"{STRATEGY}: all ranks make a checkpoint together, and Lightning's requeueing saves one in the middle of "
+            "a step, which ends the job with an error; use plugins=[SLURMEnvironment(auto_requeue=False)] and "
             "ModelCheckpoint(every_n_train_steps=...)"
         )
 
 
 def check_optimizers(optimizers: list[Optimizer], head: ShardedHead) -> None:
-    """Refuse optimizers that are known to look at a parameter as a whole; of unknown ones, say what they must be like.
+    """Refuse optimizers that are known to compute with whole parameters, and warn of unknown ones.
 
     Raises:
-        ValueError: an optimizer would compute something else from parts of a parameter.
+        ValueError: an optimizer computes something else from a part of a parameter than from the whole.
     """
     for optimizer in optimizers:
         if not any(head.owns(p) for group in optimizer.param_groups for p in group["params"]):
             continue
-        # The exact type: a subclass may take norms of whole layers, as implementations of LARS do that extend SGD.
+        # The exact type, because a subclass may take norms of whole layers. Some LARS implementations extend SGD.
         kind = type(optimizer)
         if kind in ELEMENTWISE_OPTIMIZERS or kind.__module__.startswith("lightning_dp."):
             continue
@@ -177,9 +181,10 @@ def check_optimizers(optimizers: list[Optimizer], head: ShardedHead) -> None:
         if is_layerwise or kind.__module__.startswith("torch."):
             known = ", ".join(each.__name__ for each in ELEMENTWISE_OPTIMIZERS)
             raise ValueError(
-                f"{kind.__name__} looks at parameters as a whole, and ranks hold parts of the head's; use {known}"
+                f"{kind.__name__} computes with whole parameters, and each rank holds only a part of the head's; use "
+                f"one of {known}"
             )
         log.warning(
-            f"{kind.__name__} updates rows of the head's weights on each rank: it must be elementwise (one that takes "
-            "norms of whole layers, as LARS and LAMB do, would compute something else)"
+            f"{kind.__name__} updates rows of the head's weights on each rank, so it must be elementwise. If it takes "
+            "norms of whole layers, as LARS and LAMB do, the result is wrong"
         )

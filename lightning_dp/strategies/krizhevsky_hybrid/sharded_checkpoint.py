@@ -1,7 +1,7 @@
 """Checkpoints in which each rank writes its own rows of the head, so that no rank ever holds all of it.
 
-A checkpoint is a folder: ``checkpoint.ckpt`` with all but the head, written by rank 0, and a file of rows from each
-rank. It can be loaded on any number of ranks. `consolidate` makes an ordinary file of it, for any other use.
+A checkpoint is a folder with ``checkpoint.ckpt``, which holds everything but the head and is written by rank 0, and a
+file of rows from each rank. It can be loaded on any number of ranks. `consolidate` converts it to an ordinary file.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ def save(
     head: ShardedHead,
     barrier: Callable[[], None],
 ) -> None:
-    """Write a checkpoint that holds this rank's rows of the head. All ranks must call it, on one file system.
+    """Write a checkpoint to which each rank contributes its rows of the head.
+
+    All ranks must call it, and all must see the same file system.
 
     Args:
-        checkpoint: Lightning's, of this rank.
-        folder: where to; what is there is replaced when all ranks have written.
-        module: that the head belongs to.
+        checkpoint: this rank's checkpoint, as Lightning makes it.
+        folder: path of the checkpoint. What is there is replaced once all ranks have written.
+        module: the module that the head belongs to.
         optimizers: in the order of the checkpoint's ``optimizer_states``.
         head: in its sharded state.
         barrier: returns when all ranks have called it.
@@ -58,17 +60,18 @@ def save(
 
 
 def is_sharded(path: Any) -> bool:
-    """Whether there is a checkpoint of this kind at ``path``."""
+    """Return whether there is a checkpoint of this kind at ``path``."""
     return "://" not in str(path) and Path(path, MAIN_FILE).is_file()
 
 
 def load(folder: Path, rank: int = 0, world_size: int = 1, weights_only: bool | None = None) -> State:
-    """Return the checkpoint with the rows that ``rank`` of ``world_size`` ranks has of the head; of 1 rank, with all.
+    """Return the checkpoint with those rows of the head that ``rank`` of ``world_size`` ranks holds; by default, all.
 
-    Files are mapped, not read, so that memory is needed for these rows only.
+    The number of ranks may differ from when it was saved. Files are mapped, not read, so that memory is needed for
+    these rows only.
 
     Raises:
-        ValueError: files of some ranks are missing.
+        ValueError: the files of some ranks are missing.
     """
     checkpoint: State = torch.load(folder / MAIN_FILE, map_location="cpu", weights_only=weights_only)
     files = sorted(folder.glob("rows-*-of-*.pt"))
@@ -92,17 +95,17 @@ def load(folder: Path, rank: int = 0, world_size: int = 1, weights_only: bool | 
 
 
 def consolidate(folder: str | Path, file: str | Path) -> None:
-    """Write a sharded checkpoint as one ordinary file, whole, which any Trainer can load.
+    """Convert a sharded checkpoint to one ordinary file with whole tensors, which any Trainer can load.
 
     Args:
-        folder: the checkpoint, on this machine.
-        file: to write; it must not exist.
+        folder: the sharded checkpoint, with the files of all ranks.
+        file: path of the file to write. It must not exist.
 
     Raises:
         ValueError: there is no sharded checkpoint at ``folder``, or ``file`` exists.
     """
     if not is_sharded(folder):
-        raise ValueError(f"{folder} is no sharded checkpoint: it has no {MAIN_FILE}")
+        raise ValueError(f"{folder} is not a sharded checkpoint: it has no {MAIN_FILE}; give the folder that has one")
     if Path(file).exists():
         raise ValueError(f"{file} exists; remove it, or give another name")
     write_to_disk(load(Path(folder), weights_only=False), file)
@@ -111,7 +114,7 @@ def consolidate(folder: str | Path, file: str | Path) -> None:
 def _split(
     checkpoint: State, module: LightningModule, optimizers: Sequence[Optimizer], head: ShardedHead
 ) -> tuple[State, State]:
-    """All but the head's rows, and these."""
+    """Return the checkpoint without the head's rows, and the rows."""
     names = head.names_in(module)
     state_dict = checkpoint["state_dict"]
     rows: State = {"parameters": {name: state_dict[name] for name in names if name in state_dict}}
@@ -139,7 +142,7 @@ def _is_rows(value: Any, parameter: Tensor) -> bool:
 
 
 def _rows(blocks: Sequence[Tensor], begin: int, end: int) -> Tensor:
-    """Rows ``begin`` to ``end`` of the blocks, one below the other, without those around them."""
+    """Return rows ``begin`` to ``end`` of the concatenated blocks, without concatenating the others."""
     found = []
     first = 0
     for block in blocks:

@@ -21,7 +21,10 @@ Bounds = list[tuple[int, int]]
 
 
 class SharedByCopies:
-    """What belongs to one run of ``fit``: `copy.deepcopy` of what holds it (a callback, the Trainer) shares it."""
+    """Base of the objects of one run of ``fit``. A deep copy of what refers to them, such as the Trainer, shares them.
+
+    They hold process groups, which cannot be copied.
+    """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -36,8 +39,8 @@ class SharedByCopies:
 class ShardedHead(SharedByCopies):
     """``head`` on the ranks of ``channel``: each holds, and computes, a slice of every layer's features.
 
-    `shard_parameters` leaves a rank with rows of each weight and bias; parameters keep their identity and names.
-    `unshard_parameters` puts the whole values back. Sizes that the number of ranks does not divide differ by one.
+    `ShardedParameters.shard` leaves each rank with its rows of each weight and bias, in the same parameters with the
+    same names. Sizes that the number of ranks does not divide differ by one.
 
     Args:
         head: an nn.Linear, or an nn.Sequential (of Sequentials) of nn.Linear, `ELEMENTWISE` layers and, before the
@@ -59,16 +62,16 @@ class ShardedHead(SharedByCopies):
         self._bounds_of_parameter: dict[Tensor, Bounds] = {
             p: self._bounds[layer] for layer in self.linears for p in layer.parameters()
         }
-        self.is_sharded = False  # changed by `shard_parameters` and `unshard_parameters`
+        self.is_sharded = False  # set by `ShardedParameters`
 
     @cached_property
     def control(self) -> Channel:
-        """A channel for parameters and checks: not part of a training step, and not counted as such."""
+        """A channel for parameters and checks, whose bytes are not counted as those of training steps."""
         return Channel(self.channel.group)
 
     @property
     def parameters(self) -> list[Tensor]:
-        """All of them; this rank's rows while sharded."""
+        """The parameters of all linear layers. They hold this rank's rows while sharded."""
         return list(self._bounds_of_parameter)
 
     @property
@@ -78,24 +81,24 @@ class ShardedHead(SharedByCopies):
         return self._bounds[last]
 
     def owns(self, parameter: Tensor) -> bool:
-        """Whether ``parameter`` is one of the head's."""
+        """Return whether ``parameter`` is one of the head's."""
         return parameter in self._bounds_of_parameter
 
     def bounds_of(self, parameter: Tensor) -> Bounds:
-        """Begin and end of each rank's rows of ``parameter``."""
+        """Return begin and end of each rank's rows of ``parameter``."""
         return self._bounds_of_parameter[parameter]
 
     def whole_shape(self, parameter: Tensor) -> torch.Size:
-        """The shape of ``parameter`` when it is not sharded."""
+        """Return the shape of ``parameter`` when it is not sharded."""
         return torch.Size([self._bounds_of_parameter[parameter][-1][1], *parameter.shape[1:]])
 
     def own_rows(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """Copy this rank's rows of ``whole``, which has the shape of the whole ``parameter``."""
+        """Return a copy of this rank's rows of ``whole``, a tensor with the shape of the whole ``parameter``."""
         begin, end = self._bounds_of_parameter[parameter][self.channel.rank]
         return whole[begin:end].clone()
 
     def names_in(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the head's parameters by their names in ``module``; one that is shared appears under each name."""
+        """Return the head's parameters by their names in ``module``. A shared one appears under each of its names."""
         named = module.named_parameters(remove_duplicate=False)
         return {name: parameter for name, parameter in named if self.owns(parameter)}
 
@@ -105,17 +108,17 @@ class ShardedHead(SharedByCopies):
         return any(isinstance(layer, nn.Dropout) and layer.training for layer in self.layers)
 
     def __call__(self, x: Tensor, seed: int | None = None, gradients: ParameterGradients | None = None) -> Tensor:
-        """Features to this rank's slice of the output, (N, own columns). All ranks must call it.
+        """Compute this rank's slice of the output, (N, own columns). All ranks must call it.
 
         Args:
-            x: (N, *), the same on all ranks. Its gradient is this rank's part of a sum over ranks.
-            seed: for dropout, the same on all ranks: what is dropped of ``x`` is the same for all, what is dropped of a
-                slice is each rank's own. The global generator goes on as if there were no dropout. None: use that.
-            gradients: sums the parameters' gradients in backward, instead of handing them to autograd.
+            x: features (N, *), the same on all ranks. Its gradient is this rank's part of a sum over ranks.
+            seed: seed for dropout, the same on all ranks. All ranks then drop the same elements of ``x``, and each rank
+                draws for its own slices. The state of the global generator is kept. None: use the global generator.
+            gradients: sums the parameters' gradients in backward, in the place of autograd.
         """
-        bounds = None  # of x; None while every rank has all of it
+        bounds = None  # of the slices of x; None while every rank has all of it
         if getattr(self.layers[0], "inplace", False):
-            x = x.clone()
+            x = x.clone()  # the caller still needs the features
         with seeded(seed, x.device):
             for layer in self.layers:
                 if not isinstance(layer, nn.Linear):
@@ -125,6 +128,7 @@ class ShardedHead(SharedByCopies):
                     x = _GatherColumns.apply(x, bounds, self.channel)
                 else:
                     self._require_rows(x)
+                    # From here on x is a slice, and equal masks on all ranks would drop the same columns of each.
                     if seed is not None:
                         torch.manual_seed(seed + 1 + self.channel.rank)
                 x = gradients.linear(x, layer) if gradients else F.linear(x, layer.weight, layer.bias)
@@ -133,8 +137,8 @@ class ShardedHead(SharedByCopies):
 
     @contextmanager
     def forwarding_to(self, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Let ``head(x)`` call ``function(x)`` within; hooks of the head run as usual. May be nested."""
-        before = vars(self.head).get("forward")  # on the instance, not that of the class
+        """Let ``head(x)`` call ``function(x)`` within the context. Hooks of the head run as usual. May be nested."""
+        before = vars(self.head).get("forward")  # that of the instance, which hides the one of the class
         vars(self.head)["forward"] = function
         try:
             yield
@@ -154,7 +158,7 @@ class ShardedHead(SharedByCopies):
 
 @contextmanager
 def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Draw random numbers of ``seed`` within, and go on as if nothing had been drawn. None: change nothing."""
+    """Draw random numbers from ``seed`` within the context, and restore the generator. None: change nothing."""
     if seed is None:
         yield
         return
@@ -164,7 +168,7 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
 
 
 class _GatherColumns(torch.autograd.Function):
-    """(N, own columns) to (N, all columns); the gradient is summed over ranks, and each gets that of its own."""
+    """(N, own columns) to (N, all columns). Backward sums over ranks, and returns the gradient of the own columns."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, bounds: Bounds, channel: Channel) -> Tensor:
@@ -185,8 +189,8 @@ class _GatherColumns(torch.autograd.Function):
 
 
 def gather_columns(own: Tensor, bounds: Bounds, channel: Channel, what: str) -> Tensor:
-    """(N, own columns) of each rank, side by side: (N, all columns), apart from autograd. All ranks must call it."""
-    # Blocks of columns arrive one after the other in memory, and are put side by side then.
+    """Return the columns of all ranks, (N, all columns), without a graph. All ranks must call it."""
+    # Received tensors must be contiguous, and a block of columns is not. So blocks are received first, then joined.
     blocks = [own.new_empty(len(own), end - begin) for begin, end in bounds]
     blocks[channel.rank] = own.detach()
     channel.all_to_all(what, [own] * channel.world_size, blocks).wait()
@@ -194,7 +198,7 @@ def gather_columns(own: Tensor, bounds: Bounds, channel: Channel, what: str) -> 
 
 
 def sum_in_order(parts: list[Tensor]) -> Tensor:
-    """The sum, from first to last, of 16-bit numbers in 32 bits. The same order on all ranks gives the same bits."""
+    """Return the sum from first to last, in at least 32 bits. One order on all ranks gives bitwise identical sums."""
     if len(parts) == 1:
         return parts[0]
     wide = torch.promote_types(parts[0].dtype, torch.float32)

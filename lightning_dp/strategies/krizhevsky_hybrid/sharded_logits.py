@@ -1,4 +1,4 @@
-"""Logits whose classes are sharded over ranks, a tensor to who uses them (arXiv 1404.5997, section 5)."""
+"""Logits whose classes are sharded over ranks, and which can be used like any tensor (arXiv 1404.5997, section 5)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from lightning_dp.strategies.krizhevsky_hybrid.sharded_losses import binary_cros
 
 
 class ShardedLogits(Tensor):
-    """(N, C) logits of which this rank holds columns ``bounds[rank]``; a tensor like any other to who uses it.
+    """(N, C) logits of which this rank holds the columns ``bounds[rank]``. They can be used like any tensor.
 
-    `torch.nn.functional.cross_entropy` and `binary_cross_entropy_with_logits` (and so the criteria of torch.nn) are
-    computed on the slices: ranks send a few numbers a sample, not the logits. Casts, arithmetic with numbers,
-    ``detach`` and a ``view`` of the same shape keep the slices. Whatever else is done gathers the logits first, once,
-    and so must be done on all ranks. What is computed from them, the loss above all, is the same on all ranks, and its
-    gradient is that of one loss, not of the sum over ranks.
+    `torch.nn.functional.cross_entropy` and `binary_cross_entropy_with_logits`, and with them the criteria of torch.nn,
+    work on the slices: ranks send a few numbers per sample, not the logits. Casts, arithmetic with numbers, ``detach``
+    and a ``view`` of the same shape keep the slices. Any other function gathers the logits first, once, so all ranks
+    must call it. Every rank computes the same loss from them. The gradient is that of this one loss, and not of the sum
+    over ranks.
     """
 
     own: Tensor
@@ -41,7 +41,7 @@ class ShardedLogits(Tensor):
     def __new__(
         cls, own: Tensor, bounds: Bounds, channel: Channel, source: ShardedLogits | None = None
     ) -> ShardedLogits:
-        """Wrap ``own``, (N, own columns), in the autograd graph. ``source``: what it was detached from, if anything."""
+        """Wrap ``own``, (N, own columns), with its autograd graph. ``source``: the logits that it was detached from."""
         shape = (len(own), bounds[-1][1])
         logits = make_wrapper_tensor(cls, shape, own.dtype, own.device)
         logits.own = own
@@ -51,11 +51,11 @@ class ShardedLogits(Tensor):
         return logits
 
     def whole(self) -> Tensor:
-        """All columns, (N, C), on every rank. The first call is a collective."""
+        """Return all columns, (N, C), on every rank. The first call is a collective."""
         if self.gathered is None and self.source is not None:
             self.gathered = self.source.whole().detach()
         elif self.gathered is None:
-            # A metric may ask first, without gradients, and the loss afterwards.
+            # A metric may be first to gather, without gradients, and the loss comes afterwards and needs the graph.
             with torch.inference_mode(False), torch.enable_grad():
                 self.gathered = _GatherLogits.apply(self.own, self.bounds, self.channel)
         assert self.gathered is not None
@@ -63,13 +63,13 @@ class ShardedLogits(Tensor):
 
     @property
     def is_changed(self) -> bool:
-        """Whether somebody has written into the gathered logits, so that the slices are no longer theirs."""
+        """Whether the gathered logits were changed in place, so that the slices are out of date."""
         gathered = self.gathered if self.source is None else self.source.gathered
         return gathered is not None and version_of(gathered) > 0
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called by torch with every function of these logits."""
+        """Run ``func`` on the slices if possible, otherwise on the gathered logits. torch calls it for every use."""
         kwargs = kwargs or {}
         if func in _METADATA:
             with without_torch_function():
@@ -87,9 +87,11 @@ class ShardedLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Called by torch with what did not go through ``__torch_function__``, too late for autograd."""
-        raise RuntimeError(f"{func} reached logits that are sharded over ranks by a way that torch does not show; call "
-                           "logits.clone() first, which gathers them")  # fmt: skip
+        """Raise RuntimeError. torch calls it for what bypasses ``__torch_function__``: too late for autograd."""
+        raise RuntimeError(
+            f"{func} was called on logits that are sharded over ranks, and torch does not show such calls; call "
+            "logits.clone() first, which gathers them"
+        )
 
 
 _METADATA = {
@@ -101,7 +103,7 @@ _METADATA = {
 """Answered from the shape alone."""
 
 _OF_OWN = {getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn")}
-"""Answered by this rank's slice: its place in the graph is that of all."""
+"""Answered by this rank's slice, which has the same place in the graph as the logits."""
 
 _OF_EACH_NUMBER = {
     *("float", "double", "half", "bfloat16", "to", "neg", "negative", "__neg__", "tanh"),
@@ -109,13 +111,13 @@ _OF_EACH_NUMBER = {
     *("mul", "multiply", "__mul__", "__rmul__", "add", "__add__", "__radd__"),
     *("sub", "subtract", "__sub__", "__rsub__"),
 }
-"""Names of functions of one number at a time, if what else they are given is single numbers."""
+"""Names of functions that are elementwise, if all other arguments are single numbers."""
 
 _RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.contiguous, Tensor.view_as, Tensor.reshape_as}
 
 
 def _on_slices(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The result of ``func`` from this rank's slice, or None where it takes the whole."""
+    """Return the result of ``func``, computed from this rank's slice, or None if it needs all columns."""
     if func in _SHARDED:
         return _SHARDED[func](*args, **kwargs)
     others = tree_leaves((args[1:], {name: value for name, value in kwargs.items() if name != "input"}))
@@ -131,15 +133,15 @@ def _on_slices(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: 
 
 
 def _is_number(value: Any) -> bool:
-    """Whether ``value`` is the same for all columns, and has no gradient that all columns would have a part in."""
+    """Return whether ``value`` is the same for all columns, and needs no gradient, to which all columns contribute."""
     if isinstance(value, Tensor):
         return not isinstance(value, ShardedLogits) and value.dim() == 0 and not value.requires_grad
-    # Not devices: moved to another one, slices could not be gathered any more.
+    # Devices are not among them: on another device the slices could not be gathered any more.
     return isinstance(value, (bool, int, float, torch.dtype, torch.memory_format, type(None)))
 
 
 class _GatherLogits(torch.autograd.Function):
-    """(N, own columns) to (N, all columns); every rank has the same gradient of them, and each takes its own part."""
+    """(N, own columns) to (N, all columns). All ranks have the same gradient, and each takes that of its columns."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, bounds: Bounds, channel: Channel) -> Tensor:

@@ -1,4 +1,4 @@
-"""Loss functions of logits whose classes are sharded over ranks, from their slices (arXiv 1404.5997, section 5)."""
+"""Loss functions for logits whose classes are sharded over ranks (arXiv 1404.5997, section 5)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Each rank's share of one loss to the loss; its gradient is each share's."""
+    """The sum of all ranks' shares of one loss. Its gradient is the gradient of each share."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, channel: Channel) -> Tensor:
@@ -67,10 +67,10 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """F.cross_entropy, or None for what it can do and this cannot: weights, and targets that are probabilities.
+    """Return F.cross_entropy, or None for options that need whole logits: weights, and targets that are probabilities.
 
-    The mean over no target at all is 0 here, and NaN in torch: a pass may hold the ignored targets of a batch only, and
-    has no part in its mean then.
+    The mean over no target is 0 here and NaN in torch. A pass may contain only ignored targets, and then contributes
+    nothing to the mean of the step.
     """
     plain = weight is None and size_average is reduce is None and reduction in ("mean", "sum", "none")
     if not plain or target.dim() != 1 or target.is_floating_point():
@@ -94,7 +94,7 @@ def binary_cross_entropy(
     reduction: str = "mean",
     pos_weight: Tensor | None = None,
 ) -> Tensor | None:
-    """F.binary_cross_entropy_with_logits, or None for what it can do and this cannot: weights, and no reduction."""
+    """Return F.binary_cross_entropy_with_logits, or None for options that need whole logits: weights, no reduction."""
     plain = weight is None and pos_weight is None and size_average is reduce is None and reduction in ("mean", "sum")
     if not plain or isinstance(target, type(logits)) or target.requires_grad or target.shape != logits.shape:
         return None
@@ -106,7 +106,7 @@ def binary_cross_entropy(
 
 
 def _require_classes(target: Tensor, counts: Tensor, num_classes: int) -> None:
-    """Raise as torch does for a class that there is not; on a GPU, too, without waiting for it."""
+    """Raise IndexError, as torch does, for a target that is no class. On a GPU the check runs asynchronously."""
     wrong = counts & ((target < 0) | (target >= num_classes))
     if target.is_cuda:
         assert_async(~wrong.any())

@@ -1,4 +1,4 @@
-"""What ``state_dict``, ``load_state_dict`` and ``copy.deepcopy`` make of a head while ranks hold rows of it."""
+"""``state_dict``, ``load_state_dict`` and ``copy.deepcopy`` of a head of which each rank holds rows."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ log = logging.getLogger(__name__)
 
 
 class StateDictHooks(SharedByCopies):
-    """Whole tensors in and out of the head, where they are known.
+    """Converts between rows and whole tensors where the module's state is read, loaded or copied.
 
-    Users save ``module.state_dict()`` by hand, on one rank, and expect what DDP gives. That rank cannot ask the others.
-    Where the head is gathered, it gets whole tensors; elsewhere its own rows, and a warning.
+    Users save ``module.state_dict()`` on one rank and expect whole tensors, as under DDP. No other rank takes part in
+    that call, so nothing can be gathered in it. While the head is gathered, the whole tensors are at hand; otherwise
+    the result holds this rank's rows, and a warning says so.
 
     Args:
         head: in its sharded state.
-        gathered: returns the whole head, or None where it is not known.
+        gathered: returns the gathered head, or None if there is none.
     """
 
     def __init__(self, head: ShardedHead, gathered: Callable[[], GatheredHead | None]) -> None:
         self._head = head
         self._gathered = gathered
-        self._leaves_rows = False  # changed by `leaving_rows`
+        self._leaves_rows = False  # set by `leaving_rows`
         self._has_warned = False
         self._registered = ExitStack()  # hooks of the layers, to be removed
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Have the hooks in place within."""
+        """Have the hooks in place within the context."""
         attributes = vars(self._head.head)
         self._register()
-        attributes["__deepcopy__"] = self._deepcopy  # copy.deepcopy asks the instance, not its class
+        attributes["__deepcopy__"] = self._deepcopy  # copy.deepcopy looks it up on the instance
         try:
             yield
         finally:
@@ -49,13 +50,13 @@ class StateDictHooks(SharedByCopies):
 
     def _register(self) -> None:
         for layer in self._head.linears:
-            # partial, because torch sets an attribute on the hook, which methods do not have.
+            # torch sets an attribute on the hook. A partial object takes it, a bound method does not.
             self._registered.callback(layer.register_state_dict_post_hook(partial(self._on_state_dict)).remove)
             self._registered.callback(layer.register_load_state_dict_pre_hook(self._on_load).remove)
 
     @contextmanager
     def leaving_rows(self) -> Iterator[None]:
-        """Within, ``state_dict`` gives this rank's rows, without a warning: for checkpoints, which gather them."""
+        """Within the context ``state_dict`` returns this rank's rows, without a warning. Checkpoints gather them."""
         self._leaves_rows = True
         try:
             yield
@@ -70,7 +71,8 @@ class StateDictHooks(SharedByCopies):
         gathered = self._known()
         for name, parameter in layer.named_parameters(recurse=False):
             value = state.get(prefix + name)
-            # keep_vars=True asks for the objects themselves; and a copy of a single layer has parameters of its own.
+            # With keep_vars=True the caller wants the parameters themselves. A copy of a single layer has inherited
+            # this hook, but its parameters are not the head's.
             if value is None or isinstance(value, nn.Parameter) or not self._head.owns(parameter) or self._leaves_rows:
                 continue
             if gathered is not None:
@@ -87,15 +89,17 @@ class StateDictHooks(SharedByCopies):
                 state[prefix + name] = self._head.own_rows(value, parameter)
 
     def _deepcopy(self, memo: dict[int, Any]) -> nn.Module:
-        """Copy the head as an ordinary module that belongs to no strategy; where it is not known, as one of rows."""
+        """Copy the head as an ordinary module with whole tensors, or, if it is not gathered, as one that has rows."""
         head, gathered = self._head.head, self._known()
         if gathered is not None:
             for parameter in self._head.parameters:
                 memo[id(parameter)] = nn.Parameter(gathered.value_of(parameter).clone(), parameter.requires_grad)
-        duplicate = copy.copy(head)  # a new object with the same attributes, of which some must not be copied on
+        # deepcopy would find this method again, and copy the replaced forward with all that it refers to. Therefore a
+        # shallow copy comes first, without either.
+        duplicate = copy.copy(head)
         for name in ("forward", "__deepcopy__"):
             vars(duplicate).pop(name, None)
-        self._registered.close()  # or the copy's layers would have the hooks, too
+        self._registered.close()  # otherwise the copy's layers would have the hooks, too
         try:
             duplicate = copy.deepcopy(duplicate, memo)
         finally:
@@ -107,21 +111,21 @@ class StateDictHooks(SharedByCopies):
     def _warn_of_rows(self) -> None:
         if not self._has_warned:
             log.warning(
-                f"state_dict() holds rank {self._head.channel.rank}'s rows of {self._head.name!r} only, for each rank "
-                "has its own while fitting; use trainer.save_checkpoint(...) on all ranks, or have all ranks call "
+                f"state_dict() holds only rank {self._head.channel.rank}'s rows of {self._head.name!r}, because each "
+                "rank has its own during fit. Use trainer.save_checkpoint(...) on all ranks, or let all ranks call "
                 "trainer.strategy.gather_head() first"
             )
             self._has_warned = True
 
 
 class _RowsOnly:
-    """The ``forward`` of a copy that holds one rank's rows, which would give logits of a few classes."""
+    """The ``forward`` of a copy that holds one rank's rows. Without it, the copy would return logits of few classes."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __call__(self, *_: Any) -> Tensor:
         raise RuntimeError(
-            f"this copy of {self._name!r} was made while fitting, on a rank that held its own rows only; copy it "
+            f"this copy of {self._name!r} was made during fit, when the rank held only its own rows of it. Copy it "
             "before fit, in validation, or after all ranks have called trainer.strategy.gather_head()"
         )

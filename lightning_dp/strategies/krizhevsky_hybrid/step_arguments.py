@@ -1,4 +1,4 @@
-"""What a module passes to ``head_step`` beside the features: from this rank's examples to those of a pass."""
+"""The arguments of ``head_step`` beside the features: from this rank's samples to those of a pass."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
 class StepArguments:
     """The arguments of one call of ``head_step``, by name.
 
-    Tensors hold a row for each of this rank's examples, alone or in tuples, lists and dicts; each pass gets the rows of
-    its own examples, which come from all ranks. Numbers and text must be the same on all ranks.
+    A tensor, which may stand in tuples, lists and dicts, has a row for each of this rank's samples. Each pass gets the
+    rows of its own samples, which come from all ranks. Numbers and text must be the same on all ranks.
 
     Args:
-        arguments: of ``head_step``, without the features.
-        num_examples: of this rank.
+        arguments: the arguments of ``head_step``, without the features.
+        num_samples: number of samples in this rank's batch.
 
     Raises:
-        ValueError: a tensor has another number of rows, or is part of the trunk's graph, or an object is neither a
-            tensor nor a constant.
+        ValueError: a tensor has another number of rows, or requires a gradient, or an object is neither a tensor nor a
+            number nor text.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], num_examples: int) -> None:
+    def __init__(self, arguments: Mapping[str, Any], num_samples: int) -> None:
         flat = {name: tree_flatten(value) for name, value in arguments.items()}
         self._leaves: dict[str, list[Any]] = {name: leaves for name, (leaves, _) in flat.items()}
         self._structures = {name: structure for name, (_, structure) in flat.items()}
         for name, leaves in self._leaves.items():
             for leaf in leaves:
-                _require_rows_or_constant(name, leaf, num_examples)
-        self._of_ranks: list[list[Tensor]] = []  # of each tensor, that of every rank
+                _require_rows_or_constant(name, leaf, num_samples)
+        self._of_ranks: list[list[Tensor]] = []  # for each tensor, those of all ranks
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -45,16 +45,16 @@ class StepArguments:
 
     @property
     def constants(self) -> list[tuple[str, Any]]:
-        """All that is not a tensor, with the argument that it belongs to."""
+        """Everything that is not a tensor, with the name of its argument."""
         pairs = [(name, leaf) for name, leaves in self._leaves.items() for leaf in leaves]
         return [(name, leaf) for name, leaf in pairs if not isinstance(leaf, Tensor)]
 
     def gather(self, exchange: FeatureExchange, batch_sizes: list[int]) -> None:
-        """Get the rows of all ranks. All ranks must call it."""
+        """Receive the rows of all ranks. All ranks must call it."""
         self._of_ranks = exchange.gather_targets(self.tensors, batch_sizes)
 
     def of_pass(self, part: SubPass) -> dict[str, Any]:
-        """The arguments of one pass, in the structure that the module has given them."""
+        """Return the arguments for one pass, in the structure in which the module has passed them."""
         rows = iter(part.rows_of(of_ranks) for of_ranks in self._of_ranks)
         arguments = {}
         for name, leaves in self._leaves.items():
@@ -63,21 +63,21 @@ class StepArguments:
         return arguments
 
 
-def _require_rows_or_constant(name: str, leaf: Any, num_examples: int) -> None:
+def _require_rows_or_constant(name: str, leaf: Any, num_samples: int) -> None:
     if isinstance(leaf, CONSTANTS):
         return
     if not isinstance(leaf, Tensor):
         raise ValueError(
-            f"head_step's argument {name!r} holds a {type(leaf).__name__}, which cannot be sent to other ranks; pass "
-            "tensors with a row for each example, numbers, or text"
+            f"head_step's argument {name!r} contains an object of type {type(leaf).__name__}, which cannot be sent to "
+            "other ranks; pass tensors with a row for each sample, numbers, or text"
         )
-    if leaf.dim() == 0 or len(leaf) != num_examples:
+    if leaf.dim() == 0 or len(leaf) != num_samples:
         raise ValueError(
-            f"head_step's argument {name!r} has shape {tuple(leaf.shape)} beside {num_examples} features; pass tensors "
-            "with a row for each example, and single numbers as Python numbers (.item())"
+            f"head_step's argument {name!r} has shape {tuple(leaf.shape)} beside {num_samples} features; pass tensors "
+            "with a row for each sample, and single numbers as Python numbers (.item())"
         )
     if leaf.requires_grad:
-        # Its rows go to other ranks, and no gradient comes back from there.
+        # Its rows go to other ranks, which return gradients of the features only.
         raise ValueError(
             f"head_step's argument {name!r} requires a gradient, which would be lost: only the features' gradient "
             "comes back from other ranks. Concatenate it with the features, or use it in training_step, or detach it"

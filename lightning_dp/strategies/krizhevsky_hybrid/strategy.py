@@ -26,47 +26,47 @@ from lightning_dp.strategies.unfreezing import ReducedParameters
 class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
     """Data parallelism in the convolutional trunk, model parallelism in the fully-connected head.
 
-    The gradients of the head, most of a network like AlexNet, are never sent: each rank holds a slice of every layer of
-    the head and computes it for the examples of all ranks. Parameters equal those of synchronous SGD on the batches of
-    all ranks, unless ``variable_batch`` is on. See arXiv 1404.5997; ``docs/methods/krizhevsky_hybrid.md`` says when it
-    pays, and what it does not work with.
+    Each rank holds a slice of every linear layer in the head and computes it for the samples of all ranks. The
+    gradients of the head, which has most of the parameters of a network like AlexNet, are never sent. The result is
+    that of synchronous SGD on the batches of all ranks, unless ``variable_batch`` is on. See arXiv 1404.5997.
+    ``docs/methods/krizhevsky_hybrid.md`` says when the method pays and what it does not work with.
 
-    While fitting, the head's parameters are this rank's rows. The whole head is gathered where all ranks pass: before
-    training, when a validation begins, when training ends. From there to the next training step every rank may call it
-    alone, and ``state_dict()`` holds whole tensors.
+    During ``fit`` the head's parameters hold this rank's rows only. The strategy gathers the whole head at points that
+    all ranks reach: before training, at the start of a validation, and at the end of training. Until the next training
+    step, every rank can then call the head alone, and ``state_dict()`` returns whole tensors.
 
     Args:
         head: dotted name of the submodule to shard: an nn.Linear, or an nn.Sequential of nn.Linear and elementwise
             layers.
-        scheme: how features reach the head, section 4: ``"a"``: all at once; ``"b"``: ranks take turns; ``"c"``: each
-            rank sends 1/K of its examples for each of K passes. In (b) and (c) the next pass's features travel while
-            the head works on the present one's, and with ``head_step`` the head's activations take a K-th of the
-            memory; but the head computes smaller batches, which is slower. None: ``"a"``, the fastest in every setting
-            measured, or ``"c"`` where ``variable_batch`` needs several passes.
+        scheme: how features reach the head (section 4). ``"a"``: all at once. ``"b"``: the ranks take turns. ``"c"``:
+            each rank sends 1/K of its samples for each of K passes. In b and c the features of the next pass travel
+            while the head computes the current one, and with ``head_step`` the head's activations take a K-th of the
+            memory. But the head computes smaller batches, which is slower. None: ``"a"``, the fastest in every setting
+            measured, or ``"c"`` with ``variable_batch``, which needs several passes.
         variable_batch: update the head after each of its K passes (section 4.2): batch n in the head, nK in the trunk.
-            The module must have ``head_step(features, target) -> loss``.
-        evaluation: ``"gathered"``, as described above; or ``"sharded"``, for heads that are too large for one device:
-            the head is never whole, its calls in ``validation_step`` go through all ranks, which must have equally many
-            batches, and it cannot be called elsewhere.
-        state_dict_type: ``"full"``: checkpoints are files with whole tensors, which rank 0 gathers in host memory, and
-            the module is whole after ``fit``. ``"sharded"``, for heads that are too large for one host: checkpoints are
-            folders with a file of rows for each rank, and after ``fit`` each rank keeps its rows.
-        **ddp_kwargs: of DDPStrategy and DistributedDataParallel, for the trunk.
+            The module must have a method ``head_step(features, target) -> loss``.
+        evaluation: ``"gathered"``: as described above. ``"sharded"``, for heads that are too large for one device: the
+            head is never gathered. In ``validation_step`` its calls are collective, so all ranks need the same number
+            of batches. It cannot be called elsewhere.
+        state_dict_type: ``"full"``: a checkpoint is a file with whole tensors, which rank 0 gathers in host memory, and
+            the module is whole after ``fit``. ``"sharded"``, for heads that are too large for one host: a checkpoint is
+            a folder with a file of rows for each rank, and each rank keeps its rows after ``fit``.
+        **ddp_kwargs: arguments of DDPStrategy and DistributedDataParallel, for the trunk.
 
     Raises:
-        ValueError: a value is not one of those above, or ``model_averaging_period`` is given; in `fit`: the head
-            cannot be sharded, or the module or Trainer has something that cannot work with it, by name.
+        ValueError: an argument has another value than those above, or ``model_averaging_period`` is given. In `fit`:
+            the head cannot be sharded, or the module or the Trainer has something that does not work with a sharded
+            head. The message names it.
 
     Overrides of DDPStrategy, and why:
 
-    - ``setup``, ``teardown``: make what a run of ``fit`` needs, and leave the module whole, also if set-up fails.
+    - ``setup``, ``teardown``: shard the head for a run of ``fit``, and leave the module whole, also if set-up fails.
     - ``model_to_device``, ``tensor_init_context``: the head is sharded before it moves to a device.
     - ``configure_ddp``: DDP refuses a module whose trunk is frozen.
-    - ``training_step``, ``backward``, ``validation_step``: calls of the head go through all ranks here.
-    - ``on_validation_start``: gathers the head where no callback has done it.
+    - ``training_step``, ``backward``, ``validation_step``: calls of the head are collective here.
+    - ``on_validation_start``: gathers the head if no callback has done it.
     - ``lightning_module_state_dict``, ``load_model_state_dict``, ``optimizer_state``, ``load_optimizer_state_dict``,
-      ``save_checkpoint``, ``load_checkpoint``, ``restore_checkpoint_after_setup``: checkpoints hold whole tensors, or
-      rows in files.
+      ``save_checkpoint``, ``load_checkpoint``, ``restore_checkpoint_after_setup``: rows to whole tensors, and back.
     """
 
     def __init__(
@@ -86,36 +86,36 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
         self._reduced: ReducedParameters | None = None  # of the trunk, while fitting
         self._restores_after_setup = False
         self._bytes_sent: dict[str, int] = {}  # by the last run of fit
-        self.on_stage: OnStage | None = None  # told of each stage (name, start, end), to make the overlap visible
+        self.on_stage: OnStage | None = None  # called with name, start and end of each stage
 
     @property
     def exposed_communication_s(self) -> float | None:
-        """How long this rank has waited for features and activations, in all (s), beside DDP's wait for the trunk."""
+        """Seconds that this rank has waited for features and activations so far, without DDP's wait for the trunk."""
         return None if self._fitting is None else sum(channel.waited_s for channel in self._fitting.channels)
 
     @property
     def bytes_sent(self) -> dict[str, int]:
-        """What this rank has sent for the head in training steps of the last `fit`, in bytes, by what it was.
+        """Bytes that this rank has sent for the head in the training steps of the last `fit`, by kind of message.
 
-        The trunk's bytes are DDP's. Parameters that are gathered or checked are not counted.
+        The trunk's bytes, which DDP sends, are not included, nor are gathered parameters and checks.
         """
         return self._bytes_sent if self._fitting is None else self._fitting.bytes_sent
 
     @property
     def sharded_parameter_names(self) -> list[str]:
-        """The names of the parameters of which this rank holds rows: the head's while fitting, else none."""
+        """Names of the parameters of which this rank holds rows: the head's during ``fit``, otherwise none."""
         fitting, module = self._fitting, self.lightning_module
         if fitting is None or module is None or not fitting.head.is_sharded:
             return []
         return list(fitting.head.names_in(module))
 
     def gather_head(self) -> None:
-        """Let every rank call the head alone until the next training step. All ranks must call it, while fitting.
+        """Gather the head, so that every rank can call it alone until the next training step. All ranks must call this.
 
-        For places that the strategy does not know of, as ``on_train_epoch_end`` without a validation before it.
+        Use it where the strategy does not gather by itself, as in ``on_train_epoch_end`` without a validation.
 
         Raises:
-            RuntimeError: there is no ``fit`` going on.
+            RuntimeError: ``fit`` is not running.
         """
         if self._fitting is None:
             raise RuntimeError("gather_head() was called outside of fit, where the head is whole on every rank")
@@ -159,12 +159,12 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
         self._reduced = ReducedParameters(module, fitting.head.parameters)
         if any(p.requires_grad for p in trunk):
             super().configure_ddp()
-        else:  # DDP refuses a module without any gradient to reduce; its ranks must start from rank 0's values as well
+        else:  # DDP refuses a module without any gradient to reduce, but the ranks must still start from equal values
             for tensor in (*trunk, *module.buffers()):
                 dist.broadcast(tensor.data, src=0)
 
     def _reduce_unfrozen(self) -> None:
-        """Take parameters of the trunk into DDP's reduction that have become trainable since it wrapped the module."""
+        """Let DDP also reduce those parameters of the trunk that have become trainable since it wrapped the module."""
         if self._reduced is None or not self._reduced.unfrozen():
             return
         module, model = self.lightning_module, self.model
@@ -193,7 +193,7 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
                 f"{unfrozen[0]} has become trainable within training_step, so its gradient would not be averaged over "
                 "the ranks; unfreeze parameters in on_train_epoch_start or on_train_batch_start"
             )
-        # A checkpoint (torch.utils.checkpoint) around trunk and head may call the head again in backward.
+        # With torch.utils.checkpoint around trunk and head, backward calls the head again.
         with self._fitting.takeover.exchanging():
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         self._fitting.takeover.check_gradients()
@@ -221,7 +221,7 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        super().load_model_state_dict(checkpoint, strict)  # hooks of the head's layers take their rows
+        super().load_model_state_dict(checkpoint, strict)  # `StateDictHooks` takes this rank's rows
         if self._fitting is not None:
             self._fitting.takeover.forget_gathered_head()
 
@@ -242,7 +242,7 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether parameters get their values as rows only: on the meta device there is no place for the whole."""
+        """Whether to load a checkpoint once the head is sharded: on the meta device there is no room for the whole."""
         module = self.lightning_module
         if self._fitting is None and module is not None:  # Lightning asks before set-up, and again after it
             is_sharded = self._options.state_dict_type == "sharded"
@@ -276,7 +276,8 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
         try:
             checkpoints.require_all_ranks(self.lightning_module)
         except RuntimeError:
-            self._end(interrupted=True)  # this error ends Lightning's handling of the first one: no teardown is called
+            # This error replaces the first one while Lightning handles that, so that teardown will not be called.
+            self._end(interrupted=True)
             raise
         yield self._fitting
 
@@ -286,7 +287,7 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
             assert self.lightning_module is not None
             self._end(self.lightning_module.trainer.interrupted)
         is_meta = self.lightning_module is not None and any(p.is_meta for p in self.lightning_module.parameters())
-        # A module that could not be set up has no values to move; the error that says why matters more.
+        # If set-up has failed, there are no values to move. The error from set-up must not be hidden by one from here.
         with suppress(NotImplementedError) if is_meta else nullcontext():
             super().teardown()
 

@@ -1,9 +1,19 @@
-"""What hybrid parallelism replaces while fitting, and how each replacement is undone.
+"""What hybrid parallelism replaces during ``fit``, and how each replacement is undone.
 
-- the head's ``forward``, and in training steps the module's ``head_step``: passes through the sharded head;
-- what ``state_dict`` gives for the head, ``load_state_dict`` takes for it, and ``copy.deepcopy`` makes of it;
-- the precision plugin's clipping by norm, and its gradient scaler: decisions that need all ranks' slices;
+- The head's ``forward``, and in training steps the module's ``head_step``: they run passes through the sharded head.
+- ``state_dict``, ``load_state_dict`` and ``copy.deepcopy`` of the head: they convert between rows and whole tensors.
+- The precision plugin's clipping by norm, and its gradient scaler: both decide by the slices of all ranks.
 - DDP's list of parameters: the head's are left out.
+
+What a call of the head means depends on when it comes, and is set by replacing ``forward``, never by a flag:
+
+==================================  ==================================  ================================
+when                                ``head(x)`` calls                   who must call it
+==================================  ==================================  ================================
+in ``training_step``, in backward   `HeadPasses.own_batch`              all ranks
+in ``head_step``                    `HeadPasses.forward_in_pass`        all ranks, with the same features
+in validation, between steps        `Takeover._forward_outside`         any rank alone
+==================================  ==================================  ================================
 """
 
 from __future__ import annotations
@@ -34,14 +44,14 @@ HeadStep = Callable[..., Tensor]
 
 
 class Takeover(SharedByCopies):
-    """The replacements for one run of ``fit``; they are in place until `undo`.
+    """The replacements for one run of ``fit``. They are in place from construction to `undo`.
 
     Args:
         module: the user's module, whose head is sharded.
         passes: the passes through that head.
         plugin: Lightning's precision plugin.
-        variable_batch: update the head after each pass.
-        optimizers: returns the optimizers, which do not exist yet when the replacements are made.
+        variable_batch: whether the head is updated after each pass.
+        optimizers: returns the optimizers. They do not exist yet when the replacements are made.
     """
 
     def __init__(
@@ -57,9 +67,9 @@ class Takeover(SharedByCopies):
         self._plugin = plugin
         self._variable_batch = variable_batch
         self._optimizers = optimizers
-        self._gathered: GatheredHead | None = None  # between training steps, where it is known
+        self._gathered: GatheredHead | None = None  # from `gather_head` to the next training step
         self.state_dict_hooks = StateDictHooks(passes.head, lambda: self._gathered)
-        # Leaving this block by an exception undoes what is replaced so far.
+        # If one of these raises, the block undoes those before it. The user's module must not keep half of them.
         with ExitStack() as stack:
             stack.enter_context(passes.head.forwarding_to(self._forward_outside))
             stack.enter_context(self.state_dict_hooks.installed())
@@ -74,27 +84,27 @@ class Takeover(SharedByCopies):
 
     @property
     def knows_head(self) -> bool:
-        """Whether the head was gathered since the last training step: the same on all ranks."""
+        """Whether the head was gathered since the last training step. The answer is the same on all ranks."""
         return self._gathered is not None
 
     def gather_head(self) -> None:
-        """Let each rank use the head alone until the next training step. All ranks must call it."""
-        self._gathered = None  # the old one first: two would not fit as easily as one
+        """Gather the head, so that each rank can call it alone until the next training step. All ranks must call it."""
+        self._gathered = None  # free the old one first, or two whole heads would be in memory
         self._gathered = GatheredHead(self._passes.head)
 
     def forget_gathered_head(self) -> None:
-        """The rows are about to change, or the whole is no longer needed."""
+        """Free the gathered head: the rows are about to change, or it is no longer needed."""
         self._gathered = None
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Let calls of the head go through all ranks within, which all ranks must make alike."""
+        """Make calls of the head collective within the context: all ranks must make the same calls."""
         with self._passes.head.forwarding_to(self._passes.own_batch):
             yield
 
     @contextmanager
     def training_step(self) -> Iterator[None]:
-        """Run a training step within: calls of the head and of ``head_step`` go through all ranks.
+        """Run a training step within the context: calls of the head and of ``head_step`` are collective.
 
         Raises:
             ValueError: ``variable_batch`` is on, and ``head_step`` was not called.
@@ -119,10 +129,11 @@ class Takeover(SharedByCopies):
             )
 
     def check_gradients(self) -> None:
-        """Raise ValueError if backward has left gradients in the head that cannot be right. Called after each backward.
+        """Raise ValueError if backward has left wrong gradients in the head. The strategy calls this after backward.
 
-        With ``variable_batch`` all of the head's gradients are used up within ``head_step``. Others, of a penalty on
-        its weights for example, would bring it one more update, by what is a gradient of that penalty alone.
+        With ``variable_batch``, ``head_step`` has consumed all gradients of the head. A gradient that is left comes
+        from elsewhere, for example from a penalty on the weights. The optimizer would make an additional update of the
+        head with that gradient alone.
         """
         head = self._passes.head
         if not any(p.grad is not None for p in head.parameters):
@@ -136,7 +147,7 @@ class Takeover(SharedByCopies):
             raise ValueError(self._weights_were_read())
 
     def _hint_at_weights(self) -> None:
-        """Name a likely cause, beside the error itself, of a first step that failed before the head was called."""
+        """Log a likely cause, beside the error itself, when the first step fails before it has called the head."""
         log.warning("training_step failed before it called the head. " + self._weights_were_read())
 
     def _weights_were_read(self) -> str:
@@ -163,12 +174,15 @@ class Takeover(SharedByCopies):
         return self._gathered.forward(features)
 
     def _with_passes(self, head_step: HeadStep) -> HeadStep:
-        """``head_step`` on the examples of all ranks, pass by pass."""
+        """Return what replaces ``head_step``: it runs the user's on the samples of all ranks, pass by pass."""
         signature = inspect.signature(head_step)
 
         def run(*args: Any, **kwargs: Any) -> Tensor:
+            # Without gradients there is no backward to run at once: the head's own call exchanges what is needed.
             if not torch.is_grad_enabled():
                 return head_step(*args, **kwargs)
+            # Bound by name, so that each argument keeps its place however the user passes it. The first parameter is
+            # the features, whatever it is called.
             arguments = signature.bind(*args, **kwargs).arguments
             first = next(iter(arguments))
             features = arguments.pop(first)
@@ -187,6 +201,9 @@ class Takeover(SharedByCopies):
         scale = {} if scaler is None else {"scale": scaler.scale}
         named = self._module.named_parameters()
         others = {name: p for name, p in named if p.requires_grad and not passes.head.owns(p)}
+        # With variable_batch the head's updates are done when backward begins. Whatever the user multiplies the loss by
+        # afterwards reaches the trunk alone, so it may only be what Lightning itself divides by. Not checked in manual
+        # optimization, where users divide by hand, and on GPUs in the first step only: reading the factor waits.
         only_factor = None
         if self._variable_batch and self._module.automatic_optimization and not (features.is_cuda and passes.num_steps):
             only_factor = 1 / trainer.accumulate_grad_batches
@@ -196,9 +213,9 @@ class Takeover(SharedByCopies):
 
     @contextmanager
     def _counting_no_sums(self) -> Iterator[None]:
-        """Raise ValueError if the first step updates a sum of torchmetrics: K ranks would count each example K times.
+        """Raise ValueError if the first step updates a `SumMetric`: K ranks would count each sample K times.
 
-        Means and ratios may be updated in ``head_step``: the factor K cancels.
+        Means and ratios may be updated in ``head_step``, because the factor K cancels.
         """
         metrics = [(name, part) for name, part in self._module.named_modules() if isinstance(part, SumMetric)]
         counts = [metric.update_count for _, metric in metrics]
@@ -208,7 +225,7 @@ class Takeover(SharedByCopies):
         for (name, metric), before in zip(metrics, counts, strict=True):
             if metric.update_count > before:
                 raise ValueError(
-                    f"the SumMetric {name} is updated within head_step, where every rank sees the examples of all "
+                    f"the SumMetric {name} is updated within head_step, where every rank sees the samples of all "
                     "ranks: it would count each of them once a rank. Update it in training_step, or use a MeanMetric"
                 )
 
@@ -221,10 +238,10 @@ class Takeover(SharedByCopies):
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of the instance ``owner`` within."""
+    """Set an attribute of the instance ``owner`` within the context."""
     was_set = name in vars(owner)
     before = vars(owner).get(name)
-    # Modules and plugins may define __setattr__; what is put there for a while must not be registered anywhere.
+    # Past __setattr__, with which a module would register the value as a submodule or parameter.
     object.__setattr__(owner, name, value)
     try:
         yield
@@ -237,7 +254,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def _sharded_scaler(plugin: Any) -> Iterator[None]:
-    """Let an overflow in one rank's slice skip the step on all ranks: their parameters would differ after it."""
+    """Let an overflow in one rank's slice skip the step on all ranks. Otherwise their parameters would differ."""
     scaler = getattr(plugin, "scaler", None)
     if scaler is None or isinstance(scaler, ShardedGradScaler):
         yield
@@ -253,7 +270,7 @@ def _sharded_scaler(plugin: Any) -> Iterator[None]:
 
 @contextmanager
 def _ignored_in_ddp(module: LightningModule, names: list[str]) -> Iterator[None]:
-    """Keep DDP from reducing these parameters, which are different on each rank, and from broadcasting rank 0's."""
+    """Keep DDP from reducing these parameters, which differ between ranks, and from broadcasting those of rank 0."""
     ignore_in_ddp(module, names)
     try:
         yield

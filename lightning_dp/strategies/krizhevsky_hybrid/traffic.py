@@ -21,30 +21,47 @@ def head_traffic(
     rank: int = 0,
     target_bytes: int = 8,
 ) -> dict[str, Cost]:
-    """What a rank sends in a step for a model-parallel head (arXiv 1404.5997, section 4), by what it is.
+    """Return what a rank sends in a step for a sharded head, by kind of message (arXiv 1404.5997, section 4).
 
-    Never the head's parameters. Features go from the rank that has them to the N-1 others, and their gradients come
-    back. So do the activations of each hidden layer, of which each rank has a slice, for the examples of all ranks. The
-    schemes send the same bytes: what they change is when, and in (b) one rank alone sends features at a time. Steps
-    count exchanges. The names are those of ``KrizhevskyHybridStrategy.bytes_sent``.
+    Features go from the rank that has them to all others, and their gradients come back. So do each rank's slices of
+    the hidden activations. The schemes send the same bytes at different times. The keys are those of
+    ``KrizhevskyHybridStrategy.bytes_sent``; steps are exchanges.
 
     Args:
-        widths: of what enters each divided layer, the features first, and of the head's output.
-        batch_sizes: examples of each of the N ranks.
-        element_bytes: of an activation.
+        widths: number of features, of each hidden layer's outputs, and of classes.
+        batch_sizes: batch size of each rank.
+        element_bytes: bytes of an activation.
         scheme: "a", "b" or "c".
-        loss: "own": each rank gets the logits of its own examples. "logistic" and "cross_entropy", within a
-            ``head_step``: logits stay divided, and ranks exchange their sums, or four numbers an example.
-        rank: the one whose cost it is.
-        target_bytes: of one example's target, which all ranks get for a ``head_step``.
+        loss: "own": each rank receives the logits of its own samples, without ``head_step``. "logistic" and
+            "cross_entropy": the loss within ``head_step``, where logits stay sharded.
+        rank: the rank that sends.
+        target_bytes: bytes of a sample's target, which all ranks receive for ``head_step``.
     """
-    world_size = len(batch_sizes)
     _require_head(widths, batch_sizes, element_bytes, scheme, loss)
-    require_rank(rank, world_size)
-    peers, own, total = world_size - 1, batch_sizes[rank], sum(batch_sizes)
+    require_rank(rank, len(batch_sizes))
+    peers = len(batch_sizes) - 1
+    passes = len(sub_passes(scheme, batch_sizes))
+    elements = _activations(widths, batch_sizes, passes, loss, rank)
+    sent = {what: (count * element_bytes, steps) for what, (count, steps) in elements.items()}
+    sent["sizes"] = (peers * 3 * 8, 1)  # batch size, checksum of the shapes, seed
+    if loss != "own":
+        # Softmax: four numbers per sample in two exchanges. Logistic units: the loss of each pass.
+        numbers, exchanges = (4 * sum(batch_sizes), 2 * passes) if loss == "cross_entropy" else (passes, passes)
+        sent["targets"] = (peers * batch_sizes[rank] * target_bytes, 1)
+        sent["loss"] = (peers * numbers * max(4, element_bytes), exchanges)
+    return {what: Cost(num_bytes, steps if peers else 0) for what, (num_bytes, steps) in sent.items()}
+
+
+def _activations(
+    widths: Sequence[int], batch_sizes: Sequence[int], passes: int, loss: HeadLoss, rank: int
+) -> dict[str, tuple[int, int]]:
+    """Return the activations and their gradients that a rank sends: elements and exchanges, by kind of message."""
+    world_size = len(batch_sizes)
+    peers = world_size - 1
+    own = batch_sizes[rank]
+    total = sum(batch_sizes)
     features, *hidden, classes = widths
     *own_hidden, own_classes = (end - begin for begin, end in (chunk_bounds(w, world_size)[rank] for w in widths[1:]))
-    passes = len(sub_passes(scheme, batch_sizes))
     elements = {
         "features": (peers * own * features, passes),
         "feature gradients": ((total - own) * features, passes),
@@ -54,13 +71,7 @@ def head_traffic(
     if loss == "own":
         elements["logits"] = ((total - own) * own_classes, passes)
         elements["logit gradients"] = (own * (classes - own_classes), passes)
-    sent = {what: (count * element_bytes, steps) for what, (count, steps) in elements.items()}
-    sent["sizes"] = (peers * 3 * 8, 1)  # batch size, checksum of the shapes, seed
-    if loss != "own":
-        numbers, exchanges = (4 * total, 2 * passes) if loss == "cross_entropy" else (passes, passes)
-        sent["targets"] = (peers * own * target_bytes, 1)
-        sent["loss"] = (peers * numbers * max(4, element_bytes), exchanges)
-    return {what: Cost(num_bytes, steps if peers else 0) for what, (num_bytes, steps) in sent.items()}
+    return elements
 
 
 def hybrid_cost(
@@ -72,19 +83,19 @@ def hybrid_cost(
     loss: HeadLoss = "logistic",
     rank: int = 0,
 ) -> Cost:
-    """Data-parallel trunk and model-parallel head (arXiv 1404.5997): the trunk's ring and the head's `head_traffic`.
+    """Return the cost of a step: the ring all-reduce of the trunk's gradients, and `head_traffic` for the head.
 
-    With N ranks of B examples each, and N dividing all sizes, 2(N-1)/N times the trunk, and 2(N-1) B times the sum of
-    the widths that enter the head's layers; the rest is small.
+    With N ranks of B samples each, and sizes that N divides, a rank sends 2(N-1)/N times the trunk's parameters and
+    2(N-1) B times the sum of the widths that enter the head's layers. The rest is small.
 
     Args:
-        trunk_elements: parameters of the trunk.
+        trunk_elements: number of parameters of the trunk.
         widths: see `head_traffic`.
-        batch_sizes: of each of the N ranks.
-        element_bytes: of a parameter and of an activation.
+        batch_sizes: see `head_traffic`.
+        element_bytes: bytes of a parameter and of an activation.
         scheme: see `head_traffic`.
-        loss: see there.
-        rank: see there.
+        loss: see `head_traffic`.
+        rank: see `head_traffic`.
     """
     head = head_traffic(widths, batch_sizes, element_bytes, scheme, loss, rank).values()
     trunk = ring_cost(trunk_elements, element_bytes, len(batch_sizes), rank)

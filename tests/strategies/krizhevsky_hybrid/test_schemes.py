@@ -26,8 +26,8 @@ def test_scheme_c_takes_an_equal_part_of_each():
 
 
 def test_scheme_c_makes_passes_as_equal_as_they_can_be():
-    assert [part.num_examples for part in sub_passes("c", [5, 5, 5, 5])] == [5, 5, 5, 5]
-    assert [part.num_examples for part in sub_passes("c", [1, 1, 1, 1])] == [1, 1, 1, 1]
+    assert [part.num_samples for part in sub_passes("c", [5, 5, 5, 5])] == [5, 5, 5, 5]
+    assert [part.num_samples for part in sub_passes("c", [1, 1, 1, 1])] == [1, 1, 1, 1]
 
 
 def test_nobody_has_anything():

@@ -48,12 +48,12 @@ def _fit(rank: int, world_size: int, folder: str, ckpt_path: str | None, epochs:
     if state_dict_type == "full":
         return snapshot(module, runner)
     # Each rank is left with its rows, and that is said; nothing takes them for the whole.
-    assert any("is left with its rows of 'head'" in text and "consolidate_checkpoint" in text for text in said)
+    assert any("holds only its rows of 'head'" in text and "consolidate_checkpoint" in text for text in said)
     again = trainer(KrizhevskyHybridStrategy(), world_size)
     for use in (again.predict, again.fit):
-        with pytest.raises(ValueError, match="is it the part of one rank"):
+        with pytest.raises(ValueError, match="leaves one rank's rows there"):
             use(module, loader)
-    with pytest.raises(ValueError, match="is it the part of one rank"):
+    with pytest.raises(ValueError, match="leaves one rank's rows there"):
         runner.save_checkpoint(Path(folder, "after.ckpt"))
     return sum(p.numel() for p in module.head.parameters())
 
@@ -89,7 +89,7 @@ def test_it_goes_on_on_any_number_of_ranks_and_in_a_plain_trainer(tmp_path):
 
 
 def test_what_cannot_be_consolidated(tmp_path):
-    with pytest.raises(ValueError, match="is no sharded checkpoint: it has no checkpoint.ckpt"):
+    with pytest.raises(ValueError, match="is not a sharded checkpoint: it has no checkpoint.ckpt"):
         consolidate_checkpoint(tmp_path, tmp_path / "whole.ckpt")
     torch.save({"state_dict": {}}, tmp_path / "checkpoint.ckpt")
     torch.save({"parameters": {}, "optimizer_states": []}, tmp_path / "rows-00000-of-00002.pt")

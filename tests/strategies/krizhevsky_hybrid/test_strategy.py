@@ -106,7 +106,7 @@ def variable_batch_loop(scheme: str, world_size: int, optimizer_name: str, clip:
     for of_ranks in zip(*(batches(rank, world_size) for rank in range(world_size)), strict=True):
         features = [module.trunk(x) for x, _ in of_ranks]
         seen = [f.detach().requires_grad_() for f in features]
-        num_examples = sum(len(f) for f in features)
+        num_samples = sum(len(f) for f in features)
         for part in sub_passes(scheme, [len(f) for f in features]):
             x = torch.cat([f[begin:end] for f, (begin, end) in zip(seen, part.rows, strict=True)])
             y = torch.cat([target[begin:end] for (_, target), (begin, end) in zip(of_ranks, part.rows, strict=True)])
@@ -116,7 +116,7 @@ def variable_batch_loop(scheme: str, world_size: int, optimizer_name: str, clip:
                 f.grad = None
             module.head_step(x, y).backward()
             for f, old in zip(seen, before, strict=True):
-                weight = part.num_examples / num_examples
+                weight = part.num_samples / num_samples
                 new = torch.zeros_like(f) if f.grad is None else f.grad * weight
                 f.grad = new if old is None else old + new
             if clip is not None:
