@@ -12,6 +12,7 @@ In a training step one of two functions takes the place of the head's ``forward`
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ from lightning_dp.strategies.krizhevsky_hybrid.schemes import Scheme, SubPass, s
 from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead, SharedByCopies, seeded
 from lightning_dp.strategies.krizhevsky_hybrid.sharded_logits import ShardedLogits
 from lightning_dp.strategies.krizhevsky_hybrid.step_arguments import StepArguments
+
+log = logging.getLogger(__name__)
 
 HeadStep = Callable[[Tensor, dict[str, Any]], Tensor]
 
@@ -54,6 +57,7 @@ class HeadPasses(SharedByCopies):
         self.exchange = FeatureExchange(channel)
         self.num_calls = 0  # calls of the head, in passes and outside
         self.num_steps = 0  # calls of `step`
+        self._has_warned = False  # of weights in ``head_step``
 
     def own_batch(self, features: Tensor) -> Tensor:
         """Return the logits (n, C) for the features (n, *) of this rank's samples. n may differ, and may be 0."""
@@ -116,7 +120,7 @@ class HeadPasses(SharedByCopies):
         def loss_of(part: SubPass, x: Tensor) -> Tensor:
             loss = _require_number(head_step(x, own.of_pass(part)))
             if self.num_steps == 0:
-                self._require_same_loss(loss)
+                self._require_same_loss(loss, lambda: head_step(0.5 * x.detach(), own.of_pass(part)))
             require_no_part(loss, others or {})
             return loss
 
@@ -148,21 +152,39 @@ class HeadPasses(SharedByCopies):
         if self.channel.on_stage is not None:
             self.channel.on_stage("head", begin_s, time.perf_counter())
 
-    def _require_same_loss(self, loss: Tensor) -> None:
-        """Raise ValueError if ``head_step`` has used something that differs between ranks.
+    def _require_same_loss(self, loss: Tensor, loss_of_other_features: Callable[[], Tensor]) -> None:
+        """Raise ValueError if ``head_step`` has used data that differs between ranks. All ranks must call it.
 
-        Every rank runs it with the same samples, so its result can differ only by data beside its arguments, such as
-        rows of this rank's batch that ``training_step`` has left on the module. They do not belong to the pass.
+        Every rank runs it with the same samples, so its result can differ only by what it uses beside its arguments:
+
+        - rows of this rank's batch that ``training_step`` has left on the module. They do not belong to the samples of
+          the pass, so the gradients would be wrong.
+        - the head's weights, of which each rank has its rows, in a penalty. The gradients are right if that is a sum.
+
+        The second does not depend on the features: with other features, the loss changes by the same on all ranks.
         """
         if self.channel.world_size == 1:
             return
         losses = self.head.control.all_gather("loss of a pass", loss.detach().double())
-        if not torch.allclose(losses, losses[:1].expand_as(losses), rtol=1e-3, atol=1e-6, equal_nan=True):
+        if torch.allclose(losses, losses[:1].expand_as(losses), rtol=1e-3, atol=1e-6, equal_nan=True):
+            return
+        with torch.no_grad():
+            change = loss.detach().double() - loss_of_other_features().double()
+        changes = self.head.control.all_gather("change of the loss", change)
+        tolerance = 1e-5 * losses.abs().max().item()
+        if not torch.allclose(changes, changes[:1].expand_as(changes), rtol=1e-3, atol=tolerance, equal_nan=True):
             raise ValueError(
                 f"head_step returns different losses on the ranks for the same samples: {losses.tolist()}. It may use "
                 "its arguments and the module's parameters, but nothing that belongs to this rank's batch alone. Pass "
                 "such data as further arguments: self.head_step(features, target, weights)"
             )
+        if not self._has_warned:
+            log.warning(
+                f"head_step uses the weights of {self.head.name!r} directly, and each rank has its own rows of them. A "
+                "penalty on its weights must be a sum over them (L1, L2); a norm, a mean or a product of rows has "
+                "wrong gradients. The logged loss contains this rank's part of the penalty only"
+            )
+            self._has_warned = True
 
 
 def _require_number(loss: Any) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp import KrizhevskyHybridStrategy
+from lightning_dp._lightning import DDPStrategy
 from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.strategies.krizhevsky_hybrid.parameter_rows import CPU, ShardedParameters, whole_on_rank_0
 from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead
@@ -51,6 +52,23 @@ def test_rank_0_sends_each_its_rows_and_gathers_alone(world_size):
         else:
             assert sum(value.nbytes for value in whole.values()) == own
     assert sum(own for _, _, own, _, _ in results) == 8 * NUM_NUMBERS
+
+
+def _moved(rank: int) -> int:
+    held = []
+    move = DDPStrategy.model_to_device
+
+    def look(self: DDPStrategy) -> None:
+        held.append(sum(p.numel() for p in self.lightning_module.head.parameters()))
+        move(self)
+
+    DDPStrategy.model_to_device = look
+    trainer(KrizhevskyHybridStrategy(), 2, max_steps=1).fit(StepNet(), batches(rank, 2, steps=1))
+    return held[0]
+
+
+def test_each_rank_has_only_its_rows_when_the_module_moves_to_the_device():
+    assert sum(run_processes(2, _moved)) == NUM_NUMBERS
 
 
 class MetaNet(StepNet):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +18,17 @@ from lightning_dp import KrizhevskyHybridStrategy
 from tests.ranks import run_processes
 from tests.strategies.krizhevsky_hybrid.modules import HybridNet, StepNet, all_batches, batches, fit_with
 from tests.strategies.modules import CLASSES, assert_same
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What lightning_dp logs within, in processes in which pytest sees nothing."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lightning_dp").addHandler(handler)
+    yield said
+    logging.getLogger("lightning_dp").removeHandler(handler)
 
 
 class TemperatureNet(StepNet):
@@ -241,6 +254,32 @@ def test_head_step_may_have_further_arguments():
         assert_same(result, expected, 1e-9)
 
 
+class WeightPenalty(StepNet):
+    """Each rank adds the sum over its own rows, so the losses differ between ranks and the gradients are right."""
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        return super().head_step(features, target) + 0.1 * sum(p.square().sum() for p in self.head.parameters())
+
+
+def _weight_penalty(rank: int) -> list[tuple[dict[str, Tensor], list[str]]]:
+    results = []
+    for scheme, variable_batch in (("a", False), ("c", False), ("c", True)):
+        strategy = KrizhevskyHybridStrategy(scheme=scheme, variable_batch=variable_batch)
+        with logged() as said:
+            results.append((fit_with(batches(rank, 2), strategy, 2, WeightPenalty, {}), said))
+    return results
+
+
+def test_a_sum_over_the_heads_weights_may_be_a_penalty_and_comes_with_a_warning():
+    expected = fit_with(all_batches(2), "auto", 1, WeightPenalty, {})
+    first, second = run_processes(2, _weight_penalty)
+    for (result, said), (other, _) in zip(first, second, strict=True):
+        assert_same(result, other, 0.0)
+        assert sum("penalty on its weights must be a sum" in text for text in said) == 1
+    for result, _ in first[:2]:  # with variable_batch it is another algorithm
+        assert_same(result, expected, 1e-9)
+
+
 class OtherConstant(Weighted):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, target = batch
@@ -266,11 +305,7 @@ class ReadsTooMuch(ReadsWeight):
 
 
 def _hint(rank: int) -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("lightning_dp").addHandler(handler)
-    with pytest.raises(IndexError, match="out of bounds"):
+    with logged() as said, pytest.raises(IndexError, match="out of bounds"):
         fit_with(batches(rank, 2), KrizhevskyHybridStrategy(), 2, ReadsTooMuch, {})
     return said
 

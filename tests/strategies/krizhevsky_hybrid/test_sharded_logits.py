@@ -203,7 +203,8 @@ def gathers(rank, group):
     own = LOGITS[:, begin:end].clone().requires_grad_()
     channel = Channel(group)
     logits = ShardedLogits(own, bounds, channel)
-    loss = F.cross_entropy(logits.float() / 2.5, TARGET)
+    assert logits.requires_grad
+    loss = F.cross_entropy(logits.float().contiguous().view(-1, CLASSES) / 2.5, TARGET)
     without = dict(channel.bytes_sent)
     accuracy = (logits.detach().argmax(1) == TARGET).double().mean()
     top = logits.detach().topk(2).indices
@@ -211,7 +212,7 @@ def gathers(rank, group):
     return without, dict(channel.bytes_sent), accuracy, top, own.nbytes
 
 
-def test_a_loss_in_32_bits_sends_numbers_and_a_detached_metric_gathers_once():
+def test_a_loss_of_cast_and_scaled_logits_sends_numbers_and_a_detached_metric_gathers_once():
     for without, in_all, accuracy, top, own_bytes in run_threads(2, gathers):
         assert without == {"loss": 4 * SAMPLES * 4}
         assert in_all == {**without, "logits": own_bytes}
