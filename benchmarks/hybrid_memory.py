@@ -26,6 +26,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from pytorch_lightning.callbacks import ModelCheckpoint
 from support.bars import Bar, draw_bars
@@ -119,17 +120,18 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
     x = torch.randn(count, 32, generator=generator)
     y = torch.randint(arguments.classes, (count,), generator=generator)
     loader = DataLoader(TensorDataset(x, y), LOCAL_BATCH_SIZE)
-    phases = PhaseFile(Path(folder, "phase"))
     # Only the last step of the first run saves.
     saver = ModelCheckpoint(Path(folder, "checkpoint"), filename="last", every_n_train_steps=arguments.steps)
+    phases = PhaseFile(Path(folder, "phase"))
     phases.enter(BUILD)
     module = LargeHead(arguments.classes, arguments.features, arguments.meta)
     phases.enter(SET_UP)
     fit(arguments, module, loader, max_epochs=1, callbacks=[phases, saver])
-    # The second run must not find the first one's memory still in use.
-    del module, saver
+    # Free the first run before the second one begins, with its callbacks, on which Lightning leaves the module's log.
+    del module, saver, phases
     gc.collect()
-    phases.enter(RESUME)
+    dist.barrier()  # a rank that is late must not count in the next phase
+    PhaseFile(Path(folder, "phase")).enter(RESUME)
     module = LargeHead(arguments.classes, arguments.features, arguments.meta)
     fit(arguments, module, loader, max_epochs=2, ckpt_path=Path(folder, "checkpoint", "last.ckpt"))
 
@@ -169,10 +171,12 @@ class Sampler(threading.Thread):
         self.is_done = threading.Event()
 
     def run(self) -> None:
+        name = START
         while not self.is_done.wait(0.1):
             pids = [int(path.name.rpartition("-")[2]) for path in self.folder.glob("pid-*")]
             phase = self.folder / "phase"
-            name = (phase.read_text() or START) if phase.exists() else START
+            if phase.exists():
+                name = phase.read_text() or name  # empty while rank 0 writes it
             total = sum(_proportional_set_size(pid) for pid in (os.getpid(), *pids))
             self.peaks[name] = max(self.peaks[name], total)
             self.least_available = min(self.least_available, memory_available())
