@@ -187,12 +187,8 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         if self._fitting is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        unfrozen = [] if self._reduced is None else self._reduced.unfrozen()
-        if unfrozen:
-            raise RuntimeError(
-                f"{unfrozen[0]} has become trainable within training_step, so its gradient would not be averaged over "
-                "the ranks; unfreeze parameters in on_train_epoch_start or on_train_batch_start"
-            )
+        if self._reduced is not None:
+            self._reduced.require_none_unfrozen()
         # With torch.utils.checkpoint around trunk and head, backward calls the head again.
         with self._fitting.takeover.exchanging():
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)

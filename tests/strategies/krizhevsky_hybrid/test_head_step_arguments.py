@@ -1,0 +1,102 @@
+"""What head_step may read beside features and targets: further arguments, constants, the head's own weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_dp import KrizhevskyHybridStrategy
+from tests.ranks import run_processes
+from tests.strategies.krizhevsky_hybrid.modules import StepNet, all_batches, batches, fit_with
+from tests.strategies.krizhevsky_hybrid.test_misuse import ReadsWeight, logged
+from tests.strategies.modules import assert_same
+
+
+class Weighted(StepNet):
+    """Further arguments, by position and by name, and a constant."""
+
+    def head_step(self, features: Tensor, target: Tensor, weights: Tensor, *, power: int = 1) -> Tensor:
+        losses = F.cross_entropy(self.head(features), target, reduction="none")
+        return (losses * weights**power).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, target = batch
+        weights = x[:, 0].abs()
+        features = self.trunk(x)
+        if batch_idx % 2:
+            return self.head_step(features, target, weights, power=2)
+        return self.head_step(target=target, features=features, weights=weights)
+
+
+def _weighted(rank: int) -> dict[str, Tensor]:
+    return fit_with(batches(rank, 2), KrizhevskyHybridStrategy(scheme="c"), 2, Weighted, {})
+
+
+def test_head_step_may_have_further_arguments():
+    expected = fit_with(all_batches(2), "auto", 1, Weighted, {})
+    for result in run_processes(2, _weighted):
+        assert_same(result, expected, 1e-9)
+
+
+class WeightPenalty(StepNet):
+    """Each rank adds the sum over its own rows, so the losses differ between ranks and the gradients are right."""
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        return super().head_step(features, target) + 0.1 * sum(p.square().sum() for p in self.head.parameters())
+
+
+def _weight_penalty(rank: int) -> list[tuple[dict[str, Tensor], list[str]]]:
+    results = []
+    for scheme, variable_batch in (("a", False), ("c", False), ("c", True)):
+        strategy = KrizhevskyHybridStrategy(scheme=scheme, variable_batch=variable_batch)
+        with logged() as said:
+            results.append((fit_with(batches(rank, 2), strategy, 2, WeightPenalty, {}), said))
+    return results
+
+
+def test_a_sum_over_the_heads_weights_may_be_a_penalty_and_comes_with_a_warning():
+    expected = fit_with(all_batches(2), "auto", 1, WeightPenalty, {})
+    first, second = run_processes(2, _weight_penalty)
+    for (result, said), (other, _) in zip(first, second, strict=True):
+        assert_same(result, other, 0.0)
+        assert sum("penalty on its weights must be a sum" in text for text in said) == 1
+    for result, _ in first[:2]:  # with variable_batch it is another algorithm
+        assert_same(result, expected, 1e-9)
+
+
+class OtherConstant(Weighted):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, target = batch
+        return self.head_step(self.trunk(x), target, x[:, 0], power=self.global_rank)
+
+
+def _other_constant(rank: int) -> str:
+    with pytest.raises(ValueError, match="the ranks pass different things") as error:
+        fit_with(batches(rank, 2), KrizhevskyHybridStrategy(), 2, OtherConstant, {})
+    return str(error.value)
+
+
+def test_constants_must_be_the_same_on_all_ranks():
+    for rank, said in enumerate(run_processes(2, _other_constant)):
+        assert f"('power', {rank})" in said
+
+
+class ReadsTooMuch(ReadsWeight):
+    """The rows are too few for the labels."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(F.linear(self.trunk(batch[0]), F.normalize(self.head.weight)), batch[1])
+
+
+def _hint(rank: int) -> list[str]:
+    with logged() as said, pytest.raises(IndexError, match="out of bounds"):
+        fit_with(batches(rank, 2), KrizhevskyHybridStrategy(), 2, ReadsTooMuch, {})
+    return said
+
+
+def test_an_error_of_a_step_that_never_called_the_head_comes_with_a_hint():
+    for rank, said in enumerate(run_processes(2, _hint)):
+        assert any(f"they are rank {rank}'s rows only. Call the head as a module" in text for text in said)
