@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -188,53 +187,6 @@ def test_gradients_in_validation_are_those_of_the_whole_head():
         torch.testing.assert_close(of_rank[::2], of_x, rtol=1e-9, atol=1e-12)
     rows = [torch.cat(pair) for pair in zip(first[1::2], second[1::2], strict=True)]
     torch.testing.assert_close(rows, of_weight, rtol=1e-9, atol=1e-12)
-
-
-class Described(StepNet):
-    """What ModelSummary and a logger's graph need."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.example_input_array = X
-
-
-class GraphLogger(pl.loggers.CSVLogger):
-    """As TensorBoardLogger(log_graph=True): rank 0 traces the model."""
-
-    traced: Tensor | None = None
-
-    @pl.utilities.rank_zero_only
-    def log_graph(self, model: Any, input_array: Any = None) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of the tracer
-            self.traced = torch.jit.trace(model, X, check_trace=False)(X).detach()
-
-
-def _described(rank: int, folder: str) -> tuple[Tensor | None, str]:
-    logger = GraphLogger(folder)
-    sizes: list[str] = []
-
-    class Sizes(pl.Callback):
-        def on_fit_start(self, trainer: Any, module: Any) -> None:
-            summary = pl.utilities.model_summary.ModelSummary(module, max_depth=-1)
-            sizes.extend(f"{name}: {layer.out_size}" for name, layer in summary._layer_summary.items())
-
-    runner = trainer(
-        KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, max_steps=1, logger=logger, callbacks=[Sizes()],
-        log_every_n_steps=1,
-    )  # fmt: skip
-    runner.fit(Described(), batches(rank, 2, steps=STEPS))
-    return logger.traced, "\n".join(sizes)
-
-
-def test_a_logger_can_trace_the_model_on_rank_0_and_a_summary_sees_whole_layers(tmp_path):
-    (traced, sizes), (none, other_sizes) = run_processes(2, _described, str(tmp_path))
-    assert none is None
-    with torch.no_grad():
-        torch.testing.assert_close(traced, Described()(X), rtol=1e-12, atol=1e-12)
-    assert sizes == other_sizes
-    assert f"head.4: [4, {CLASSES}]" in sizes
-    assert "head.1: [4, 7]" in sizes
 
 
 def _sharded(rank: int) -> tuple[list[Tensor], str]:
