@@ -42,6 +42,7 @@ __all__ = [
     "inside_function_transform",
     "make_wrapper_tensor",
     "mark_stepped",
+    "next_sequence_number",
     "on_compile_start",
     "scaler_device",
     "sequence_number",
@@ -211,6 +212,11 @@ def on_compile_start(callback: Callable[[], None]) -> Callable[[], None]:
 
     callback_handler.register_start_callback(call)
     return lambda: callback_handler.remove_start_callback(call)
+
+
+def next_sequence_number() -> int:
+    """Return the number that the next node of the autograd graph will have which this thread makes."""
+    return torch.autograd._get_sequence_nr()
 
 
 def sequence_number(node: Any) -> int:

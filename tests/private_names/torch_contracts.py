@@ -235,6 +235,14 @@ def check_nodes_are_numbered_in_the_order_in_which_they_are_made() -> None:
     assert len(set(numbers)) == 3
 
 
+@contract(torch.autograd, "_get_sequence_nr")
+def check_the_next_number_lies_between_nodes_before_and_after() -> None:
+    x = torch.ones(1, requires_grad=True)
+    before = torch_names.sequence_number((x + 1).grad_fn)
+    following = torch_names.next_sequence_number()
+    assert before < following <= torch_names.sequence_number((x + 1).grad_fn)
+
+
 class Passing(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

@@ -75,27 +75,26 @@ class PendingUpdate:
         """Return those still to be updated."""
         return list(self._entries)
 
-    def apply_for(self, parameter: Tensor) -> None:
-        """Update ``parameter``, and with it whatever must be, or can be, updated now.
+    def apply_for(self, parameter: Tensor) -> list[Tensor]:
+        """Update ``parameter``, and with it whatever must be, or can be, updated now. Return what was updated.
 
         A step of the optimizer has a price of its own, so one step takes all buckets that have arrived.
         """
         if self._whole_step is not None:
-            self.finish()
-            return
+            return self.finish()
         needed = self._entries[parameter].bucket
         buckets = [b for b in self._parameters_in if b is needed or b is None or b.has_arrived]
-        self._apply(buckets, self.optimizer.step)
+        return self._apply(buckets, self.optimizer.step)
 
-    def finish(self) -> None:
-        """Update all that is left, in one step."""
-        self._apply(list(self._parameters_in), self._whole_step or self.optimizer.step)
+    def finish(self) -> list[Tensor]:
+        """Update all that is left, in one step. Return what was updated."""
+        return self._apply(list(self._parameters_in), self._whole_step or self.optimizer.step)
 
     def give_up(self) -> None:
         """Leave the parameters as they are."""
         self._end_guard()
 
-    def _apply(self, buckets: list[BucketReduction | None], step: Callable[[], Any]) -> None:
+    def _apply(self, buckets: list[BucketReduction | None], step: Callable[[], Any]) -> list[Tensor]:
         for bucket in buckets:
             if bucket is not None:
                 bucket.wait()  # raises before anything has changed
@@ -107,6 +106,7 @@ class PendingUpdate:
         if entries:
             with _as_after_backward(parameters[0].device.type), self._restricted_to(entries):
                 step()
+        return parameters
 
     @contextmanager
     def _restricted_to(self, entries: dict[Tensor, _Entry]) -> Iterator[None]:
@@ -242,11 +242,11 @@ class PendingUpdates:
             self._by_parameter.update(dict.fromkeys(update.parameters(), update))
             return update.parameters()
 
-    def apply_for(self, parameter: Tensor) -> None:
-        """Bring ``parameter`` up to date."""
+    def apply_for(self, parameter: Tensor) -> list[Tensor]:
+        """Bring ``parameter`` up to date. Return all parameters that were updated."""
         with self.lock:
-            if parameter in self._by_parameter:
-                self._by_parameter[parameter].apply_for(parameter)
+            update = self._by_parameter.get(parameter)
+            return [] if update is None else update.apply_for(parameter)
 
     def finish_optimizer(self, optimizer: Optimizer) -> None:
         """Bring all parameters of ``optimizer`` up to date."""

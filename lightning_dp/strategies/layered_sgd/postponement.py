@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,11 +69,27 @@ class Postponement:
         """Whether parameters may be updated while the forward runs, a bucket at a time."""
         return not self._before_forward and steps_by_bucket(self._trainer)
 
+    def with_present_clipping(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Return ``step`` with the clipping that the Trainer has now. Callbacks may change it before ``step`` runs."""
+        trainer = self._trainer
+        staged = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+
+        def clipped_as_staged() -> None:
+            present = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+            trainer.gradient_clip_val, trainer.gradient_clip_algorithm = staged
+            try:
+                step()
+            finally:
+                trainer.gradient_clip_val, trainer.gradient_clip_algorithm = present
+
+        return clipped_as_staged
+
     @contextmanager
     def training_step(self) -> Iterator[None]:
         """Run a training step; what must be updated before it is."""
         if self._before_forward or self._reduction.updates.are_whole:
             self._reduction.finish_update()
+        self._reduction.begin_forward()
         self._is_in_training_step = True
         try:
             yield

@@ -38,7 +38,8 @@ class LayeredReduction:
         self._reductions: dict[Tensor, BucketReduction] = {}  # of the last backward pass, by parameter
         self._has_final_buckets = False
         self._watch = ParameterWatch(self._before_use, self._before_gradient)
-        self.updates = PendingUpdates(self._watch.remove)
+        self.updates = PendingUpdates(self._before_update)
+        self._not_seen: set[Tensor] = set()  # updated, and watched still: nobody has used them since
         self._stale_uses = StaleUseDetector()
         self._of_this_backward = ExitStack()
         self.is_in_backward = False
@@ -95,6 +96,7 @@ class LayeredReduction:
                 lambda optimizer, _: self.updates.finish_optimizer(optimizer)
             )
         staged = self.updates.stage(optimizer, dict(self._reductions), whole_step)
+        self._not_seen.clear()
         self._watch.add(staged)  # no longer watched if their gradients have been waited for
         self._stale_uses.note_staged(staged)
 
@@ -108,6 +110,10 @@ class LayeredReduction:
             reduction.wait()
         # What is pending is still to be watched.
         self._watch.remove(parameter for parameter in self._reductions if parameter not in self.updates)
+
+    def begin_forward(self) -> None:
+        """Call it when what must be updated before the forward is."""
+        self._stale_uses.begin_forward()
 
     def before_forward(self) -> None:
         """Let DDP make its buckets anew, which it does once: in the forward after the first backward pass.
@@ -123,9 +129,23 @@ class LayeredReduction:
         """Finish all updates and all gradients: nothing is pending or watched then."""
         self.finish_update()
         self.wait_for_gradients()
+        self._watch.remove(self._not_seen)
+        self._not_seen.clear()
 
     def _before_use(self, parameter: Tensor) -> None:
-        self.updates.apply_for(parameter)
+        updated = self.updates.apply_for(parameter)
+        if updated:
+            # The others stay watched until they are used themselves. Who has used them unseen has read old values.
+            self._not_seen.update(updated)
+            self._watch.add(updated)
+        if parameter in self._not_seen:
+            self._not_seen.remove(parameter)
+            self._watch.remove([parameter])
+        self._stale_uses.note_seen(parameter)
+
+    def _before_update(self, parameters: list[Tensor]) -> None:
+        self._watch.remove(parameters)
+        self._stale_uses.note_updated(parameters)
 
     def _before_gradient(self, parameter: Tensor) -> None:
         # Whoever reads a gradient may change it, which must not change an earlier update.
@@ -138,7 +158,8 @@ class LayeredReduction:
         self._of_this_backward.close()
         self._fork_guard.close()
         self.updates.clear()
-        self._watch.remove(self._reductions)
+        self._watch.remove([*self._reductions, *self._not_seen])
+        self._not_seen.clear()
         self._reductions.clear()
         for handle in self._load_hooks.values():
             handle.remove()

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lightning_dp._private.torch_names import sequence_number
+from lightning_dp._private.torch_names import next_sequence_number, sequence_number
 
 
 class StaleUseError(RuntimeError):
@@ -19,40 +18,61 @@ class StaleUseError(RuntimeError):
 
 
 class StaleUseDetector:
-    """Raises in backward when a parameter gets a gradient although no use of it was seen.
+    """Raises in backward when a parameter gets a gradient although it was used while its update was pending.
 
-    A parameter whose update is still pending when backward begins was used by nobody since the update was staged, as
-    far as the watch could see. If it gets a gradient all the same, the forward has used its old value, in a function
-    that PyTorch does not show (see `parameter_watch`).
+    Two kinds of parameters are suspects: those whose update is still pending when backward begins, and those that were
+    updated in this forward only because another parameter of their bucket was used. As far as the watch could see,
+    nobody has used either since their update was staged. If such a parameter gets a gradient all the same, it was used
+    in a function that PyTorch does not show (see `parameter_watch`).
 
-    One case is legitimate: a graph that was built before the update was staged, and is run through now (two losses on
-    one graph, with a step between their backward passes). Under DDP that gradient is the same. The nodes of the graph
-    tell the two apart, for autograd numbers them in the order in which they are made.
+    Not every such use is wrong. A graph may have been built before the update was staged (two losses on one graph, with
+    a step between their backward passes), and a use after the update has read the new value. The nodes of the graph
+    tell: autograd numbers them in the order in which they are made.
+
+    A parameter that is used unseen first and seen later, in one forward, is no suspect and goes unnoticed. To find it,
+    the whole graph would have to be searched in each step.
     """
 
     def __init__(self) -> None:
         self._staged_at: dict[Tensor, int] = {}
+        self._updated_at: dict[Tensor, int] = {}  # in this forward, and not seen since
 
     def note_staged(self, parameters: Iterable[Tensor]) -> None:
         """Remember that updates of ``parameters`` were staged now."""
-        self._staged_at.update(dict.fromkeys(parameters, _present_sequence_number()))
+        self._staged_at.update(dict.fromkeys(parameters, next_sequence_number()))
+
+    def note_updated(self, parameters: Iterable[Tensor]) -> None:
+        """Remember that ``parameters`` were updated now. A read between their staging and now was one too early."""
+        self._updated_at.update(dict.fromkeys(parameters, next_sequence_number()))
+
+    def note_seen(self, parameter: Tensor) -> None:
+        """Do not suspect ``parameter``: its use was seen."""
+        self._updated_at.pop(parameter, None)
+
+    def begin_forward(self) -> None:
+        """Forget what was updated before: a forward that begins now reads up-to-date values."""
+        self._updated_at.clear()
 
     @contextmanager
-    def watching(self, loss: Tensor, suspects: Iterable[Tensor], module: nn.Module) -> Iterator[None]:
+    def watching(self, loss: Tensor, pending: Iterable[Tensor], module: nn.Module) -> Iterator[None]:
         """Watch one backward pass.
 
         Args:
             loss: that backward starts from.
-            suspects: parameters whose update was pending when backward began.
+            pending: parameters whose update was pending when backward began.
             module: knows their names.
 
         Raises:
             StaleUseError: out of backward, before the gradient is accumulated or reduced.
         """
+        self.note_updated(pending)
+        reads = _Reads(loss)
         handles = []
-        for parameter in suspects:
-            if parameter.requires_grad:
-                handles.append(parameter.register_hook(_Check(parameter, self._staged_at[parameter], loss, module)))
+        for parameter, updated_at in self._updated_at.items():
+            if parameter.requires_grad and parameter in self._staged_at:
+                check = _Check(parameter, range(self._staged_at[parameter], updated_at), reads, module)
+                handles.append(parameter.register_hook(check))
+        self._updated_at.clear()
         try:
             yield
         finally:
@@ -61,17 +81,25 @@ class StaleUseDetector:
 
 
 class _Check:
-    """The hook on one parameter: called with its gradient."""
+    """The hook on one parameter: called with its gradient.
 
-    def __init__(self, parameter: Tensor, staged_at: int, loss: Tensor, module: nn.Module) -> None:
+    Args:
+        parameter: the parameter.
+        stale: the numbers of the nodes that were made while its update was pending.
+        reads: finds the nodes that read it.
+        module: knows its name.
+    """
+
+    def __init__(self, parameter: Tensor, stale: range, reads: _Reads, module: nn.Module) -> None:
         self._parameter = parameter
-        self._staged_at = staged_at
-        self._loss = loss
+        self._stale = stale
+        self._reads = reads
         self._module = module
 
     def __call__(self, gradient: Tensor) -> None:
-        reads = list(_reads(self._loss.grad_fn, self._parameter))
-        if reads and max(reads) < self._staged_at:
+        numbers = self._reads.of(self._parameter)
+        # Without any node the graph has been changed by somebody: then a gradient is not to be trusted either.
+        if numbers and not any(number in self._stale for number in numbers):
             return
         name = next((name for name, p in self._module.named_parameters() if p is self._parameter), "a parameter")
         raise StaleUseError(
@@ -89,24 +117,36 @@ _VIEWS = re.compile(
 )
 
 
-def _reads(root: Any, parameter: Tensor) -> Iterator[float]:
-    """Yield the numbers of the graph's nodes that read the value of ``parameter``, directly or through views of it."""
-    to_visit = [(root, math.inf)]
-    seen = set(to_visit)
-    while to_visit:
-        node, number_of_reader = to_visit.pop()
-        if node is None:
-            continue
-        if not _VIEWS.match(node.name()):
-            number_of_reader = sequence_number(node)
-        for following, _ in node.next_functions:
-            if getattr(following, "variable", None) is parameter:
-                yield number_of_reader
-            elif following is not None and (following, number_of_reader) not in seen:
-                seen.add((following, number_of_reader))
-                to_visit.append((following, number_of_reader))
+class _Reads:
+    """The nodes of a graph that read each parameter, directly or through views of it.
 
+    The graph is searched once, for all parameters, when somebody asks for the first.
+    """
 
-def _present_sequence_number() -> int:
-    with torch.enable_grad(), torch.inference_mode(False):
-        return sequence_number(torch.zeros((), requires_grad=True).view(()).grad_fn)
+    def __init__(self, loss: Tensor) -> None:
+        self._loss = loss
+        self._numbers: dict[Tensor, set[float]] | None = None
+
+    def of(self, parameter: Tensor) -> set[float]:
+        """Return the sequence numbers of the nodes that read the value of ``parameter``."""
+        if self._numbers is None:
+            self._numbers = {}
+            self._search(self._numbers)
+        return self._numbers.get(parameter, set())
+
+    def _search(self, numbers: dict[Tensor, set[float]]) -> None:
+        to_visit: list[tuple[Any, float]] = [(self._loss.grad_fn, math.inf)]
+        seen = set(to_visit)
+        while to_visit:
+            node, number_of_reader = to_visit.pop()
+            if node is None:
+                continue
+            if not _VIEWS.match(node.name()):
+                number_of_reader = sequence_number(node)
+            for following, _ in node.next_functions:
+                variable = getattr(following, "variable", None)
+                if variable is not None:
+                    numbers.setdefault(variable, set()).add(number_of_reader)
+                elif following is not None and (following, number_of_reader) not in seen:
+                    seen.add((following, number_of_reader))
+                    to_visit.append((following, number_of_reader))

@@ -242,7 +242,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
             DDPStrategy.optimizer_step(self, optimizer, lambda: output, model, **kwargs)
 
         by_bucket = postponement.goes_by_bucket and not kwargs
-        reduction.stage(optimizer, None if by_bucket else whole_step)
+        reduction.stage(optimizer, None if by_bucket else postponement.with_present_clipping(whole_step))
         return output
 
     @property

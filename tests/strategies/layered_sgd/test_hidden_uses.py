@@ -89,6 +89,18 @@ class FunctionalFirst(Net):
         return self.loss(batch) + slope.square().mean() + jacobian.square().mean()
 
 
+class ThroughAView(Net):
+    """A view that was made before training is used in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+        self.flat = self.bias.view(-1)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.shared(torch.tanh(self.first(x) + self.flat))))
+
+
 class TiedThroughData(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -109,6 +121,7 @@ CASES: dict[str, Case] = {
     "compiled code between steps": (Net, (CompiledBetweenSteps,), WHOLE),
     "a selective checkpoint": (SelectiveCheckpoint, (), {}),
     "a functional transform": (FunctionalFirst, (), {}),
+    "a view used after its bucket's update": (ThroughAView, (), {"ddp": {"bucket_cap_mb": 25}}),
     "weights tied through data": (TiedThroughData, (), {"ddp": {"find_unused_parameters": True}}),
 }  # fmt: skip
 
@@ -141,19 +154,18 @@ def add_and_squash(x: Tensor, bias: Tensor) -> Tensor:
     return torch.tanh(x + bias)
 
 
-class ThroughAView(Net):
-    """A view that was made before training is used in each forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(8, dtype=torch.float64))
-        self.flat = self.bias.view(-1)
+class ThroughAViewFirst(ThroughAView):
+    """The view is used first; then a parameter of the same bucket is seen used, and the bucket updated."""
 
     def forward(self, x):
-        return self.last(torch.tanh(self.shared(torch.tanh(self.first(x) + self.flat))))
+        return self.last(torch.tanh(self.shared(torch.tanh(self.first(x + self.flat[:6])))))
 
 
-def find_stale_use(rank, make):
+EACH_PARAMETER = 1e-6
+ALL_PARAMETERS = 25
+
+
+def find_stale_use(rank, make, bucket_cap_mb):
     on_a_slow_network()
     module = make()
     expected = snapshot(module, fit(DDPStrategy(), module))
@@ -161,11 +173,14 @@ def find_stale_use(rank, make):
     assert_same(snapshot(module, fit(layered("load"), module)), expected)
     module = make()
     with pytest.raises(RuntimeError, match=r"bias was used in this forward without its last update.*overlap=.load."):
-        fit(layered("step", bucket_cap_mb=1e-6), module)  # each parameter in a bucket of its own
-    # The first step leaves something pending, all of it in the one bucket that DDP starts with; the third must raise.
-    assert module.trainer.global_step == 2
+        fit(layered("step", bucket_cap_mb=bucket_cap_mb), module)
+    # DDP starts with one bucket. If the use comes before any that is seen, the second step raises, else the third.
+    assert module.trainer.global_step == (1 if make is ThroughAViewFirst else 2)
 
 
-@pytest.mark.parametrize("make", [Scripted, ThroughAView])
-def test_a_use_that_nobody_sees_raises_by_name_and_overlap_load_is_the_remedy(make):
-    run_processes(2, find_stale_use, make)
+@pytest.mark.parametrize(
+    ("make", "bucket_cap_mb"),
+    [(Scripted, EACH_PARAMETER), (ThroughAView, EACH_PARAMETER), (ThroughAViewFirst, ALL_PARAMETERS)],
+)
+def test_a_use_that_nobody_sees_raises_by_name_and_overlap_load_is_the_remedy(make, bucket_cap_mb):
+    run_processes(2, find_stale_use, make, bucket_cap_mb)

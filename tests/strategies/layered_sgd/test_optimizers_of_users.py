@@ -158,6 +158,11 @@ class ReloadsState(pl.Callback):
             optimizer.load_state_dict({**optimizer.state_dict(), **self.saved})
 
 
+class ChangesClipping(pl.Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        trainer.gradient_clip_val = 0.01 * (batch_idx + 1)
+
+
 class LoadsState(pl.Callback):
     """Loads without having looked at the state before: the pending step must not change what is loaded."""
 
@@ -182,6 +187,7 @@ CASES: dict[str, Case] = {
     "read on rank 0": (Net, (ReadsOnRank0,), {}),
     "the state cleared": (Net, (ClearsState,), {"max_epochs": 3}),
     "the state put back": (Net, (ReloadsState,), {}),
+    "clipping changed before each step": (Net, (ChangesClipping,), {"gradient_clip_val": 0.1}),
     "the state loaded": (Net, (LoadsState,), {}),
     "stochastic weight averaging": (
         Net, (lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1),), {"max_epochs": 3}
