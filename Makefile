@@ -55,7 +55,8 @@ endif
 hooks: $(READY)
 	$(BIN)/pre-commit install
 
-# Every file in benchmarks/ runs by itself; what they share is in benchmarks/support/. BENCH_OPTIONS=--smoke: seconds.
+# Every file in benchmarks/ runs by itself; what they share is in benchmarks/support/. With BENCH_OPTIONS=--smoke each
+# takes seconds.
 bench: $(READY)
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(BENCH_OPTIONS); done
 
