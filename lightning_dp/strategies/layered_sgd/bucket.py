@@ -32,11 +32,11 @@ class Stage(enum.Enum):
     CROSSED = enum.auto()
     """Each carrier has the sum over all ranks."""
     SETTLED = enum.auto()
-    """The broadcast is under way, and the communicator is done. Whoever needs the sum waits for the rest."""
+    """The broadcast is under way, and the communicator is done. `wait` waits for the rest."""
     DELIVERED = enum.auto()
     """The buffer holds the sum over all ranks."""
     FAILED = enum.auto()
-    """A stage has raised, and whoever waits gets the error."""
+    """A stage has raised, and `wait` raises the error."""
 
 
 _FOLLOWS = {
@@ -50,18 +50,18 @@ _FOLLOWS = {
 class BucketReduction:
     """The sum of one gradient bucket over all ranks: three collectives, started on one thread and awaited on another.
 
-    The constructor and `wait` belong to the thread that trains, the other methods to the communicator's thread. The
-    stage is the only state that both look at; it changes in `_advance` and `fail` alone.
+    The training thread calls the constructor and `wait`, the communicator's thread the other methods. The stage is the
+    only state that both read; only `_advance` and `fail` change it.
 
     Args:
         index: DDP's number of the bucket; the highest index holds the layers nearest the input.
-        buffer: (K,) the bucket's gradients, changed in place.
+        buffer: (numel,) the bucket's gradients, changed in place.
         collective: performs the stages.
-        stream: of the communicator, if the buffer is on a GPU.
+        stream: the communicator's, if the buffer is on a GPU.
         on_host: sum a copy of the buffer in host memory, and copy the sum back in `wait`.
         release: called by `wait` if the bucket has not settled: lets the communicator begin with a bucket that it holds
             back until backward ends. Without it, a hook that reads a gradient during backward would wait forever.
-        on_stage: told of each stage, and of the time that `wait` blocks.
+        on_stage: called with name, start and end of each stage, and of the time that `wait` blocks.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class BucketReduction:
         elif stream is not None:
             self._produced = torch.cuda.current_stream(buffer.device).record_event()
         if stream is None:
-            # The data is there. On a GPU the communicator starts the reduce, once the kernels or the copy are done:
+            # The data is complete. On a GPU the communicator starts the reduce, once the kernels or the copy are done:
             # this thread would have to wait for them, and NCCL wants all collectives of a group from one thread.
             self._start_intra_group_reduce()
 
@@ -127,7 +127,7 @@ class BucketReduction:
         self._advance(Stage.CROSSED)
 
     def start_broadcast(self) -> None:
-        """Start handing the sum to the members of the group. Not awaited: the next bucket crosses groups meanwhile."""
+        """Start the broadcast of the sum within the group. Not awaited: the next bucket's all-reduce runs meanwhile."""
         start_s = time.perf_counter()
         self._works = self._collective.intra_group_broadcast(self._payload)
         if self._stream is not None and self._host_copy is None:
@@ -141,14 +141,14 @@ class BucketReduction:
         self._settled_or_failed.set()
 
     def fail(self, error: Exception) -> None:
-        """Hand ``error`` to whoever waits."""
+        """Raise ``error`` in the threads that wait for the bucket."""
         self.stage = Stage.FAILED
         self._error = error
         self._settled_or_failed.set()
 
     @property
     def has_arrived(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether `wait` would return immediately."""
         if self.stage is Stage.DELIVERED:
             return True
         return self.stage is Stage.SETTLED and all(work.is_completed() for work in self._works)
@@ -166,7 +166,7 @@ class BucketReduction:
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
         if self._delivered is not None:
-            # Each time, and not only the first: another stream may ask.
+            # In each call, not only in the first: the current stream may be another one.
             torch.cuda.current_stream(self.buffer.device).wait_event(self._delivered)
         if self.stage is Stage.SETTLED:
             self._finish_delivery()

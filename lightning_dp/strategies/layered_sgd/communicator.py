@@ -40,19 +40,19 @@ class Communicator:
     with process groups of its own: the data flow is the same, and its waits are in native code, so the rank's own
     Python code runs on.
 
-    The order of the buckets is decided in `_choose`. All ranks must sum them in one order, or each would wait for a
-    bucket that the other has put off.
+    The order of the buckets is decided in `_choose`. All ranks must sum them in one order. Otherwise two ranks could
+    each wait for a bucket that the other sums later.
 
     Args:
         collective: performs the stages.
-        prioritized: sum a bucket as soon as backward has filled it, highest index first: that is the bucket of the
-            layers nearest the input, whose next forward comes first. Ranks see buckets become ready at different times,
-            so rank 0 chooses and tells the others. False: after backward, in the order of submission, which is DDP's
-            and the same on all ranks.
+        prioritized: sum a bucket as soon as backward has filled it, the highest index first: DDP gives it to the layers
+            nearest the input, which the next forward runs first. Ranks see buckets become ready at different times, so
+            rank 0 chooses and tells the others. False: after backward, in the order of submission, which is DDP's and
+            the same on all ranks.
         timeout: how long to wait for a bucket that rank 0 has chosen and this rank has not submitted.
-        device: of the buckets.
+        device: where the buckets are.
         on_host: sum copies of the buckets in host memory; ``collective`` then needs groups that can, such as gloo's.
-        on_stage: told of each stage, and of the time that the training thread waits.
+        on_stage: called with name, start and end of each stage, and of the time that the training thread waits.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Communicator:
         self._timeout_s = timeout.total_seconds()
         self._on_host = on_host
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # A group of its own: the choice for the next bucket travels while the present one crosses groups.
+        # A group of its own: the choice of the next bucket travels during the current one's inter-group all-reduce.
         self._order_group = dist.new_group(timeout=timeout, backend="gloo") if prioritized else None
         self._held: list[BucketReduction] = []  # submitted, not yet released
         # Guards what both threads use: `_ready`, `_closed` and `_failed`. Notified when one of them changes.
@@ -81,7 +81,7 @@ class Communicator:
         self._thread.start()
 
     def submit(self, index: int, buffer: Tensor) -> BucketReduction:
-        """Start the sum of ``buffer`` over all ranks, in place; prioritized at once, else after `release`.
+        """Start the sum of ``buffer`` over all ranks, in place: immediately if ``prioritized``, else after `release`.
 
         Every rank submits the same indices in the same order, and an index again only after `BucketReduction.wait` has
         returned for it.
@@ -95,7 +95,7 @@ class Communicator:
         return bucket
 
     def release(self) -> None:
-        """Let the thread begin with all buckets that were submitted. Call it when backward has ended."""
+        """Let the thread process all buckets that were submitted so far. Called when backward has ended."""
         with self._changed:
             for bucket in self._held:
                 assert bucket.index not in self._ready, f"bucket {bucket.index} submitted twice"
@@ -107,7 +107,7 @@ class Communicator:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop the thread once it has summed the buckets that it has, and release the process groups."""
+        """Stop the thread once it has summed the buckets that it has. Destroy the groups if that takes at most 5 s."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -142,7 +142,10 @@ class Communicator:
         with self._changed:
             # Rank 0 may be ahead, and choose a bucket that backward has not filled here yet.
             if not self._changed.wait_for(lambda: index in self._ready or self._closed, self._timeout_s):
-                raise TimeoutError(f"bucket {index}, chosen by rank 0, was not produced within {self._timeout_s} s")
+                raise TimeoutError(
+                    f"gradient bucket {index}, which rank 0 has chosen next, was not filled on this rank within "
+                    f"{self._timeout_s} s: does every rank run the same forward and backward, or has this rank stalled?"
+                )
             return self._ready.pop(index, None)
 
     def _choose(self, group: dist.ProcessGroup) -> _Choice:
@@ -158,15 +161,15 @@ class Communicator:
         """Take ``bucket`` through the stages; return the proposal for the next one."""
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             bucket.reduce_intra_group()
-            # The ranks agree on the next bucket while this one crosses groups. Afterwards the link would be idle for a
-            # round trip.
+            # The ranks agree on the next bucket during this one's inter-group all-reduce. If they agreed after it, the
+            # link would be idle for a round trip.
             proposal = None if self._order_group is None else self._choose(self._order_group)
             bucket.all_reduce_inter_group()
             bucket.start_broadcast()
         return proposal
 
     def _fail(self, error: Exception, bucket: BucketReduction | None) -> None:
-        """Hand the error to all who wait, and through `release` to all who come later."""
+        """Fail all buckets that are ready. `release` fails those that are submitted later."""
         with self._changed:
             self._failed = error
             stranded = list(self._ready.values())

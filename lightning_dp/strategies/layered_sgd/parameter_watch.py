@@ -1,4 +1,4 @@
-"""The watch: while a parameter's update or gradient is not there yet, every use of the parameter asks for it first.
+"""The watch: while a parameter waits for its update or gradient, each use of the parameter first completes it.
 
 PyTorch lets a subclass of Tensor see each function that is called with one of its instances (``__torch_function__``).
 A watched parameter is an instance of such a subclass for as long as it is watched: `ParameterWatch.add` changes
@@ -6,8 +6,8 @@ A watched parameter is an instance of such a subclass for as long as it is watch
 ones. Its identity, storage and attributes stay as they are.
 
 Why not a `torch.overrides.TorchFunctionMode`, which would see everything: a mode sees *all* functions of the thread. It
-makes each of them slower for as long as anything is pending, it switches PyTorch's fused inference paths off, Dynamo
-traces into it, and it sees one thread alone. A watched parameter costs a few microseconds once per step.
+makes each of them slower for as long as anything is pending, it disables PyTorch's fused inference paths, Dynamo
+traces into it, and it sees a single thread. A watched parameter costs a few microseconds once per step.
 
 What PyTorch does not show to ``__torch_function__``: functions made by ``torch.jit``, C++ extensions, aliases of the
 storage (a kept ``p.data``), ``torch.tensor(p)``, and arguments that a `torch.func` transform differentiates. The
@@ -28,7 +28,7 @@ Hook = Callable[[Tensor], None]
 
 _GET_GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 
-# Attributes that tell nothing of the value. All others count as a use: `data`, `T`, `mT`, `real`, ...
+# Attributes that do not depend on the value. All others count as a use: `data`, `T`, `mT`, `real`, ...
 _HARMLESS_ATTRIBUTES = frozenset(
     {
         *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "name", "output_nr"),
@@ -48,7 +48,7 @@ _ZERO_GRAD = {inspect.unwrap(function).__code__ for function in (Optimizer.zero_
 
 
 class ParameterWatch:
-    """Calls ``before_use(p)`` before a watched parameter's value is used, ``before_gradient(p)`` before ``p.grad`` is.
+    """Calls ``before_use(p)`` before a watched value is used, and ``before_gradient(p)`` before ``p.grad`` is read.
 
     Both may `remove` the parameter. The function that was called then runs as it would have without the watch.
 
@@ -100,7 +100,8 @@ class _Watched:
         kwargs = kwargs or {}
         parameters = _watched_in(args, kwargs)
         cls.watch.prepare(func, parameters)
-        # A parameter that is still watched (somebody asked for its shape) must not bring us here again.
+        # A parameter may still be watched, for example if only its shape was read. Without the watch during the call,
+        # this method does not call itself again.
         still_watched = [parameter for parameter in parameters if isinstance(parameter, _Watched)]
         if not still_watched:
             return func(*args, **kwargs)
@@ -122,7 +123,7 @@ class _Watched:
 
 
 def watched_class(kind: type[Tensor]) -> type[Tensor]:
-    """Return the class that a parameter of class ``kind`` has when it is not watched."""
+    """Return the class ``kind`` without the watch."""
     return kind.plain if issubclass(kind, _Watched) else kind
 
 
@@ -130,7 +131,7 @@ def _watched_in(args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Find the watched parameters in nested tuples, lists, sets and mappings; each once, in order."""
     found: dict[int, Tensor] = {}
     to_search: list[Any] = [*args, *kwargs.values()]
-    for item in to_search:  # which grows
+    for item in to_search:  # grows while it is iterated
         if isinstance(item, _Watched):
             found[id(item)] = item  # type: ignore[assignment]
         elif isinstance(item, (tuple, list, set, frozenset)):
@@ -161,7 +162,7 @@ def _is_harmless(func: Any) -> bool:
 
 
 def _is_asked_by_zero_grad() -> bool:
-    """Return whether ``zero_grad(set_to_none=True)`` reads the gradient, only to see whether there is one to drop.
+    """Return whether the caller is ``zero_grad(set_to_none=True)``, which only checks for a gradient to drop.
 
     It runs before the forward in many training loops, and must not wait there for the reduction.
     """

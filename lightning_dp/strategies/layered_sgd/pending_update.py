@@ -1,9 +1,9 @@
-"""The postponed update: staged when backward has ended, applied when the averaged gradients are there and needed.
+"""The postponed update: staged when backward has ended, applied when it is needed and the gradients have arrived.
 
 Algorithm 3 of arXiv 1906.05936 postpones the update of step t past the loading of batch t+1 (line 10). Here it is
-postponed until somebody needs the parameters: the next forward, a callback, a checkpoint. `ParameterWatch` sees who
-does. So nothing can tell a postponed update from one that was applied at once: not by the parameters, nor by
-``optimizer.state``, nor by ``parameter.grad``, which stays as it is until somebody zeroes it.
+postponed until the parameters are used: by the next forward, a callback, a checkpoint. `ParameterWatch` sees such uses,
+except for those that its module lists. So a postponed update looks like one that was applied immediately: neither the
+parameters, nor ``optimizer.state``, nor ``parameter.grad``, which stays as it is until it is zeroed, show a difference.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class PendingUpdate:
     """One step of one optimizer, with the gradients and hyperparameters of the moment it was staged.
 
     Args:
-        optimizer: the optimizer. Its ``state`` is guarded until the update is applied: whoever looks at it before gets
+        optimizer: the optimizer. Until the update is applied, its ``state`` is replaced by a guard: reading it applies
             the whole update first.
         reductions: the bucket that carries each parameter's gradient.
         whole_step: performs the step once all gradients are there. None if the optimizer may step some parameters
             before others: then the buckets are applied as they arrive and are needed.
-        finish: called when somebody looks at ``optimizer.state``; must apply the whole update.
-        before_step: called with the parameters that a step is about to update, their gradients being there.
+        finish: called when ``optimizer.state`` is read; must apply the whole update.
+        before_step: called before a step, with the parameters that it will update. Their gradients have arrived.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class PendingUpdate:
         self._whole_step = whole_step
         self._before_step = before_step
         self._entries: dict[Tensor, _Entry] = {}
-        # The parameters of each bucket, so that applying one costs as much as it holds and no more.
+        # The parameters of each bucket, so that the time to apply one depends on its own size only.
         self._parameters_in: dict[BucketReduction | None, list[Tensor]] = {}
         with without_torch_function():  # the watch would wait for the gradients
             for group in map(_StagedGroup, optimizer.param_groups):
@@ -63,22 +63,24 @@ class PendingUpdate:
         self._guard = GuardedState(optimizer, finish)
         if self._entries:
             optimizer.state = self._guard  # type: ignore[assignment]
-        # A schedule warns if it steps before its optimizer has. As far as the schedule is concerned, it has.
+        # A schedule warns if it steps before its optimizer has. Here the step is only postponed.
         mark_stepped(optimizer)
 
     @property
     def is_whole(self) -> bool:
-        """Whether all parameters are updated together."""
+        """Whether all parameters are updated in one step."""
         return self._whole_step is not None
 
     def parameters(self) -> list[Tensor]:
-        """Return those still to be updated."""
+        """Return the parameters that are still to be updated."""
         return list(self._entries)
 
     def apply_for(self, parameter: Tensor) -> list[Tensor]:
-        """Update ``parameter``, and with it whatever must be, or can be, updated now. Return what was updated.
+        """Update ``parameter``, and in the same step all others in its bucket and in buckets that have arrived.
 
-        A step of the optimizer has a price of its own, so one step takes all buckets that have arrived.
+        Return the parameters that were updated.
+
+        Each step of the optimizer has a fixed overhead, so one step takes as many parameters as it can.
         """
         if self._whole_step is not None:
             return self.finish()
@@ -110,7 +112,7 @@ class PendingUpdate:
 
     @contextmanager
     def _restricted_to(self, entries: dict[Tensor, _Entry]) -> Iterator[None]:
-        """Let the optimizer see these parameters alone, as they were staged: gradients, hyperparameters, its state."""
+        """Show the optimizer only these parameters, with the gradients and hyperparameters that were staged."""
         optimizer = self.optimizer
         # In the order of the optimizer's own groups: a norm over all gradients depends on the order of summation.
         parts: dict[_StagedGroup, list[Tensor]] = {}
@@ -121,7 +123,7 @@ class PendingUpdate:
         present_state = optimizer.state
         optimizer.param_groups = [group for _, group in restricted]
         optimizer.state = self._state
-        others: dict[Tensor, Tensor | None] = {}  # gradients that somebody has zeroed or replaced since the staging
+        others: dict[Tensor, Tensor | None] = {}  # gradients that were zeroed or replaced since the staging
         for parameter, entry in entries.items():
             gradient = parameter.grad
             if gradient is not entry.gradient:
@@ -138,7 +140,7 @@ class PendingUpdate:
                 parameter.grad = gradient
 
     def _end_guard(self) -> None:
-        # Somebody may have assigned another state meanwhile: that stays.
+        # If another state has been assigned since, it stays.
         if self.optimizer.state is self._guard:
             self.optimizer.state = self._state
 
@@ -158,7 +160,7 @@ class _StagedGroup:
     def __init__(self, original: Group) -> None:
         self.original = original
         self._staged = {
-            # Tensors are copied, for schedules and users fill them in place. Plain values cannot change.
+            # Tensors are copied, because schedules and users may change them in place. Plain values cannot change.
             key: value.clone() if isinstance(value, Tensor) else value
             for key, value in original.items()
             if key != "params"
@@ -177,9 +179,9 @@ class _StagedGroup:
 
 
 def _as_after_backward(device_type: str) -> ExitStack:
-    """Apply an update as if right after backward, wherever its first reader stands.
+    """Apply an update as if right after backward, in whatever context the parameter is first used.
 
-    The reader may be in inference mode, under autocast, inside a `torch.func` transform, or under a dispatch mode of
+    That may be inference mode, autocast, inside a `torch.func` transform, or under a dispatch mode of
     the user's that would record the optimizer's operations (selective checkpointing caches them, and then refuses the
     update). Each of these contexts takes some microseconds to leave, and a step has many buckets.
     """
@@ -197,13 +199,13 @@ class PendingUpdates:
     """The updates that are staged and not yet applied, found by parameter. May be used from any thread.
 
     Args:
-        before_step: called with the parameters that a step is about to update, their gradients being there.
+        before_step: called before a step, with the parameters that it will update. Their gradients have arrived.
     """
 
     def __init__(self, before_step: Callable[[list[Tensor]], None] = lambda parameters: None) -> None:
         self._before_step = before_step
         self._by_parameter: dict[Tensor, PendingUpdate] = {}
-        self.lock = threading.RLock()  # held by whoever applies an update
+        self.lock = threading.RLock()  # held while an update is applied
 
     def __contains__(self, parameter: Tensor) -> bool:
         return parameter in self._by_parameter
@@ -213,11 +215,11 @@ class PendingUpdates:
 
     @property
     def are_whole(self) -> bool:
-        """Whether an optimizer waits that updates all its parameters together."""
+        """Whether a pending update must be applied to all its parameters in one step."""
         return any(update.is_whole for update in set(self._by_parameter.values()))
 
     def parameters(self) -> list[Tensor]:
-        """Return those that are not up to date."""
+        """Return the parameters that have a pending update."""
         return list(self._by_parameter)
 
     def stage(

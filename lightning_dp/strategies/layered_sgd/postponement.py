@@ -1,4 +1,4 @@
-"""Whether the update of a step is postponed, and how far; what forbids it is said once, by name."""
+"""Decide whether the update of a step is postponed, and until when. Each reason against it is warned of once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Postponement:
-    """Decides, step by step, between three ways: bucket by bucket within the next forward, whole before it, at once.
+    """Decides when each update runs: bucket by bucket within the next forward, in one step before it, or immediately.
 
     Args:
         reduction: holds what is postponed.
@@ -86,7 +86,7 @@ class Postponement:
 
     @contextmanager
     def training_step(self) -> Iterator[None]:
-        """Run a training step; what must be updated before it is."""
+        """Run a training step within the context, after the updates that must come before it."""
         if self._before_forward or self._reduction.updates.are_whole:
             self._reduction.finish_update()
         self._reduction.begin_forward()

@@ -20,7 +20,7 @@ from lightning_dp.strategies.layered_sgd.stale_use import StaleUseDetector
 
 
 class LayeredReduction:
-    """Sums gradient buckets while the rank goes on, and keeps the updates that wait for them. Knows no Lightning.
+    """Sums gradient buckets in the background, and holds the updates that wait for them. Independent of Lightning.
 
     The parameters of a bucket are watched from the moment backward hands the bucket over until its sum has arrived and
     the update, if one was staged, is applied.
@@ -55,7 +55,7 @@ class LayeredReduction:
 
     @torch.compiler.disable
     def _reduce_bucket(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """DDP's communication hook: hand the bucket to the communicator, and let backward go on.
+        """DDP's communication hook: hand the bucket to the communicator, and let backward continue.
 
         DDP is told that the bucket is done. Its gradients are views of the buffer that the communicator works on.
         """
@@ -73,7 +73,7 @@ class LayeredReduction:
 
     @torch.compiler.disable
     def begin_backward(self, loss: Tensor) -> None:
-        """Free the buckets, which backward is going to fill again, and look out for uses of stale parameters."""
+        """Free the buckets, which backward is going to refill, and start to check for uses of stale parameters."""
         self._of_this_backward.close()  # an earlier backward may have raised
         not_seen_used = self.updates.parameters()
         self.bring_up_to_date()
@@ -83,7 +83,7 @@ class LayeredReduction:
 
     @torch.compiler.disable
     def end_backward(self) -> None:
-        """Let the communicator begin with what it was not to begin with during backward."""
+        """Release the buckets that the communicator has held back until the end of backward (``overlap="load"``)."""
         self._of_this_backward.close()
         self.is_in_backward = False
         self._communicator.release()
@@ -91,42 +91,42 @@ class LayeredReduction:
     def stage(self, optimizer: Optimizer, whole_step: Callable[[], Any] | None) -> None:
         """Postpone a step of ``optimizer`` until its parameters are used; see `PendingUpdates.stage`."""
         if optimizer not in self._load_hooks:
-            # A state that is loaded must not be changed by an earlier step.
+            # A pending step must not overwrite a state that is loaded later.
             self._load_hooks[optimizer] = optimizer.register_load_state_dict_pre_hook(
                 lambda optimizer, _: self.updates.finish_optimizer(optimizer)
             )
         staged = self.updates.stage(optimizer, dict(self._reductions), whole_step)
         self._not_seen.clear()
-        self._watch.add(staged)  # no longer watched if their gradients have been waited for
+        self._watch.add(staged)  # waiting for their gradients may have ended the watch
         self._stale_uses.note_staged(staged)
 
     def finish_update(self) -> None:
-        """Apply what is pending. The parameters are those of synchronous SGD then."""
+        """Apply what is pending. Afterwards the parameters are those of synchronous SGD."""
         self.updates.finish()
 
     def wait_for_gradients(self) -> None:
         """Wait until all gradients are averaged."""
         for reduction in set(self._reductions.values()):
             reduction.wait()
-        # What is pending is still to be watched.
+        # Parameters with a pending update must remain watched.
         self._watch.remove(parameter for parameter in self._reductions if parameter not in self.updates)
 
     def begin_forward(self) -> None:
-        """Call it when what must be updated before the forward is."""
+        """Note that the forward begins. Call it after the updates that must come before the forward."""
         self._stale_uses.begin_forward()
 
     def before_forward(self) -> None:
-        """Let DDP make its buckets anew, which it does once: in the forward after the first backward pass.
+        """Prepare for DDP rebuilding its buckets.
 
-        (It learns in the first backward pass in which order gradients become ready.) It copies the gradients into the
-        new buckets then, so they must be averaged by that time.
+        DDP does so once, in the forward after the first backward pass, which shows in which order gradients become
+        ready. It copies the gradients into the new buckets, so they must have been averaged by then.
         """
         if self._reductions and not self._has_final_buckets:
             self.wait_for_gradients()
             self._has_final_buckets = True
 
     def bring_up_to_date(self) -> None:
-        """Finish all updates and all gradients: nothing is pending or watched then."""
+        """Finish all updates and all gradients. Afterwards nothing is pending or watched."""
         self.finish_update()
         self.wait_for_gradients()
         self._watch.remove(self._not_seen)
@@ -135,7 +135,7 @@ class LayeredReduction:
     def _before_use(self, parameter: Tensor) -> None:
         updated = self.updates.apply_for(parameter)
         if updated:
-            # The others stay watched until they are used themselves. Who has used them unseen has read old values.
+            # The others stay watched until they are used themselves. An unseen use before this has read old values.
             self._not_seen.update(updated)
             self._watch.add(updated)
         if parameter in self._not_seen:
@@ -148,7 +148,7 @@ class LayeredReduction:
         self._stale_uses.note_updated(parameters)
 
     def _before_gradient(self, parameter: Tensor) -> None:
-        # Whoever reads a gradient may change it, which must not change an earlier update.
+        # The reader of a gradient may change it, which must not change an earlier update.
         self.updates.apply_for(parameter)
         if parameter in self._reductions:
             self._reductions[parameter].wait()

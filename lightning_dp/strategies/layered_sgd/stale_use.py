@@ -1,4 +1,4 @@
-"""Find out, in backward, that a parameter was used while its update was pending and nobody saw it."""
+"""Detect, in backward, that a parameter was used while its update was pending, unseen by the watch."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class StaleUseDetector:
     """Raises in backward when a parameter gets a gradient although it was used while its update was pending.
 
     Two kinds of parameters are suspects: those whose update is still pending when backward begins, and those that were
-    updated in this forward only because another parameter of their bucket was used. As far as the watch could see,
-    nobody has used either since their update was staged. If such a parameter gets a gradient all the same, it was used
-    in a function that PyTorch does not show (see `parameter_watch`).
+    updated in this forward only because another parameter of their bucket was used. The watch has seen no use of either
+    since their update was staged. If such a parameter nevertheless gets a gradient, it was used in a function that
+    PyTorch does not show (see `parameter_watch`).
 
     Not every such use is wrong. A graph may have been built before the update was staged (two losses on one graph, with
     a step between their backward passes), and a use after the update has read the new value. The nodes of the graph
-    tell: autograd numbers them in the order in which they are made.
+    tell these cases apart, because autograd numbers them in the order in which they are made.
 
     A parameter that is used unseen first and seen later, in one forward, is no suspect and goes unnoticed. To find it,
     the whole graph would have to be searched in each step.
@@ -110,7 +110,7 @@ class _Check:
         )
 
 
-# Nodes that hand an alias on and read no value: who reads it is the node that uses their output.
+# Nodes that return an alias and read no value. The value is read by the node that uses their output.
 _VIEWS = re.compile(
     r"(View|UnsafeView|ReshapeAlias|AsStrided|T|Transpose|Permute|Expand|Squeeze|Unsqueeze|Select|Slice|Split"
     r"|SplitWithSizes|Unbind|Alias|Diagonal|Unfold|Movedim|Narrow|Chunk|Unflatten)Backward\d+$"

@@ -36,9 +36,9 @@ ALL_REDUCES: dict[str, AllReduce] = {"native": native_all_reduce, "ring": ring_a
 class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
     """Synchronous SGD with a hierarchical all-reduce whose inter-group stage is hidden behind other work.
 
-    The parameters are those of `DDPStrategy`, up to rounding in another order of summation: nobody who looks at the
-    parameters, the gradients or the optimizer sees that updates are postponed. See arXiv 1906.05936, Algorithm 3;
-    ``docs/methods/layered_sgd.md`` says when it pays and when it does not.
+    The parameters are those of `DDPStrategy`, up to rounding in another order of summation. Updates are postponed; a
+    use of a parameter, a gradient or the optimizer's state in Python code first applies its pending update. See arXiv
+    1906.05936, Algorithm 3; ``docs/methods/layered_sgd.md`` says when it pays, and which uses are not seen.
 
     Args:
         group_size: number of ranks in a group. Groups are consecutive ranks; must divide the world size. None: the
@@ -64,14 +64,15 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
 
     Overrides of DDPStrategy, and why:
 
-    - ``_configure_launcher``: knows the number of ranks first, before any process is started: checks the groups.
+    - ``_configure_launcher``: knows the number of ranks before any process starts, so it checks the groups.
     - ``setup``, ``teardown``: make and close the communicator, and the communication hook that feeds it.
-    - ``training_step``: applies an update that must be whole before the forward; takes unfrozen parameters in.
-    - ``pre_backward``, ``post_backward``: backward fills the buckets again, so they must be free; its end is where the
-      inter-group stage starts with ``overlap="load"``.
+    - ``training_step``: applies an update that cannot be split by bucket before the forward; adds unfrozen parameters
+      to the reduction.
+    - ``pre_backward``, ``post_backward``: backward refills the buckets, so their sums must have been used before it.
+      With ``overlap="load"`` the inter-group stage starts after it.
     - ``optimizer_step``: stages the update instead of applying it.
     - ``on_train_end``, ``on_validation_start``, ``lightning_module_state_dict``, ``optimizer_state``, ``on_exception``:
-      apply what is pending: nothing is lost, and evaluation runs without a watch over the parameters.
+      apply what is pending, so that nothing is lost and evaluation runs without a watch over the parameters.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         self._all_reduce = ALL_REDUCES[all_reduce]
         self._communicator_device = communicator_device
         self._reduced: ReducedParameters | None = None  # only while fitting
-        # There are none while not fitting, or with a single group.
+        # None outside of fit, and with a single group.
         self._reduction: LayeredReduction | None = None
         self._postponement: Postponement | None = None
         self._waited_s = 0.0
@@ -128,7 +129,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         devices = self.parallel_devices or []
         if self._communicator_device == "gpu" and any(device.type == "cpu" for device in devices):
             raise ValueError(
-                "communicator_device='gpu' needs gradients on GPUs, but this job trains on CPU; leave the option out"
+                "communicator_device='gpu' needs gradients on GPUs, but this job trains on CPU; remove the option"
             )
         super()._configure_launcher()
 
@@ -160,8 +161,8 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         if not on_host and "nccl" in str(self.process_group_backend):
             log.warning(
                 f"{type(self).__name__}(communicator_device='gpu'): NCCL may deadlock, because the communicator and "
-                "DDP issue collectives in an order that differs between ranks; communicator_device='cpu', the default, "
-                "does not use NCCL"
+                "DDP issue collectives in an order that differs between ranks; use communicator_device='cpu', the "
+                "default, which does not use NCCL"
             )
         backend = "gloo" if on_host else None
         collective = HierarchicalAllReduce(
@@ -202,7 +203,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
             register_ddp_hooks(self)
 
     @override
-    @torch.compiler.disable  # a compiled training_step may call it, as the next two
+    @torch.compiler.disable  # a compiled training_step may call this method and the next two
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._reduced is not None:
             self._reduced.require_none_unfrozen()
@@ -217,7 +218,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         if self._reduction is not None and self._postponement is not None:
             self._reduction.end_backward()
             if self._postponement.is_use_hidden and not self._is_automatic:
-                self._reduction.wait_for_gradients()  # the compiled training_step goes on to use them, unseen
+                self._reduction.wait_for_gradients()  # the compiled training_step then uses them unseen
 
     @override
     @torch.compiler.disable
@@ -250,7 +251,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         return self.lightning_module is not None and self.lightning_module.automatic_optimization
 
     def finish_update(self) -> None:
-        """Apply what is left of the postponed update. The parameters are those of synchronous SGD afterwards."""
+        """Apply what is left of the postponed update. Afterwards the parameters are those of synchronous SGD."""
         if self._reduction is not None:
             self._reduction.finish_update()
 
@@ -283,7 +284,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         super().on_exception(exception)
         try:
             self.finish_update()
-        except Exception as error:  # the exception that is being handled matters more
+        except Exception as error:  # do not hide the original exception
             log.warning(f"{type(self).__name__}: the update of the last step is lost: {error}")
 
     @override
