@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class AdaptiveGlobalBatchNorm(Callback):
-    """Share the statistics of batch norm between ranks while that is worth its communication.
+    """Synchronize batch norm's statistics over the ranks, until a criterion is met or a batch size is reached.
 
     Liu et al., "Training Deep Nets with larger batch size on multi-GPUs" (2018). At the beginning of ``fit`` the batch
     norm layers of the model are converted to `GlobalBatchNorm` layers, and at its end, also after an exception, they
@@ -42,17 +42,18 @@ class AdaptiveGlobalBatchNorm(Callback):
 
     Rank 0 evaluates the criterion once per epoch, for all ranks. A criterion with an attribute ``monitor`` is evaluated
     only in epochs in which that metric was logged. In local steps each rank has its own running statistics. They are
-    averaged over all ranks before validation, before a checkpoint is saved and at the end of training, in the model and
-    in the copies of it that other callbacks hold, such as WeightAveraging. ``agbn/is_global``, logged once per epoch,
-    is the fraction of its batches with global statistics. It is the same on all ranks.
+    averaged over all ranks before validation, at the end of each epoch, when a checkpoint is saved and at the end of
+    training, both in the model and in copies of it that other callbacks hold, such as WeightAveraging.
+    ``agbn/is_global``, logged once per epoch, is the fraction of its batches with global statistics. It is the same on
+    all ranks.
 
     Args:
         max_batch_size: BZ_max in section 4.3 of the paper. Statistics are local from this global batch size on. The
             global batch size is the number of samples in one forward of all ranks (with gradient accumulation, of one
             micro-batch). It is computed for each batch by an all-gather of one number.
-        convergence: the criterion: `Plateau`, another object with such an ``update``, or a function that takes the
-            metrics of an epoch and returns whether training has converged. It is evaluated until it is met. None: it
-            is never met.
+        convergence: the criterion: `Plateau`, another object with ``update(metrics) -> bool``, or a function that takes
+            the metrics of an epoch and returns whether training has converged. It is evaluated until it is met. None:
+            it is never met.
         global_phase: ``"until_converged"``: global until the criterion is met, then local. ``"after_converged"``: local
             until the criterion is met, then global, as in section 4.3 of the paper. ``"always"``: no criterion.
         group_size: number of consecutive ranks that share statistics. It must divide the world size. None: all ranks.
@@ -60,9 +61,9 @@ class AdaptiveGlobalBatchNorm(Callback):
     Raises:
         ValueError: a value is out of range, or ``convergence`` and ``global_phase`` contradict each other. In ``fit``:
             the model has no batch norm layer, or one that was created in ``setup`` or ``configure_model``;
-            ``group_size`` does not divide the world size; the monitored metric is missing after a validation; or, while
-            statistics are global and a criterion can make them local, a rank has a single value per channel, which
-            local statistics do not accept.
+            ``group_size`` does not divide the world size; the monitored metric is missing after a validation; or a rank
+            has a single value per channel in a global step, although a criterion can make statistics local, which need
+            more than one value.
         PeerError: a rank has died, or has been silent for longer than the timeout of the strategy.
     """
 
@@ -103,14 +104,16 @@ class AdaptiveGlobalBatchNorm(Callback):
         if trainer.world_size > 1 and not dist.is_initialized():
             raise ValueError(f"{type(trainer.strategy).__name__} does not use torch.distributed; use strategy='ddp'")
         if converts_batch_norm(trainer.strategy):
-            raise ValueError("Trainer(sync_batchnorm=True) would replace the layers of this callback; leave it out")
+            raise ValueError(
+                "Trainer(sync_batchnorm=True) would replace the layers of AdaptiveGlobalBatchNorm; remove that argument"
+            )
         topology = RankTopology(trainer.world_size, self.group_size or trainer.world_size)
         # The model first: if it is refused, no process group is left behind.
         layers = self._conversion.apply(pl_module)
         self._create_groups(trainer, topology)
         for layer in layers:
             layer.group = self._statistics_group
-            # For steps before the first `on_train_batch_start`: the tuner takes the callbacks away while it trains.
+            # For steps of Lightning's Tuner, which removes the callbacks: `on_train_batch_start` is not called then.
             layer.is_global = in_global_phase(self.global_phase, self._converged)
         if trainer.is_global_zero:
             ranks = f"{topology.group_size} of {topology.world_size} ranks"
@@ -135,7 +138,7 @@ class AdaptiveGlobalBatchNorm(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._conversion.require_complete(pl_module)
-        # All ranks start with the buffers of rank 0, as under DDP, which has been told to leave them out.
+        # All ranks start with rank 0's buffers. DDP would broadcast them, but is told to ignore these buffers.
         if trainer.world_size > 1:
             for buffer in (buffer for layer in global_batch_norm_layers(pl_module) for buffer in layer.buffers()):
                 dist.broadcast(buffer, src=0)
@@ -156,7 +159,9 @@ class AdaptiveGlobalBatchNorm(Callback):
                 layer.is_global = is_global
             if trainer.is_global_zero:
                 since = f"from step {trainer.global_step} (epoch {trainer.current_epoch}) on"
-                log.info(f"statistics are {'global' if is_global else 'local'} {since}: {reason}")
+                log.info(
+                    f"{type(self).__name__}: statistics are {'global' if is_global else 'local'} {since}: {reason}"
+                )
         self._num_batches += 1
         self._num_global_batches += is_global
         self._ranks_differ |= not is_global or self._statistics_group is not None
@@ -201,7 +206,7 @@ class AdaptiveGlobalBatchNorm(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._refuse_single_values(trainer, pl_module)
         if self._num_batches:  # a run that resumes at the end of an epoch has none
-            # The value is the same on all ranks. With both options Lightning neither reduces it nor advises to.
+            # The value is the same on all ranks. With both options Lightning does not reduce it, and does not warn.
             fraction = self._num_global_batches / self._num_batches
             pl_module.log("agbn/is_global", fraction, on_epoch=True, sync_dist=True, rank_zero_only=True)
             if self.convergence is not None and not self._converged:
@@ -212,7 +217,7 @@ class AdaptiveGlobalBatchNorm(Callback):
         """Evaluate the criterion on rank 0. Return its answer on all ranks, or raise its exception on all ranks."""
         metrics = dict(trainer.callback_metrics)  # on all ranks, because computing a metric can be a collective
         answer = (False, "")
-        # The first validation may come in a later epoch.
+        # A validation metric is missing until the first validation.
         may_be_missing = trainer.enable_validation and not self._validated
         if trainer.is_global_zero and self._monitor.is_due(metrics, may_be_missing):
             answer = ask(criterion, metrics)

@@ -29,12 +29,12 @@ class RanksAgree(Callback):
     gradient of a parameter that was frozen when it was built and is unfrozen later (Lightning issue #20340).
 
     The parameters are compared before the first step, every ``every_n_steps`` optimizer steps and at the end of
-    training. Each rank computes a checksum of the bits of its parameters (see `bit_checksum`), which reads every
-    parameter once, and gathers 16 bytes per rank. Only if the checksums differ, the ranks exchange names.
+    training. Each rank computes a checksum of the bits of its parameters (see `bit_checksum`), reading every parameter
+    once. The ranks then gather 16 bytes each. They exchange names only if the checksums differ.
 
     Works with DDPStrategy and its subclasses, and with strategies that have an attribute ``sharded_parameter_names``:
-    the names, as in ``pl_module.named_parameters()``, of the parameters of which each rank holds a part. These are not
-    compared. Buffers are not compared either: running statistics may differ between ranks.
+    the names (as in ``pl_module.named_parameters()``) of the sharded parameters, which are not compared. Buffers are
+    not compared either, because running statistics may differ between ranks.
 
     Args:
         every_n_steps: optimizer steps between two comparisons, at least 1.
@@ -122,26 +122,34 @@ def disagreement_message(by_rank: list[Checksums], step: int, unfrozen_names: se
     values = [checksums.get(name) for checksums in by_rank]
     # The value of most ranks. If two values are equally frequent, that of the lower rank.
     usual, _ = Counter(values).most_common(1)[0]
-    ranks = ", ".join(str(rank) for rank, value in enumerate(values) if value != usual)
-    descriptions = {value[0] if value else "missing" for value in values}
-    how = f"differs ({' or '.join(sorted(descriptions))})" if len(descriptions) > 1 else "differs"
+    deviating = [rank for rank, value in enumerate(values) if value != usual]
+    descriptions = [value[0] if value else "missing" for value in values]
+    found = [
+        f"{description} on {_ranks([rank for rank, other in enumerate(descriptions) if other == description])}"
+        for description in dict.fromkeys(descriptions)
+    ]
+    details = f" ({', '.join(found)})" if len(found) > 1 else ""
     remedy = _UNFROZEN if name in unfrozen_names else _OTHER_CAUSES
     return (
-        f"the ranks do not have the same parameters after step {step}: {name!r} {how} between rank {ranks} and the "
-        f"other ranks; {len(differing)} of {len(names)} parameters differ. {remedy}"
+        f"the ranks do not have the same parameters after step {step}: {name!r} differs on {_ranks(deviating)} "
+        f"from the other ranks{details}; {len(differing)} of {len(names)} parameters differ. {remedy}"
     )
 
 
 _UNFROZEN = (
     "It was frozen when the strategy was set up and is trained now, so that DistributedDataParallel does not reduce "
-    "its gradient (Lightning issue #20340). Keep it trainable from the beginning, with a learning rate of 0 until it "
-    "shall be trained, or unfreeze it between two calls of fit"
+    "its gradient (Lightning issue #20340). Keep it trainable from the beginning, with a learning rate of 0 until you "
+    "want to train it, or unfreeze it between two calls of fit"
 )
 _OTHER_CAUSES = (
     "Look for code that changes parameters on some ranks only, or with random numbers that differ between ranks, and "
     "for gradients that are not reduced because a parameter was created, replaced or unfrozen after the strategy was "
     "set up"
 )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _describe(value: Tensor) -> str:

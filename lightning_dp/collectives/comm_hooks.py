@@ -77,7 +77,7 @@ class RingState:
         return type(self), (None, self.wire_dtype, self.segment_bytes)
 
     def submit(self, bucket: torch.Tensor) -> Future[torch.Tensor]:
-        """Queue ``bucket``, (K,), to be averaged over the ranks in place. Return a future of the bucket."""
+        """Queue ``bucket``, (numel,), to be averaged over the ranks in place. Return a future of the bucket."""
         group = self._require_group()
         future: Future[torch.Tensor] = Future()
         stream = None

@@ -52,7 +52,7 @@ def ring_cost(num_elements: int, element_bytes: int, world_size: int, rank: int 
     if world_size == 1:
         return Cost(0, 0)
     sizes = [end - begin for begin, end in chunk_bounds(num_elements, world_size)]
-    # The scatter-reduce sends all chunks but rank+1, the all-gather all chunks but rank+2.
+    # The reduce-scatter sends all chunks but rank+1, the all-gather all chunks but rank+2.
     elements = 2 * num_elements - sizes[(rank + 1) % world_size] - sizes[(rank + 2) % world_size]
     return Cost(elements * element_bytes, 2 * (world_size - 1))
 

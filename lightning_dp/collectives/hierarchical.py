@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_dp.collectives.groups import create_groups, destroy_group
 from lightning_dp.collectives.topology import RankTopology
 
-Communicator = Literal["leader", "sharded"]
+CommunicatorMode = Literal["leader", "sharded"]
 AllReduce = Callable[[Tensor, dist.ProcessGroup], object]
 
 
@@ -26,11 +26,12 @@ def native_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 class HierarchicalAllReduce:
-    """Process groups of one rank, and the stages of a hierarchical sum over all ranks.
+    """The process groups that this rank belongs to, and the three stages of a hierarchical all-reduce over all ranks.
 
-    A buffer is split into shards. The rank with group rank k in each group all-reduces shard k with its peers in the
-    other groups. With ``communicator="leader"`` there is one shard, and the leaders reduce it (the communicator of the
-    paper). With ``"sharded"`` there is one shard per member, so that the network link of every member is used.
+    A buffer is split into shards. In each group, the rank with group rank k all-reduces shard k with the ranks of the
+    same group rank in the other groups. With ``communicator="leader"`` there is one shard, which the leaders (the
+    paper's communicators) all-reduce. With ``"sharded"`` there is one shard per member, so that the network link of
+    every member is used.
 
     Each stage changes the buffer in place. Between stages the buffer holds intermediate values.
 
@@ -40,9 +41,9 @@ class HierarchicalAllReduce:
         topology: division of the ranks into at least two groups.
         rank: global rank of this process.
         communicator: which ranks run the inter-group all-reduce.
-        timeout: of every collective. None is the default of the backend.
-        backend: of the process groups. None is the backend of the default group. ``"gloo"`` reduces host memory; use
-            `HostCopy` for buffers on a GPU.
+        timeout: of every collective. None: the backend's default.
+        backend: of the process groups. None: the backend of the default group. ``"gloo"`` reduces buffers in host
+            memory; use `HostCopy` for buffers on a GPU.
         all_reduce: algorithm of the inter-group all-reduce.
     """
 
@@ -50,7 +51,7 @@ class HierarchicalAllReduce:
         self,
         topology: RankTopology,
         rank: int,
-        communicator: Communicator = "leader",
+        communicator: CommunicatorMode = "leader",
         timeout: timedelta | None = None,
         backend: str | None = None,
         all_reduce: AllReduce = native_all_reduce,
@@ -62,18 +63,18 @@ class HierarchicalAllReduce:
 
         intra_group = [topology.members(leader) for leader in range(0, topology.world_size, topology.group_size)]
         inter_group = [topology.peers(group_rank) for group_rank in range(self.num_shards)]
-        # Two threads issue reduces and broadcasts. On one shared group their order could differ between ranks, and
-        # each rank would wait for the wrong collective of its peers.
+        # In training on CPU two threads issue reduces and broadcasts: the training thread and the communicator's. On
+        # one shared group their order could differ between ranks, and each would wait for the wrong collective.
         has_intra_group = topology.group_size > 1
         self._reduce_group = create_groups(intra_group, rank, timeout, backend) if has_intra_group else None
         self._broadcast_group = create_groups(intra_group, rank, timeout, backend) if has_intra_group else None
         self._inter_group = create_groups(inter_group, rank, timeout, backend)
 
     def intra_group_reduce(self, buffer: Tensor) -> list[dist.Work]:
-        """Start summing ``buffer`` over the group. Member k receives shard k (Algorithm 3, lines 6 and 15).
+        """Start to reduce ``buffer`` within the group: group rank k gets the sum of shard k (Algorithm 3, lines 6, 15).
 
         Args:
-            buffer: (K,), of the same size and dtype on all ranks.
+            buffer: (numel,), of the same size and dtype on all ranks.
 
         Returns:
             The handles to wait for before `inter_group_all_reduce`.
@@ -86,12 +87,15 @@ class HierarchicalAllReduce:
         ]
 
     def inter_group_all_reduce(self, buffer: Tensor) -> None:
-        """Sum the shard of this rank over the groups, and wait for it. Returns at once without a shard (line 8)."""
+        """All-reduce this rank's shard over the groups, and wait for the result (line 8).
+
+        A rank without a shard returns immediately.
+        """
         if self._inter_group is not None:
             self._all_reduce(self._shards(buffer)[self.topology.group_rank(self.rank)], self._inter_group)
 
     def intra_group_broadcast(self, buffer: Tensor) -> list[dist.Work]:
-        """Start broadcasting each shard from the rank that reduced it to its group (line 9).
+        """Start to broadcast each shard within the group, from the rank that all-reduced it (line 9).
 
         Returns:
             The handles to wait for before ``buffer`` is read.
@@ -114,7 +118,9 @@ class HierarchicalAllReduce:
             "all": ("in the whole job", list(range(self.topology.world_size))),
         }[stage]
         others = [f"{other} (group {self.topology.group_of(other)})" for other in ranks if other != self.rank]
-        return f"{where}, between rank {self.rank} and rank {', '.join(others) or 'no other'},"
+        if not others:
+            return f"{where}, rank {self.rank} alone,"
+        return f"{where}, between rank {self.rank} and rank{'s' if len(others) > 1 else ''} {', '.join(others)},"
 
     def close(self) -> None:
         """Destroy the process groups."""

@@ -121,7 +121,7 @@ def peer_error(group: dist.ProcessGroup, action: str, peer: int, error: Exceptio
 
 @contextmanager
 def flat_buffer(tensor: torch.Tensor, group: dist.ProcessGroup) -> Iterator[torch.Tensor]:
-    """Yield ``tensor`` as a contiguous (K,) buffer that the group can send; copy it back on exit if it is a copy.
+    """Yield ``tensor`` as a contiguous (numel,) buffer that the group can send; copy it back on exit if it is a copy.
 
     The buffer is a copy if ``tensor`` is not contiguous, is a conjugate or negated view, or is on a GPU while the
     group's backend for GPUs is gloo, which sends point-to-point messages from the CPU only.

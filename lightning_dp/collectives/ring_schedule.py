@@ -1,7 +1,8 @@
 """The ring: which chunk each rank sends at which step, and the loop that moves the chunks.
 
 A. Gibiansky, "Bringing HPC Techniques to Deep Learning" (Baidu Research, 2017), sections "The Scatter-Reduce" and "The
-Allgather". A rank sends to its right neighbor only and receives from its left neighbor only.
+Allgather". "Scatter-reduce" is the source's name for reduce-scatter. A rank sends to its right neighbor only and
+receives from its left neighbor only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from lightning_dp.collectives.point_to_point import Transfer, post
 
 
 def chunk_bounds(num_elements: int, num_chunks: int) -> list[tuple[int, int]]:
-    """Return begin and end of each chunk. Sizes differ by at most one, larger chunks first, as `torch.tensor_split`."""
+    """Return begin and end of each chunk, larger first. Sizes differ by at most one, as in `torch.tensor_split`."""
     size, num_larger = divmod(num_elements, num_chunks)
     begins = [chunk * size + min(chunk, num_larger) for chunk in range(num_chunks + 1)]
     return list(pairwise(begins))
@@ -26,13 +27,13 @@ def chunk_schedule(rank: int, world_size: int, step: int) -> tuple[int, int]:
     """Return (chunk that ``rank`` sends, chunk that it receives) at ``step``.
 
     "The nth GPU starts by sending chunk n and receiving chunk n - 1, and then proceeds backwards." Steps 0 ... N-2
-    are the scatter-reduce. The all-gather, steps N-1 ... 2N-3, "starts by sending the n+1th chunk". It continues the
+    are the reduce-scatter. The all-gather, steps N-1 ... 2N-3, "starts by sending the n+1th chunk". It continues the
     same sequence, because n + 1 = n - (N-1) modulo N.
     """
     return (rank - step) % world_size, (rank - step - 1) % world_size
 
 
-# Long because the three inner functions and the loop share one schedule, which reads best in one place.
+# One long function on purpose: the inner functions and the loop share one schedule.
 def run_ring(
     flat: torch.Tensor,
     group: dist.ProcessGroup,
@@ -45,21 +46,20 @@ def run_ring(
 ) -> None:
     """Run ``num_reducing`` steps that add the received chunk, then ``num_copying`` steps that store it, in place.
 
-    Every rank of the group must call it with the same arguments, except for ``position``.
+    Every rank of the group must call it with the same arguments, except for ``position``. A partial sum is rounded to
+    ``wire_dtype`` at each hop. The rank that completes a sum rounds its own copy too, so that the result is bitwise
+    identical on all ranks.
 
     Args:
-        flat: (K,) contiguous, with the same K and dtype on every rank.
+        flat: (numel,) contiguous, with the same size and dtype on every rank.
         group: the ranks of the ring, in its order.
-        num_reducing: N-1 for a scatter-reduce, else 0.
+        num_reducing: N-1 for a reduce-scatter, else 0.
         num_copying: N-1 for an all-gather, else 0.
         segment_bytes: approximate size of a message. Chunks are split into segments that move independently: while
             one segment is added, the following ones arrive, and the previous one is on its way to the neighbor.
-        position: position of this rank in the schedule. None is its group rank. With group rank n - 1, the
-            scatter-reduce leaves the sum of chunk n on rank n.
-        wire_dtype: dtype of the messages. None is ``flat.dtype``. Sums are computed in ``flat.dtype``.
-
-    A partial sum is rounded to ``wire_dtype`` at each hop. The rank that completes a sum rounds its own copy too, so
-    that the result is bitwise identical on all ranks.
+        position: position of this rank in the schedule. None: its group rank. A rank at position p ends the
+            reduce-scatter with the sum of chunk p + 1, so position n - 1 leaves chunk n on group rank n.
+        wire_dtype: dtype of the messages. None: ``flat.dtype``. Sums are computed in ``flat.dtype``.
     """
     rank = group.rank()
     world_size = group.size()
@@ -72,15 +72,15 @@ def run_ring(
     # Chunk 0 is the largest. Every rank must compute the same number of segments, also for a smaller chunk.
     num_segments = max(1, math.ceil(chunks[0].numel() * wire_dtype.itemsize / segment_bytes))
     pieces = [chunk.tensor_split(num_segments) for chunk in chunks]
-    # Messages that are not stored as they are arrive here. The segments of chunk 0 are at least as large as any other.
+    # Messages that must be added or cast arrive here. The segments of chunk 0 are at least as large as any other.
     inbox = [torch.empty_like(piece, dtype=wire_dtype) for piece in pieces[0]] if num_reducing or casts else []
 
     def destination(step: int, segment: int) -> torch.Tensor:
         piece = pieces[chunk_schedule(position, world_size, step)[1]][segment]
         if step < num_reducing or casts:
             return inbox[segment][: piece.numel()]
-        # Overwriting a piece whose own send may not have finished is safe: the piece was sent in the scatter-reduce,
-        # and the sum that arrives now could not be complete if that message had not been received.
+        # This may overwrite a piece whose own send has not been awaited. That is safe: the piece was sent in the
+        # reduce-scatter, and the sum that arrives now includes it, so it has been received.
         return piece
 
     def start(step: int, segment: int) -> tuple[Transfer, Transfer]:

@@ -1,8 +1,8 @@
 """All-gather of a few kilobytes on the CPU, without the latency of gloo's threads.
 
-gloo hands each collective to a worker thread, and another thread receives the messages. On busy cores most of the time
-is spent waiting for a core. Ranks of one host can exchange messages over Unix sockets in the calling thread, which is
-several times faster. All other cases use the group's own all-gather.
+gloo hands each collective to a worker thread, and another thread receives the messages. When the cores are busy, these
+threads mostly wait for a core. Ranks of one host can exchange messages over Unix sockets in the calling thread, which
+is several times faster. All other cases use the group's own all-gather.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def small_all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
 
     Every rank of the group must call it, with the same shape and dtype, and from one thread at a time. If all ranks of
     the group share a host, CPU tensors of at most `MAX_BYTES` are sent over Unix sockets, which the first call
-    connects. All ranks choose the same way: the ranks of one host compare dtype and shape over the sockets, also for
-    larger tensors, which they then gather with the group's own all-gather. Between hosts nothing is compared.
+    connects. The ranks of one host first compare dtype and shape over the sockets, for tensors of any size, so all take
+    the same path; larger tensors then go through the group's own all-gather. If the group spans hosts, nothing is
+    compared.
 
     Under ``torch.compile`` the group's own all-gather is used, without a graph break: the compiler knows that it must
     not reorder collectives, but knows nothing about sockets. Compile on all ranks or on none.
@@ -53,7 +54,7 @@ def small_all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
         (ranks, *shape of ``tensor``), in rank order. No gradient flows through it.
 
     Raises:
-        PeerError: a rank has died, has been silent for longer than the timeout of the group, or makes another call.
+        PeerError: a rank has died, has been silent for longer than the timeout of the group, or makes a different call.
         RuntimeError: another thread is using the group.
     """
     group = resolve_group(group)
@@ -104,8 +105,8 @@ class SocketAllGather:
         world_size = group.size()
         rank = group.rank()
         header = _HEADER.pack(next(self._calls), _describe(tensor.dtype, tensor.shape))
-        # Messages of a large tensor are headers only. Without them, a rank whose tensor is just too large for the
-        # sockets would wait in the group's all-gather for a peer that waits at its socket.
+        # For a large tensor only the header is sent. Otherwise, if one rank's tensor is too large by mistake, it would
+        # wait in the group's all-gather, and its peers at their sockets.
         is_small = tensor.nbytes <= MAX_BYTES
         message_bytes = len(header) + tensor.nbytes * is_small
         # One buffer holds all messages. The result is a view of it that leaves out the headers.
@@ -155,7 +156,7 @@ def _receive(connection: socket.socket, message: memoryview, header: bytes) -> N
     """Fill ``message`` from the socket. The received message must begin with ``header``.
 
     Raises:
-        OSError: the connection is closed, the timeout has expired, or the peer makes another call.
+        OSError: the connection is closed, the timeout has expired, or the peer makes a different call.
     """
     num_polls = 0
     received = 0
@@ -166,7 +167,7 @@ def _receive(connection: socket.socket, message: memoryview, header: bytes) -> N
             num_bytes = connection.recv_into(message[received:], 0, flags)
         except BlockingIOError as error:
             if num_polls >= _MAX_POLLS:  # this receive was blocking, so the socket's timeout has expired
-                raise TimeoutError("the group's timeout is over") from error
+                raise TimeoutError("the group's timeout has expired") from error
             # Give the core to the peer, which may be waiting for one in order to send.
             os.sched_yield()
             continue
@@ -176,8 +177,8 @@ def _receive(connection: socket.socket, message: memoryview, header: bytes) -> N
         # Checked as soon as the header is there: a peer that sends fewer bytes would otherwise leave this rank waiting.
         if received >= len(header) and message[: len(header)] != header:
             raise ConnectionAbortedError(
-                f"it sent {_describe_header(message[: len(header)])}, where this rank sent {_describe_header(header)}; "
-                "all ranks must make the same calls"
+                f"the peer sent {_describe_header(message[: len(header)])}, where this rank sent "
+                f"{_describe_header(header)}; all ranks must make the same calls"
             )
 
 

@@ -121,11 +121,11 @@ def test_rank_0_decides_once_per_epoch_and_every_switch_is_logged():
         flags = [first] * two_epochs + [not first] * two_epochs
         assert [rank[phase][0] for rank in ranks] == [flags, flags]
         assert [rank[phase][1] for rank in ranks] == [2, 0], "the criterion is not evaluated after it was met"
-        names = {True: "global", False: "local"}
+        names = {True: "statistics are global", False: "statistics are local"}
         assert ranks[0][phase][2] == [
             "AdaptiveGlobalBatchNorm: 2 batch norm layers, statistics over 2 of 2 ranks",
-            f"statistics are {names[first]} from step 0 (epoch 0) on: not converged, global_phase={phase!r}",
-            f"statistics are {names[not first]} from step 8 (epoch 2) on: converged, global_phase={phase!r}",
+            f"AdaptiveGlobalBatchNorm: {names[first]} from step 0 (epoch 0) on: not converged, global_phase={phase!r}",
+            f"AdaptiveGlobalBatchNorm: {names[not first]} from step 8 (epoch 2) on: converged, global_phase={phase!r}",
         ]
         assert ranks[1][phase][2] == []
         assert [float(value) for value in ranks[0][phase][3]] == [first, first, not first, not first]
@@ -201,7 +201,10 @@ def train_wrongly(rank: int, case: str) -> None:
     [
         ("no batch norm", "ValueError: Net has no BatchNorm1d, 2d or 3d for AdaptiveGlobalBatchNorm to work on"),
         ("groups", "world_size=2 is not a multiple of group_size=3; use 1 or 2"),
-        ("sync_batchnorm", "ValueError: Trainer(sync_batchnorm=True) would replace the layers of this callback"),
+        (
+            "sync_batchnorm",
+            "ValueError: Trainer(sync_batchnorm=True) would replace the layers of AdaptiveGlobalBatchNorm",
+        ),
         ("monitor", "monitor='val_acc' was not logged; available: agbn/is_global, train_loss"),
     ],
 )

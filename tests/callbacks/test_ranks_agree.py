@@ -113,7 +113,7 @@ def test_one_bit_on_one_rank_is_found(strategy, name, flipping, every_n_steps, s
     errors = run_processes(world_size, error_after_flip, strategy, flipping, name, every_n_steps, world_size)
     assert errors == [errors[0]] * world_size
     assert errors[0].startswith(f"the ranks do not have the same parameters after step {step}: ")
-    assert f"differs between rank {flipping} and the other ranks" in errors[0]
+    assert f"differs on rank {flipping} from the other ranks" in errors[0]
     if step == 3:  # later steps have changed other parameters too
         assert f"{name!r} differs" in errors[0]
         assert f"1 of {6 if strategy == 'hybrid' else 8} parameters differ" in errors[0]  # without its head
@@ -147,7 +147,7 @@ def error_of_unfrozen(rank: int) -> str:
 def test_an_unfrozen_parameter_that_drifts_is_named_with_the_remedy():
     first, second = run_processes(2, error_of_unfrozen)
     assert first == second
-    assert "after step 4: 'frozen.weight' differs between rank 1 and the other ranks; 2 of 8 parameters" in first
+    assert "after step 4: 'frozen.weight' differs on rank 1 from the other ranks; 2 of 8 parameters" in first
     assert "It was frozen when the strategy was set up and is trained now" in first
     assert "Keep it trainable from the beginning, with a learning rate of 0" in first
 
@@ -167,7 +167,7 @@ def train_sharded(rank: int, name: str) -> None:
 
 def test_sharded_parameters_are_not_compared():
     run_processes(2, train_sharded, "last.weight")
-    with pytest.raises(RankError, match=r"after step 3: 'last\.bias' differs between rank 1"):
+    with pytest.raises(RankError, match=r"after step 3: 'last\.bias' differs on rank 1"):
         run_processes(2, train_sharded, "last.bias")
 
 
@@ -202,17 +202,24 @@ def error_of_another_parameter(rank: int) -> str:
 def test_a_parameter_that_only_one_rank_has_is_named():
     first, second = run_processes(2, error_of_another_parameter)
     assert first == second
-    assert "after step 1: 'added.weight' differs (missing or torch.float32 [2, 2]) between rank 1" in first
+    found = "(missing on rank 0, torch.float32 [2, 2] on rank 1)"
+    assert f"after step 1: 'added.weight' differs on rank 1 from the other ranks {found}; " in first
 
 
 @pytest.mark.parametrize(
     ("checksums", "ranks"),
-    [([1, 1, 2], "2"), ([2, 1, 1], "0"), ([1, 2, 3, 1], "1, 2"), ([1, 2], "1"), ([1, 2, 2, 1], "1, 2")],
+    [
+        ([1, 1, 2], "rank 2"),
+        ([2, 1, 1], "rank 0"),
+        ([1, 2, 3, 1], "ranks 1, 2"),
+        ([1, 2], "rank 1"),
+        ([1, 2, 2, 1], "ranks 1, 2"),
+    ],
 )
 def test_the_ranks_that_differ_from_most_others_are_named(checksums, ranks):
     by_rank = [{"same": ("float", 0), "other": ("float", value), "last": ("float", value)} for value in checksums]
     text = disagreement_message(by_rank, 7, set())
-    expected = f"after step 7: 'other' differs between rank {ranks} and the other ranks; 2 of 3 parameters differ."
+    expected = f"after step 7: 'other' differs on {ranks} from the other ranks; 2 of 3 parameters differ."
     assert expected in text
     assert "Look for code that changes parameters on some ranks only" in text
 

@@ -147,7 +147,7 @@ def test_a_dead_rank_is_named():
 
 
 def test_a_silent_rank_is_named_after_the_timeout_of_the_group():
-    assert "the group's timeout is over" in failing(lambda group: None, 0.2)
+    assert "the group's timeout has expired" in failing(lambda group: None, 0.2)
 
 
 OTHER_TENSORS = {
@@ -165,11 +165,11 @@ def test_a_rank_that_sends_another_tensor_is_named(kind):
     tensor, description = OTHER_TENSORS[kind]
 
     def other(group: dist.ProcessGroup) -> None:
-        with pytest.raises(PeerError, match=r"it sent float32 \[3\] in call 1, where this rank sent"):
+        with pytest.raises(PeerError, match=r"the peer sent float32 \[3\] in call 1, where this rank sent"):
             small_all_gather(tensor, group)
 
     text = failing(other, 10)
-    assert f"it sent {description}" in text
+    assert f"the peer sent {description}" in text
     assert text.endswith("in call 1, where this rank sent float32 [3] in call 1; all ranks must make the same calls")
 
 
@@ -177,7 +177,7 @@ def test_shapes_whose_description_is_cut_off_are_told_apart():
     def gather(rank: int, group: dist.ProcessGroup) -> None:
         shape = [1] * 30
         shape[20 + rank] = 2
-        with pytest.raises(PeerError, match="it sent float32"):
+        with pytest.raises(PeerError, match="the peer sent float32"):
             small_all_gather(torch.ones(shape), group)
 
     run_threads(2, gather)
