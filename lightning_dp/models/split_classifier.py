@@ -20,7 +20,7 @@ class SplitClassifier(Classifier):
 
     On one device, and under data parallelism, it trains as `Classifier` does. ``head_step`` lets
     `KrizhevskyHybridStrategy` (with ``head="model.head"``) send sub-batches through the head, and update it after each
-    (Krizhevsky 2014, arXiv 1404.5997, section 4): it may be called several times a step, with examples of any rank.
+    (Krizhevsky 2014, arXiv 1404.5997, section 4): it may be called several times a step, with samples of any rank.
 
     The loss is the paper's (section 5): a logistic unit for each class, and the sum of their cross-entropies. It needs
     no normalization across classes, which saves messages where the classes are sharded over ranks.
@@ -83,7 +83,7 @@ class SplitClassifier(Classifier):
         return loss
 
     def head_step(self, features: Tensor, target: Tensor) -> Tensor:
-        """Return the mean loss over examples with features (n, F) and labels (n,), and count them in the metrics."""
+        """Return the mean loss over samples with features (n, F) and labels (n,), and count them in the metrics."""
         logits = self.model.head(features)
         loss = self.compute_loss(logits, target, label_smoothing=self.label_smoothing)
         self.train_loss.update(loss.detach() * len(target), len(target))

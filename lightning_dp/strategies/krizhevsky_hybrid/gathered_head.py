@@ -38,8 +38,8 @@ class GatheredHead(SharedByCopies):
             self._whole = {p: whole_on_all_ranks(head, p.data, p, p.device) for p in head.parameters}
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
-                f"the whole head {head.name!r} does not fit on the device beside its rows, for evaluation; use "
-                f"KrizhevskyHybridStrategy(evaluation='sharded'). torch says: {error}"
+                f"evaluation gathers the whole head {head.name!r}, which does not fit on the device beside this rank's "
+                f"rows; use KrizhevskyHybridStrategy(evaluation='sharded'). torch says: {error}"
             ) from error
 
     @property

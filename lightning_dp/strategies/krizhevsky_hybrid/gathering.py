@@ -1,4 +1,7 @@
-"""When the head is gathered during ``fit``: at points that all ranks reach, before anything there can call it."""
+"""When the whole head is gathered for use outside of training steps: in hooks that Lightning calls on all ranks.
+
+Checkpoints gather the head on rank 0 only, see `checkpoint`.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ In a training step one of two functions takes the place of the head's ``forward`
   the head (`forward_first`).
 - `HeadPasses.forward_in_pass`, within `HeadPasses.step`, where the module has a ``head_step``. Features are those of
   the pass's samples, the same on all ranks, and the logits stay sharded. `step` knows the loss of each pass, so each
-  pass runs forward and backward at once (`pass_by_pass`), and only one pass's activations are in memory.
+  pass runs backward right after its forward (`pass_by_pass`), and only one pass's activations are in memory.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class HeadPasses(SharedByCopies):
         head: in its sharded state.
         scheme: "a", "b" or "c".
         channel: for features and their gradients. It needs a process group of its own. Features travel while the head
-            exchanges activations over its channel, and the messages of one group must start in the same order on all
-            ranks.
+            exchanges activations over its channel, and the messages of one group must be issued in the same order on
+            all ranks.
     """
 
     def __init__(self, head: ShardedHead, scheme: Scheme, channel: Channel) -> None:
@@ -73,9 +73,9 @@ class HeadPasses(SharedByCopies):
         # the gradient of the loss. The features' gradient has two parts:
         # - what ``head_step`` computes from the features directly, such as a penalty on them: each rank computes this
         #   part in full, so the sum over ranks is K times as large by itself;
-        # - what comes through the head: each rank computes the share of its own slices, so the sum is the gradient
-        #   once. This factor makes it K times as large, too. Without it the head would train the trunk K times too
-        #   slowly.
+        # - what comes through the head: each rank computes the part that its shard contributes, so the sum is the
+        #   gradient once. This factor makes it K times as large, too. Without it the head's part of the trunk's
+        #   gradient would be K times too small.
         features = scale_gradient(features, self.channel.world_size)
         # `one_pass` gives all ranks the same generator state, so this draws the same seed on all of them. It draws the
         # same once more when torch.utils.checkpoint calls the head again in backward, because that restores the state.
@@ -175,8 +175,8 @@ class HeadPasses(SharedByCopies):
         if not torch.allclose(changes, changes[:1].expand_as(changes), rtol=1e-3, atol=tolerance, equal_nan=True):
             raise ValueError(
                 f"head_step returns different losses on the ranks for the same samples: {losses.tolist()}. It may use "
-                "its arguments and the module's parameters, but nothing that belongs to this rank's batch alone. Pass "
-                "such data as further arguments: self.head_step(features, target, weights)"
+                "its arguments and the head, but nothing that belongs to this rank's batch alone. Pass such data as "
+                "further arguments: self.head_step(features, target, weights)"
             )
         if not self._has_warned:
             log.warning(

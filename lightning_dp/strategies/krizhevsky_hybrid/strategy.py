@@ -1,4 +1,4 @@
-"""One weird trick (Krizhevsky, arXiv 1404.5997): data parallelism in the trunk, model parallelism in the head."""
+"""Krizhevsky's "one weird trick" (arXiv 1404.5997): data parallelism in the trunk, model parallelism in the head."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_dp.strategies.unfreezing import ReducedParameters
 class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
     """Data parallelism in the convolutional trunk, model parallelism in the fully-connected head.
 
-    Each rank holds a slice of every linear layer in the head and computes it for the samples of all ranks. The
+    Each rank holds a shard of every linear layer in the head and computes it for the samples of all ranks. The
     gradients of the head, which has most of the parameters of a network like AlexNet, are never sent. The result is
     that of synchronous SGD on the batches of all ranks, unless ``variable_batch`` is on. See arXiv 1404.5997.
     ``docs/methods/krizhevsky_hybrid.md`` says when the method pays and what it does not work with.
@@ -40,18 +40,18 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
             layers.
         scheme: how features reach the head (section 4). ``"a"``: all at once. ``"b"``: the ranks take turns. ``"c"``:
             each rank sends 1/K of its samples for each of K passes. In b and c the features of the next pass travel
-            while the head computes the current one, and with ``head_step`` the head's activations take a K-th of the
-            memory. But the head computes smaller batches, which is slower. None: ``"a"``, the fastest in every setting
-            measured, or ``"c"`` with ``variable_batch``, which needs several passes.
-        variable_batch: update the head after each of its K passes (section 4.2): batch n in the head, nK in the trunk.
-            The module must have a method ``head_step(features, target) -> loss``.
+            while the head computes the current one, and with ``head_step`` the head's activations need 1/K of the
+            memory. But the head's batches are smaller: scheme a was the fastest in every setting measured. None:
+            ``"a"``, or ``"c"`` with ``variable_batch``, which needs several passes.
+        variable_batch: update the head after each of its K passes (section 4.2): its batch is that of one pass, the
+            trunk's that of all K. The module must have a method ``head_step(features, target) -> loss``.
         evaluation: ``"gathered"``: as described above. ``"sharded"``, for heads that are too large for one device: the
-            head is never gathered. In ``validation_step`` its calls are collective, so all ranks need the same number
-            of batches. It cannot be called elsewhere.
+            head is never gathered. A call in ``validation_step`` is a collective, so all ranks need the same number
+            of batches. The head cannot be called outside of training and validation steps.
         state_dict_type: ``"full"``: a checkpoint is a file with whole tensors, which rank 0 gathers in host memory, and
             the module is whole after ``fit``. ``"sharded"``, for heads that are too large for one host: a checkpoint is
             a folder with a file of rows for each rank, and each rank keeps its rows after ``fit``.
-        **ddp_kwargs: arguments of DDPStrategy and DistributedDataParallel, for the trunk.
+        **ddp_kwargs: options of DDPStrategy and DistributedDataParallel, for the trunk.
 
     Raises:
         ValueError: an argument has another value than those above, or ``model_averaging_period`` is given. In `fit`:
@@ -238,7 +238,7 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether to load a checkpoint once the head is sharded: on the meta device there is no room for the whole."""
+        """Whether to load a checkpoint after set-up, into rows: a sharded one, or for a module on the meta device."""
         module = self.lightning_module
         if self._fitting is None and module is not None:  # Lightning asks before set-up, and again after it
             is_sharded = self._options.state_dict_type == "sharded"
@@ -272,7 +272,7 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
         try:
             checkpoints.require_all_ranks(self.lightning_module)
         except RuntimeError:
-            # This error replaces the first one while Lightning handles that, so that teardown will not be called.
+            # Raising here ends Lightning's handling of the first error, so teardown will not be called.
             self._end(interrupted=True)
             raise
         yield self._fitting

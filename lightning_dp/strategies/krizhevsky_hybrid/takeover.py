@@ -2,7 +2,7 @@
 
 - The head's ``forward``, and in training steps the module's ``head_step``: they run passes through the sharded head.
 - ``state_dict``, ``load_state_dict`` and ``copy.deepcopy`` of the head: they convert between rows and whole tensors.
-- The precision plugin's clipping by norm, and its gradient scaler: both decide by the slices of all ranks.
+- The precision plugin's clipping by norm, and its gradient scaler: both must take all ranks' shards into account.
 - DDP's list of parameters: the head's are left out.
 
 What a call of the head means depends on when it comes, and is set by replacing ``forward``, never by a flag:
@@ -144,27 +144,30 @@ class Takeover(SharedByCopies):
                 "everything that trains the head (a penalty on its weights, too) within head_step"
             )
         if self._passes.num_calls == 0:
-            raise ValueError(self._weights_were_read())
+            raise ValueError(
+                f"{head.name!r} got a gradient, but training_step never called it: it seems to {self._read_weights()}"
+            )
 
     def _hint_at_weights(self) -> None:
         """Log a likely cause, beside the error itself, when the first step fails before it has called the head."""
-        log.warning("training_step failed before it called the head. " + self._weights_were_read())
+        log.warning(f"training_step failed before it called the head. It may {self._read_weights()}")
 
-    def _weights_were_read(self) -> str:
+    def _read_weights(self) -> str:
+        """Return the end of a message: what ``training_step`` seems to do, and the remedy."""
         name = self._passes.head.name
         return (
-            f"If training_step reads the weights of {name!r} without calling it, as F.normalize(self.{name}.weight) "
-            f"does: while fitting they are rank {self._passes.channel.rank}'s rows only. Call the head as a module, or "
-            "name another head"
+            f"read the weights of {name!r} directly, as F.normalize(self.{name}.weight) does. During fit, rank "
+            f"{self._passes.channel.rank} holds only its own rows of them. Call the head as a module, or pass another "
+            "submodule as head=..."
         )
 
     def _forward_outside(self, features: Tensor) -> Tensor:
         name = self._passes.head.name
         if self._gathered is None:
             raise RuntimeError(
-                f"{name!r} was called on rank {self._passes.channel.rank} outside of training steps, where it holds "
-                "its own rows of it only, and other ranks may not call it. Do it in validation, where the whole head "
-                "is on every rank (evaluation='gathered'), or have all ranks call trainer.strategy.gather_head() first"
+                f"{name!r} was called on rank {self._passes.channel.rank} outside of a training step, but the whole "
+                f"head has not been gathered: the rank holds only its own rows. Call {name!r} in validation "
+                "(evaluation='gathered' gathers it there), or have all ranks call trainer.strategy.gather_head() first"
             )
         if not self._gathered.is_current:
             raise RuntimeError(
@@ -213,7 +216,7 @@ class Takeover(SharedByCopies):
 
     @contextmanager
     def _counting_no_sums(self) -> Iterator[None]:
-        """Raise ValueError if the first step updates a `SumMetric`: K ranks would count each sample K times.
+        """Raise ValueError if the first step updates a `SumMetric`: its sum would be K times too large, for K ranks.
 
         Means and ratios may be updated in ``head_step``, because the factor K cancels.
         """
@@ -226,7 +229,8 @@ class Takeover(SharedByCopies):
             if metric.update_count > before:
                 raise ValueError(
                     f"the SumMetric {name} is updated within head_step, where every rank sees the samples of all "
-                    "ranks: it would count each of them once a rank. Update it in training_step, or use a MeanMetric"
+                    f"ranks, so each sample would be counted {self._passes.channel.world_size} times. Update it in "
+                    "training_step, or use a MeanMetric"
                 )
 
     def _update_head(self, gradients: Any) -> None:
@@ -238,7 +242,7 @@ class Takeover(SharedByCopies):
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of the instance ``owner`` within the context."""
+    """Within the context, give the instance ``owner`` another value of an attribute."""
     was_set = name in vars(owner)
     before = vars(owner).get(name)
     # Past __setattr__, with which a module would register the value as a submodule or parameter.
@@ -254,7 +258,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def _sharded_scaler(plugin: Any) -> Iterator[None]:
-    """Let an overflow in one rank's slice skip the step on all ranks. Otherwise their parameters would differ."""
+    """If one rank's shard overflows, skip the step on all ranks. Otherwise their trunks would differ afterwards."""
     scaler = getattr(plugin, "scaler", None)
     if scaler is None or isinstance(scaler, ShardedGradScaler):
         yield

@@ -69,7 +69,7 @@ class StepNet(HybridNet):
 
 
 class PenaltyNet(StepNet):
-    """Its cost also looks at features and logits directly, beside the head."""
+    """Its loss has a penalty on the features and one on the logits."""
 
     def head_step(self, features: Tensor, target: Tensor) -> Tensor:
         logits = self.head(torch.sin(features))
@@ -77,7 +77,7 @@ class PenaltyNet(StepNet):
 
 
 def batches(rank: int, world_size: int, steps: int = STEPS, local_batch_size: int = 3) -> DataLoader:
-    """Every ``world_size``-th of the examples: the ranks' batches together are `all_batches`'."""
+    """Every ``world_size``-th of the samples: the ranks' batches together are `all_batches`'."""
     dataset = all_batches(world_size, steps, local_batch_size).dataset
     return DataLoader(Subset(dataset, range(rank, len(dataset), world_size)), batch_size=local_batch_size)
 

@@ -120,7 +120,7 @@ def test_where_the_rows_are_not_known_a_call_raises_at_once():
     (errors, _), (none, _) = run_processes(2, _misplaced, False)
     assert len(errors) == STEPS
     assert not none
-    assert all("'head' was called on rank 0 outside of training steps" in error for error in errors)
+    assert all("'head' was called on rank 0 outside of a training step" in error for error in errors)
     assert all("trainer.strategy.gather_head()" in error for error in errors)
 
 

@@ -99,4 +99,4 @@ def _hint(rank: int) -> list[str]:
 
 def test_an_error_of_a_step_that_never_called_the_head_comes_with_a_hint():
     for rank, said in enumerate(run_processes(2, _hint)):
-        assert any(f"they are rank {rank}'s rows only. Call the head as a module" in text for text in said)
+        assert any(f"rank {rank} holds only its own rows of them. Call the head as a module" in text for text in said)

@@ -59,7 +59,7 @@ class TargetInGraph(StepNet):
 
 
 class DataOnSelf(StepNet):
-    """Weights of this rank's examples, used with the examples of a pass."""
+    """Weights of this rank's samples, used with the samples of a pass."""
 
     def head_step(self, features: Tensor, target: Tensor) -> Tensor:
         losses = F.cross_entropy(self.head(features), target, reduction="none")
@@ -131,7 +131,10 @@ REFUSED: dict[str, tuple[type[HybridNet], str]] = {
     "sum": (Summing, "the SumMetric total is updated within head_step"),
     "object": (ObjectTarget, "argument 'target' contains an object of type object"),
     "single number": (ScalarTarget, r"argument 'target' has shape () beside 3 features"),
-    "weight read directly": (ReadsWeight, "Call the head as a module, or name another head"),
+    "weight read directly": (
+        ReadsWeight,
+        "training_step never called it: it seems to read the weights of 'head' directly",
+    ),
 }
 
 

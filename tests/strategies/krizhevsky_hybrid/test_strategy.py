@@ -65,7 +65,7 @@ def test_equals_one_process(net, world_size):
             assert_same(of_rank[index][0], state, 1e-9)
         losses = torch.tensor([of_rank[index][1] for of_rank in of_ranks], dtype=torch.float64)
         torch.testing.assert_close(losses.mean(0), torch.tensor(module.losses, dtype=torch.float64))
-        if net is not HybridNet:  # every rank has the loss of all examples
+        if net is not HybridNet:  # every rank has the loss of all samples
             assert (losses == losses[0]).all()
 
 

@@ -73,7 +73,7 @@ def _count(rank: int, sizes: list[int], cases: list[Case]) -> list[tuple[int, di
 @pytest.mark.parametrize("sizes", [*SIZES.values(), [2, 0, 3]], ids=str)
 def test_real_counts_equal_the_formula(sizes):
     kinds = [(StepNet, "cross_entropy"), (StepNet, "logistic"), (HybridNet, "cross_entropy")]
-    kinds = kinds if all(sizes) else kinds[:2]  # a rank without examples has no loss of its own
+    kinds = kinds if all(sizes) else kinds[:2]  # a rank without samples has no loss of its own
     cases: list[Case] = [(net, loss, scheme, False) for net, loss in kinds for scheme in "abc"]
     cases += [(StepNet, "logistic", scheme, True) for scheme in "bc"]
     of_ranks = run_processes(len(sizes), _count, sizes, cases)

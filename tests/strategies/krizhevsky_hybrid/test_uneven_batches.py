@@ -17,7 +17,7 @@ from tests.strategies.modules import CLASSES, FEATURES, assert_same, snapshot, t
 
 
 def _uneven(rank: int, world_size: int, net: type[HybridNet], scheme: str) -> tuple[Result, list[Tensor]]:
-    """Rank r has r + 1 of every 6 examples in training, and batches down to none in prediction."""
+    """Rank r has r + 1 of every 6 samples in training, and batches down to none in prediction."""
     dataset = all_batches(1).dataset
     own = [i for i in range(len(dataset)) if (i % 6) in {0: (0,), 1: (1, 2), 2: (3, 4, 5)}[rank]]
     module = net()
@@ -68,7 +68,7 @@ def test_uneven_batches(scheme):
 
 
 def _unequal_own_batches(rank: int, strategy: str) -> Result:
-    """Without head_step each rank's loss is the mean over its own examples, and ranks count equally, as under DDP."""
+    """Without head_step each rank's loss is the mean over its own samples, and ranks count equally, as under DDP."""
     dataset = all_batches(1).dataset
     own = [i for i in range(len(dataset)) if (i % 3 == 0) == (rank == 0)]
     module = HybridNet()
