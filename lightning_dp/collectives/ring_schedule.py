@@ -33,7 +33,7 @@ def chunk_schedule(rank: int, world_size: int, step: int) -> tuple[int, int]:
     return (rank - step) % world_size, (rank - step - 1) % world_size
 
 
-# One long function on purpose: the inner functions and the loop share one schedule.
+# Long because the inner functions and the loop share one schedule.
 def run_ring(
     flat: torch.Tensor,
     group: dist.ProcessGroup,
