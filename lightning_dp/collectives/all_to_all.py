@@ -228,4 +228,5 @@ class AllToAll:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """View a contiguous tensor as its bytes."""
-    return tensor.view(-1).view(torch.uint8)
+    # A contiguous tensor of one element may have any strides, which `view` would take over, and then refuse.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -67,6 +67,18 @@ def test_tensors_that_are_not_contiguous_can_be_sent():
         assert torch.equal(received, torch.arange(12.0).reshape(3, 4).T + 100 * (1 - rank))
 
 
+def one_element(rank, group):
+    """A contiguous tensor of one element may have any strides."""
+    sends = [torch.empty_strided((1, 1), (3, 5)).fill_(rank) for _ in range(2)]
+    receives = [torch.empty_strided((1, 1), (3, 5)) for _ in range(2)]
+    Channel(group).all_to_all("element", sends, receives).wait()
+    return receives[1 - rank].item()
+
+
+def test_a_single_element_with_strides_can_be_sent():
+    assert run_threads(2, one_element) == [1, 0]
+
+
 def large_and_small(rank, group):
     """A payload that fits behind its header, and one that does not, in flight together."""
     channel = Channel(group)

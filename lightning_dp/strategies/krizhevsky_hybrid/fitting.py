@@ -115,9 +115,16 @@ class Fitting(SharedByCopies):
             callback = GatherHead(self.takeover.gather_head, lambda: self.takeover.knows_head)
             self._stack.enter_context(callback.installed(self._module.trainer))
 
-    def gather_if_unknown(self) -> None:
-        """Gather the head for a validation if `GatherHead` has not, as when Lightning's tuner has removed callbacks."""
-        if self._options.evaluation == "gathered" and not self.takeover.knows_head:
+    def gather_if_changed(self) -> None:
+        """Gather the head for a validation, after the hooks of all callbacks. All ranks must call it.
+
+        A callback may have put averaged weights into the module. `GatherHead` may be missing: Lightning's tuner removes
+        callbacks.
+        """
+        if self._options.evaluation != "gathered":
+            return
+        is_changed = torch.tensor([float(not self.takeover.has_current_head)], device=self._strategy.root_device)
+        if self.head.control.all_gather("is changed", is_changed).any():
             self.takeover.gather_head()
 
     @contextmanager

@@ -34,6 +34,8 @@ class GatheredHead(SharedByCopies):
         self._caller = _Caller(head.head)
         # torch counts the changes of a tensor in place. They show whether an optimizer or a user has changed the rows.
         self._versions = {p: version_of(p) for p in head.parameters}
+        # They do not show a change of ``p.data``, as some callbacks of averaged weights make it. It changes all values.
+        self._samples = {p: _sample(p) for p in head.parameters}
         try:
             self._whole = {p: whole_on_all_ranks(head, p.data, p, p.device) for p in head.parameters}
         except torch.OutOfMemoryError as error:
@@ -45,7 +47,9 @@ class GatheredHead(SharedByCopies):
     @property
     def is_current(self) -> bool:
         """Whether this rank's rows are still those that were gathered."""
-        return all(version_of(p) == version for p, version in self._versions.items())
+        return all(version_of(p) == version for p, version in self._versions.items()) and all(
+            torch.allclose(_sample(p), sample, rtol=0, atol=0, equal_nan=True) for p, sample in self._samples.items()
+        )
 
     def value_of(self, parameter: Tensor) -> Tensor:
         """Return the whole value of one of the head's parameters."""
@@ -75,6 +79,12 @@ class GatheredHead(SharedByCopies):
         """Return the whole value as a function of the rows, so that ``backward()`` leaves gradients in ``.grad``."""
         begin, end = self._head.bounds_of(parameter)[self._head.channel.rank]
         return _WholeValue.apply(parameter, self._whole[parameter], begin, end)
+
+
+def _sample(parameter: Tensor, size: int = 1024) -> Tensor:
+    """Return a copy of about ``size`` values, spread over the parameter."""
+    values = parameter.data.reshape(-1)
+    return values[:: max(1, len(values) // size)].clone()
 
 
 class _Caller(nn.Module):

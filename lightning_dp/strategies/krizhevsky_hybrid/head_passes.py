@@ -110,7 +110,8 @@ class HeadPasses(SharedByCopies):
 
         Raises:
             ValueError: ``head_step`` does not return a single number, or returns different ones on the ranks, or uses
-                one of the ``others``. See also `StepArguments`.
+                one of the ``others``; in backward, the loss was multiplied by different factors on the ranks. See also
+                `StepArguments`.
         """
         check_hooks(self.head)
         own = StepArguments(arguments, len(features))
@@ -126,7 +127,7 @@ class HeadPasses(SharedByCopies):
 
         result = run_passes(self, features, sub_passes(self.scheme, sizes), seed, loss_of, update, scale)
         self.num_steps += 1
-        return hand_out(result, features, self.head.parameters, only_factor)
+        return hand_out(result, features, self.head.parameters, self._require_same_backward, only_factor)
 
     def seed_of_pass(self, seed: int | None, number: int) -> int | None:
         """Return the first of the K + 1 seeds of pass ``number``: one that all ranks share, and one for each rank."""
@@ -152,6 +153,27 @@ class HeadPasses(SharedByCopies):
         if self.channel.on_stage is not None:
             self.channel.on_stage("head", begin_s, time.perf_counter())
 
+    def _require_same_backward(self, loss: Tensor, factor: Tensor) -> None:
+        """Raise ValueError unless all ranks go backward from the same loss, times the same factor. A collective.
+
+        The gradients of the head belong to the samples of all ranks, so a rank cannot weight its own samples by
+        multiplying the loss. And ``head_step`` may begin to use this rank's own data in a later step than the first.
+        """
+        if self.channel.world_size == 1:
+            return
+        number = torch.stack([factor.detach().double(), loss.double()])
+        factors, losses = self.head.control.all_gather("agreement", number).unbind(1)
+        if not torch.allclose(factors, factors[:1].expand_as(factors), rtol=1e-6, atol=0, equal_nan=True):
+            raise ValueError(
+                f"the loss of head_step was multiplied by different factors on the ranks before backward: "
+                f"{factors.tolist()}. It is the loss of all ranks' samples, so the factor must be the same on all "
+                "ranks. To weight samples, pass the weights to head_step: self.head_step(features, target, weights)"
+            )
+        # After the warning of weights, the losses differ by each rank's part of a penalty.
+        is_same = torch.allclose(losses, losses[:1].expand_as(losses), rtol=1e-3, atol=1e-6, equal_nan=True)
+        if not is_same and not self._has_warned:
+            raise ValueError(_different_losses(losses))
+
     def _require_same_loss(self, loss: Tensor, loss_of_other_features: Callable[[], Tensor]) -> None:
         """Raise ValueError if ``head_step`` has used data that differs between ranks. All ranks must call it.
 
@@ -173,11 +195,7 @@ class HeadPasses(SharedByCopies):
         changes = self.head.control.all_gather("change of the loss", change)
         tolerance = 1e-5 * losses.abs().max().item()
         if not torch.allclose(changes, changes[:1].expand_as(changes), rtol=1e-3, atol=tolerance, equal_nan=True):
-            raise ValueError(
-                f"head_step returns different losses on the ranks for the same samples: {losses.tolist()}. It may use "
-                "its arguments and the head, but nothing that belongs to this rank's batch alone. Pass such data as "
-                "further arguments: self.head_step(features, target, weights)"
-            )
+            raise ValueError(_different_losses(losses))
         if not self._has_warned:
             log.warning(
                 f"head_step uses the weights of {self.head.name!r} directly, and each rank has its own rows of them. A "
@@ -185,6 +203,14 @@ class HeadPasses(SharedByCopies):
                 "wrong gradients. The logged loss contains this rank's part of the penalty only"
             )
             self._has_warned = True
+
+
+def _different_losses(losses: Tensor) -> str:
+    return (
+        f"head_step returns different losses on the ranks for the same samples: {losses.tolist()}. It may use its "
+        "arguments and the head, but nothing that belongs to this rank's batch alone. Pass such data as further "
+        "arguments: self.head_step(features, target, weights)"
+    )
 
 
 def _require_number(loss: Any) -> Tensor:

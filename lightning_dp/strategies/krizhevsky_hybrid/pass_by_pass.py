@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 LossOfPass = Callable[[SubPass, Tensor], Tensor]
 Update = Callable[[Sequence[Tensor | None]], None]
 Scale = Callable[[Tensor], Tensor]
+Check = Callable[[Tensor, Tensor], None]
 
 
 @dataclass
@@ -77,7 +78,7 @@ def run_passes(
 
 
 def hand_out(
-    result: StepResult, features: Tensor, parameters: Sequence[Tensor], only_factor: float | None = None
+    result: StepResult, features: Tensor, parameters: Sequence[Tensor], check: Check, only_factor: float | None = None
 ) -> Tensor:
     """Return the loss as a function of ``features`` and ``parameters``. Its gradients are those of `run_passes`.
 
@@ -85,20 +86,27 @@ def hand_out(
         result: what `run_passes` has returned.
         features: the features that `run_passes` was given.
         parameters: the head's.
+        check: called in backward with the loss and the factor by which it was multiplied. May raise.
         only_factor: the only factor by which the loss may be multiplied before backward. None: any.
 
     Raises:
         ValueError: in backward, the loss was multiplied by another factor than ``only_factor``.
     """
-    return _HandOut.apply(result, only_factor, features, *parameters)
+    return _HandOut.apply(result, check, only_factor, features, *parameters)
 
 
 class _HandOut(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, result: StepResult, only_factor: float | None, features: Tensor, *parameters: Tensor
+        ctx: Any,
+        result: StepResult,
+        check: Check,
+        only_factor: float | None,
+        features: Tensor,
+        *parameters: Tensor,
     ) -> Tensor:
         ctx.result = result
+        ctx.check = check
         ctx.only_factor = only_factor
         return result.loss
 
@@ -108,12 +116,13 @@ class _HandOut(torch.autograd.Function):
         result: StepResult = take_once(ctx, "result")
         found = [result.features_gradient, *result.parameter_gradients]
         factor = gradients[0] / result.loss_scale
+        ctx.check(result.loss.detach(), factor)
         if ctx.only_factor is not None:
             _require_factor(factor.item(), ctx.only_factor)
         # On a GPU, to read the factor takes longer than to multiply: the read waits for the device.
         if factor.is_cuda or factor != 1:
             found = [None if gradient is None else gradient.mul_(factor) for gradient in found]
-        return None, None, *found
+        return None, None, None, *found
 
 
 def _require_factor(factor: float, expected: float) -> None:

@@ -199,7 +199,7 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         if self._fitting is not None:
-            self._fitting.gather_if_unknown()
+            self._fitting.gather_if_changed()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

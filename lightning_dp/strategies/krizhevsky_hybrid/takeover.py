@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
-from torchmetrics import SumMetric
 
 from lightning_dp._lightning import LightningModule
 from lightning_dp._private.torch_names import ignore_in_ddp, scaler_device, stop_ignoring_in_ddp
+from lightning_dp.strategies.krizhevsky_hybrid.counting_metrics import no_counting
 from lightning_dp.strategies.krizhevsky_hybrid.gathered_head import GatheredHead
 from lightning_dp.strategies.krizhevsky_hybrid.head_passes import HeadPasses
 from lightning_dp.strategies.krizhevsky_hybrid.head_update import clip_by_global_norm, update_head
@@ -86,6 +86,11 @@ class Takeover(SharedByCopies):
     def knows_head(self) -> bool:
         """Whether the head was gathered since the last training step. The answer is the same on all ranks."""
         return self._gathered is not None
+
+    @property
+    def has_current_head(self) -> bool:
+        """Whether the head was gathered, and the rows of this rank are still those that were gathered."""
+        return self._gathered is not None and self._gathered.is_current
 
     def gather_head(self) -> None:
         """Gather the head, so that each rank can call it alone until the next training step. All ranks must call it."""
@@ -211,27 +216,8 @@ class Takeover(SharedByCopies):
         if self._variable_batch and self._module.automatic_optimization and not (features.is_cuda and passes.num_steps):
             only_factor = 1 / trainer.accumulate_grad_batches
         update = self._update_head if self._variable_batch else None
-        with self._counting_no_sums():
+        with no_counting(self._module, passes):
             return passes.step(features, arguments, head_step, update, others=others, only_factor=only_factor, **scale)
-
-    @contextmanager
-    def _counting_no_sums(self) -> Iterator[None]:
-        """Raise ValueError if the first step updates a `SumMetric`: its sum would be K times too large, for K ranks.
-
-        Means and ratios may be updated in ``head_step``, because the factor K cancels.
-        """
-        metrics = [(name, part) for name, part in self._module.named_modules() if isinstance(part, SumMetric)]
-        counts = [metric.update_count for _, metric in metrics]
-        yield
-        if self._passes.num_steps > 1 or self._passes.channel.world_size == 1:
-            return
-        for (name, metric), before in zip(metrics, counts, strict=True):
-            if metric.update_count > before:
-                raise ValueError(
-                    f"the SumMetric {name} is updated within head_step, where every rank sees the samples of all "
-                    f"ranks, so each sample would be counted {self._passes.channel.world_size} times. Update it in "
-                    "training_step, or use a MeanMetric"
-                )
 
     def _update_head(self, gradients: Any) -> None:
         update_head(self._module, self._plugin, self._optimizers(), self._passes.head, gradients)

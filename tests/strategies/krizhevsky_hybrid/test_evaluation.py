@@ -222,7 +222,7 @@ def _lone(rank: int) -> int:
     def counting(self: Channel, what: str, *messages: Any) -> Any:
         if module.trainer.validating or module.trainer.sanity_checking:
             counts.append(1)
-            assert what == "parameters"
+            assert what in ("parameters", "is changed")
         return start(self, what, *messages)
 
     Channel.all_to_all = counting
@@ -234,7 +234,36 @@ def _lone(rank: int) -> int:
 
 def test_an_evaluation_sends_the_parameters_once_and_nothing_else():
     num_parameters = len(list(HybridNet().head.parameters()))
-    assert run_processes(2, _lone) == [2 * num_parameters] * 2  # the sanity check, and one epoch
+    # The sanity check, and one epoch. Each also asks whether a callback has changed the rows.
+    assert run_processes(2, _lone) == [2 * (num_parameters + 1)] * 2
+
+
+class AveragedForValidation(pl.Callback):
+    """Validates other weights, as callbacks of averaged weights do, past the counter of changes."""
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.kept = [parameter.data.clone() for parameter in pl_module.parameters()]
+        for parameter in pl_module.parameters():
+            parameter.data.mul_(0.5)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for parameter, kept in zip(pl_module.parameters(), self.kept, strict=True):
+            parameter.data.copy_(kept)
+
+
+def _averaged(rank: int) -> list[Tensor]:
+    module = Validated()
+    runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, callbacks=[AveragedForValidation()])
+    runner.fit(module, batches(rank, 2, steps=STEPS), batches(0, 2, steps=2))
+    return module.validated
+
+
+def test_weights_that_a_callback_puts_in_for_validation_are_validated():
+    module = Validated()
+    runner = trainer("auto", 1, callbacks=[AveragedForValidation()])
+    runner.fit(module, all_batches(2, steps=STEPS), batches(0, 2, steps=2))
+    for validated in run_processes(2, _averaged):
+        torch.testing.assert_close(validated, module.validated, rtol=1e-9, atol=1e-12)
 
 
 class OneLayer(Validated):

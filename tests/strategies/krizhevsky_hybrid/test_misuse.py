@@ -99,6 +99,30 @@ class Summing(StepNet):
         return loss
 
 
+class Confusing(StepNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.confusion = torchmetrics.classification.MulticlassConfusionMatrix(CLASSES)
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        self.confusion.update(target, target)
+        return super().head_step(features, target)
+
+
+class OwnFactor(StepNet):
+    """Multiplies the loss of all ranks' samples by a number of its own batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1 + batch[0].mean())
+
+
+class DataOnSelfLater(DataOnSelf):
+    """The ranks' data are the same in the first step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([batch[0] if batch_idx else torch.ones_like(batch[0]), *batch[1:]], batch_idx)
+
+
 class ObjectTarget(StepNet):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.head_step(self.trunk(batch[0]), [batch[1], object()])
@@ -125,6 +149,9 @@ REFUSED: dict[str, tuple[type[HybridNet], str]] = {
     "second derivative": (PenaltyOnGradientNet, "differentiated twice"),
     "gradient in the target": (TargetInGraph, "argument 'target' requires a gradient, which would be lost"),
     "data kept on self": (DataOnSelf, "different losses on the ranks for the same samples"),
+    "data kept on self later": (DataOnSelfLater, "different losses on the ranks for the same samples"),
+    "factor of the own batch": (OwnFactor, "multiplied by different factors on the ranks"),
+    "confusion matrix": (Confusing, "the MulticlassConfusionMatrix confusion is updated within head_step"),
     "inner hook": (InnerHook, "head.2 has hooks, and within the head"),
     "backward hook": (BackwardHook, "head has hooks, and within the head"),
     "tensor hook": (TensorHook, "head.4.weight has hooks on its gradient"),
