@@ -48,7 +48,6 @@ def head_traffic(
         # Softmax: four numbers per sample in two exchanges. Logistic units: the loss of each pass.
         numbers, exchanges = (4 * sum(batch_sizes), 2 * passes) if loss == "cross_entropy" else (passes, passes)
         sent["targets"] = (peers * batch_sizes[rank] * target_bytes, 1)
-        sent["agreement"] = (peers * 2 * 8, 1)  # the loss, and the factor that it is multiplied by
         sent["loss"] = (peers * numbers * max(4, element_bytes), exchanges)
     return {what: Cost(num_bytes, steps if peers else 0) for what, (num_bytes, steps) in sent.items()}
 
