@@ -18,14 +18,19 @@ from lightning_dp.strategies.compiled import hides_parameter_use
 _KNOWN_OPTIMIZERS = ("torch.optim.", "lightning_dp.optim")
 
 
-def why_module_is_not_postponed(trainer: Any, module: LightningModule) -> str | None:
+def why_module_is_not_postponed(module: LightningModule) -> str | None:
+    """Name what the module does that makes postponing visible, or return None."""
+    if hides_parameter_use(module) and not module.automatic_optimization:
+        return f"{type(module).__name__}.training_step, which is compiled and steps its optimizers itself,"
+    return None
+
+
+def why_hooks_are_not_postponed(trainer: Any, module: LightningModule) -> str | None:
     """Name the hook of the module or of a callback that makes postponing visible, or return None.
 
     These hooks run during the step, or read the gradients between two steps. Run later, they would log into the next
     batch, or find other gradients.
     """
-    if hides_parameter_use(module) and not module.automatic_optimization:
-        return f"{type(module).__name__}.training_step, which is compiled and steps its optimizers itself,"
     for name in ("on_before_optimizer_step", "on_before_zero_grad"):
         for callback in trainer.callbacks:
             if _overrides(callback, name, Callback):

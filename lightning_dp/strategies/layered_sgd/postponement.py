@@ -15,6 +15,7 @@ from lightning_dp.strategies.compiled import hides_parameter_use
 from lightning_dp.strategies.layered_sgd.policy import (
     overlapping_parameters,
     steps_by_bucket,
+    why_hooks_are_not_postponed,
     why_module_is_not_postponed,
     why_step_is_not_postponed,
 )
@@ -52,14 +53,20 @@ class Postponement:
         shared = overlapping_parameters(module)
         if shared is not None:
             self._stop_within_forward(f"{shared[0]} and {shared[1]} share memory")
-        self._forbidden = why_module_is_not_postponed(trainer, module)
+        self._module = module
+        self._forbidden = why_module_is_not_postponed(module)
         if self._forbidden is not None:
             self._warn_at_once(self._forbidden)
         self.close = on_compile_start(self._on_compile_start)
 
     def is_allowed(self, optimizer: Optimizer) -> bool:
         """Return whether this step of ``optimizer`` may be postponed; if not, warn once of the reason."""
-        reason = self._forbidden or why_step_is_not_postponed(optimizer, self._trainer.precision_plugin)
+        reason = (
+            self._forbidden
+            # Asked in each step, because a callback may add another one, or set a hook on an instance.
+            or why_hooks_are_not_postponed(self._trainer, self._module)
+            or why_step_is_not_postponed(optimizer, self._trainer.precision_plugin)
+        )
         if reason is not None:
             self._warn_at_once(reason)
         return reason is None

@@ -158,6 +158,18 @@ class ReloadsState(pl.Callback):
             optimizer.load_state_dict({**optimizer.state_dict(), **self.saved})
 
 
+class AddsAHook(pl.Callback):
+    """Sets a hook on the module when training has begun. It changes the gradients, so it must run within the step."""
+
+    def on_train_start(self, trainer, pl_module):
+        def halve(optimizer):
+            for parameter in pl_module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+
+        pl_module.on_before_optimizer_step = halve
+
+
 class ChangesClipping(pl.Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         trainer.gradient_clip_val = 0.01 * (batch_idx + 1)
@@ -187,6 +199,7 @@ CASES: dict[str, Case] = {
     "read on rank 0": (Net, (ReadsOnRank0,), {}),
     "the state cleared": (Net, (ClearsState,), {"max_epochs": 3}),
     "the state put back": (Net, (ReloadsState,), {}),
+    "a hook that is set later": (Net, (AddsAHook,), {}),
     "clipping changed before each step": (Net, (ChangesClipping,), {"gradient_clip_val": 0.1}),
     "the state loaded": (Net, (LoadsState,), {}),
     "stochastic weight averaging": (
