@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,18 +18,20 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 __all__ = [
     "BatchNorm",
     "OptimizedModule",
+    "TorchDispatchMode",
     "assert_async",
     "backend_name",
     "check_input_dim",
     "child_entries",
     "ddp_ignored_names",
     "ddp_timing",
+    "detach_with_version",
     "device_types",
     "enable_ddp_timing",
     "group_timeout",
@@ -42,6 +45,7 @@ __all__ = [
     "inside_function_transform",
     "make_wrapper_tensor",
     "mark_stepped",
+    "mutated_arguments",
     "next_sequence_number",
     "on_compile_start",
     "scaler_device",
@@ -228,3 +232,21 @@ def release_reducer(model: DistributedDataParallel) -> None:
     """Make ``model`` give up its reducer, which then takes its hooks off the parameters."""
     model._remove_autograd_hooks()
     del model.reducer
+
+
+@cache
+def mutated_arguments(func: Any) -> tuple[int | str, ...]:
+    """Return which arguments an operator changes in place: places, and names of those given by keyword alone."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple(
+        argument.name if argument.kwarg_only else place
+        for place, argument in arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def detach_with_version(tensor: Tensor) -> Tensor:
+    """Return a detached alias of ``tensor``, below autograd as well. It has the version of ``tensor``, also later."""
+    # Below autograd, a view would have a version of its own.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()

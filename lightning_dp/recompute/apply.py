@@ -1,0 +1,108 @@
+"""Switch recomputation on for a model, and off again."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_dp._private.torch_names import OptimizedModule, has_compiled_forward
+from lightning_dp.recompute.blocks import segment_ends
+from lightning_dp.recompute.policies import Cheap, Policy, Sublinear
+from lightning_dp.recompute.tape import Tape
+
+PolicyName = Literal["cheap", "sublinear"]
+POLICIES: dict[str, type[Policy]] = {"cheap": Cheap, "sublinear": Sublinear}
+
+
+def apply_recompute(
+    model: nn.Module, policy: PolicyName | Policy = "cheap", method: str = "forward"
+) -> RecomputeHandle:
+    """Keep less for backward: what is not kept is computed again when backward needs it.
+
+    Gradients, parameters, buffers and random numbers stay bitwise the same: single operators run again, not the model's
+    Python code. So running statistics move once, no collective is issued twice, and dropout's masks are kept. It works
+    for any model, and only where gradients are computed.
+
+    Args:
+        model: changed in place until the handle's ``remove``. Its parameters, buffers and state_dict stay as they are.
+        policy: ``"cheap"``: outputs of convolutions, matrix products and random masks are kept; normalization,
+            activation, pooling and addition are recomputed. ``"sublinear"``: what passes between about sqrt(n) segments
+            of n blocks is kept (arXiv 1604.06174). While backward is in a segment, that segment is kept as with
+            ``"cheap"``. Or a policy object.
+        method: of ``model`` that computes what backward starts from.
+
+    Raises:
+        ValueError: ``policy`` is unknown; the model, or a part of it, is compiled or scripted, or recomputes already.
+    """
+    check_policy(policy)
+    require_recomputable(model)
+    chosen = POLICIES[policy]() if isinstance(policy, str) else policy
+    return RecomputeHandle(model, method, chosen)
+
+
+def check_policy(policy: Any) -> None:
+    """Raise ValueError if ``policy`` is neither the name of a policy nor a `Policy`."""
+    if not isinstance(policy, Policy) and policy not in POLICIES:
+        raise ValueError(f"policy={policy!r} must be one of {', '.join(map(repr, POLICIES))}, or a plan")
+
+
+def require_recomputable(model: nn.Module) -> None:
+    """Raise ValueError if a part of ``model`` cannot be recorded."""
+    for name, module in model.named_modules():
+        what = f"{name!r}, a {type(module).__name__}," if name else f"the model, a {type(module).__name__},"
+        if isinstance(module, (OptimizedModule, torch.jit.ScriptModule)) or has_compiled_forward(module):
+            raise ValueError(
+                f"{what} is compiled or scripted, which hides its operators. torch.compile decides itself what it "
+                "recomputes (torch._functorch.config.activation_memory_budget): use either of the two. "
+                "docs/methods/memonger.md says which"
+            )
+        if any(isinstance(value, _Recorded) for value in vars(module).values()):
+            raise ValueError(f"{what} recomputes already; remove() its handle first")
+
+
+class RecomputeHandle:
+    """Recomputation in one model, as `apply_recompute` returns it."""
+
+    def __init__(self, model: nn.Module, method: str, policy: Policy) -> None:
+        self.policy = policy
+        self._model = model
+        self._method = method
+        self._before = vars(model).get(method)
+        self._segment_ends = segment_ends(model)
+        self._recorded = _Recorded(getattr(model, method), self)
+        setattr(model, method, self._recorded)
+
+    def remove(self) -> None:
+        """Undo `apply_recompute`. A second call does nothing."""
+        if vars(self._model).get(self._method) is self._recorded:
+            if self._before is None:
+                delattr(self._model, self._method)
+            else:
+                setattr(self._model, self._method, self._before)
+
+    def tape(self) -> Tape:
+        """Return a tape for one forward pass."""
+        return Tape(self.policy, self._segment_ends)
+
+
+class _Recorded:
+    """Stands in for a method of a module, and runs it on a tape."""
+
+    def __init__(self, method: Any, handle: RecomputeHandle) -> None:
+        functools.update_wrapper(self, method)  # Lightning looks at the signature
+        self._call = method
+        self._handle = handle
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._call(*args, **kwargs)
+        with self._handle.tape().recording():
+            return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copy of the model, for weight averaging say, has the plain method.
+        return copy.deepcopy(self._call, memo)

@@ -1,0 +1,102 @@
+"""What each operator of PyTorch costs to run again, and how to run it again without side effects."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dp._private.torch_names import mutated_arguments
+
+
+class Kind(enum.Enum):
+    """What recomputation may do with the outputs of an operator."""
+
+    VIEW = "view"
+    """A view of its input: it costs nothing, and holds the memory of its input."""
+    CHEAP = "cheap"
+    """Bound by memory: normalization, activation, pooling, addition, casts."""
+    EXPENSIVE = "expensive"
+    """Bound by arithmetic: convolutions and matrix products."""
+    FIXED = "fixed"
+    """Must not run again: random numbers, collectives, and operators that this package does not know."""
+
+
+# Names in the namespace "aten", without overloads.
+_EXPENSIVE = {"convolution", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear"}
+_BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm"}
+_CHEAP = {
+    *_BATCH_NORMS,
+    *("native_layer_norm", "native_group_norm", "mean", "sum", "var"),
+    *("max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d"),
+    *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "upsample_nearest2d", "upsample_bilinear2d"),
+    *("relu", "relu_", "prelu", "glu", "_softmax", "_log_softmax"),
+    *("cat", "stack", "constant_pad_nd", "clone", "_to_copy", "copy_", "_unsafe_view"),
+    *("fill_", "zero_", "zeros_like", "ones_like", "full_like", "zeros", "ones", "full"),
+}
+
+
+def name_of(func: Any) -> str:
+    """Return the name of an operator in its namespace, without the overload: ``"convolution"``."""
+    name: str = func.name()
+    return name.partition("::")[2].partition(".")[0]
+
+
+@cache
+def kind_of(func: Any) -> Kind:
+    """Return what recomputation may do with ``func``, an operator as a dispatch mode sees it."""
+    if getattr(func, "namespace", None) != "aten":
+        return Kind.FIXED
+    name = name_of(func)
+    # Also dropout's mask: a second run would draw other numbers, and move the state of the generator.
+    if torch.Tag.nondeterministic_seeded in func.tags or len(mutated_arguments(func)) > 1:
+        return Kind.FIXED
+    if name in _EXPENSIVE:
+        return Kind.EXPENSIVE
+    if func.is_view:
+        return Kind.VIEW
+    if name in _CHEAP or torch.Tag.pointwise in func.tags:
+        return Kind.CHEAP
+    return Kind.FIXED
+
+
+@cache
+def is_batch_norm(func: Any) -> bool:
+    """Return whether ``func`` normalizes a batch, and in training updates running statistics."""
+    return getattr(func, "namespace", None) == "aten" and name_of(func) in _BATCH_NORMS
+
+
+def rerun(func: Any, args: Sequence[Any], kwargs: dict[str, Any], statistics: Sequence[Tensor | None]) -> Any:
+    """Run ``func`` a second time with the same arguments. The result is bitwise the same, and nothing else changes.
+
+    Args:
+        func: the operator.
+        args: of the first run, in the order of the operator's schema.
+        kwargs: of the first run.
+        statistics: mean and 1 / standard deviation that the first run of a batch norm returned, if they are there.
+    """
+    if not is_batch_norm(func):
+        return func(*args, **kwargs)
+    x, weight, bias, _, _, is_training, *rest = args
+    if not is_training:
+        return func(*args, **kwargs)
+    mean, invstd = statistics if len(statistics) == 2 else (None, None)
+    if mean is not None and invstd is not None and _has_affine_kernel(x, weight, bias):
+        # The statistics of the first run need not be computed again, which is most of the work. In evaluation, with
+        # variance 1 and eps 0, the kernel computes (x - mean) * slope + offset with the same roundings.
+        slope = invstd if weight is None else invstd * weight
+        out, _, _ = torch.native_batch_norm(x, slope, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)
+        return out, mean, invstd
+    # Without running statistics there are none to update a second time (torch issue #96136). The output in training
+    # does not depend on them.
+    return func(x, weight, bias, None, None, is_training, *rest, **kwargs)
+
+
+def _has_affine_kernel(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Return whether PyTorch's evaluation kernel rounds as its training kernel does. Tests compare the bits."""
+    is_single = all(values is None or values.dtype in (torch.float32, torch.float64) for values in (weight, bias))
+    return x.device.type == "cpu" and is_single and x.numel() > 0

@@ -1,0 +1,73 @@
+"""What is kept for backward: one decision for each operator."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch.utils.checkpoint import CheckpointPolicy
+from typing_extensions import override
+
+from lightning_dp.recompute.operators import Kind
+from lightning_dp.recompute.values import Value
+
+# In a segment that was computed again, what is farther than this from values that stay, stays as well. A chain of
+# residual blocks would otherwise start from its first block for each of its blocks.
+MAX_CHAIN = 6
+
+
+class Policy(ABC):
+    """Says which outputs are kept.
+
+    Attributes:
+        compares_bytes: keep an output if what it can be computed from takes as much memory, and nobody else keeps that.
+        max_calls: keep an output if more operators than that would have to run again to compute it. In a chain of
+            residual blocks each output can be computed from the one before, so that without a limit the first request
+            of backward would bring all of them into memory. None: no limit.
+        has_segments: keep what is used in another segment of the model than the one in which it was computed.
+    """
+
+    compares_bytes = True
+    max_calls: int | None = None
+    has_segments = False
+
+    @abstractmethod
+    def decide(self, kind: Kind, number: int, name: str) -> CheckpointPolicy:
+        """Return what happens to the outputs of an operator.
+
+        Args:
+            kind: of the operator.
+            number: of the call in the forward pass.
+            name: of the operator.
+        """
+
+    def retain(self, value: Value, length: int) -> bool:
+        """Return whether a value that was computed on the way to another one stays; see `values.Retain`."""
+        return True
+
+
+class Cheap(Policy):
+    """Keep outputs of convolutions, matrix products and random masks; recompute what is bound by memory."""
+
+    max_calls = 12  # about four residual blocks
+
+    @override
+    def decide(self, kind: Kind, number: int, name: str) -> CheckpointPolicy:
+        if kind is Kind.FIXED:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_SAVE if kind is Kind.EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Sublinear(Policy):
+    """Keep what enters a segment (Chen et al. 2016, arXiv 1604.06174), and in a segment computed again as `Cheap`."""
+
+    compares_bytes = False
+    has_segments = True
+
+    @override
+    def decide(self, kind: Kind, number: int, name: str) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if kind is Kind.FIXED else CheckpointPolicy.PREFER_RECOMPUTE
+
+    @override
+    def retain(self, value: Value, length: int) -> bool:
+        is_expensive = value.call is not None and value.call.kind is Kind.EXPENSIVE
+        return is_expensive or length >= MAX_CHAIN

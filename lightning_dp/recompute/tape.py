@@ -1,0 +1,280 @@
+"""The tape of a forward pass: what each operator computed, and from what.
+
+A `Tape` is a dispatch mode, so it sees each operator below autograd, autocast and the model's Python code. It is also
+a pair of saved-tensor hooks, so it decides what autograd keeps for backward: a tensor, or the `Value` that can be
+computed again. The tape refers weakly to what it has seen. It keeps no tensor that nobody needs, and outlives no
+forward pass: what backward needs is reachable from autograd's own graph, and is freed with it.
+
+Why not `torch.utils.checkpoint` with `create_selective_checkpoint_contexts`: it runs the model's Python code twice, so
+batch norm moves its running statistics twice (torch issue #96136) and a global batch norm gathers twice. It keeps the
+input of each block. And what it caches inside of an outer checkpoint is not dropped by the outer one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import ReferenceType
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.checkpoint import CheckpointPolicy
+from typing_extensions import override
+
+from lightning_dp._private.torch_names import TorchDispatchMode, detach_with_version, mutated_arguments
+from lightning_dp.recompute.operators import Kind, kind_of
+from lightning_dp.recompute.policies import Policy
+from lightning_dp.recompute.values import Call, Entries, Value, closure, outputs_of
+
+# Statistics, scales and losses: not worth an operator. Batch norm's statistics must stay, see `operators.rerun`.
+_SMALL_VECTOR_BYTES = 65536
+_SMALL_BYTES = 256
+
+_SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+
+class _Storage(NamedTuple):
+    """A piece of memory, and the values in it by shape. The weak reference keeps its address from being used again."""
+
+    reference: StorageWeakRef
+    values: Entries
+
+
+class Seen(NamedTuple):
+    """One call of an operator, as an observer is told of it."""
+
+    number: int
+    func: Any
+    kind: Kind
+    inputs: list[Value | None]
+    outputs: list[Value | None]
+    segment: int
+    time_s: float
+
+
+class Observer(ABC):
+    """Is told what a tape sees."""
+
+    @abstractmethod
+    def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
+        """Run an operator; return its result and its time (s)."""
+
+    @abstractmethod
+    def on_call(self, seen: Seen) -> None:
+        """An operator has run."""
+
+    @abstractmethod
+    def on_pack(self, value: Value) -> None:
+        """Autograd keeps a value for backward."""
+
+
+class Tape(TorchDispatchMode):
+    """Records one forward pass.
+
+    Args:
+        policy: what is kept.
+        segment_ends: the modules at whose end a new segment of the model begins.
+        observer: is told of each operator, and each value that autograd asks for.
+    """
+
+    def __init__(self, policy: Policy, segment_ends: frozenset[nn.Module], observer: Observer | None = None) -> None:
+        super().__init__()
+        self._policy = policy
+        self._segment_ends = segment_ends
+        self._observer = observer
+        self._storages: dict[int, _Storage] = {}
+        self._segment = 0
+        self._number = 0
+        self._is_paused = False
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what runs inside."""
+        # A hook on all modules, not on those of the model: it leaves nothing behind in them.
+        hook = register_module_forward_hook(self._after_module)
+        try:
+            with saved_tensors_hooks(self._pack, self._unpack), self:
+                yield
+        finally:
+            hook.remove()
+            for storage in self._storages.values():
+                storage.values.clear()  # values refer to it: else they and their tensors would wait for the collector
+            self._storages.clear()
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._is_paused or not hasattr(func, "overloadpacket"):
+            return func(*args, **kwargs)
+        kind = kind_of(func)
+        decision = self._policy.decide(kind, self._number, func.name())
+        call = None if decision in _SAVES or kind is Kind.FIXED else self._make_call(func, args, kwargs)
+        observer = self._observer
+        inputs = [] if observer is None else [self._find(tensor) for tensor in tensors_in([args, kwargs])]
+        self._prepare_changes(func, args, kwargs)
+        if observer is None:
+            result = func(*args, **kwargs)
+        else:
+            result, time_s = observer.run(func, args, kwargs)
+        results = outputs_of(result)
+        # What an operator changes in place gets its new version after it has returned, so it cannot be held yet.
+        may_hold = not mutated_arguments(func) and kind is not Kind.VIEW
+        outputs = [self._add(result, call, place, may_hold) for place, result in enumerate(results)]
+        if call is not None:
+            call.add_outputs(outputs)
+        if observer is not None:
+            observer.on_call(Seen(self._number, func, kind, inputs, outputs, self._segment, time_s))
+        self._number += 1
+        return result
+
+    def _make_call(self, func: Any, args: Any, kwargs: Any) -> Call | None:
+        """Return how to run the operator again, or None if that is not known."""
+        changed = mutated_arguments(func)
+        if not all(map(is_plain, tensors_in([args, kwargs]))) or "out" in kwargs:
+            return None
+        if changed and (changed[0] != 0 or self._find(args[0]) is None):
+            return None  # a buffer, which must not change a second time, or an operator that changes another argument
+        call_args = [self._with_values(argument) for argument in args]
+        call_kwargs = {name: self._with_values(value) for name, value in kwargs.items()}
+        # It returns what it changes, and can be made to change a copy.
+        changed_value = call_args[0] if changed else None
+        return Call(func, call_args, call_kwargs, self._number, changed_value)
+
+    def _with_values(self, argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            return self._find(argument) or self._add_outside(argument)
+        if isinstance(argument, (list, tuple)):
+            return type(argument)(map(self._with_values, argument))
+        return argument
+
+    def _find(self, tensor: Tensor) -> Value | None:
+        """Return the value that ``tensor`` is, or None if the tape has not seen it."""
+        if not is_plain(tensor):
+            return None
+        storage = self._storages.get(StorageWeakRef(tensor.untyped_storage()).cdata)
+        return None if storage is None else _followed(storage.values.get(_shape_of(tensor)))
+
+    def _add_outside(self, tensor: Tensor) -> Value:
+        """Return a value for a tensor that the tape has not seen: a parameter, an input, a constant."""
+        value = Value(tensor, None, 0, -1, self._segment)
+        value.enter(self._values_at(tensor), _shape_of(tensor))
+        value.hold_tensor(tensor if tensor.is_leaf else detach_with_version(tensor))
+        return value
+
+    def _add(self, tensor: Any, call: Call | None, place: int, may_hold: bool) -> Value | None:
+        """Return a value for an output of the present operator."""
+        if not isinstance(tensor, Tensor) or not is_plain(tensor):
+            return None
+        value = Value(tensor, call, place, self._number, self._segment)
+        value.enter(self._values_at(tensor), _shape_of(tensor))
+        if may_hold and _is_small(tensor):
+            value.hold_tensor(detach_with_version(tensor), stays=True)
+        return value
+
+    def _values_at(self, tensor: Tensor) -> Entries:
+        reference = StorageWeakRef(tensor.untyped_storage())
+        return self._storages.setdefault(reference.cdata, _Storage(reference, {})).values
+
+    def _prepare_changes(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Save what the operator is about to overwrite, where it is needed, and forget the values in that memory."""
+        for place in mutated_arguments(func):
+            argument = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+            for tensor in filter(is_plain, tensors_in([argument])):
+                storage = self._storages.get(StorageWeakRef(tensor.untyped_storage()).cdata)
+                if storage is not None:
+                    for value in filter(None, map(_followed, storage.values.values())):
+                        value.prepare_for_change()
+                    storage.values.clear()
+
+    def _pack(self, tensor: Tensor) -> Value:
+        """Return what autograd keeps in place of ``tensor``."""
+        with self._paused():
+            value = self._find(tensor)
+            if value is None:
+                value = Value(tensor, None, 0, -1, self._segment)
+                if is_plain(tensor):
+                    value.enter(self._values_at(tensor), _shape_of(tensor))
+            if not value.is_held and not self._can_be_computed(value):
+                self._keep(value, tensor)
+            value.num_uses += 1
+            if self._observer is not None:
+                self._observer.on_pack(value)
+            return value
+
+    def _keep(self, value: Value, tensor: Tensor) -> None:
+        """Keep ``tensor``, or the tensor that it is a view of: others may need that as well."""
+        root = value
+        while root.call is not None and root.call.kind is Kind.VIEW:
+            root = root.call.inputs[0]
+        if root is value or not root.hold():
+            value.hold_tensor(tensor)
+
+    def _can_be_computed(self, value: Value) -> bool:
+        """Return whether a value need not be kept. What it is computed from is kept from now on."""
+        has_segments = self._policy.has_segments
+        if value.call is None or (has_segments and value.segment != self._segment):
+            return False
+        calls, sources = closure(value, lambda at: has_segments and at.segment != value.segment)
+        if self._policy.max_calls is not None and len(calls) > self._policy.max_calls:
+            return False
+        to_hold = [source for source in sources if not source.is_held]
+        if self._policy.compares_bytes and sum(source.num_bytes for source in to_hold) >= value.num_bytes > 0:
+            return False
+        if not all(source.is_alive for source in to_hold):
+            return False
+        for source in to_hold:
+            source.hold()
+        return True
+
+    def _unpack(self, value: Value) -> Tensor:
+        with self._paused():  # backward may run within the forward pass
+            return value.take(self._policy.retain)
+
+    def _after_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module in self._segment_ends:
+            self._segment += 1
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        was_paused, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = was_paused
+
+
+def _followed(entry: Any) -> Value | None:
+    """Return the value that an entry of the tape is, or refers to."""
+    return entry() if isinstance(entry, ReferenceType) else entry
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether the memory of ``tensor`` is its value: it is strided, real, and no wrapper of another tensor."""
+    is_wrapper = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return not is_wrapper and tensor.layout is torch.strided and not tensor.dtype.is_complex
+
+
+def tensors_in(arguments: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples and dictionaries."""
+    if isinstance(arguments, Tensor):
+        yield arguments
+    elif isinstance(arguments, (list, tuple)):
+        for argument in arguments:
+            yield from tensors_in(argument)
+    elif isinstance(arguments, dict):
+        yield from tensors_in(list(arguments.values()))
+
+
+def _shape_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what tells a tensor from others in the same memory."""
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _is_small(tensor: Tensor) -> bool:
+    num_bytes = tensor.numel() * tensor.element_size()
+    return num_bytes <= (_SMALL_VECTOR_BYTES if tensor.dim() <= 1 else _SMALL_BYTES)
