@@ -4,13 +4,14 @@ Importing the package registers the strategies under their names: ``Trainer(stra
 """
 
 from lightning_dp._lightning import register_strategy
-from lightning_dp.callbacks import AdaptiveGlobalBatchNorm, Plateau, RanksAgree, StepTimer
+from lightning_dp.callbacks import AdaptiveGlobalBatchNorm, Memonger, Plateau, RanksAgree, StepTimer
 from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredSGDStrategy
 
 __all__ = [
     "AdaptiveGlobalBatchNorm",
     "KrizhevskyHybridStrategy",
     "LayeredSGDStrategy",
+    "Memonger",
     "Plateau",
     "RanksAgree",
     "StepTimer",

@@ -2,7 +2,8 @@
 
 from lightning_dp.callbacks.adaptive_global_batch_norm import AdaptiveGlobalBatchNorm
 from lightning_dp.callbacks.convergence import ConvergenceCriterion, Plateau
+from lightning_dp.callbacks.memonger import Memonger
 from lightning_dp.callbacks.ranks_agree import RanksAgree
 from lightning_dp.callbacks.step_timer import StepTimer
 
-__all__ = ["AdaptiveGlobalBatchNorm", "ConvergenceCriterion", "Plateau", "RanksAgree", "StepTimer"]
+__all__ = ["AdaptiveGlobalBatchNorm", "ConvergenceCriterion", "Memonger", "Plateau", "RanksAgree", "StepTimer"]

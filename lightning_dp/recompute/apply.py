@@ -69,10 +69,11 @@ class RecomputeHandle:
 
     def __init__(self, model: nn.Module, method: str, policy: Policy) -> None:
         self.policy = policy
+        self.dropped_bytes = 0
+        """What autograd asked for in the last forward pass and was not kept."""
         self._model = model
         self._method = method
         self._before = vars(model).get(method)
-        self._segment_ends = segment_ends(model)
         self._recorded = _Recorded(getattr(model, method), self)
         setattr(model, method, self._recorded)
 
@@ -84,9 +85,15 @@ class RecomputeHandle:
             else:
                 setattr(self._model, self._method, self._before)
 
-    def tape(self) -> Tape:
-        """Return a tape for one forward pass."""
-        return Tape(self.policy, self._segment_ends)
+    def run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run one forward pass, and record it."""
+        # Not earlier: another callback may replace modules after this one is set up.
+        ends = segment_ends(self._model) if self.policy.has_segments else frozenset()
+        tape = Tape(self.policy, ends)
+        with tape.recording():
+            result = function(*args, **kwargs)
+        self.dropped_bytes = tape.dropped_bytes
+        return result
 
 
 class _Recorded:
@@ -100,8 +107,7 @@ class _Recorded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._call(*args, **kwargs)
-        with self._handle.tape().recording():
-            return self._call(*args, **kwargs)
+        return self._handle.run(self._call, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A copy of the model, for weight averaging say, has the plain method.

@@ -91,6 +91,8 @@ class Tape(TorchDispatchMode):
         self._segment = 0
         self._number = 0
         self._is_paused = False
+        self.dropped_bytes = 0
+        """What autograd has asked for and is not kept."""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -199,8 +201,13 @@ class Tape(TorchDispatchMode):
                 value = Value(tensor, None, 0, -1, self._segment)
                 if is_plain(tensor):
                     value.enter(self._values_at(tensor), _shape_of(tensor))
-            if not value.is_held and not self._can_be_computed(value):
-                self._keep(value, tensor)
+            if not value.is_held:
+                is_dropped = self._can_be_computed(value)
+                was_dropped = value.num_uses > 0
+                if not _root_of(value).is_held:
+                    self.dropped_bytes += (is_dropped - was_dropped) * value.num_bytes
+                if not is_dropped:
+                    self._keep(value, tensor)
             value.num_uses += 1
             if self._observer is not None:
                 self._observer.on_pack(value)
@@ -208,9 +215,7 @@ class Tape(TorchDispatchMode):
 
     def _keep(self, value: Value, tensor: Tensor) -> None:
         """Keep ``tensor``, or the tensor that it is a view of: others may need that as well."""
-        root = value
-        while root.call is not None and root.call.kind is Kind.VIEW:
-            root = root.call.inputs[0]
+        root = _root_of(value)
         if root is value or not root.hold():
             value.hold_tensor(tensor)
 
@@ -246,6 +251,13 @@ class Tape(TorchDispatchMode):
             yield
         finally:
             self._is_paused = was_paused
+
+
+def _root_of(value: Value) -> Value:
+    """Return the value that ``value`` is a view of, or itself."""
+    while value.call is not None and value.call.kind is Kind.VIEW:
+        value = value.call.inputs[0]
+    return value
 
 
 def _followed(entry: Any) -> Value | None:

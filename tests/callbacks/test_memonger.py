@@ -1,0 +1,188 @@
+"""`Memonger` with each strategy: bitwise the training without it, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dp import AdaptiveGlobalBatchNorm, KrizhevskyHybridStrategy, LayeredSGDStrategy, Memonger
+from lightning_dp.layers import NoEffectWarning, batch_statistics
+from lightning_dp.recompute import apply_recompute
+from tests.callbacks.training import fit
+from tests.ranks import run_processes
+from tests.recompute.conftest import one_thread  # noqa: F401  a fixture for all tests here
+from tests.recompute.counting import OperatorCounts, differing, recomputed, state_of
+from tests.recompute.models import residual
+
+STEPS = 10
+
+
+class Net(pl.LightningModule):
+    """Batch norm, dropout, a frozen part, and a head that can be sharded."""
+
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.trunk = residual(num_blocks=3)[:-1]
+        self.trunk[1][0].conv2.requires_grad_(False)
+        self.head = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 5))
+        self.automatic_optimization = not manual
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.head(F.dropout(self.trunk(x), 0.2)), y)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, foreach=False)
+
+
+class Recorder(pl.Callback):
+    """Counts operators of each backward pass, and takes the state of the last step with its gradients."""
+
+    def __init__(self) -> None:
+        self.operators = OperatorCounts()
+        self.state: dict[str, Tensor] = {}
+
+    # Two hooks of Lightning's are all that there is around backward, so the mode cannot be entered by `with`.
+    def on_before_backward(self, *_: Any) -> None:
+        self.operators.__enter__()
+
+    def on_after_backward(self, *_: Any) -> None:
+        self.operators.__exit__(None, None, None)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self.state = state_of(pl_module)
+
+
+def loader(steps: int = STEPS) -> DataLoader:
+    generator = torch.Generator().manual_seed(int(os.environ.get("RANK", 0)))
+    x = torch.randn(4 * steps, 3, 12, 12, generator=generator)
+    return DataLoader(TensorDataset(x, torch.randint(5, (4 * steps,), generator=generator)), batch_size=4)
+
+
+STRATEGIES: dict[str, Any] = {
+    "ddp": lambda: "ddp",
+    "layered": lambda: LayeredSGDStrategy(group_size=1),
+    "layered load": lambda: LayeredSGDStrategy(group_size=1, overlap="load"),
+    "hybrid": lambda: KrizhevskyHybridStrategy(),
+    "alone": lambda: "auto",
+}
+
+
+def trained(world_size: int, case: str, policy: str | None, agbn: bool = False, manual: bool = False, **options: Any):
+    callbacks: list[pl.Callback] = [] if policy is None else [Memonger(policy)]
+    if agbn:
+        callbacks.insert(0, AdaptiveGlobalBatchNorm(global_phase="always"))
+    recorder = Recorder()
+    net = Net(manual)
+    torch.manual_seed(11 + int(os.environ.get("RANK", 0)))
+    fit(world_size, *callbacks, recorder, net=net, loader=loader(), strategy=STRATEGIES[case](), **options)
+    assert "training_step" not in vars(net)
+    return recorder
+
+
+def compare(rank: int, world_size: int, case: str, options: dict[str, Any]) -> list[Any]:
+    """Train with each policy and without, and return what differs, with the operators that ran twice."""
+    calls = 0
+    gather = batch_statistics.small_all_gather
+
+    def counted(*args: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return gather(*args)
+
+    batch_statistics.small_all_gather = counted
+    plain = trained(world_size, case, None, **options)
+    expected_calls, found = calls, []
+    for policy in ("cheap", "sublinear"):
+        calls = 0
+        recorder = trained(world_size, case, policy, **options)
+        counts = recomputed(plain.operators.counts, recorder.operators.counts)
+        found.append((differing(recorder.state, plain.state), counts["native_batch_norm"] / STEPS, calls))
+    batch_statistics.small_all_gather = gather
+    return [expected_calls, *found]
+
+
+CASES = [
+    ("ddp", {}),
+    ("ddp", {"agbn": True}),
+    ("ddp", {"precision": "bf16-mixed", "accumulate_grad_batches": 2}),
+    ("layered", {}),
+    ("layered", {"agbn": True}),
+    ("layered load", {}),
+    ("layered", {"manual": True}),
+    ("hybrid", {"agbn": True}),
+]
+
+
+@pytest.mark.parametrize(("case", "options"), CASES, ids=lambda value: str(value))
+def test_two_ranks_train_bitwise_as_without(case, options):
+    for calls, *found in run_processes(2, compare, 2, case, options):
+        for differences, num_batch_norms, num_calls in found:
+            assert differences == []
+            # Of the 7 batch norms of a step: each at least once, without the last, whose result is small.
+            assert num_batch_norms >= 6
+            assert num_calls == calls == (2 * 7 * STEPS if options.get("agbn") else 0)
+
+
+def test_one_process_trains_bitwise_as_without_and_manual_optimization_too():
+    for options in ({}, {"manual": True}):
+        plain = trained(1, "alone", None, **options)
+        recorder = trained(1, "alone", "cheap", **options)
+        assert differing(recorder.state, plain.state) == []
+
+
+class Fails(pl.Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise KeyError("on purpose")
+
+
+def test_the_module_is_plain_again_after_an_exception():
+    net = Net()
+    with pytest.raises(KeyError, match="on purpose"):
+        fit(1, Memonger(), Fails(), net=net, loader=loader(2), strategy="auto")
+    assert "training_step" not in vars(net)
+
+
+def test_a_module_without_anything_to_recompute_is_warned_of():
+    class Linear(Net):
+        def loss(self, batch: list[Tensor]) -> Tensor:
+            return self.head[3](batch[0].flatten(1)[:, :16]).square().mean()
+
+    with pytest.warns(NoEffectWarning, match=r"Memonger\(policy='cheap'\) found nothing to recompute"):
+        fit(1, Memonger(), net=Linear(), loader=loader(2), strategy="auto")
+
+
+def test_what_cannot_work_is_refused_by_name():
+    with pytest.raises(ValueError, match="policy='costly' must be one of"):
+        Memonger("costly")
+    with pytest.raises(ValueError, match=r"either torch\.compile or Memonger"):
+        pl.Trainer(accelerator="cpu", callbacks=[Memonger()], max_epochs=1, logger=False, barebones=True).fit(
+            torch.compile(Net(), backend="eager"), loader(2)
+        )
+    net = Net()
+    net.trunk.compile(backend="eager")
+    with pytest.raises(ValueError, match="'trunk', a Sequential, is compiled"):
+        fit(1, Memonger(), net=net, loader=loader(2), strategy="auto")
+    net = Net()
+    apply_recompute(net.trunk)
+    with pytest.raises(ValueError, match="'trunk', a Sequential, recomputes already"):
+        fit(1, Memonger(), net=net, loader=loader(2), strategy="auto")
