@@ -11,7 +11,15 @@ from typing_extensions import override
 from lightning_dp._lightning import Callback, LightningModule, Trainer, require_own_trainer
 from lightning_dp._private.lightning_names import is_compiled_by_lightning
 from lightning_dp.layers import NoEffectWarning
-from lightning_dp.recompute import RecomputeHandle, apply_recompute, check_policy
+from lightning_dp.recompute import (
+    Policy,
+    Profiler,
+    RecomputeHandle,
+    RecomputePlan,
+    apply_recompute,
+    check_policy,
+    plan_profile,
+)
 
 log = logging.getLogger(__name__)
 
@@ -28,20 +36,37 @@ class Memonger(Callback):
     The callback records ``training_step`` for the time of ``fit``.
 
     Args:
-        policy: see `lightning_dp.recompute.apply_recompute`.
-        budget_bytes: for ``policy="budget"``: how many bytes may be kept at any time.
+        policy: see `lightning_dp.recompute.apply_recompute`. ``"budget"``: the first two steps run with
+            ``"sublinear"``, and the second is measured, operator by operator. From the third on, the least time within
+            ``budget_bytes`` is planned from that. Or a plan that `lightning_dp.recompute.plan_recompute` made for the
+            module's ``training_step``.
+        budget_bytes: for ``policy="budget"``: activations on a device at any time of backward, beside parameters,
+            inputs and gradients.
+
+    Attributes:
+        plan: with ``policy="budget"``, the plan in use. It can be saved and drawn. None before the third step.
 
     Raises:
         ValueError: ``policy`` is unknown, or ``budget_bytes`` and ``policy`` contradict each other. In ``fit``: the
-            module, or a part of it, is compiled or scripted.
+            module, or a part of it, is compiled or scripted; no plan holds as little as ``budget_bytes``.
     """
 
-    def __init__(self, policy: Literal["cheap", "sublinear"] = "cheap", budget_bytes: int | None = None) -> None:
-        check_policy(policy)
+    def __init__(
+        self, policy: Literal["cheap", "sublinear", "budget"] | Policy = "cheap", budget_bytes: int | None = None
+    ) -> None:
+        if policy == "budget":
+            if budget_bytes is None or budget_bytes < 1:
+                raise ValueError(f"policy='budget' with budget_bytes={budget_bytes} must be given a number of bytes")
+        elif budget_bytes is not None:
+            raise ValueError(f"budget_bytes={budget_bytes} has no effect on policy={policy!r}; use policy='budget'")
+        else:
+            check_policy(policy)
         self.policy = policy
         self.budget_bytes = budget_bytes
+        self.plan: RecomputePlan | None = None
         self._handle: RecomputeHandle | None = None
-        self._checked_effect = False
+        self._profiler: Profiler | None = None
+        self._num_batches = 0
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -53,16 +78,38 @@ class Memonger(Callback):
                 f"{type(pl_module).__name__} was passed through torch.compile, which decides itself what it "
                 "recomputes: use either torch.compile or Memonger. docs/methods/memonger.md says which"
             )
-        self._checked_effect = False
-        self._handle = apply_recompute(pl_module, self.policy, method="training_step")
+        self._num_batches = 0
+        self.plan = None
+        policy = "sublinear" if self.policy == "budget" else self.policy
+        self._handle = apply_recompute(pl_module, policy, method="training_step")
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._handle is None or self.budget_bytes is None:
+            return
+        if self._num_batches == 1:  # the first one also sets libraries up
+            self._profiler = self._handle.start_profiling()
+        elif self._profiler is not None:
+            self._handle.stop_profiling()
+            self.plan = plan_profile(self._profiler, self.budget_bytes)
+            self._profiler = None
+            self._handle.policy = self.plan
+            if trainer.is_global_zero:
+                added = self.plan.recompute_s / max(self.plan.forward_s, 1e-9)
+                log.info(
+                    f"{type(self).__name__}: planned {self.plan.peak_bytes / 1e6:.1f} MB of activations in place of "
+                    f"{self.plan.plain_bytes / 1e6:.1f} MB, for {added:.0%} of the time of forward"
+                )
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._handle is None or self._checked_effect:
+        if self._handle is None:
             return
-        self._checked_effect = True
+        self._num_batches += 1
+        if self._num_batches > 1:
+            return
         dropped_bytes = self._handle.dropped_bytes
         if trainer.is_global_zero:
             log.info(f"{type(self).__name__}: policy {self.policy!r} drops {dropped_bytes / 1e6:.1f} MB of a step")

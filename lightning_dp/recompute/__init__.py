@@ -2,12 +2,20 @@
 
 from lightning_dp.recompute.activations import ActivationRow, ActivationTable, activation_bytes
 from lightning_dp.recompute.apply import RecomputeHandle, apply_recompute, check_policy
+from lightning_dp.recompute.plan import RecomputePlan, plan_profile, plan_recompute
+from lightning_dp.recompute.policies import Policy
+from lightning_dp.recompute.profile import Profiler
 
 __all__ = [
     "ActivationRow",
     "ActivationTable",
+    "Policy",
+    "Profiler",
     "RecomputeHandle",
+    "RecomputePlan",
     "activation_bytes",
     "apply_recompute",
     "check_policy",
+    "plan_profile",
+    "plan_recompute",
 ]

@@ -84,7 +84,7 @@ def activation_bytes(model: nn.Module, batch: Any, method: str = "forward") -> A
     """
     seen = _Seen(model, [*model.parameters(), *model.buffers(), *tensors_in(batch)])
     arguments = batch if isinstance(batch, tuple) else (batch,)
-    with _unchanged(model), torch.enable_grad():
+    with unchanged(model), torch.enable_grad():
         with seen.recording():
             outputs = list(tensors_in(getattr(model, method)(*arguments)))
         graph = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
@@ -152,7 +152,7 @@ class _Seen(TorchDispatchMode):
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
+def unchanged(model: nn.Module) -> Iterator[None]:
     """Put buffers and random number generators back afterwards."""
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     with torch.random.fork_rng():

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from lightning_dp._private.torch_names import OptimizedModule, has_compiled_forward
-from lightning_dp.recompute.blocks import segment_ends
+from lightning_dp.recompute.blocks import find_blocks, segment_ends
 from lightning_dp.recompute.policies import Cheap, Policy, Sublinear
+from lightning_dp.recompute.profile import Profiler
 from lightning_dp.recompute.tape import Tape
 
 PolicyName = Literal["cheap", "sublinear"]
@@ -32,7 +33,7 @@ def apply_recompute(
         policy: ``"cheap"``: outputs of convolutions, matrix products and random masks are kept; normalization,
             activation, pooling and addition are recomputed. ``"sublinear"``: what passes between about sqrt(n) segments
             of n blocks is kept (arXiv 1604.06174). While backward is in a segment, that segment is kept as with
-            ``"cheap"``. Or a policy object.
+            ``"cheap"``. Or a plan that `plan_recompute` made.
         method: of ``model`` that computes what backward starts from.
 
     Raises:
@@ -47,7 +48,9 @@ def apply_recompute(
 def check_policy(policy: Any) -> None:
     """Raise ValueError if ``policy`` is neither the name of a policy nor a `Policy`."""
     if not isinstance(policy, Policy) and policy not in POLICIES:
-        raise ValueError(f"policy={policy!r} must be one of {', '.join(map(repr, POLICIES))}, or a plan")
+        raise ValueError(
+            f"policy={policy!r} must be one of {', '.join(map(repr, POLICIES))}, or a plan that plan_recompute made"
+        )
 
 
 def require_recomputable(model: nn.Module) -> None:
@@ -71,6 +74,7 @@ class RecomputeHandle:
         self.policy = policy
         self.dropped_bytes = 0
         """What autograd asked for in the last forward pass and was not kept."""
+        self._profiler: Profiler | None = None
         self._model = model
         self._method = method
         self._before = vars(model).get(method)
@@ -89,11 +93,22 @@ class RecomputeHandle:
         """Run one forward pass, and record it."""
         # Not earlier: another callback may replace modules after this one is set up.
         ends = segment_ends(self._model) if self.policy.has_segments else frozenset()
-        tape = Tape(self.policy, ends)
+        if self._profiler is not None:
+            ends = frozenset(find_blocks(self._model))
+        tape = Tape(self.policy, self._model, ends, self._profiler)
         with tape.recording():
             result = function(*args, **kwargs)
         self.dropped_bytes = tape.dropped_bytes
         return result
+
+    def start_profiling(self) -> Profiler:
+        """Measure the next forward pass. It must be the only one until `stop_profiling`."""
+        self._profiler = Profiler()
+        return self._profiler
+
+    def stop_profiling(self) -> None:
+        """Measure no longer."""
+        self._profiler = None
 
 
 class _Recorded:

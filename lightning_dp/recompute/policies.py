@@ -31,13 +31,12 @@ class Policy(ABC):
     has_segments = False
 
     @abstractmethod
-    def decide(self, kind: Kind, number: int, name: str) -> CheckpointPolicy:
+    def decide(self, kind: Kind, key: str) -> CheckpointPolicy:
         """Return what happens to the outputs of an operator.
 
         Args:
             kind: of the operator.
-            number: of the call in the forward pass.
-            name: of the operator.
+            key: of the call: module, operator, and how often that module has called that operator before.
         """
 
     def retain(self, value: Value, length: int) -> bool:
@@ -51,7 +50,7 @@ class Cheap(Policy):
     max_calls = 12  # about four residual blocks
 
     @override
-    def decide(self, kind: Kind, number: int, name: str) -> CheckpointPolicy:
+    def decide(self, kind: Kind, key: str) -> CheckpointPolicy:
         if kind is Kind.FIXED:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_SAVE if kind is Kind.EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
@@ -64,7 +63,7 @@ class Sublinear(Policy):
     has_segments = True
 
     @override
-    def decide(self, kind: Kind, number: int, name: str) -> CheckpointPolicy:
+    def decide(self, kind: Kind, key: str) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if kind is Kind.FIXED else CheckpointPolicy.PREFER_RECOMPUTE
 
     @override

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import override
 
@@ -49,6 +49,7 @@ class Seen(NamedTuple):
     """One call of an operator, as an observer is told of it."""
 
     number: int
+    key: str
     func: Any
     kind: Kind
     inputs: list[Value | None]
@@ -69,8 +70,8 @@ class Observer(ABC):
         """An operator has run."""
 
     @abstractmethod
-    def on_pack(self, value: Value) -> None:
-        """Autograd keeps a value for backward."""
+    def on_pack(self, value: Value, segment: int) -> None:
+        """Autograd keeps a value for the backward of something in ``segment``."""
 
 
 class Tape(TorchDispatchMode):
@@ -78,12 +79,19 @@ class Tape(TorchDispatchMode):
 
     Args:
         policy: what is kept.
+        model: knows the names of its modules.
         segment_ends: the modules at whose end a new segment of the model begins.
         observer: is told of each operator, and each value that autograd asks for.
     """
 
-    def __init__(self, policy: Policy, segment_ends: frozenset[nn.Module], observer: Observer | None = None) -> None:
+    def __init__(
+        self, policy: Policy, model: nn.Module, segment_ends: frozenset[nn.Module], observer: Observer | None = None
+    ) -> None:
         super().__init__()
+        self._modules = {module: name for name, module in model.named_modules()}
+        self._path = [""]
+        self._counts: dict[str, int] = {}
+        self._key = ""
         self._policy = policy
         self._segment_ends = segment_ends
         self._observer = observer
@@ -97,13 +105,14 @@ class Tape(TorchDispatchMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record what runs inside."""
-        # A hook on all modules, not on those of the model: it leaves nothing behind in them.
-        hook = register_module_forward_hook(self._after_module)
+        # Hooks on all modules, not on those of the model: they leave nothing behind in them.
+        hooks = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
         try:
             with saved_tensors_hooks(self._pack, self._unpack), self:
                 yield
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
             for storage in self._storages.values():
                 storage.values.clear()  # values refer to it: else they and their tensors would wait for the collector
             self._storages.clear()
@@ -114,7 +123,8 @@ class Tape(TorchDispatchMode):
         if self._is_paused or not hasattr(func, "overloadpacket"):
             return func(*args, **kwargs)
         kind = kind_of(func)
-        decision = self._policy.decide(kind, self._number, func.name())
+        self._key = self._next_key(func)
+        decision = self._policy.decide(kind, self._key)
         call = None if decision in _SAVES or kind is Kind.FIXED else self._make_call(func, args, kwargs)
         observer = self._observer
         inputs = [] if observer is None else [self._find(tensor) for tensor in tensors_in([args, kwargs])]
@@ -130,7 +140,7 @@ class Tape(TorchDispatchMode):
         if call is not None:
             call.add_outputs(outputs)
         if observer is not None:
-            observer.on_call(Seen(self._number, func, kind, inputs, outputs, self._segment, time_s))
+            observer.on_call(Seen(self._number, self._key, func, kind, inputs, outputs, self._segment, time_s))
         self._number += 1
         return result
 
@@ -163,7 +173,7 @@ class Tape(TorchDispatchMode):
 
     def _add_outside(self, tensor: Tensor) -> Value:
         """Return a value for a tensor that the tape has not seen: a parameter, an input, a constant."""
-        value = Value(tensor, None, 0, -1, self._segment)
+        value = Value(tensor, None, segment=self._segment)
         value.enter(self._values_at(tensor), _shape_of(tensor))
         value.hold_tensor(tensor if tensor.is_leaf else detach_with_version(tensor))
         return value
@@ -172,7 +182,7 @@ class Tape(TorchDispatchMode):
         """Return a value for an output of the present operator."""
         if not isinstance(tensor, Tensor) or not is_plain(tensor):
             return None
-        value = Value(tensor, call, place, self._number, self._segment)
+        value = Value(tensor, call, place, self._number, self._segment, self._key)
         value.enter(self._values_at(tensor), _shape_of(tensor))
         if may_hold and _is_small(tensor):
             value.hold_tensor(detach_with_version(tensor), stays=True)
@@ -198,7 +208,7 @@ class Tape(TorchDispatchMode):
         with self._paused():
             value = self._find(tensor)
             if value is None:
-                value = Value(tensor, None, 0, -1, self._segment)
+                value = Value(tensor, None, segment=self._segment)
                 if is_plain(tensor):
                     value.enter(self._values_at(tensor), _shape_of(tensor))
             if not value.is_held:
@@ -210,7 +220,7 @@ class Tape(TorchDispatchMode):
                     self._keep(value, tensor)
             value.num_uses += 1
             if self._observer is not None:
-                self._observer.on_pack(value)
+                self._observer.on_pack(value, self._segment)
             return value
 
     def _keep(self, value: Value, tensor: Tensor) -> None:
@@ -240,9 +250,21 @@ class Tape(TorchDispatchMode):
         with self._paused():  # backward may run within the forward pass
             return value.take(self._policy.retain)
 
-    def _after_module(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if module in self._modules:
+            self._path.append(self._modules[module])
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module in self._modules:
+            self._path.pop()
         if module in self._segment_ends:
             self._segment += 1
+
+    def _next_key(self, func: Any) -> str:
+        """Return the key of a call of ``func``, the same in each forward pass."""
+        name = f"{self._path[-1]}:{func.name()}"
+        count = self._counts[name] = self._counts.get(name, -1) + 1
+        return f"{name}:{count}"
 
     @contextmanager
     def _paused(self) -> Iterator[None]:

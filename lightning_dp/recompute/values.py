@@ -34,6 +34,7 @@ class Value:
         call: how to compute it again; None for a value that cannot be.
         place: of this output among those of the operator.
         number: of the operator in the forward pass; -1 for a tensor from outside.
+        key: of the call of the operator, see `policies.Policy.decide`.
         segment: part of the model in which it was computed.
         num_bytes: size of the tensor.
         num_uses: how often backward will still ask for it.
@@ -41,14 +42,17 @@ class Value:
     """
 
     __slots__ = (
-        *("call", "place", "number", "segment", "num_bytes", "num_uses", "num_runs", "tensor", "device_type"),
+        *("call", "place", "number", "key", "segment", "num_bytes", "num_uses", "num_runs", "tensor", "device_type"),
         *("_home", "_is_own", "_version", "_weak", "__weakref__"),
     )
 
-    def __init__(self, tensor: Tensor, call: Call | None, place: int, number: int, segment: int) -> None:
+    def __init__(
+        self, tensor: Tensor, call: Call | None, place: int = 0, number: int = -1, segment: int = 0, key: str = ""
+    ) -> None:
         self.call = call
         self.place = place
         self.number = number
+        self.key = key
         self.segment = segment
         self.num_bytes = tensor.numel() * tensor.element_size()
         self.device_type = tensor.device.type
@@ -274,7 +278,7 @@ def compute(target: Value, retain: Retain) -> Tensor:
 
 def _owns_memory(value: Value) -> bool:
     """Return whether the operator that computes ``value`` again gives it memory of its own."""
-    return value.call is not None and value.call.kind is not Kind.VIEW and value.call.changed is None
+    return value.call is not None and value.call.kind is not Kind.VIEW
 
 
 def _values_in(arguments: Iterable[Any]) -> list[Value]:

@@ -150,6 +150,26 @@ def test_one_process_trains_bitwise_as_without_and_manual_optimization_too():
         assert differing(recorder.state, plain.state) == []
 
 
+def test_a_budget_is_planned_from_the_second_step_and_kept():
+    pytest.importorskip("scipy")
+    plain = trained(1, "alone", None)
+    memonger = Memonger("budget", budget_bytes=60_000)
+    recorder = Recorder()
+    net = Net()
+    torch.manual_seed(11)
+    fit(1, memonger, recorder, net=net, loader=loader(), strategy="auto")
+    assert differing(recorder.state, plain.state) == []
+    assert memonger.plan.peak_bytes <= 60_000 < memonger.plan.plain_bytes
+    assert 0 < memonger.plan.recompute_s < memonger.plan.forward_s
+    # The plan, given as a policy, is the same from the first step on.
+    recorder = Recorder()
+    net = Net()
+    torch.manual_seed(11)
+    fit(1, Memonger(memonger.plan), recorder, net=net, loader=loader(), strategy="auto")
+    assert differing(recorder.state, plain.state) == []
+    assert recomputed(plain.operators.counts, recorder.operators.counts)
+
+
 class Fails(pl.Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         raise KeyError("on purpose")
@@ -174,6 +194,12 @@ def test_a_module_without_anything_to_recompute_is_warned_of():
 def test_what_cannot_work_is_refused_by_name():
     with pytest.raises(ValueError, match="policy='costly' must be one of"):
         Memonger("costly")
+    with pytest.raises(ValueError, match="policy='budget' with budget_bytes=None must be given a number of bytes"):
+        Memonger("budget")
+    with pytest.raises(ValueError, match="budget_bytes=5 has no effect on policy='cheap'"):
+        Memonger(budget_bytes=5)
+    with pytest.raises(ValueError, match="budget_bytes=1000 is less than"):
+        fit(1, Memonger("budget", 1000), net=Net(), loader=loader(4), strategy="auto")
     with pytest.raises(ValueError, match=r"either torch\.compile or Memonger"):
         pl.Trainer(accelerator="cpu", callbacks=[Memonger()], max_epochs=1, logger=False, barebones=True).fit(
             torch.compile(Net(), backend="eager"), loader(2)

@@ -82,7 +82,7 @@ def test_the_peak_falls_with_what_is_kept():
 
 def test_a_policy_that_keeps_everything_is_seen():
     class KeepAll(Cheap):
-        def decide(self, kind, number, name):
+        def decide(self, kind, key):
             return CheckpointPolicy.MUST_SAVE
 
     assert recomputed(step(None)[1], step(KeepAll())[1]) == {}

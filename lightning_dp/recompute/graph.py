@@ -1,0 +1,171 @@
+"""The best recomputation of any graph of operators, as an integer linear program.
+
+Each operator either keeps its outputs in the forward pass, or runs again once. The memory of each step of backward, one
+step for each block of the model, is at most the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from lightning_dp.recompute.profile import Operation
+
+# How many blocks back the inputs of an operator may be computed again. What is further away is kept.
+WINDOW = 4
+
+
+class GraphSolution(NamedTuple):
+    """Which operations keep their outputs.
+
+    Attributes:
+        keeps: one for each operation.
+        recompute_s: time of the operations that run again.
+        peak_bytes: the most that is held in a step of backward.
+    """
+
+    keeps: tuple[bool, ...]
+    recompute_s: float
+    peak_bytes: int
+
+
+def solve_graph(
+    operations: Sequence[Operation], budget_bytes: int | None, time_limit_s: float = 8.0
+) -> GraphSolution | None:
+    """Return the solution of least time within ``budget_bytes``, or None if there is none.
+
+    With ``budget_bytes=None`` the peak is made as small as possible.
+
+    Raises:
+        ModuleNotFoundError: SciPy is not installed.
+    """
+    try:
+        import numpy as np
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_array
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "a plan for a model that is no chain needs SciPy: pip install 'lightning-dp[recipes]'", name="scipy"
+        ) from error
+    program = _Program(operations)
+    program.add_all(budget_bytes)
+    rows, columns, values = zip(*program.entries, strict=True)
+    matrix = csr_array((values, (rows, columns)), shape=(len(program.lower), program.num_variables))
+    result = milp(
+        np.array(program.costs(budget_bytes is None)),
+        constraints=LinearConstraint(matrix, np.array(program.lower), np.inf),
+        integrality=np.array([int(v in program.integral) for v in range(program.num_variables)]),
+        bounds=Bounds(0, np.array(program.upper)),
+        options={"time_limit": time_limit_s, "mip_rel_gap": 0.005},
+    )
+    if result.x is None:
+        return None
+    # Solvers return 0.9999999 for 1.
+    keeps = tuple(bool(round(result.x[program.keep[place]])) for place in range(len(operations)))
+    recompute_s = sum(
+        operation.time_s for place, operation in enumerate(operations) if round(result.x[program.again[place]])
+    )
+    return GraphSolution(keeps, recompute_s, round(float(result.x[program.peak]) * program.scale))
+
+
+class _Program:
+    """Variables and constraints.
+
+    Variables: ``keep``, whether outputs are kept; ``again``, whether the operator runs again; ``live``, whether outputs
+    that were computed again exist in a step of backward; ``peak``. Only ``keep`` is integral: the others follow.
+    """
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        self.operations = operations
+        self.scale = max(1.0, sum(operation.num_bytes for operation in operations) / 1000)
+        self.upper: list[float] = []
+        self.lower: list[float] = []  # of the constraints
+        self.entries: list[tuple[int, int, float]] = []
+        self.keep = [self._variable() for _ in operations]
+        self.again = [self._variable(0.0 if operation.is_fixed else 1.0) for operation in operations]
+        self.live: dict[tuple[int, int], int] = {}
+        self._last_steps = [operation.segment for operation in operations]
+        self.peak = self._variable(float("inf"))
+        self.integral = set(self.keep)
+        for place, operation in enumerate(operations):
+            last = max([operation.segment, *operation.uses])
+            if operation.kind == "view":  # keeping a view keeps what it is a view of
+                self.upper[self.keep[place]] = 0.0
+            for step in range(operation.segment, min(last, operation.segment + WINDOW) + 1):
+                self._live(place, step)
+
+    @property
+    def num_variables(self) -> int:
+        return len(self.upper)
+
+    def costs(self, is_peak: bool) -> list[float]:
+        """Return the time of each variable, or the peak; ties are broken in favor of less memory."""
+        cost = [0.0] * self.num_variables
+        total_s = sum(operation.time_s for operation in self.operations) or 1.0
+        for place, operation in enumerate(self.operations):
+            cost[self.again[place]] = (1e-3 if is_peak else 1e3) * operation.time_s / total_s
+        cost[self.peak] = 1.0 if is_peak else 1e-4
+        return cost
+
+    def add_all(self, budget_bytes: int | None) -> None:
+        """Add all constraints."""
+        # From the end: what an operation needs in a step follows from those behind it.
+        for place, operation in reversed(list(enumerate(self.operations))):
+            if operation.uses:
+                self._at_least(1, [(self.keep[place], 1), (self.again[place], 1)])
+            for use in operation.uses:
+                self._add_use(place, use)
+            for source in operation.inputs:
+                self._add_input(place, source)
+        self._add_memory()
+        if budget_bytes is not None:
+            self.upper[self.peak] = budget_bytes / self.scale
+
+    def _add_input(self, place: int, source: int) -> None:
+        again, kept = self.again[place], self.keep[source]
+        # What runs again needs its inputs: kept, or computed again.
+        self._at_least(0, [(kept, 1), (self.again[source], 1), (again, -1)])
+        first = self.operations[source].segment
+        for step in range(self.operations[place].segment, self._last_steps[place] + 1):
+            if step - first > WINDOW:
+                self._at_least(0, [(kept, 1), (self._live(place, step), -1)])
+            else:
+                self._at_least(0, [(kept, 1), (self._live(source, step), 1), (self._live(place, step), -1)])
+
+    def _add_use(self, place: int, use: int) -> None:
+        operation = self.operations[place]
+        if use - operation.segment > WINDOW:
+            self._at_least(1, [(self.keep[place], 1)])
+        else:
+            self._at_least(1, [(self.keep[place], 1), (self._live(place, use), 1)])
+
+    def _add_memory(self) -> None:
+        operations = self.operations
+        for place, operation in enumerate(operations):
+            # Once computed again, it stays until the backward of its own block.
+            for step in range(operation.segment, self._last_steps[place]):
+                self._at_least(0, [(self._live(place, step), 1), (self._live(place, step + 1), -1)])
+        for step in sorted({operation.segment for operation in operations}):
+            held: list[tuple[int, float]] = [(self.peak, 1.0)]
+            for place, operation in enumerate(operations):
+                if operation.segment <= step:
+                    held.append((self.keep[place], -operation.num_bytes / self.scale))
+                if (place, step) in self.live and operation.uses:
+                    held.append((self.live[place, step], -operation.num_bytes / self.scale))
+            self._at_least(0, held)
+
+    def _live(self, place: int, step: int) -> int:
+        if (place, step) not in self.live:
+            self.live[place, step] = self._variable()
+            self._last_steps[place] = max(self._last_steps[place], step)
+            # To be there, it must have run again.
+            self._at_least(0, [(self.again[place], 1), (self.live[place, step], -1)])
+        return self.live[place, step]
+
+    def _variable(self, upper: float = 1.0) -> int:
+        self.upper.append(upper)
+        return len(self.upper) - 1
+
+    def _at_least(self, bound: float, terms: Iterable[tuple[int, Any]]) -> None:
+        self.entries.extend((len(self.lower), variable, float(factor)) for variable, factor in terms)
+        self.lower.append(bound)

@@ -1,0 +1,185 @@
+"""Plans within a budget: exact, within the budget, saved and loaded, and equal to an exhaustive search where small."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import itertools
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dp.recompute import RecomputePlan, apply_recompute, plan_recompute
+from lightning_dp.recompute.chain import Stage, solve_chain
+from lightning_dp.recompute.graph import solve_graph
+from lightning_dp.recompute.profile import Operation
+from tests.recompute.counting import counted_step, differing, recomputed, state_of
+from tests.recompute.models import batch, build, loss_of
+from tests.recompute.test_exact import train
+
+pytest.importorskip("scipy")
+IMAGES = batch()[0]
+
+
+def plain_bytes(name: str) -> int:
+    return plan_recompute(build(name), IMAGES, 10**9).plain_bytes
+
+
+@pytest.mark.parametrize(("name", "share"), [("residual", 0.4), ("in place", 0.6), ("dropout", 0.7), ("shared", 0.6)])
+def test_ten_steps_with_a_plan_are_bitwise_the_same(name, share):
+    model = build(name)
+    plain = copy.deepcopy(model)
+    plan = plan_recompute(model, IMAGES, int(share * plain_bytes(name)))
+    assert differing(state_of(model), state_of(plain)) == [], "making a plan changes nothing"
+    apply_recompute(model, plan)
+    assert differing(train(model), train(plain)) == []
+
+
+def test_a_plan_keeps_its_budget_and_uses_it():
+    plain = counted_step(build("residual"), loss_of)
+    total = plain_bytes("residual")
+    before = None
+    for share in (0.9, 0.7, 0.5, 0.35):
+        plan = plan_recompute(build("residual"), IMAGES, int(share * total))
+        model = build("residual")
+        apply_recompute(model, plan)
+        _, backward, kept_bytes, peak_bytes = counted_step(model, loss_of)
+        small_bytes = plain[2] - total  # statistics and logits, of which the plan does not speak
+        assert kept_bytes - small_bytes <= plan.peak_bytes <= share * total
+        assert recomputed(plain[1], backward)
+        assert before is None or peak_bytes <= before
+        before = peak_bytes
+
+
+def test_with_enough_memory_nothing_runs_twice():
+    plan = plan_recompute(build("residual"), IMAGES, 10**9)
+    model = build("residual")
+    apply_recompute(model, plan)
+    assert plan.recompute_s == 0
+    assert recomputed(counted_step(build("residual"), loss_of)[1], counted_step(model, loss_of)[1]) == {}
+
+
+def test_an_impossible_budget_is_refused_with_the_least_one():
+    with pytest.raises(ValueError, match=r"budget_bytes=1000 is less than the \d+ bytes that a plan needs") as error:
+        plan_recompute(build("residual"), IMAGES, 1000)
+    least = int(str(error.value).split("than the ")[1].split()[0])
+    plan_recompute(build("residual"), IMAGES, least)
+
+
+def chain() -> nn.Sequential:
+    """Equal convolutions, of which each output is kept by an activation: 12 stages."""
+    torch.manual_seed(3)
+    layers = [nn.Conv2d(3, 4, 3, padding=1), nn.Sigmoid()]
+    for _ in range(5):
+        layers += [nn.Conv2d(4, 4, 3, padding=1), nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+def test_a_chain_runs_as_the_dynamic_program_says():
+    def loss(model: nn.Module) -> torch.Tensor:
+        return model(IMAGES).square().sum()
+
+    plain = counted_step(chain(), loss)
+    for num_kept in (6, 4, 2):
+        budget = num_kept * 4 * 4 * 12 * 12 * 4
+        model = chain()
+        plan = plan_recompute(model, IMAGES, budget)
+        assert plan.solver == "chain"
+        apply_recompute(model, plan)
+        _, backward, _, _ = counted_step(model, loss)
+        found = recomputed(plain[1], backward)
+        assert differing(state_of(model), state_of(stepped(chain(), loss))) == []
+        stages = [Stage(1.0, 1, 1)] * 6
+        allowed = sum(solve_chain(stages, num_kept).num_runs) - 6
+        # A stage whose output is still there need not run again, which the theory does not know.
+        assert 6 - num_kept <= found.get("convolution", 0) <= allowed + 2
+        if num_kept == 2:
+            assert max(plan.levels.values()) > 1, "kept in a later run than the second: rotor's recursion"
+
+
+def stepped(model: nn.Module, loss) -> nn.Module:
+    loss(model).backward()
+    return model
+
+
+def operations() -> list[Operation]:
+    """Two blocks with a shortcut around each: 0 and 3 are like convolutions, 2 and 5 like additions."""
+    return [
+        Operation("a", "expensive", 5.0, 4, [], 0, [0]),
+        Operation("b", "cheap", 1.0, 4, [0], 0, [0, 1]),
+        Operation("c", "expensive", 6.0, 4, [1], 1, [1]),
+        Operation("d", "cheap", 1.0, 4, [2, 1], 1, [1, 2]),
+        Operation("e", "expensive", 2.0, 8, [3], 2, [2]),
+        Operation("f", "cheap", 1.0, 8, [4], 2, [2]),
+    ]
+
+
+def exhaustive(operations: list[Operation], budget: int) -> float | None:
+    """The least time of all choices of what is kept, by simulation of backward, block by block."""
+    best = None
+    for keeps in itertools.product((False, True), repeat=len(operations)):
+        again: set[int] = set()
+        live: set[int] = set()
+        peak = 0
+        for step in reversed(range(3)):
+            wanted = [i for i, op in enumerate(operations) if step in op.uses and not keeps[i]]
+            while wanted:
+                i = wanted.pop()
+                if i not in live and not keeps[i]:
+                    again.add(i)
+                    live.add(i)
+                    wanted.extend(operations[i].inputs)
+            kept = sum(op.num_bytes for i, op in enumerate(operations) if keeps[i] and op.segment <= step)
+            peak = max(peak, kept + sum(operations[i].num_bytes for i in live))
+            live = {i for i in live if operations[i].segment < step}
+        time_s = sum(operations[i].time_s for i in again)
+        if peak <= budget and (best is None or time_s < best):
+            best = time_s
+    return best
+
+
+@pytest.mark.parametrize("budget", range(16, 34, 2))
+def test_the_linear_program_finds_the_optimum_of_a_small_graph(budget):
+    expected = exhaustive(operations(), budget)
+    solution = solve_graph(operations(), budget)
+    assert (solution and solution.recompute_s) == expected
+    assert solution is None or solution.peak_bytes <= budget
+
+
+def test_a_plan_is_saved_as_json_and_loaded(tmp_path):
+    plan = plan_recompute(build("residual"), IMAGES, int(0.5 * plain_bytes("residual")))
+    plan.save(tmp_path / "plan.json")
+    json.loads((tmp_path / "plan.json").read_text())
+    other = RecomputePlan.load(tmp_path / "plan.json")
+    assert other == plan
+    model = build("residual")
+    apply_recompute(model, other)
+    plain = counted_step(build("residual"), loss_of)[1]
+    assert recomputed(plain, counted_step(model, loss_of)[1])
+    for text in ("", "[]", '{"version": 99}', '{"version": 1, "operations": []}'):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ValueError, match="is no plan of this version"):
+            RecomputePlan.load(tmp_path / "bad.json")
+
+
+def test_the_trade_off_is_drawn_and_falls(tmp_path):
+    plan = plan_recompute(build("residual"), IMAGES, int(0.5 * plain_bytes("residual")))
+    points = plan.frontier(3)
+    assert [p.recompute_s for p in points] == sorted((p.recompute_s for p in points), reverse=True)
+    plan.plot(tmp_path / "plan.png", num_points=3)
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_scipy_the_error_names_it(monkeypatch):
+    real_import = builtins.__import__
+
+    def no_scipy(name, *args, **kwargs):
+        if name.startswith("scipy"):
+            raise ModuleNotFoundError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no_scipy)
+    with pytest.raises(ModuleNotFoundError, match=r"needs SciPy: pip install 'lightning-dp\[recipes\]'"):
+        plan_recompute(build("residual"), IMAGES, 10**5)
