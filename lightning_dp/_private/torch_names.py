@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch._dynamo.callback import callback_handler
+from torch._functorch import config as functorch_config
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -25,6 +26,7 @@ __all__ = [
     "BatchNorm",
     "OptimizedModule",
     "TorchDispatchMode",
+    "activation_memory_budget",
     "assert_async",
     "backend_name",
     "check_input_dim",
@@ -250,3 +252,10 @@ def detach_with_version(tensor: Tensor) -> Tensor:
     # Below autograd, a view would have a version of its own.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
+
+
+@contextmanager
+def activation_memory_budget(share: float) -> Iterator[None]:
+    """Let what is compiled inside keep at most this share of the activations that eager training keeps (0 to 1)."""
+    with functorch_config.patch(activation_memory_budget=share):
+        yield

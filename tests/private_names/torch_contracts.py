@@ -309,3 +309,12 @@ def check_an_alias_below_autograd_has_the_version_of_its_tensor() -> None:
         tensor = torch.ones(1) * 2
     tensor.add_(1)
     assert torch_names.version_of(aliases[-1]) == torch_names.version_of(tensor) == 1
+
+
+@contract("torch._functorch", "_functorch")
+def check_a_share_of_activations_can_be_asked_of_the_compiler() -> None:
+    config = importlib.import_module("torch._functorch.config")
+    before = config.activation_memory_budget
+    with torch_names.activation_memory_budget(0.25):
+        assert config.activation_memory_budget == 0.25
+    assert config.activation_memory_budget == before
