@@ -58,5 +58,5 @@ def test_a_block_that_cannot_run_is_seen(code, error, names):
 
 def test_the_methods_pages_and_the_readme_have_examples():
     named = {name_of(page) for page in WITH_PYTHON}
-    methods = {"layered_sgd", "krizhevsky_hybrid", "adaptive_global_batch_norm", "ring_all_reduce"}
+    methods = {"layered_sgd", "krizhevsky_hybrid", "adaptive_global_batch_norm", "memonger", "ring_all_reduce"}
     assert named >= {"README.md", *(f"docs/methods/{method}.md" for method in methods)}
