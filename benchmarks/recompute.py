@@ -38,7 +38,7 @@ from lightning_dp.models import AlexNet, ResNet50
 MODELS: dict[str, Callable[[], nn.Module]] = {"resnet50": ResNet50, "alexnet": AlexNet}
 NONE = "none"
 SMOKE = {
-    "batches": [2], "image_size": 64, "rounds": 1, "shares": [0.5], "compile": False, "models": ["resnet50"],
+    "batches": [2], "image_size": 32, "rounds": 1, "shares": [0.6], "compile": False, "models": ["resnet50"],
 }  # fmt: skip
 
 

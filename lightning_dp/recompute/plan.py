@@ -20,7 +20,7 @@ from lightning_dp.recompute.graph import solve_graph
 from lightning_dp.recompute.operators import Kind
 from lightning_dp.recompute.policies import Cheap, Policy
 from lightning_dp.recompute.profile import Operation, Profiler
-from lightning_dp.recompute.tape import tensors_in
+from lightning_dp.recompute.tensors import tensors_in
 from lightning_dp.recompute.values import Value
 
 VERSION = 1

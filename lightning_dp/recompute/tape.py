@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import ReferenceType
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -29,11 +28,8 @@ from typing_extensions import override
 from lightning_dp._private.torch_names import TorchDispatchMode, detach_with_version, mutated_arguments
 from lightning_dp.recompute.operators import Kind, kind_of
 from lightning_dp.recompute.policies import Policy
+from lightning_dp.recompute.tensors import is_plain, is_small, tensors_in
 from lightning_dp.recompute.values import Call, Entries, Value, closure, outputs_of
-
-# Statistics, scales and losses: not worth an operator. Batch norm's statistics must stay, see `operators.rerun`.
-_SMALL_VECTOR_BYTES = 65536
-_SMALL_BYTES = 256
 
 _SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
@@ -184,7 +180,7 @@ class Tape(TorchDispatchMode):
             return None
         value = Value(tensor, call, place, self._number, self._segment, self._key)
         value.enter(self._values_at(tensor), _shape_of(tensor))
-        if may_hold and _is_small(tensor):
+        if may_hold and is_small(tensor):
             value.hold_tensor(detach_with_version(tensor), stays=True)
         return value
 
@@ -287,28 +283,6 @@ def _followed(entry: Any) -> Value | None:
     return entry() if isinstance(entry, ReferenceType) else entry
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Return whether the memory of ``tensor`` is its value: it is strided, real, and no wrapper of another tensor."""
-    is_wrapper = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
-    return not is_wrapper and tensor.layout is torch.strided and not tensor.dtype.is_complex
-
-
-def tensors_in(arguments: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples and dictionaries."""
-    if isinstance(arguments, Tensor):
-        yield arguments
-    elif isinstance(arguments, (list, tuple)):
-        for argument in arguments:
-            yield from tensors_in(argument)
-    elif isinstance(arguments, dict):
-        yield from tensors_in(list(arguments.values()))
-
-
 def _shape_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return what tells a tensor from others in the same memory."""
     return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _is_small(tensor: Tensor) -> bool:
-    num_bytes = tensor.numel() * tensor.element_size()
-    return num_bytes <= (_SMALL_VECTOR_BYTES if tensor.dim() <= 1 else _SMALL_BYTES)

@@ -1,0 +1,59 @@
+"""What `lightning_dp._private.torch_names` relies on in dispatch modes, operators and the compiler's options."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from lightning_dp._private import torch_names
+from tests.private_names.contract import contract
+
+
+@contract("torch.utils._python_dispatch", "_python_dispatch")
+def check_a_dispatch_mode_sees_operators_below_autograd() -> None:
+    seen = []
+
+    class Mode(importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    assert issubclass(Mode, torch_names.TorchDispatchMode)
+    with Mode():
+        torch.ones(1, requires_grad=True) * 2
+    assert seen == ["aten::ones", "aten::mul.Tensor"]
+
+
+@contract(torch.ops.aten.relu_.default, "_schema")
+def check_an_operator_tells_which_arguments_it_changes() -> None:
+    aten = torch.ops.aten
+    assert torch_names.mutated_arguments.__wrapped__(aten.relu_.default) == (0,)
+    assert torch_names.mutated_arguments.__wrapped__(aten.relu.default) == ()
+    assert torch_names.mutated_arguments.__wrapped__(aten.add.out) == ("out",)
+
+
+@contract(torch._C, "_SetExcludeDispatchKeyGuard")
+def check_an_alias_below_autograd_has_the_version_of_its_tensor() -> None:
+    aliases = []
+
+    class Mode(torch_names.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            aliases.append(torch_names.detach_with_version(result))
+            return result
+
+    with Mode():
+        tensor = torch.ones(1) * 2
+    tensor.add_(1)
+    assert torch_names.version_of(aliases[-1]) == torch_names.version_of(tensor) == 1
+
+
+@contract("torch._functorch.config", "_functorch")
+def check_a_share_of_activations_can_be_asked_of_the_compiler() -> None:
+    config = importlib.import_module("torch._functorch.config")
+    before = config.activation_memory_budget
+    with torch_names.activation_memory_budget(0.25):
+        assert config.activation_memory_budget == 0.25
+    assert config.activation_memory_budget == before
