@@ -14,7 +14,12 @@ from typing import Any
 import pytest
 
 from lightning_dp._lightning import FRAMEWORK
-from tests.private_names import hook_contracts, lightning_contracts, torch_contracts  # noqa: F401  they fill CONTRACTS
+from tests.private_names import (  # noqa: F401  they fill CONTRACTS
+    dispatch_contracts,
+    hook_contracts,
+    lightning_contracts,
+    torch_contracts,
+)
 from tests.private_names.contract import CONTRACTS
 from tests.private_names.uses import PACKAGE, is_private, private_names
 

@@ -8,6 +8,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
+from lightning_dp import Memonger
+
 CONF = Path(__file__).parents[2] / "conf"
 
 
@@ -28,3 +30,11 @@ def test_the_demo_has_two_groups():
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("train", ["experiment=digits_resnet20"])
     assert instantiate(config.strategy).topology_of(1, config.trainer.devices).num_groups == 2
+
+
+def test_memonger_is_an_option_of_every_run():
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("train", ["experiment=digits_resnet20", "callbacks=memonger"])
+    memonger = instantiate(config.callbacks.memonger)
+    assert (type(memonger), memonger.policy) == (Memonger, "cheap")
+    assert set(config.callbacks) > {"memonger", "checkpoint"}
