@@ -118,6 +118,11 @@ def disagreement_message(by_rank: list[Checksums], step: int, unfrozen_names: se
     """
     names = dict.fromkeys(name for checksums in by_rank for name in checksums)
     differing = [name for name in names if len({checksums.get(name) for checksums in by_rank}) > 1]
+    if not differing:
+        return (
+            f"the ranks do not have the same parameters after step {step}: they are in another order, in which "
+            f"DistributedDataParallel averages them. {_OTHER_CAUSES}"
+        )
     name = differing[0]
     values = [checksums.get(name) for checksums in by_rank]
     # The value of most ranks. If two values are equally frequent, that of the lower rank.

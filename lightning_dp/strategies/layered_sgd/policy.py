@@ -123,7 +123,7 @@ def check_options(ddp_kwargs: dict[str, Any], **choices: tuple[str, Iterable[str
     for name, (value, allowed) in choices.items():
         if value not in allowed:
             raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(map(repr, allowed))}")
-    for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
+    for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision"):
         if ddp_kwargs.get(name) is not None:
             raise ValueError(
                 f"{name} cannot be given: layered SGD reduces the gradients itself; use DDPStrategy for it"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_dp._private.torch_names import without_torch_function
 from lightning_dp.strategies.layered_sgd.bucket import BucketReduction
 from lightning_dp.strategies.layered_sgd.communicator import Communicator
 from lightning_dp.strategies.layered_sgd.fork_guard import ForkGuard
@@ -132,26 +133,51 @@ class LayeredReduction:
         self._watch.remove(self._not_seen)
         self._not_seen.clear()
 
+    def own_gradients(self) -> None:
+        """Give each parameter a gradient of its own, instead of a view of the bucket. Call `wait_for_gradients` first.
+
+        Under DDPStrategy a gradient that somebody keeps survives the next backward, and may be replaced through
+        ``p.grad.data``. A view would be overwritten by the next backward, or leave the bucket with its old value.
+        """
+        for parameter in self._reductions:
+            self._own_gradient(parameter)
+
+    def _own_gradient(self, parameter: Tensor) -> None:
+        bucket = self._reductions[parameter].buffer.untyped_storage().data_ptr()
+        with without_torch_function():  # the watch would come here again
+            gradient = parameter.grad
+            if gradient is not None and gradient.untyped_storage().data_ptr() == bucket:
+                parameter.grad = gradient.clone()
+
     def _before_use(self, parameter: Tensor) -> None:
+        with self.updates.lock:
+            self._apply_for(parameter)
+            if parameter in self._not_seen:
+                self._not_seen.remove(parameter)
+                self._watch.remove([parameter])
+            elif parameter in self._reductions:
+                # No update is staged. Whoever uses the parameter may go on to a backward of his own, which would add
+                # to a gradient that is being summed.
+                self._reductions[parameter].wait()
+            self._stale_uses.note_seen(parameter)
+
+    def _apply_for(self, parameter: Tensor) -> None:
         updated = self.updates.apply_for(parameter)
-        if updated:
-            # The others stay watched until they are used themselves. An unseen use before this has read old values.
-            self._not_seen.update(updated)
-            self._watch.add(updated)
-        if parameter in self._not_seen:
-            self._not_seen.remove(parameter)
-            self._watch.remove([parameter])
-        self._stale_uses.note_seen(parameter)
+        # They stay watched until they are used themselves. An unseen use before this has read old values.
+        self._not_seen.update(updated)
+        self._watch.add(updated)
 
     def _before_update(self, parameters: list[Tensor]) -> None:
         self._watch.remove(parameters)
         self._stale_uses.note_updated(parameters)
 
     def _before_gradient(self, parameter: Tensor) -> None:
-        # The reader of a gradient may change it, which must not change an earlier update.
-        self.updates.apply_for(parameter)
-        if parameter in self._reductions:
-            self._reductions[parameter].wait()
+        with self.updates.lock:
+            # The reader of a gradient may change it, which must not change an earlier update.
+            self._apply_for(parameter)
+            if parameter in self._reductions:
+                self._reductions[parameter].wait()
+                self._own_gradient(parameter)
 
     def close(self) -> None:
         """Give up what is pending, and stop the communicator."""

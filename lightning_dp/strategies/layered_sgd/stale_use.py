@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,16 +35,19 @@ class StaleUseDetector:
     """
 
     def __init__(self) -> None:
+        self._thread = 0  # that staged: each thread numbers its own nodes
         self._staged_at: dict[Tensor, int] = {}
         self._updated_at: dict[Tensor, int] = {}  # in this forward, and not seen since
 
     def note_staged(self, parameters: Iterable[Tensor]) -> None:
         """Remember that updates of ``parameters`` were staged now."""
+        self._thread = threading.get_ident()
         self._staged_at.update(dict.fromkeys(parameters, next_sequence_number()))
 
     def note_updated(self, parameters: Iterable[Tensor]) -> None:
         """Remember that ``parameters`` were updated now. A read between their staging and now was one too early."""
-        self._updated_at.update(dict.fromkeys(parameters, next_sequence_number()))
+        if threading.get_ident() == self._thread:
+            self._updated_at.update(dict.fromkeys(parameters, next_sequence_number()))
 
     def note_seen(self, parameter: Tensor) -> None:
         """Do not suspect ``parameter``: its use was seen."""

@@ -232,6 +232,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
             def closure_then_gradients() -> Any:
                 output = closure()
                 reduction.wait_for_gradients()
+                reduction.own_gradients()
                 return output
 
             return super().optimizer_step(optimizer, closure_then_gradients, model, **kwargs)

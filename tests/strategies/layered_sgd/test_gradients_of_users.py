@@ -65,6 +65,42 @@ class ChangesGradientsAfterTheStep(Manual):
             parameter.grad.mul_(0.5)  # what is left of them goes into the next step
 
 
+class KeepsGradients(Manual):
+    """Adds the gradients of two batches, without copies of them."""
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        kept = [parameter.grad for parameter in self.parameters()]
+        self.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx).square())
+        for parameter, gradient in zip(self.parameters(), kept, strict=True):
+            if gradient is not None:
+                parameter.grad = parameter.grad + gradient
+        self.optimizers().step()
+        self.zero_grad()
+
+
+class ReplacesGradientData(Net):
+    """Filters gradients, as Grokfast does."""
+
+    def on_after_backward(self):
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data = 0.5 * parameter.grad.data
+
+
+class OwnBackward(Manual):
+    """Steps on every second batch. Each has a backward of its own, as for adversarial inputs, past Lightning."""
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.zero_grad()
+        else:
+            self(batch[0]).square().mean().backward(inputs=list(self.last.parameters()))
+
+
 class TwoLossesOnOneGraph(Manual):
     """The second backward runs through a graph that was built before the first step was staged."""
 
@@ -91,6 +127,9 @@ CASES: dict[str, Case] = {
     "two optimizers over the same parameters": (TwoOptimizersOverTheSameParameters, (), {}),
     "zero_grad overridden to nothing": (ZeroGradOverriddenToNothing, (), {}),
     "gradients changed after the step": (ChangesGradientsAfterTheStep, (), {}),
+    "gradients are kept": (KeepsGradients, (), {}),
+    "the gradients' data is replaced": (ReplacesGradientData, (), {}),
+    "a backward of one's own": (OwnBackward, (), {}),
     "two losses on one graph": (TwoLossesOnOneGraph, (), {"ddp": {"find_unused_parameters": True}}),
 }  # fmt: skip
 
