@@ -19,7 +19,7 @@ test: $(READY)
 	$(BIN)/python $(PYTEST)
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n $(WORKERS) --dist load -m slow
 
 # The lower bounds of pyproject.toml, in an environment of their own. Old packages use what newer ones deprecate.
 test-oldest: .venv-oldest/.ready

@@ -14,6 +14,8 @@ AllToAllFunction = Callable[[Channel, str, Sequence[Tensor], Sequence[Tensor]], 
 FEATURES = ("features", "feature gradients")
 # The ranks use these as numbers and as indices: wrong values would stop them.
 ALWAYS_SENT = ("sizes", "targets")
+# Comparisons between ranks, which would stop a run without features: the others appear to have said the same.
+COMPARISONS = ("agreement",)
 
 
 class Arrived:
@@ -44,13 +46,18 @@ class ExchangeSwitch:
 
 
 def send_nothing(original: AllToAllFunction) -> AllToAllFunction:
-    """Return an exchange in which the others' parts are zero. Only `ALWAYS_SENT` is really sent."""
+    """Return an exchange in which the others' parts are zero. Only `ALWAYS_SENT` is really sent.
+
+    In `COMPARISONS` the others' parts are this rank's own.
+    """
 
     def nothing(channel: Channel, what: str, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Any:
         if what in ALWAYS_SENT:
             return original(channel, what, sends, receives)
         for rank, tensor in enumerate(receives):
-            if rank != channel.rank:
+            if what in COMPARISONS:
+                tensor.copy_(sends[rank])
+            elif rank != channel.rank:
                 tensor.zero_()
         return Arrived()
 

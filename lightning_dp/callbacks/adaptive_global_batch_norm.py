@@ -204,6 +204,10 @@ class AdaptiveGlobalBatchNorm(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning synchronizes metrics of the epoch when they are first read. A progress bar reads them in this hook,
+        # on rank 0 alone. All ranks read them here, so that these collectives come before ours on every rank; without
+        # this line rank 0 waits in the bar for the others, which wait for rank 0 in the next line.
+        dict(trainer.callback_metrics)
         self._refuse_single_values(trainer, pl_module)
         if self._num_batches:  # a run that resumes at the end of an epoch has none
             # The value is the same on all ranks. With both options Lightning does not reduce it, and does not warn.
@@ -215,7 +219,7 @@ class AdaptiveGlobalBatchNorm(Callback):
 
     def _ask_criterion(self, trainer: Trainer, criterion: Convergence) -> bool:
         """Evaluate the criterion on rank 0. Return its answer on all ranks, or raise its exception on all ranks."""
-        metrics = dict(trainer.callback_metrics)  # on all ranks, because computing a metric can be a collective
+        metrics = dict(trainer.callback_metrics)
         answer = (False, "")
         # A validation metric is missing until the first validation.
         may_be_missing = trainer.enable_validation and not self._validated

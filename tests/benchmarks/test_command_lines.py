@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 import importlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.command_line import ROOT, benchmark_parser, output_folder, parse
 from support.host_jobs import SKIPPED
+
+from tests.commands import run_command
 
 SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
 NAMES = [script.stem for script in SCRIPTS]
@@ -81,15 +81,8 @@ def test_smoke_runs_write_to_a_folder_of_their_own(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=NAMES)
 def test_smoke_run_writes_results_table_and_plot(script, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(script), "--smoke", "--output", str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,  # a guard against hanging
-        check=False,
-    )
+    command = [sys.executable, script, "--smoke", "--output", tmp_path]
+    done = run_command(command, environment={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stdout + done.stderr
     for line in done.stdout.splitlines():
         if line.startswith(SKIPPED):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import hybrid_throughput
 import hybrid_traffic
 import pytest
@@ -9,10 +11,11 @@ import torch
 from support.alexnet import alexnet, head_widths, num_parameters
 from support.hybrid_report import DDP, FIXED, REFERENCE, throughput_over, throughput_table
 from support.hybrid_stages import FOR_BYTES, FOR_RANKS, Waits, feature_waits, hidden_share, split_waits
-from support.interception import ExchangeSwitch, send_nothing, wait_at_once
+from support.interception import ALWAYS_SENT, COMPARISONS, ExchangeSwitch, send_nothing, wait_at_once
 from support.timeline import gaps
 
 from lightning_dp.collectives.all_to_all import Channel
+from lightning_dp.strategies import krizhevsky_hybrid
 from tests.ranks import run_threads
 
 
@@ -88,6 +91,23 @@ def test_without_communication_others_parts_are_zero_and_sizes_are_still_sent(sw
     assert features == [-1.0, 0.0]
     assert sizes == [-1.0, 11.0]
     assert sent == {"sizes": 4}
+
+
+def gather(rank, group) -> list[float]:
+    return Channel(group).all_gather("agreement", torch.tensor(10.0 + rank)).tolist()
+
+
+@pytest.mark.parametrize("switched", [send_nothing], indirect=True)
+def test_without_communication_the_ranks_appear_to_agree(switched):
+    """Otherwise the check of the factor and of the loss would stop the run."""
+    assert run_threads(2, gather) == [[10.0, 10.0], [11.0, 11.0]]
+
+
+def test_the_names_of_exchanges_are_those_of_the_strategy():
+    """A renamed exchange would be cut off without a word, and stop the benchmark or change what it measures."""
+    source = "".join(path.read_text() for path in Path(krizhevsky_hybrid.__file__).parent.glob("*.py"))
+    for name in (*ALWAYS_SENT, *COMPARISONS):
+        assert f'"{name}"' in source, name
 
 
 @pytest.mark.parametrize("switched", [wait_at_once], indirect=True)

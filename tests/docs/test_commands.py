@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import re
 import runpy
 import shlex
@@ -22,6 +21,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from tests.commands import run_command
 from tests.docs.pages import DOCS, ROOT, blocks, spans
 
 sys.path.insert(0, str(ROOT / "recipes"))  # the recipes are scripts, and import each other as such
@@ -153,10 +153,9 @@ def test_commands_are_found_in_blocks_and_in_text():
 
 
 def run(folder: Path, script: str, *arguments: str) -> str:
-    """Run a script of the repository in ``folder``, and return what it prints. Slow is no failure, an hour is."""
+    """Run a script of the repository in ``folder``, and return what it prints."""
     command = [sys.executable, str(ROOT / script), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=3600)
+    done = run_command(command, folder, {"PYTHONPATH": str(ROOT)}, limit_s=900)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.commands import run_command
 
 ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "recipes" / "train.py"
@@ -32,8 +32,7 @@ class Run:
     def __init__(self, folder: Path, launcher: tuple[str, ...], arguments: tuple[str, ...]) -> None:
         self.folder = folder
         command = [sys.executable, *launcher, *arguments]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+        done = run_command(command, folder, {"PYTHONPATH": str(ROOT)})
         self.status, self.out, self.err = done.returncode, done.stdout, done.stderr
 
     def files(self) -> dict[str, set[str]]:
