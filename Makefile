@@ -5,7 +5,7 @@ BIN     := $(VENV)/bin
 READY   := $(VENV)/.ready
 DOCS    := $(VENV)/.docs
 # Of the tests that run side by side. They wait for processes much of the time.
-WORKERS ?= 2
+WORKERS ?= 3
 PIP     := pip install --quiet --disable-pip-version-check
 PYTEST  := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
