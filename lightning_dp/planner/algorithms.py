@@ -1,0 +1,197 @@
+"""Convolution algorithms that PyTorch can be made to use, layer by layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+BACKEND = "backend"
+# What each algorithm is, by device. "backend" is what torch uses by itself.
+DESCRIPTIONS = {
+    "cpu": {
+        "backend": "oneDNN, in the memory format of the input",
+        "channels_last": "oneDNN, input and filters converted to channels_last",
+        "im2col": "without oneDNN: torch's own unfolding and matrix product",
+        "fft": "spectra of input and filters, multiplied (torch.fft)",
+    },
+    "cuda": {
+        "backend": "cuDNN, the algorithm of its heuristics",
+        "benchmark": "cuDNN, the fastest algorithm that it finds, with its workspace",
+        "channels_last": "cuDNN, input and filters converted to channels_last",
+        "im2col": "without cuDNN: torch's own unfolding and matrix product",
+        "fft": "spectra of input and filters, multiplied (torch.fft)",
+    },
+}
+
+
+def algorithms_for(module: nn.Conv2d, device: torch.device | str | None = None) -> tuple[str, ...]:
+    """Return the algorithms that can compute ``module``: keys of `DESCRIPTIONS` for its device.
+
+    FFT computes convolutions with one group, and without dilation. Padding that is no number of zeros (``"same"``,
+    ``"reflect"``, ...) is left to the backend.
+    """
+    device = module.weight.device if device is None else torch.device(device)
+    if isinstance(module.padding, str) or module.padding_mode != "zeros" or device.type not in DESCRIPTIONS:
+        return (BACKEND,)
+    has_fft = module.groups == 1 and set(module.dilation) == {1}
+    return tuple(name for name in DESCRIPTIONS[device.type] if name != "fft" or has_fft)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Arguments of a convolution, as torch's operator takes them."""
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    groups: int
+
+
+def convolve(module: nn.Conv2d, x: Tensor, algorithm: str) -> Tensor:
+    """Return ``module(x)`` for images ``x`` (N, C, H, W), computed with this algorithm, forward and backward.
+
+    Raises:
+        ValueError: the algorithm cannot compute it.
+    """
+    known = algorithms_for(module, x.device)
+    if algorithm not in known:
+        raise ValueError(f"algorithm={algorithm!r} cannot compute {module}; use one of {', '.join(map(repr, known))}")
+    if algorithm == BACKEND:
+        return type(module).forward(module, x)
+    assert not isinstance(module.padding, str)
+    if algorithm == "fft":
+        return fft_convolution(x, module.weight, module.bias, module.stride, module.padding)
+    options = _Options(list(module.stride), list(module.padding), list(module.dilation), module.groups)
+    return _Convolution.apply(x, module.weight, module.bias, options, algorithm)
+
+
+def fft_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, ...], padding: tuple[int, ...]
+) -> Tensor:
+    """Return the convolution of ``x`` (N, C, H, W) and ``weight`` (O, C, h, w), by spectra (Mathieu et al. 2013).
+
+    Filters are padded to the size of the padded input. The product of spectra is a convolution on a torus; the outputs
+    whose windows do not wrap around are those wanted, at each stride-th place.
+    """
+    x = nn.functional.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+    size = x.shape[-2:]
+    # Networks correlate: the filter is not mirrored, so its spectrum is conjugated.
+    spectrum = torch.fft.rfft2(weight, s=size).conj()
+    product = torch.einsum("nchw,ochw->nohw", torch.fft.rfft2(x), spectrum)
+    last = [length - kernel + 1 for length, kernel in zip(size, weight.shape[-2:], strict=True)]
+    out = torch.fft.irfft2(product, s=size)[:, :, : last[0] : stride[0], : last[1] : stride[1]]
+    return out.contiguous() if bias is None else out + bias.view(1, -1, 1, 1)
+
+
+class _Convolution(torch.autograd.Function):
+    """A convolution whose backward uses the same algorithm.
+
+    torch chooses anew in backward, from the switches at that time. Without this class a switch that is set around the
+    forward of one layer would have no effect on its backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: _Options, algorithm: str) -> Tensor:
+        x, weight = _laid_out(x, algorithm), _laid_out(weight, algorithm)
+        ctx.save_for_backward(x, weight)
+        ctx.options, ctx.algorithm = options, algorithm
+        ctx.bias_sizes = None if bias is None else list(bias.shape)
+        o = options
+        with _switched(x.device, algorithm):
+            return torch.ops.aten.convolution(x, weight, bias, o.stride, o.padding, o.dilation, False, [0, 0], o.groups)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        o = ctx.options
+        needed = [bool(need) for need in ctx.needs_input_grad[:3]]
+        grad = _laid_out(grad, ctx.algorithm)
+        with _switched(x.device, ctx.algorithm):
+            grads = torch.ops.aten.convolution_backward(
+                grad, x, weight, ctx.bias_sizes, o.stride, o.padding, o.dilation, False, [0, 0], o.groups, needed
+            )
+        return (*grads, None, None)
+
+
+def _laid_out(tensor: Tensor, algorithm: str) -> Tensor:
+    layout = torch.channels_last if algorithm == "channels_last" else torch.contiguous_format
+    return tensor.contiguous(memory_format=layout)
+
+
+@contextmanager
+def _switched(device: torch.device, algorithm: str) -> Iterator[None]:
+    """Set torch's switches for one algorithm."""
+    library = torch.backends.cudnn if device.type == "cuda" else torch.backends.mkldnn
+    values = {"enabled": algorithm != "im2col"}
+    if device.type == "cuda":
+        values["benchmark"] = algorithm == "benchmark"
+    before = {name: getattr(library, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(library, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(library, name, value)
+
+
+class AlgorithmsHandle:
+    """Algorithms in one model, as `apply_algorithms` returns it."""
+
+    def __init__(self, modules: Mapping[str, nn.Conv2d], algorithms: Mapping[str, str]) -> None:
+        self.algorithms = dict(algorithms)
+        self._modules = list(modules.values())
+        for name, module in modules.items():
+            module.forward = _Chosen(module, algorithms[name])  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Undo `apply_algorithms`. A second call does nothing."""
+        for module in self._modules:
+            if isinstance(vars(module).get("forward"), _Chosen):
+                del module.forward
+
+
+class _Chosen:
+    """Stands in for the forward of a convolution layer."""
+
+    def __init__(self, module: nn.Conv2d, algorithm: str) -> None:
+        self._module = module
+        self._algorithm = algorithm
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return convolve(self._module, input, self._algorithm)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Chosen:
+        return _Chosen(copy.deepcopy(self._module, memo), self._algorithm)
+
+
+def apply_algorithms(model: nn.Module, algorithms: Mapping[str, str]) -> AlgorithmsHandle:
+    """Make convolution layers use the algorithms of a plan: names of layers in ``model``, and their algorithms.
+
+    Parameters and state_dict stay as they are. Results differ from the backend's by rounding.
+
+    Raises:
+        ValueError: a layer is unknown or no Conv2d, or has a ``forward`` of its own; or an algorithm cannot compute it.
+    """
+    modules: dict[str, nn.Conv2d] = {}
+    found = dict(model.named_modules())
+    for name, algorithm in algorithms.items():
+        module = found.get(name)
+        if not isinstance(module, nn.Conv2d):
+            what = "no layer" if module is None else f"a {type(module).__name__}"
+            raise ValueError(f"{name!r} is {what} of this model; algorithms are chosen for Conv2d layers")
+        if "forward" in vars(module):
+            raise ValueError(f"the forward of {name!r} is replaced already; remove() the handle that did it")
+        known = algorithms_for(module)
+        if algorithm not in known:
+            raise ValueError(f"{algorithm!r} cannot compute {name!r}; use one of {', '.join(map(repr, known))}")
+        modules[name] = module
+    return AlgorithmsHandle(modules, algorithms)

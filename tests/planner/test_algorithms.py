@@ -1,0 +1,159 @@
+"""Convolution algorithms: all compute the same, the switches reach backward, and costs are measured."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dp.models import resnet20
+from lightning_dp.planner import algorithms_for, apply_algorithms
+from lightning_dp.planner.algorithms import convolve
+from lightning_dp.planner.candidates import convolution_choices, measure_convolution
+
+LAYERS = {
+    "plain": nn.Conv2d(3, 8, 3, padding=1),
+    "stride, no bias": nn.Conv2d(4, 6, (5, 3), stride=(2, 3), padding=(2, 0), bias=False),
+    "groups": nn.Conv2d(4, 8, 3, groups=2),
+    "dilation": nn.Conv2d(4, 8, 3, dilation=2),
+    "even kernel": nn.Conv2d(4, 2, 4, stride=2, padding=1),
+}
+
+
+def results(layer: nn.Conv2d, algorithm: str) -> list[torch.Tensor]:
+    """Output, input gradient and parameter gradients, with a random cotangent."""
+    generator = torch.Generator().manual_seed(1)
+    layer = copy.deepcopy(layer).double()
+    x = torch.randn(3, layer.in_channels, 11, 12, dtype=torch.float64, generator=generator, requires_grad=True)
+    out = convolve(layer, x, algorithm)
+    cotangent = torch.randn(out.shape, dtype=torch.float64, generator=generator)
+    return [out.detach(), *torch.autograd.grad(out, [x, *layer.parameters()], cotangent)]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_all_algorithms_compute_the_same(name):
+    layer = LAYERS[name]
+    expected = results(layer, "backend")
+    known = algorithms_for(layer)
+    assert known == tuple(a for a in ("backend", "channels_last", "im2col", "fft") if a != "fft" or "fft" in known)
+    assert ("fft" in known) == (name not in ("groups", "dilation"))
+    for algorithm in known:
+        for value, reference in zip(results(layer, algorithm), expected, strict=True):
+            torch.testing.assert_close(value, reference, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("options", [{"padding": "same"}, {"padding": 1, "padding_mode": "circular"}])
+def test_padding_that_is_not_a_number_of_zeros_is_left_to_the_backend(options):
+    assert algorithms_for(nn.Conv2d(3, 4, 3, **options)) == ("backend",)
+
+
+def test_the_switch_is_set_in_backward_as_well(monkeypatch):
+    seen = []
+    backward = torch.ops.aten.convolution_backward
+
+    def watched(*args):
+        seen.append(torch.backends.mkldnn.enabled)
+        return backward(*args)
+
+    monkeypatch.setattr(torch.ops.aten, "convolution_backward", watched)
+    for algorithm in ("im2col", "channels_last"):
+        results(LAYERS["plain"], algorithm)
+    assert seen == [False, True]
+    assert torch.backends.mkldnn.enabled
+
+
+def test_algorithms_can_be_applied_to_a_model_and_taken_off():
+    model, images = resnet20().double(), torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    keys = list(model.state_dict())
+    expected = gradients(model, images)
+    handle = apply_algorithms(model, {"conv1": "fft", "stage1.0.conv1": "im2col", "stage3.2.conv2": "channels_last"})
+    found = gradients(model, images)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10)
+    assert list(model.state_dict()) == keys
+    assert gradients(copy.deepcopy(model), images).keys() == expected.keys()
+    with pytest.raises(ValueError, match="'conv1' is replaced already"):
+        apply_algorithms(model, {"conv1": "im2col"})
+    handle.remove()
+    handle.remove()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def gradients(model: nn.Module, images: torch.Tensor) -> dict[str, torch.Tensor]:
+    for parameter in model.parameters():
+        parameter.grad = None
+    model.eval()
+    model(images).square().mean().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_a_copy_of_the_model_uses_its_own_parameters():
+    model = nn.Sequential(nn.Conv2d(1, 1, 1, bias=False))
+    apply_algorithms(model, {"0": "im2col"})
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied[0].weight.zero_()
+    x = torch.ones(1, 1, 2, 2)
+    assert not copied(x).any()
+    assert model(x).any()
+
+
+@pytest.mark.parametrize(
+    ("algorithms", "message"),
+    [
+        ({"nothing": "fft"}, "'nothing' is no layer of this model"),
+        ({"bn1": "fft"}, "'bn1' is a BatchNorm2d"),
+        ({"conv1": "winograd"}, "'winograd' cannot compute 'conv1'; use one of 'backend', 'channels_last'"),
+    ],
+)
+def test_what_cannot_be_applied_is_refused_by_name(algorithms, message):
+    model = resnet20()
+    with pytest.raises(ValueError, match=message):
+        apply_algorithms(model, {"stage1.0.conv1": "fft", **algorithms})
+    assert not any("forward" in vars(module) for module in model.modules()), "nothing is applied"
+
+
+def test_an_algorithm_that_cannot_compute_a_layer_is_refused():
+    with pytest.raises(ValueError, match="algorithm='fft' cannot compute Conv2d"):
+        convolve(LAYERS["dilation"], torch.zeros(1, 4, 9, 9), "fft")
+
+
+def test_memory_of_algorithms_is_measured():
+    layer, shape = nn.Conv2d(8, 16, 3, padding=1), (4, 8, 20, 20)
+    kept = {name: measure_convolution(layer, shape, name, repeats=1) for name in algorithms_for(layer)}
+    assert all(choice.time_s > 0 for choice in kept.values())
+    # channels_last keeps the converted input and filters; FFT the spectra of padded input and padded filters.
+    assert kept["channels_last"].num_bytes == pytest.approx(4 * (4 * 8 * 20 * 20 + 16 * 8 * 3 * 3), rel=0.01)
+    assert kept["fft"].num_bytes >= 8 * (4 * 8 + 8 * 16) * 22 * 12
+    assert kept["backend"].num_bytes == kept["im2col"].num_bytes == 0
+    # im2col unfolds the input, for one image at least.
+    assert kept["im2col"].workspace_bytes >= 4 * 8 * 9 * 20 * 20
+
+
+def test_layers_of_equal_sizes_are_measured_once(monkeypatch):
+    from lightning_dp.planner import candidates
+
+    measured = []
+
+    def counted(module, shape, algorithm, *args):
+        measured.append((module, shape, algorithm))
+        return candidates.Choice(algorithm, 1.0)
+
+    monkeypatch.setattr(candidates, "measure_convolution", counted)
+    choices = convolution_choices(resnet20(), torch.zeros(2, 3, 32, 32))
+    assert len(choices) == 19
+    # Stem, and for each stage the block's convolutions; the first of stages 2 and 3 has other sizes.
+    assert len(measured) == 4 * (1 + 1 + 2 + 2)
+
+
+def test_a_layer_that_is_called_twice_takes_the_sum(monkeypatch):
+    from lightning_dp.planner import candidates
+
+    monkeypatch.setattr(
+        candidates, "measure_convolution", lambda m, shape, name, *rest: candidates.Choice(name, 1.0, shape[2], 9)
+    )
+    conv = nn.Conv2d(3, 3, 3)
+    choices = convolution_choices(nn.Sequential(conv, conv), torch.zeros(1, 3, 10, 10))
+    assert choices["0"][0] == candidates.Choice("backend", 2.0, 10 + 8, 9)
