@@ -1,0 +1,167 @@
+"""Equation 6 against exhaustive search, and the choice of the batch size."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dp.planner import Candidate, Choice, apply_algorithms, choose_algorithms, choose_batch_size
+from lightning_dp.planner.batch_size import held_bytes
+from lightning_dp.planner.candidates import measure_candidates, measure_step, resized
+
+
+def random_layers(rng: random.Random, num_layers: int) -> dict[str, list[Choice]]:
+    scale = rng.choice([1, 1000, 10**8])
+    return {
+        f"conv{place}": [
+            Choice(
+                name, rng.random() * 10 ** rng.randint(-3, 0), scale * rng.randint(0, 50), scale * rng.randint(0, 99)
+            )
+            for name in ("gemm", "fft", "winograd")[: rng.randint(1, 3)]
+        ]
+        for place in range(num_layers)
+    }
+
+
+def exhaustive(layers: dict[str, list[Choice]], bound_bytes: int) -> float | None:
+    """The least time of all combinations that fit."""
+    fitting = [chosen for chosen in itertools.product(*layers.values()) if held_bytes(chosen) <= bound_bytes]
+    return min((sum(choice.time_s for choice in chosen) for chosen in fitting), default=None)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_the_choice_is_the_best_of_all_combinations(seed):
+    rng = random.Random(seed)
+    layers = random_layers(rng, rng.randint(1, 6))
+    most = held_bytes([max(choices, key=lambda c: c.num_bytes) for choices in layers.values()])
+    for bound in (0, most // 4, most // 2, most, 2 * most):
+        best = exhaustive(layers, bound)
+        chosen = choose_algorithms(layers, bound)
+        assert (chosen is None) == (best is None)
+        if chosen is not None:
+            assert list(chosen) == list(layers)
+            assert held_bytes(list(chosen.values())) <= bound
+            assert sum(choice.time_s for choice in chosen.values()) == pytest.approx(best, rel=1e-9)
+
+
+def test_a_bound_that_is_exactly_reached_is_kept_and_one_byte_less_is_not():
+    layers = {f"conv{i}": [Choice("fft", 1.0, 10**9 + i), Choice("gemm", 2.0)] for i in range(5)}
+    bound = held_bytes([choices[0] for choices in layers.values()])
+    assert {c.algorithm for c in choose_algorithms(layers, bound).values()} == {"fft"}
+    assert [c.algorithm for c in choose_algorithms(layers, bound - 1).values()].count("gemm") == 1
+
+
+def test_a_larger_batch_may_be_slower_because_of_slower_algorithms():
+    """The paper's Figure 2: throughput falls when memory no longer allows the fast algorithm."""
+
+    def candidate(size: int) -> Candidate:
+        layers = {"conv": [Choice("gemm", 0.02 * size, 0), Choice("fft", 0.01 * size, 100 * size)]}
+        return Candidate(size, layers, bound_bytes=10_000 - 50 * size, other_s=0.1)
+
+    plan = choose_batch_size([candidate(size) for size in (16, 32, 64, 128)])
+    assert (plan.batch_size, plan.algorithms) == (64, {"conv": "fft"})
+    assert plan.images_per_s[128, ""] < plan.images_per_s[64, ""]
+    assert plan.step_s == pytest.approx(0.1 + 0.64)
+    assert plan.table().splitlines()[2].startswith("| 64 | none | 86.5 |")
+
+
+def test_recomputation_is_a_further_choice():
+    layers = {"conv": [Choice("gemm", 1.0)]}
+    plain = Candidate(8, layers, 100, other_s=1.0)
+    roomy = Candidate(16, layers, 100, other_s=1.5, recompute="cheap")
+    too_large = Candidate(16, layers, -1, other_s=1.0)
+    plan = choose_batch_size([plain, too_large, roomy])
+    assert (plan.batch_size, plan.recompute) == (16, "cheap")
+    assert set(plan.images_per_s) == {(8, ""), (16, "cheap")}
+
+
+def test_of_equal_rates_the_smaller_batch_wins():
+    sizes = [Candidate(size, {}, 0, other_s=float(size)) for size in (64, 8, 32)]
+    assert choose_batch_size(sizes).batch_size == 8
+
+
+def test_candidates_without_a_solution_are_refused_with_the_missing_bytes():
+    layers = {"conv": [Choice("gemm", 1.0, 30, 5), Choice("fft", 0.5, 90)]}
+    with pytest.raises(ValueError, match=r"none of the batch sizes \[8, 16\] fits into memory: .* lacks 15 bytes"):
+        choose_batch_size([Candidate(16, layers, 10), Candidate(8, layers, 20)])
+    with pytest.raises(ValueError, match=r"candidates=\[\] must be different batch sizes"):
+        choose_batch_size([])
+    with pytest.raises(ValueError, match="different batch sizes"):
+        choose_batch_size([Candidate(8, {}, 0, 1.0), Candidate(8, {}, 0, 1.0)])
+    with pytest.raises(ValueError, match="takes no time"):
+        choose_batch_size([Candidate(8, {}, 0)])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Choice("fft", -1.0), "time_s of 'fft'=-1.0"),
+        (lambda: Choice("fft", 1.0, -5), "num_bytes of 'fft'=-5"),
+        (lambda: Candidate(0, {}, 0), "batch_size=0"),
+        (lambda: Candidate(1, {"conv": []}, 0), "layer 'conv' has no algorithm"),
+    ],
+)
+def test_bad_numbers_are_refused_by_name(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def network() -> nn.Sequential:
+    blocks = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.ReLU()]
+    return nn.Sequential(*blocks, nn.Flatten(), nn.LazyLinear(5))
+
+
+def test_measured_candidates_lead_to_a_plan_that_can_be_applied():
+    model, images = network(), torch.randn(4, 3, 14, 14)
+    model(images)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    large = measure_step(model, resized(images, 16), repeats=1).total_bytes
+    # 16 images fit, 32 do not: memory grows linearly.
+    candidates = measure_candidates(
+        model, images, (8, 4, 16, 32), memory_bytes=large + large // 4, recompute=(None, "cheap"), repeats=1
+    )
+    plain = [candidate.batch_size for candidate in candidates if not candidate.recompute]
+    assert plain == [4, 8, 16]
+    assert all(name in ("0", "3") for candidate in candidates for name in candidate.layers)
+    plan = choose_batch_size(candidates)
+    with torch.no_grad():
+        expected = model.eval()(images)
+        apply_algorithms(model, plan.algorithms)
+        torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-5)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model[0].weight.grad.eq(1).all(), "measuring keeps gradients"
+    assert model[3].weight.grad is None
+
+
+def test_using_the_backend_everywhere_takes_the_memory_that_was_measured():
+    model, images = network(), torch.randn(4, 3, 14, 14)
+    model(images)
+    total = measure_step(model, images, repeats=1).total_bytes
+    (candidate,) = measure_candidates(model, images, [4], memory_bytes=10**9, optimizer_bytes=1000, repeats=1)
+    used = [choices[0] for choices in candidate.layers.values()]
+    assert candidate.bound_bytes == 10**9 - 1000 - total + held_bytes(used)
+
+
+def test_memory_that_holds_no_batch_is_refused_before_a_plan():
+    model, images = network(), torch.randn(4, 3, 14, 14)
+    model(images)
+    with pytest.raises(ValueError, match=r"memory_bytes=1000 holds none of batch_sizes=\[4, 8\]: the smallest needs"):
+        measure_candidates(model, images, [8, 4], memory_bytes=1000, repeats=1)
+    with pytest.raises(ValueError, match="memory_bytes=-1"):
+        measure_candidates(model, images, [8, 4], memory_bytes=-1)
+    with pytest.raises(ValueError, match="batch_sizes=0"):
+        measure_candidates(model, images, [0], memory_bytes=10**9)
+
+
+def test_a_batch_is_resized_by_its_rows():
+    batch = {"image": torch.arange(3), "pair": (torch.arange(6).view(3, 2), "name")}
+    larger = resized(batch, 5)
+    assert larger["image"].tolist() == [0, 1, 2, 0, 1]
+    assert larger["pair"][0].shape == (5, 2)
+    assert larger["pair"][1] == "name"
+    assert resized(batch, 2)["image"].tolist() == [0, 1]
