@@ -1,0 +1,264 @@
+"""Simulates training steps: how long one takes with a method, on a network, with up to 10,000 ranks and more."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_dp.planner.checks import require_count
+from lightning_dp.planner.events import Schedule
+from lightning_dp.planner.methods import MEBIBYTE, METHODS, Method
+from lightning_dp.planner.network import Network
+from lightning_dp.planner.workload import Block, Workload, fill_buckets
+
+# Capacity of the bucket that backward fills first; DDP's constant.
+FIRST_BUCKET_BYTES = MEBIBYTE
+# Steps before a method that postpones work has its steady rhythm.
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The time of a step.
+
+    Attributes:
+        step_s: mean over the steps after the first ones, of one micro-batch.
+        busy_s: of it, the time that a rank computes, and loads in the foreground.
+        images_per_s: of all ranks.
+    """
+
+    step_s: float
+    busy_s: float
+    images_per_s: float
+
+    @property
+    def waiting_s(self) -> float:
+        """Time that a rank waits: for the network, for background loading, for slower ranks."""
+        return max(0.0, self.step_s - self.busy_s)
+
+
+def simulate(
+    workload: Workload, network: Network, world_size: int, method: Method | str, num_steps: int = 6, seed: int = 0
+) -> StepTime:
+    """Return the time of a training step.
+
+    Without jitter all ranks do the same at the same time, and one of them stands for all. With jitter each rank is
+    simulated.
+
+    Args:
+        workload: what a rank computes, loads and sends.
+        network: the links.
+        world_size: number of ranks.
+        method: a method, or its name in `METHODS`.
+        num_steps: simulated steps. The first `WARM_UP` do not count.
+        seed: of the ranks' jitter.
+
+    Raises:
+        ValueError: an argument is out of range, the method is unknown, or the hybrid has no head to shard.
+    """
+    require_count("num_steps", num_steps, least=WARM_UP + 1)
+    method = find_method(method)
+    job = _Job(workload, network, world_size, method, seed)
+    for _ in range(num_steps):
+        job.add_step()
+    ends = job.schedule.run()
+    marks = [max(ends[task] for task in tasks) for tasks in job.marks]
+    step_s = (marks[-1] - marks[WARM_UP - 1]) / (num_steps - WARM_UP) / method.accumulate
+    busy_s = job.busy_s / num_steps / method.accumulate
+    rate = world_size * workload.batch_size / step_s if step_s else float("inf")
+    return StepTime(step_s, min(busy_s, step_s), rate)
+
+
+def find_method(method: Method | str) -> Method:
+    """Return the method of this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if isinstance(method, Method):
+        return method
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}, or a Method")
+    return METHODS[method]
+
+
+class _Job:
+    """Adds the tasks of one step after the other to a schedule.
+
+    Attributes:
+        schedule: of all tasks.
+        marks: for each step, the tasks with which its backward ends, on each lane.
+        busy_s: compute, and loading in the foreground, of lane 0 in all steps.
+    """
+
+    def __init__(self, workload: Workload, network: Network, world_size: int, method: Method, seed: int) -> None:
+        num_nodes = network.num_nodes(world_size)
+        if method.family == "hybrid" and workload.head is None:
+            raise ValueError("the workload has no head to shard; give Workload(head=Head(...)), or another method")
+        if method.family == "layered_sgd" and num_nodes == 1:
+            method = METHODS["ddp"]  # as the strategy does it: a single group has nothing to layer
+        self.workload = workload if method.family == "hybrid" else workload.whole()
+        self.network, self.world_size, self.method = network, world_size, method
+        self.buckets = fill_buckets(self.workload.blocks, method.bucket_bytes, FIRST_BUCKET_BYTES)
+        self.schedule = Schedule()
+        self.marks: list[list[int]] = []
+        self.busy_s = 0.0
+        num_lanes = world_size if workload.jitter else 1
+        self._rng = random.Random(seed)
+        self._loaders = [self.schedule.resource() for _ in range(num_lanes)]
+        self._net = self.schedule.resource()
+        size = min(world_size, network.ranks_per_node) if workload.jitter else 1
+        self._groups = [range(first, first + size) for first in range(0, num_lanes, size)]
+        self._intra = [self.schedule.resource() for _ in self._groups]
+        self._last: list[list[int]] = [[] for _ in range(num_lanes)]  # the last task of each rank's program
+        self._loaded: list[list[int]] | None = None  # what the next forward waits for
+        self._begins: list[list[int]] = []  # by batch and lane: first task of the forward
+        self._arrived: list[list[list[int]]] = []  # by bucket and lane: what its layers' forward waits for
+        self._factors = [1.0] * num_lanes
+
+    def add_step(self) -> None:
+        """Add a step: `Method.accumulate` micro-batches, and what follows the last one's backward."""
+        if self.workload.jitter:
+            self._factors = [max(0.0, self._rng.gauss(1.0, self.workload.jitter)) for _ in self._factors]
+        for _ in range(self.method.accumulate):
+            self._add_forward()
+            if self.method.family == "hybrid":
+                self._add_head()
+            ready = self._add_backward()
+        self.marks.append(ready[0])
+        if self.method.family == "layered_sgd":
+            self._load_next()  # while the network works: that is the point of Algorithm 3
+            self._reduce_in_layers(ready)
+        else:
+            self._reduce_at_once(ready)
+
+    def _add(self, lane: int, duration_s: float, after: Sequence[int] = (), is_compute: bool = True) -> int:
+        """Add a part of a rank's program, which runs in the order in which parts are added."""
+        duration_s *= self._factors[lane] if is_compute else 1.0
+        task = self.schedule.add(duration_s, [*self._last[lane], *after])
+        self._last[lane] = [task]
+        return task
+
+    def _count(self, lane: int, duration_s: float) -> float:
+        """Count a duration as busy time."""
+        self.busy_s += duration_s * self._factors[lane] if lane == 0 else 0.0
+        return duration_s
+
+    def _load_next(self) -> None:
+        """Add the loading of the next batch."""
+        load_s = self.workload.load_s
+        self._loaded = [[] for _ in self._last]
+        if not load_s:
+            return
+        for lane in range(len(self._last)):
+            if self.workload.loads_in_background:
+                # Workers are one batch ahead: they begin the next when the forward of the one before begins.
+                after = [self._begins[-2][lane]] if len(self._begins) > 1 else []
+                self._loaded[lane] = [self.schedule.add(load_s, after, self._loaders[lane])]
+            else:
+                self.busy_s += load_s if lane == 0 else 0.0
+                self._add(lane, load_s, is_compute=False)
+
+    def _add_forward(self) -> None:
+        if self._loaded is None:
+            self._load_next()
+        assert self._loaded is not None
+        begins = []
+        for lane in range(len(self._last)):
+            for place, bucket in enumerate(self.buckets):
+                arrived = self._arrived[place][lane] if self._arrived else []
+                duration_s = bucket.forward_s + (self._update_s(bucket) if arrived else 0.0)
+                loaded = self._loaded[lane] if place == 0 else []
+                task = self._add(lane, self._count(lane, duration_s), [*loaded, *arrived])
+                if place == 0:
+                    begins.append(task)
+            self._wait_for_statistics(lane)
+        self._begins.append(begins)
+        self._loaded = None
+        self._arrived = []
+
+    def _add_backward(self) -> list[list[int]]:
+        """Add the backward; return for each bucket the tasks with which its gradients are ready, on each lane."""
+        ready: list[list[int]] = [[] for _ in self.buckets]
+        for lane in range(len(self._last)):
+            self._wait_for_statistics(lane)
+            for place in reversed(range(len(self.buckets))):
+                ready[place].append(self._add(lane, self._count(lane, self.buckets[place].backward_s)))
+        return ready
+
+    def _wait_for_statistics(self, lane: int) -> None:
+        """Add the exchanges of global batch norm in a forward, or in a backward."""
+        if self.method.global_batch_norm and self.workload.num_batch_norms:
+            exchange_s = self.network.small_exchange_s(self.world_size)
+            self._add(lane, self.workload.num_batch_norms * exchange_s, is_compute=False)
+
+    def _reduce_at_once(self, ready: list[list[int]]) -> None:
+        """DDP: all-reduce each bucket as backward fills it; then update."""
+        reduced = []
+        for place in reversed(range(len(self.buckets))):
+            num_bytes = self.buckets[place].num_bytes * self.method.compression
+            duration_s = self.network.all_reduce_s(num_bytes, self.world_size)
+            reduced.append(self.schedule.add(duration_s, ready[place], self._net))
+        for lane in range(len(self._last)):
+            self._add(lane, self._count(lane, self.workload.update_s), reduced)
+
+    def _reduce_in_layers(self, ready: list[list[int]]) -> None:
+        """Layered SGD: reduce in groups, all-reduce between them, broadcast in groups (Algorithm 3)."""
+        network, method, num_buckets = self.network, self.method, len(self.buckets)
+        is_step = method.overlap == "step"
+        arrived: list[list[list[int]]] = [[[] for _ in self._last] for _ in range(num_buckets)]
+        for place in reversed(range(num_buckets)):
+            num_bytes = self.buckets[place].num_bytes
+            intra_s = network.intra_group_s(num_bytes, self.world_size, method.communicator)
+            sums = [
+                self.schedule.add(intra_s, [ready[place][lane] for lane in lanes], stream)
+                for lanes, stream in zip(self._groups, self._intra, strict=True)
+            ]
+            # "load" begins after backward, in the order of submission; "step" at once, nearest the input first.
+            between = self.schedule.add(
+                network.inter_group_all_reduce_s(num_bytes * method.compression, self.world_size),
+                sums if is_step else [*sums, *ready[0]],
+                self._net,
+                priority=place if is_step else None,
+            )
+            for lanes, stream in zip(self._groups, self._intra, strict=True):
+                broadcast = self.schedule.add(intra_s, [between], stream, priority=place if is_step else None)
+                for lane in lanes:
+                    arrived[place][lane] = [broadcast]
+        if is_step:
+            self._arrived = arrived
+            return
+        for lane in range(len(self._last)):
+            awaited = [task for bucket in arrived for task in bucket[lane]]
+            self._add(lane, self._count(lane, self.workload.update_s), awaited)
+
+    def _add_head(self) -> None:
+        """Add the passes through the sharded head (arXiv 1404.5997, section 4)."""
+        head, size = self.workload.head, self.world_size
+        assert head is not None
+        num_passes = 1 if self.method.scheme == "a" else size
+        # In a and c all ranks send at once. In b one rank sends its whole batch while the others receive.
+        part = 1 / num_passes if self.method.scheme == "c" else 1.0
+        senders = 1 if self.method.scheme == "b" else None
+        features_s = self.network.exchange_s((size - 1) * part * head.feature_bytes, size, senders)
+        hidden_s = self.network.exchange_s((size - 1) * head.hidden_bytes / num_passes, size)
+        # The head computes the samples of all ranks with an N-th of its rows: the time of one rank's batch in all.
+        forward_s, backward_s = head.forward_s / num_passes, head.backward_s / num_passes
+        lanes = range(len(self._last))
+        gathered = self.schedule.add(features_s, [task for last in self._last for task in last], self._net)
+        returned = []
+        for number in range(num_passes):
+            halves = [self._add(lane, self._count(lane, forward_s), [gathered]) for lane in lanes]
+            if number + 1 < num_passes:  # the features of the next pass travel while this one is computed
+                gathered = self.schedule.add(features_s, [gathered], self._net)
+            hidden = self.schedule.add(2 * hidden_s, halves, self._net)
+            ends = [self._add(lane, self._count(lane, backward_s), [hidden]) for lane in lanes]
+            returned.append(self.schedule.add(features_s, ends, self._net))
+        for lane in lanes:
+            self._add(lane, 0.0, returned)
+
+    def _update_s(self, bucket: Block) -> float:
+        """Return a bucket's part of the update."""
+        total = self.workload.gradient_bytes
+        return self.workload.update_s * (bucket.num_bytes / total if total else 1 / len(self.buckets))

@@ -1,0 +1,138 @@
+"""What a rank does in a step, as the simulation needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_dp.planner.checks import require_count, require_not_negative
+
+
+@dataclass(frozen=True)
+class Block:
+    """A few consecutive layers, whose gradients are ready at the same time.
+
+    Attributes:
+        num_bytes: of the gradients.
+        forward_s: time of their forward.
+        backward_s: time of their backward.
+    """
+
+    num_bytes: float
+    forward_s: float
+    backward_s: float
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            require_not_negative(name, value)
+
+
+@dataclass(frozen=True)
+class Head(Block):
+    """Fully-connected layers, which hybrid parallelism shards (arXiv 1404.5997).
+
+    The times are those of one rank's batch in the whole head on one device.
+
+    Attributes:
+        feature_bytes: of the features of one rank's batch, which enter the head.
+        hidden_bytes: of all hidden activations of one rank's batch.
+    """
+
+    feature_bytes: float
+    hidden_bytes: float
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training step of one rank.
+
+    Attributes:
+        blocks: from the input to the output, as the forward meets them; without the head, if it is given apart.
+        batch_size: images per rank.
+        load_s: time to load a batch.
+        loads_in_background: whether worker processes load the next batches while the rank computes.
+        update_s: time of the optimizer step.
+        head: the fully-connected layers, if hybrid parallelism is to be simulated.
+        num_batch_norms: number of batch norm layers, each of which gathers statistics if they are global.
+        jitter: standard deviation of a rank's compute time over its mean. Ranks wait for the slowest.
+    """
+
+    blocks: tuple[Block, ...]
+    batch_size: int = 1
+    load_s: float = 0.0
+    loads_in_background: bool = False
+    update_s: float = 0.0
+    head: Head | None = None
+    num_batch_norms: int = 0
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_count("batch_size", self.batch_size)
+        require_count("num_batch_norms", self.num_batch_norms, least=0)
+        for name in ("load_s", "update_s", "jitter"):
+            require_not_negative(name, getattr(self, name))
+        if not self.blocks:
+            raise ValueError("blocks=() is empty; give at least one block of layers, with its bytes and times")
+
+    @classmethod
+    def uniform(
+        cls, gradient_bytes: float, forward_s: float, backward_s: float, num_blocks: int = 16, **others: Any
+    ) -> Workload:
+        """Return a workload of equal blocks, for when nothing is known of the layers.
+
+        Args:
+            gradient_bytes: of all blocks.
+            forward_s: time of the forward.
+            backward_s: time of the backward.
+            num_blocks: number of blocks.
+            **others: further arguments of `Workload`.
+        """
+        require_count("num_blocks", num_blocks)
+        block = Block(gradient_bytes / num_blocks, forward_s / num_blocks, backward_s / num_blocks)
+        return cls((block,) * num_blocks, **others)
+
+    @property
+    def compute_s(self) -> float:
+        """Time of forward, backward and update, with the head on one device."""
+        return sum(block.forward_s + block.backward_s for block in self.whole().blocks) + self.update_s
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Bytes of all gradients, those of the head included."""
+        return sum(block.num_bytes for block in self.whole().blocks)
+
+    def whole(self) -> Workload:
+        """Return the workload with the head as its last block, as data parallelism treats it."""
+        if self.head is None:
+            return self
+        last = Block(self.head.num_bytes, self.head.forward_s, self.head.backward_s)
+        return replace(self, blocks=(*self.blocks, last), head=None)
+
+
+def fill_buckets(blocks: Sequence[Block], bucket_bytes: float, first_bucket_bytes: float) -> list[Block]:
+    """Return the gradient buckets into which DDP puts these blocks, from the input to the output.
+
+    DDP goes from the output to the input, and closes a bucket as soon as it has reached its capacity, so that a bucket
+    may be larger than that. The first one is small, so that communication starts early.
+    """
+    buckets: list[Block] = []
+    filling: list[Block] = []
+    capacity = min(first_bucket_bytes, bucket_bytes)
+    for block in reversed(blocks):
+        filling.append(block)
+        if sum(part.num_bytes for part in filling) >= capacity:
+            buckets.append(_joined(filling))
+            filling = []
+            capacity = bucket_bytes
+    if filling:
+        buckets.append(_joined(filling))
+    return buckets[::-1]
+
+
+def _joined(blocks: Sequence[Block]) -> Block:
+    return Block(
+        sum(block.num_bytes for block in blocks),
+        sum(block.forward_s for block in blocks),
+        sum(block.backward_s for block in blocks),
+    )
