@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 import zlib
 from functools import lru_cache
 from itertools import count
@@ -76,7 +77,27 @@ def _disable_sockets(group: dist.ProcessGroup) -> None:
     _socket_gathers.setdefault(group, None)
 
 
+def waited_s() -> float:
+    """Return the seconds that this process has spent in `small_all_gather`, waiting for its peers included.
+
+    Tensors on the CPU only, and not in compiled code. The difference of two calls is the time in between.
+    """
+    return _waited_s
+
+
+_waited_s = 0.0
+
+
 def _gather_over_sockets(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    global _waited_s
+    begin_s = time.perf_counter()
+    try:
+        return _gather_on_cpu(tensor, group)
+    finally:
+        _waited_s += time.perf_counter() - begin_s
+
+
+def _gather_on_cpu(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group not in _socket_gathers:
         sockets = connect(group, _BUFFER_BYTES)
         _socket_gathers[group] = None if sockets is None else SocketAllGather(sockets)

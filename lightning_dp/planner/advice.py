@@ -1,0 +1,200 @@
+"""What each method would make of a measured step, in a table, a plot and a sentence each; and the plan file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_dp.planner.methods import METHODS
+from lightning_dp.planner.network import Network
+from lightning_dp.planner.profile import StepProfile
+from lightning_dp.planner.scaling import amdahl_efficiency
+from lightning_dp.planner.simulation import StepTime, simulate
+from lightning_dp.planner.workload import Workload
+
+# What `recipes/train.py` is told to use a method. The others are no option of the recipes.
+OVERRIDES = {
+    "ddp": ["strategy=ddp"],
+    "ddp_accumulate_4": ["strategy=ddp", "trainer.accumulate_grad_batches=4"],
+    "layered_sgd_load": ["strategy=layered_sgd", "strategy.overlap=load"],
+    "layered_sgd_step": ["strategy=layered_sgd", "strategy.overlap=step"],
+    "layered_sgd_step_sharded": ["strategy=layered_sgd", "strategy.overlap=step", "strategy.communicator=sharded"],
+    "hybrid_a": ["strategy=krizhevsky_hybrid", "strategy.scheme=a"],
+    "hybrid_b": ["strategy=krizhevsky_hybrid", "strategy.scheme=b"],
+    "hybrid_c": ["strategy=krizhevsky_hybrid", "strategy.scheme=c"],
+}
+# These change what is computed: larger batches, rounded gradients. They are compared, and not chosen.
+INEXACT = {"ddp_accumulate_4", "ddp_bf16", "layered_sgd_step_bf16"}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A method, the time of its step, and why.
+
+    Attributes:
+        method: its name in `METHODS`.
+        time: as simulated.
+        reason: one sentence.
+    """
+
+    method: str
+    time: StepTime
+    reason: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Where a job's step goes, and where each method would bring it.
+
+    Attributes:
+        profile: what was measured.
+        network: the links, measured or given. None if one rank is asked about.
+        world_size: number of ranks that the predictions are for.
+        predictions: the fastest first.
+    """
+
+    profile: StepProfile
+    network: Network | None
+    world_size: int
+    predictions: tuple[Prediction, ...]
+
+    @property
+    def best(self) -> Prediction | None:
+        """The fastest of the methods that compute what DDP computes, and that the recipes have."""
+        usable = [p for p in self.predictions if p.method in OVERRIDES and p.method not in INEXACT]
+        return usable[0] if usable else None
+
+    def __str__(self) -> str:
+        profile = self.profile
+        worst = max(profile.parts().items(), key=lambda part: part[1])
+        lines = [
+            f"{profile.strategy}, {profile.world_size} ranks, {profile.batch_size} images per rank: "
+            f"{worst[1] / profile.step_s:.0%} of a step is {worst[0]} ({profile.num_steps} steps measured).",
+            "",
+            profile.table(),
+            "",
+            f"Overhead ratio (Lemma 3.1): {profile.overhead_ratio:.3f}. "
+            + self._efficiencies(profile.overhead_ratio, (2, 4, 8)),
+        ]
+        if self.network is None:
+            lines += ["", "One rank needs no network. To predict for more: Diagnose(network=..., world_size=...)."]
+            return "\n".join(lines)
+        if self.profile.batch_norm_s:
+            lines += ["", self._batch_norm_advice()]
+        lines += [
+            "",
+            f"Simulated, {self.world_size} ranks:",
+            "",
+            "| method | ms per step | images/s | why |",
+            "|---|---|---|---|",
+        ]
+        for p in self.predictions:
+            lines.append(f"| {p.method} | {1e3 * p.time.step_s:.1f} | {p.time.images_per_s:.1f} | {p.reason} |")
+        if self.best is not None:
+            lines += ["", f"Use {self.best.method}. {self.best.reason}"]
+        return "\n".join(lines)
+
+    def _batch_norm_advice(self) -> str:
+        wait_ms = 1e3 * self.profile.batch_norm_s
+        return (
+            f"Global batch norm waits {wait_ms:.1f} ms per step for statistics, which the simulated times are without. "
+            "With 8 images per device or more, local ones do: AdaptiveGlobalBatchNorm(max_batch_size=...)."
+        )
+
+    @staticmethod
+    def _efficiencies(ratio: float, sizes: Sequence[int]) -> str:
+        if ratio == float("inf"):
+            return "Nothing is computed that more GPUs could divide."
+        values = ", ".join(f"{amdahl_efficiency(size, ratio):.0%} on {size}" for size in sizes)
+        return f"If it stayed so, efficiency would be {values} GPUs."
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan: what to override in the recipes for the best method, and the figures behind it.
+
+        The file is YAML, in the part of it that is also JSON.
+
+        Raises:
+            ValueError: no method was predicted.
+        """
+        if self.best is None:
+            raise ValueError("there is no plan: no method was predicted; use Diagnose(network=..., world_size=...)")
+        values = {
+            "version": 1,
+            "overrides": OVERRIDES[self.best.method],
+            "method": self.best.method,
+            "reason": self.best.reason,
+            "world_size": self.world_size,
+            "measured_ms": {name: round(1e3 * seconds, 3) for name, seconds in self.profile.parts().items()},
+            "predicted_ms": {p.method: round(1e3 * p.time.step_s, 3) for p in self.predictions},
+        }
+        Path(path).write_text(json.dumps(values, indent=2) + "\n")
+
+    def plot(self, path: str | Path, world_sizes: Sequence[int] | None = None) -> None:
+        """Draw step time against number of ranks for each method. Needs matplotlib.
+
+        Raises:
+            ValueError: no network is known.
+        """
+        from matplotlib.figure import Figure
+
+        if self.network is None:
+            raise ValueError("no network is known; give it, Diagnose(network=...)")
+        per_node = self.network.ranks_per_node
+        sizes = world_sizes or [per_node * 2**power for power in range(8)]
+        figure = Figure(figsize=(7.2, 4.4), layout="constrained")
+        axes = figure.subplots()
+        for prediction in self.predictions:
+            times = [
+                1e3 * simulate(self.profile.workload(), self.network, size, prediction.method).step_s for size in sizes
+            ]
+            axes.plot(sizes, times, "o-", markersize=3, label=prediction.method)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.set_xlabel("ranks")
+        axes.set_ylabel("simulated step time (ms)")
+        axes.set_ylim(bottom=0)
+        axes.legend(fontsize=7)
+        figure.savefig(path, dpi=120)
+
+
+def make_diagnosis(profile: StepProfile, network: Network | None, world_size: int | None = None) -> Diagnosis:
+    """Simulate all methods that apply to a measured job, and rank them.
+
+    Args:
+        profile: what was measured.
+        network: the links; None if they are not known.
+        world_size: number of ranks to predict for; by default, those of the job.
+    """
+    size = profile.world_size if world_size is None else world_size
+    if network is None or size == 1:
+        return Diagnosis(profile, network if size > 1 else None, size, ())
+    workload = profile.workload()
+    names = [name for name, method in METHODS.items() if method.family != "hybrid" or workload.head is not None]
+    if network.num_nodes(size) == 1:
+        names = [name for name in names if METHODS[name].family != "layered_sgd"]
+    times = {name: simulate(workload, network, size, name) for name in names}
+    predictions = [Prediction(name, time, reason(name, workload, network, size, time)) for name, time in times.items()]
+    return Diagnosis(profile, network, size, tuple(sorted(predictions, key=lambda p: p.time.step_s)))
+
+
+def reason(name: str, workload: Workload, network: Network, world_size: int, time: StepTime) -> str:
+    """Return a sentence: why a step of this method takes as long as it does."""
+    method = METHODS[name]
+    waits = f"waits {1e3 * time.waiting_s:.0f} ms of {1e3 * time.step_s:.0f} ms"
+    if method.family == "hybrid":
+        head = workload.head
+        assert head is not None
+        sent = 2 * (world_size - 1) * (head.feature_bytes + head.hidden_bytes)
+        return f"Sends {sent / 1e6:.1f} MB of activations for {head.num_bytes / 1e6:.1f} MB of gradients; {waits}."
+    num_bytes = workload.gradient_bytes * method.compression
+    if method.family == "layered_sgd":
+        between_s = network.inter_group_all_reduce_s(num_bytes, world_size)
+        behind = "loading" if method.overlap == "load" else "loading, backward and the next forward"
+        return f"Hides {1e3 * between_s:.0f} ms between nodes behind {behind}; {waits}."
+    network_s = network.all_reduce_s(num_bytes, world_size)
+    if method.accumulate > 1:
+        return f"Sends {num_bytes / 1e6:.1f} MB once in {method.accumulate} batches, a larger batch; {waits}."
+    rounded = ", rounded to 16 bits" if method.compression < 1 else ""
+    return f"All-reduces {num_bytes / 1e6:.1f} MB{rounded} in {1e3 * network_s:.0f} ms, behind backward; {waits}."

@@ -1,0 +1,217 @@
+"""`Diagnose`: a callback that measures some steps of any training, and says where they go and what would help."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from lightning_dp._lightning import LightningModule
+from lightning_dp._private.torch_names import BatchNorm
+from lightning_dp.callbacks.step_timer import StepTimer
+from lightning_dp.collectives.small_all_gather import waited_s
+from lightning_dp.planner.advice import Diagnosis, make_diagnosis
+from lightning_dp.planner.checks import require_count, require_positive
+from lightning_dp.planner.layer_times import LayerTimes
+from lightning_dp.planner.network import Network
+from lightning_dp.planner.probe import probe_network
+from lightning_dp.planner.profile import StepProfile
+from lightning_dp.recompute.tensors import tensors_in
+
+log = logging.getLogger(__name__)
+
+# Steps before the measured ones: the first set libraries and connections up, the last of them times the layers.
+WARM_UP = 3
+
+
+class Diagnose(StepTimer):
+    """Measure some training steps, then say where a step goes and how long it would take with each method.
+
+    It also logs what `StepTimer` logs, so use one of the two. Training goes on afterwards as before, unless ``stop``.
+    Rank 0 logs the result; it is ``diagnosis`` on all ranks, each from its own clock.
+
+    On a GPU the parts of a step are those of the host's clock. The callback waits for the device at each of them, in
+    the measured steps only, which lengthens these steps a little.
+
+    Args:
+        num_steps: steps that are measured, after `WARM_UP` others.
+        max_s: stop measuring earlier after so many seconds.
+        network: the links of the job that is asked about. None: measured between the ranks of this job.
+        world_size: number of ranks to predict for. None: those of this job.
+        folder: where rank 0 writes ``plan.yaml`` and ``plan.png``. None: nothing is written.
+        stop: end training when the steps are measured.
+
+    Attributes:
+        diagnosis: the result, None before it is there.
+    """
+
+    def __init__(
+        self,
+        num_steps: int = 20,
+        max_s: float = 40.0,
+        network: Network | None = None,
+        world_size: int | None = None,
+        folder: str | Path | None = None,
+        stop: bool = False,
+    ) -> None:
+        super().__init__()
+        require_count("num_steps", num_steps)
+        require_positive("max_s", max_s)
+        if world_size is not None:
+            require_count("world_size", world_size)
+            if network is not None:
+                network.num_nodes(world_size)  # raises if the last node would not be full
+        self.diagnosis: Diagnosis | None = None
+        self._num_steps, self._max_s, self._stop = num_steps, max_s, stop
+        self._network, self._world_size = network, world_size
+        self._folder = None if folder is None else Path(folder)
+        self._steps: list[dict[str, float]] = []
+        self._seen = 0
+        self._start_s = 0.0
+        self._marks: dict[str, float] = {}
+        self._layers = LayerTimes()
+        self._batch_size = 1
+
+    @override
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Begin to count steps."""
+        super().on_train_start(trainer, pl_module)
+        self._start_s = time.perf_counter()
+        self._seen = 0
+
+    @override
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Note when the batch is there."""
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if self.diagnosis is not None:
+            return
+        self._marks = {"previous": self._last_end_s, "start": self._begin_s, "waited": waited_s()}
+        if self._seen == WARM_UP - 1:
+            self._batch_size = max((len(t) for t in tensors_in(batch) if t.dim()), default=1)
+            self._layers.start(pl_module)
+
+    @override
+    def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        """Note the end of the forward."""
+        self._mark("forward", pl_module)
+
+    @override
+    def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Note the end of backward."""
+        self._mark("backward", pl_module)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the step's times, and make the diagnosis after the last one."""
+        self._mark("end", pl_module)
+        # The base class asks for it as well, and DDP reports each reduction once: see `_exposed_s`.
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self.diagnosis is not None:
+            return
+        self._layers.stop()
+        self._seen += 1
+        if self._seen > WARM_UP and {"forward", "backward"} <= self._marks.keys():
+            self._steps.append(self._parts())
+        if self._seen == WARM_UP:
+            self._num_steps = self._affordable_steps(trainer)
+        if len(self._steps) >= self._num_steps:
+            self._finish(trainer, pl_module)
+        self._last_end_s = time.perf_counter()  # what this callback does is no loading
+
+    @override
+    def _exposed_s(self, trainer: Any) -> float | None:
+        exposed_s = super()._exposed_s(trainer)
+        self._marks["exposed"] = exposed_s or 0.0
+        return exposed_s
+
+    def _mark(self, name: str, pl_module: LightningModule) -> None:
+        if self.diagnosis is None:
+            if pl_module.device.type == "cuda":
+                torch.cuda.synchronize(pl_module.device)
+            self._marks[name] = time.perf_counter()
+
+    def _affordable_steps(self, trainer: Any) -> int:
+        """Return how many steps to measure: the same number on all ranks, because the probe has collectives.
+
+        The ranks agree once, in advance. A collective in each step would itself wait for the slowest rank.
+        """
+        elapsed_s = time.perf_counter() - self._start_s
+        left = (self._max_s - elapsed_s) / (elapsed_s / WARM_UP)
+        num_steps = float(max(1, min(self._num_steps, int(left))))
+        if trainer.world_size > 1:
+            steps = torch.tensor(num_steps, device=trainer.strategy.root_device)
+            num_steps = float(trainer.strategy.reduce(steps, reduce_op="min"))
+        return int(num_steps)
+
+    def _parts(self) -> dict[str, float]:
+        marks = self._marks
+        batch_norm_s = waited_s() - marks["waited"]
+        return {
+            "step_s": marks["end"] - marks["previous"],
+            "load_s": marks["start"] - marks["previous"],
+            "forward_s": marks["forward"] - marks["start"],
+            "backward_s": marks["backward"] - marks["forward"],
+            "update_s": marks["end"] - marks["backward"],
+            "exposed_communication_s": marks["exposed"],
+            "batch_norm_s": batch_norm_s,
+        }
+
+    def _finish(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Make the diagnosis."""
+        parts = {name: median(step[name] for step in self._steps) for name in self._steps[0]}
+        # DDP waits for gradients in backward. Strategies that postpone the update wait in the next forward.
+        phase = "forward_s" if getattr(trainer.strategy, "exposed_communication_s", None) else "backward_s"
+        parts[phase] = max(0.0, parts[phase] - parts["exposed_communication_s"])
+        for name in ("forward_s", "backward_s"):
+            parts[name] = max(0.0, parts[name] - parts["batch_norm_s"] / 2)
+        profile = StepProfile(
+            strategy=type(trainer.strategy).__name__,
+            batch_size=self._batch_size,
+            world_size=trainer.world_size,
+            num_steps=len(self._steps),
+            num_batch_norms=sum(isinstance(module, BatchNorm) for module in pl_module.modules()),
+            layers=self._layers.profiles(),
+            **parts,
+        )
+        network = self._network
+        if network is None and trainer.world_size > 1:
+            device = pl_module.device if pl_module.device.type == "cuda" else "cpu"
+            network = probe_network(device, ranks_per_node=trainer.world_size // trainer.num_nodes)
+        self.diagnosis = make_diagnosis(profile, network, self._world_size)
+        if trainer.is_global_zero:
+            log.info(f"{self.diagnosis}")
+            self._write(self.diagnosis)
+        if self._stop:
+            trainer.should_stop = True
+
+    def _write(self, diagnosis: Diagnosis) -> None:
+        if self._folder is None:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if diagnosis.best is None:
+            log.warning("Diagnose: no plan is written, because no method was predicted; give network=Network(...)")
+            return
+        diagnosis.save(self._folder / "plan.yaml")
+        try:
+            diagnosis.plot(self._folder / "plan.png")
+        except ModuleNotFoundError:
+            log.info("Diagnose: no plot, because matplotlib is not installed: pip install 'lightning-dp[recipes]'")
+
+    @override
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Diagnose a training that ended early, from the steps that there were."""
+        self._layers.stop()
+        if self.diagnosis is None and self._steps:
+            self._finish(trainer, pl_module)
+        elif self.diagnosis is None and trainer.is_global_zero:
+            log.warning(
+                f"Diagnose: nothing is measured in {self._seen} steps, the first {WARM_UP} do not count, and manual "
+                "optimization has no backward that the callback could see; train for longer"
+            )

@@ -1,0 +1,188 @@
+"""`Diagnose` in real trainings, and the probe between real ranks."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_dp.planner import Diagnose, Link, Network, probe_network
+from lightning_dp.planner.diagnose import WARM_UP
+from tests.ranks import run_processes
+
+LOAD_S, FORWARD_S, BACKWARD_S = 0.01, 0.015, 0.02
+
+
+class Items(Dataset):
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index % 4 == 0:  # once per batch of a rank
+            time.sleep(LOAD_S)
+        return torch.full((3, 6, 6), float(index))
+
+
+class Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        time.sleep(FORWARD_S)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(BACKWARD_S)
+        return grad
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(64, 5)
+
+    def training_step(self, batch, batch_idx):
+        return self.head(Sleep.apply(self.norm(self.conv(batch))).flatten(1)).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-9)
+
+
+def fit(callback: Diagnose, **options) -> pl.Trainer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            callbacks=[callback],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            max_epochs=1,
+            **options,
+        )
+        trainer.fit(Net(), DataLoader(Items(), batch_size=4, num_workers=0))
+    return trainer
+
+
+def test_one_process_is_told_where_its_steps_go(caplog):
+    callback = Diagnose(num_steps=4, stop=True)
+    with caplog.at_level(logging.INFO, logger="lightning_dp.planner.diagnose"):
+        trainer = fit(callback)
+    assert trainer.global_step == WARM_UP + 4
+    profile = callback.diagnosis.profile
+    assert (profile.num_steps, profile.batch_size, profile.world_size) == (4, 4, 1)
+    assert profile.load_s >= LOAD_S
+    assert profile.forward_s >= FORWARD_S
+    assert profile.backward_s >= BACKWARD_S
+    assert profile.exposed_communication_s == profile.batch_norm_s == 0
+    assert profile.num_batch_norms == 1
+    parts = profile.load_s + profile.forward_s + profile.backward_s + profile.update_s
+    assert parts == pytest.approx(profile.step_s, rel=0.2)
+    assert [layer.name for layer in profile.layers] == ["conv", "norm", "head"]
+    assert profile.layers[0].num_bytes == 4 * (4 * 27 + 4)
+    assert profile.layers[2].input_bytes == 4 * 64 * 4
+    assert "of a step is compute" in caplog.text
+    assert not any(module._forward_hooks for module in trainer.lightning_module.modules())
+
+
+def test_a_given_network_predicts_for_more_ranks(tmp_path):
+    network = Network(Link(1e-4, 1e8), Link(1e-5, 1e10))
+    callback = Diagnose(num_steps=2, network=network, world_size=4, folder=tmp_path / "new", stop=True)
+    fit(callback)
+    assert callback.diagnosis.world_size == 4
+    assert (tmp_path / "new" / "plan.yaml").exists()
+    assert (tmp_path / "new" / "plan.png").exists()
+
+
+def test_measuring_stops_when_the_time_is_up():
+    callback = Diagnose(num_steps=90, max_s=0.3)
+    trainer = fit(callback, limit_train_batches=15)
+    assert trainer.global_step == 15, "training goes on"
+    assert 1 <= callback.diagnosis.profile.num_steps < 12
+
+
+def test_a_short_training_is_diagnosed_from_the_steps_that_it_has(caplog):
+    callback = Diagnose()
+    fit(callback, limit_train_batches=WARM_UP + 1)
+    assert callback.diagnosis.profile.num_steps == 1
+    with caplog.at_level(logging.WARNING, logger="lightning_dp.planner.diagnose"):
+        fit(Diagnose(), limit_train_batches=WARM_UP)
+    assert "nothing is measured in 3 steps" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_steps": 0}, "num_steps=0"),
+        ({"max_s": 0}, "max_s=0"),
+        ({"world_size": 0}, "world_size=0"),
+        ({"world_size": 3, "network": Network(Link(0, 1), Link(0, 1), 2)}, "world_size=3 is not a multiple"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        Diagnose(**options)
+
+
+def distributed_fit(rank):
+    from lightning_dp import AdaptiveGlobalBatchNorm
+
+    callback = Diagnose(num_steps=4, stop=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy="ddp",
+            callbacks=[AdaptiveGlobalBatchNorm(), callback],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            max_epochs=1,
+        )
+        trainer.fit(Net(), DataLoader(Items(), batch_size=4))
+        own = probe_network(ranks_per_node=1, repeats=1, num_elements=10_000)
+    return callback.diagnosis, trainer.global_step, own
+
+
+def test_two_ranks_measure_their_network_and_agree_on_it():
+    (first, steps, _), (second, _, _) = results = run_processes(2, distributed_fit)
+    assert steps == WARM_UP + 4
+    assert first.network == second.network
+    assert first.network.ranks_per_node == 2
+    assert 0 < first.network.intra.bytes_per_s < 1e12
+    assert first.profile.batch_norm_s > 0
+    methods = {prediction.method for prediction in first.predictions}
+    assert methods == {"ddp", "ddp_bf16", "ddp_accumulate_4", "hybrid_a", "hybrid_b", "hybrid_c"}
+    assert results[0][2] == results[1][2]
+    assert results[0][2].num_nodes(2) == 2
+
+
+def two_by_two(rank):
+    dist.init_process_group("gloo")
+    network = probe_network(repeats=1, num_elements=10_000)
+    return network
+
+
+@pytest.mark.slow
+def test_the_probe_tells_links_within_nodes_from_those_between():
+    results = run_processes(4, two_by_two, num_nodes=2)
+    assert all(network == results[0] for network in results)
+    assert results[0].ranks_per_node == 2
+
+
+def test_the_probe_needs_more_than_one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="world_size=1 and ranks_per_node=1: the probe needs two ranks or more"):
+            probe_network()
+    finally:
+        dist.destroy_process_group()
