@@ -18,7 +18,7 @@ ALLOWED = {
     "layers": {"_private", "collectives"},
     "recompute": {"_private", "collectives"},
     "optim": set(),
-    "planner": set(),
+    "planner": {"_lightning", "_private", "callbacks", "collectives", "recompute"},
     "models": {"_lightning", "layers"},
     "data": {"_lightning"},
     "strategies": {"_lightning", "_private", "collectives", "layers", "recompute"},
@@ -30,6 +30,11 @@ ALLOWED = {
 }
 FRAMEWORK = {"lightning", "pytorch_lightning", "lightning_fabric"}
 CONFIGURATION = {"hydra", "omegaconf"}
+# Formulas and simulations: to be used where there is no torch.
+NO_TORCH = {
+    f"planner/{name}.py"
+    for name in ("advice", "batch_size", "checks", "convolution", "events", "methods", "network", "profile", "scaling")
+} | {"planner/simulation.py", "planner/workload.py"}
 ONLY_TORCH = {"_private", "collectives", "layers", "recompute", "optim", "launch", "_rank_report"}
 
 
@@ -76,6 +81,8 @@ def test_imports_go_one_way(path):
         assert top not in CONFIGURATION, "only recipes and conf know Hydra"
         if path.name != "_lightning.py":
             assert top not in FRAMEWORK, f"take {name} from lightning_dp._lightning"
+        if path.relative_to(PACKAGE).as_posix() in NO_TORCH:
+            assert top != "torch", "formulas need no torch"
         if part in ONLY_TORCH:
             assert top != "torchmetrics", f"{part} stands on torch alone"
 

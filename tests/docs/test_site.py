@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import lightning_dp
-from lightning_dp import collectives, layers
+from lightning_dp import collectives, layers, planner
 from tests.docs.pages import DOCS, ROOT, name_of
 
 API = re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
@@ -22,7 +22,8 @@ def test_what_the_api_page_documents_exists(name):
 
 
 def test_the_api_page_lists_every_public_name():
-    public = {f"{module.__name__}.{name}" for module in (lightning_dp, layers, collectives) for name in module.__all__}
+    modules = (lightning_dp, layers, collectives, planner)
+    public = {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
     assert public - set(API) == set()
 
 
