@@ -3,12 +3,14 @@
 python recipes/plan.py experiment=digits_resnet20 trainer.devices=2
 python recipes/plan.py experiment=cifar10_alexnet plan.gbit_per_s=1 plan.world_size=4
 
-The run folder then holds plan.yaml, the fastest strategy that computes what DDP computes, and plan.png, step time
-against number of ranks.
+The run folder then holds plan.md, what is printed; plan.yaml, the fastest strategy that computes what DDP computes; and
+plan.png, step time against number of ranks.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,8 +55,6 @@ def make_callback(config: Config) -> Any:
 
 def measure(config: Config, logging_config: Config | None) -> str:
     """Train on this rank for as long as the callback measures, and return the diagnosis."""
-    import os
-
     if logging_config is not None:
         configure_logging(logging_config, int(os.environ.get("RANK", 0)))
     import torch.distributed as dist
@@ -62,6 +62,7 @@ def measure(config: Config, logging_config: Config | None) -> str:
 
     seed_everything(config["seed"], workers=True, verbose=False)
     callback = make_callback(config)
+    logging.getLogger("lightning_dp.planner.diagnose").setLevel(logging.WARNING)  # `main` prints the diagnosis
     # No checkpoints and no metrics: they are not what is measured. Callbacks that change training stay.
     callbacks = {
         name: node

@@ -43,7 +43,7 @@ class Diagnose(StepTimer):
         max_s: stop measuring earlier after so many seconds.
         network: the links of the job that is asked about. None: measured between the ranks of this job.
         world_size: number of ranks to predict for. None: those of this job.
-        folder: where rank 0 writes ``plan.yaml`` and ``plan.png``. None: nothing is written.
+        folder: where rank 0 writes ``plan.md``, ``plan.yaml`` and ``plan.png``. None: nothing is written.
         stop: end training when the steps are measured.
 
     Attributes:
@@ -195,6 +195,7 @@ class Diagnose(StepTimer):
         if self._folder is None:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / "plan.md").write_text(f"{diagnosis}\n")
         if diagnosis.best is None:
             log.warning("Diagnose: no plan is written, because no method was predicted; give network=Network(...)")
             return

@@ -87,14 +87,14 @@ def parse_benchmark(script: str, arguments: list[str], monkeypatch: pytest.Monke
         runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
-def compose_recipe(overrides: list[str]) -> None:
+def compose_recipe(overrides: list[str], name: str = "train") -> None:
     """Compose a recipe's configuration; of a sweep, that of each job. An unknown key is an error of Hydra's."""
     values = [override.partition("=")[2].split(",") for override in overrides]
     keys = [override.partition("=")[0] for override in overrides]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         for job in itertools.product(*values):
             chosen = [f"{key}={value}" for key, value in zip(keys, job, strict=True)]
-            config = OmegaConf.to_container(compose("train", [*chosen, "run_dir=somewhere"]), resolve=True)
+            config = OmegaConf.to_container(compose(name, [*chosen, "run_dir=somewhere"]), resolve=True)
             for path, node in targets(config):
                 check_arguments(path, node)
 
@@ -116,8 +116,8 @@ def check(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (ROOT / script).exists(), f"there is no {script}"
         if script.startswith("benchmarks/"):
             parse_benchmark(script, arguments, monkeypatch)
-        elif script == "recipes/train.py":
-            compose_recipe([argument for argument in arguments if argument != "--multirun"])
+        elif script in ("recipes/train.py", "recipes/plan.py"):
+            compose_recipe([argument for argument in arguments if argument != "--multirun"], Path(script).stem)
         else:
             assert command in RUN, f"say in tests/docs/test_commands.py how to check {script}"
 
@@ -136,6 +136,7 @@ def test_a_command_is_one_that_works(command, monkeypatch):
         ("python benchmarks/all_reduce.py --nothing 1", SystemExit),
         ("python recipes/train.py experiment=digits_resnet20 trainer.nothing=1", Exception),
         ("python recipes/train.py strategy=ddp,nothing --multirun", Exception),
+        ("python recipes/plan.py plan.nothing=1", Exception),
     ],
 )
 def test_a_command_that_does_not_work_is_seen(command, error, monkeypatch):
@@ -182,6 +183,9 @@ def test_a_command_runs(command, tmp_path):
         run(tmp_path, "recipes/train.py", "experiment=digits_resnet20", "debug=default")
         (checkpoint,) = tmp_path.glob("runs/*/*/checkpoints/last.ckpt")
         assert "test/acc=" in run(tmp_path, script, str(checkpoint))
+    elif script == "recipes/plan.py":
+        assert "Overhead ratio (Lemma 3.1)" in run(tmp_path, script, *overrides)
+        assert list(tmp_path.glob("runs/plan/*/plan.md"))
     else:
         printed = run(tmp_path, script, *overrides, "debug=default")
         assert len(accuracies(printed)) == (6 if "--multirun" in overrides else 1)
