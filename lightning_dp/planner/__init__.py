@@ -1,6 +1,6 @@
 """Answers to: how many GPUs, which batch size, which strategy? Formulas, and measurements that they start from."""
 
-from lightning_dp.planner.advice import Diagnosis, Prediction, make_diagnosis
+from lightning_dp.planner.advice import Diagnosis, Prediction, make_diagnosis, read_overrides
 from lightning_dp.planner.algorithms import AlgorithmsHandle, algorithms_for, apply_algorithms
 from lightning_dp.planner.batch_size import BatchPlan, Candidate, Choice, choose_algorithms, choose_batch_size
 from lightning_dp.planner.candidates import convolution_choices, measure_candidates, measure_step
@@ -66,6 +66,7 @@ __all__ = [
     "measure_peak_bytes",
     "measure_step",
     "probe_network",
+    "read_overrides",
     "simulate",
     "trace_layers",
     "try_batch_sizes",

@@ -25,6 +25,7 @@ OVERRIDES = {
     "hybrid_b": ["strategy=krizhevsky_hybrid", "strategy.scheme=b"],
     "hybrid_c": ["strategy=krizhevsky_hybrid", "strategy.scheme=c"],
 }
+PLAN_VERSION = 1
 # These change what is computed: larger batches, rounded gradients. They are compared, and not chosen.
 INEXACT = {"ddp_accumulate_4", "ddp_bf16", "layered_sgd_step_bf16"}
 
@@ -121,7 +122,7 @@ class Diagnosis:
         if self.best is None:
             raise ValueError("there is no plan: no method was predicted; use Diagnose(network=..., world_size=...)")
         values = {
-            "version": 1,
+            "version": PLAN_VERSION,
             "overrides": OVERRIDES[self.best.method],
             "method": self.best.method,
             "reason": self.best.reason,
@@ -157,6 +158,26 @@ class Diagnosis:
         axes.set_ylim(bottom=0)
         axes.legend(fontsize=7)
         figure.savefig(path, dpi=120)
+
+
+def read_overrides(path: str | Path) -> list[str]:
+    """Return the overrides of a plan file, for the command line of ``recipes/train.py``.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no plan of this version.
+    """
+    remedy = "make it again with recipes/plan.py"
+    try:
+        plan = json.loads(Path(path).read_text())
+        version, overrides = plan["version"], plan["overrides"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no plan ({type(error).__name__}: {error}); {remedy}") from error
+    if version != PLAN_VERSION:
+        raise ValueError(f"{path} has version {version}, and this package reads version {PLAN_VERSION}; {remedy}")
+    if not isinstance(overrides, list) or not all(isinstance(text, str) and "=" in text for text in overrides):
+        raise ValueError(f"{path}: overrides={overrides!r} must be a list of texts like 'strategy=ddp'; {remedy}")
+    return overrides
 
 
 def make_diagnosis(profile: StepProfile, network: Network | None, world_size: int | None = None) -> Diagnosis:

@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from lightning_dp.planner import METHODS, LayerProfile, Link, Network, StepProfile, make_diagnosis, simulate
+from lightning_dp.planner import (
+    METHODS,
+    LayerProfile,
+    Link,
+    Network,
+    StepProfile,
+    make_diagnosis,
+    read_overrides,
+    simulate,
+)
 
 SLOW, FAST = Link(1e-4, 1e8), Link(1e-5, 1e10)
 CONV = LayerProfile("conv", 4_000_000, 0.03, False, 1000)
@@ -107,6 +116,25 @@ def test_the_plan_file_is_yaml_with_overrides_for_the_recipes(tmp_path):
     assert plan["overrides"][:2] == ["strategy=layered_sgd", "strategy.overlap=step"]
     assert plan["measured_ms"]["loading"] == 100.0
     assert set(plan["predicted_ms"]) == {prediction.method for prediction in found.predictions}
+
+
+def test_a_plan_file_can_be_read_and_anything_else_is_refused(tmp_path):
+    path = tmp_path / "plan.yaml"
+    make_diagnosis(PROFILE, TWO_NODES).save(path)
+    assert read_overrides(path)[0] == "strategy=layered_sgd"
+    plan = json.loads(path.read_text())
+    with pytest.raises(FileNotFoundError):
+        read_overrides(tmp_path / "nothing.yaml")
+    for text, message in (
+        ("strategy: ddp", "is no plan"),
+        ("[1]", "is no plan"),
+        (json.dumps({**plan, "version": 2}), "has version 2, and this package reads version 1"),
+        (json.dumps({**plan, "overrides": ["ddp"]}), "must be a list of texts like 'strategy=ddp'"),
+        (json.dumps({**plan, "overrides": "strategy=ddp"}), "must be a list"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_overrides(path)
 
 
 def test_overrides_compose(monkeypatch):
