@@ -66,10 +66,15 @@ def convolve(module: nn.Conv2d, x: Tensor, algorithm: str) -> Tensor:
     if algorithm == BACKEND:
         return type(module).forward(module, x)
     assert not isinstance(module.padding, str)
+    weight, bias = module.weight, module.bias
+    if torch.is_autocast_enabled(x.device.type):
+        # As autocast does for the backend's convolution. It would not do so in the backward of `_Convolution`.
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if algorithm == "fft":
-        return fft_convolution(x, module.weight, module.bias, module.stride, module.padding)
+        return fft_convolution(x, weight, bias, module.stride, module.padding)
     options = _Options(list(module.stride), list(module.padding), list(module.dilation), module.groups)
-    return _Convolution.apply(x, module.weight, module.bias, options, algorithm)
+    return _Convolution.apply(x, weight, bias, options, algorithm)
 
 
 def fft_convolution(
@@ -80,6 +85,9 @@ def fft_convolution(
     Filters are padded to the size of the padded input. The product of spectra is a convolution on a torus; the outputs
     whose windows do not wrap around are those wanted, at each stride-th place.
     """
+    if x.dtype in (torch.float16, torch.bfloat16):  # there are no spectra of 16 bits
+        wide = None if bias is None else bias.float()
+        return fft_convolution(x.float(), weight.float(), wide, stride, padding).to(x.dtype)
     x = nn.functional.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     size = x.shape[-2:]
     # Networks correlate: the filter is not mirrored, so its spectrum is conjugated.

@@ -72,6 +72,7 @@ class Diagnose(StepTimer):
         self._folder = None if folder is None else Path(folder)
         self._steps: list[dict[str, float]] = []
         self._seen = 0
+        self._wanted = num_steps
         self._start_s = 0.0
         self._marks: dict[str, float] = {}
         self._layers = LayerTimes()
@@ -81,8 +82,11 @@ class Diagnose(StepTimer):
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Begin to count steps."""
         super().on_train_start(trainer, pl_module)
+        # A second fit is measured anew.
+        self.diagnosis = None
+        self._layers = LayerTimes()
+        self._steps, self._seen, self._wanted = [], 0, self._num_steps
         self._start_s = time.perf_counter()
-        self._seen = 0
 
     @override
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -120,8 +124,8 @@ class Diagnose(StepTimer):
         if self._seen > WARM_UP and {"forward", "backward"} <= self._marks.keys():
             self._steps.append(self._parts())
         if self._seen == WARM_UP:
-            self._num_steps = self._affordable_steps(trainer)
-        if len(self._steps) >= self._num_steps:
+            self._wanted = self._affordable_steps(trainer)
+        if len(self._steps) >= self._wanted:
             self._finish(trainer, pl_module)
         self._last_end_s = time.perf_counter()  # what this callback does is no loading
 

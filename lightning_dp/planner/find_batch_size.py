@@ -81,7 +81,8 @@ class FindBatchSize(Callback):
 
             def step(batch_size: int) -> None:
                 pl_module.zero_grad()
-                loss: Any = pl_module.training_step(resized(batch, batch_size), 0)
+                with trainer.precision_plugin.train_step_context():  # autocast, if training will have it
+                    loss: Any = pl_module.training_step(resized(batch, batch_size), 0)
                 (loss["loss"] if isinstance(loss, dict) else loss).backward()
 
             self.trials = try_batch_sizes(step, self._batch_sizes, device, repeats=self._repeats)

@@ -44,6 +44,19 @@ def test_all_algorithms_compute_the_same(name):
             torch.testing.assert_close(value, reference, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("algorithm", ["channels_last", "im2col", "fft"])
+def test_algorithms_work_under_autocast(algorithm):
+    layer, x = LAYERS["plain"], torch.randn(2, 3, 6, 6, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, found = layer(x), convolve(layer, x, algorithm)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    grads = [torch.autograd.grad(out.float().square().sum(), [x, *layer.parameters()]) for out in (expected, found)]
+    for value, reference in zip(grads[1], grads[0], strict=True):
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, reference, rtol=0.05, atol=0.1)
+
+
 @pytest.mark.parametrize("options", [{"padding": "same"}, {"padding": 1, "padding_mode": "circular"}])
 def test_padding_that_is_not_a_number_of_zeros_is_left_to_the_backend(options):
     assert algorithms_for(nn.Conv2d(3, 4, 3, **options)) == ("backend",)

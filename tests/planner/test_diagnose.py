@@ -92,6 +92,15 @@ def test_one_process_is_told_where_its_steps_go(caplog):
     assert not any(module._forward_hooks for module in trainer.lightning_module.modules())
 
 
+def test_each_fit_is_measured_anew():
+    callback = Diagnose(num_steps=1, stop=True)
+    fit(callback)
+    first = callback.diagnosis
+    fit(callback)
+    assert callback.diagnosis is not first
+    assert [layer.name for layer in callback.diagnosis.profile.layers] == ["conv", "norm", "head"]
+
+
 def test_a_given_network_predicts_for_more_ranks(tmp_path):
     network = Network(Link(1e-4, 1e8), Link(1e-5, 1e10))
     callback = Diagnose(num_steps=2, network=network, world_size=4, folder=tmp_path / "new", stop=True)
