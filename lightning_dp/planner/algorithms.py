@@ -66,11 +66,14 @@ def convolve(module: nn.Conv2d, x: Tensor, algorithm: str) -> Tensor:
     if algorithm == BACKEND:
         return type(module).forward(module, x)
     assert not isinstance(module.padding, str)
-    weight, bias = module.weight, module.bias
+    weight: Tensor = module.weight
+    bias: Tensor | None = module.bias
     if torch.is_autocast_enabled(x.device.type):
         # As autocast does for the backend's convolution. It would not do so in the backward of `_Convolution`.
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        x = x.to(dtype)
+        weight = weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
     if algorithm == "fft":
         return fft_convolution(x, weight, bias, module.stride, module.padding)
     options = _Options(list(module.stride), list(module.padding), list(module.dilation), module.groups)

@@ -67,8 +67,11 @@ class Diagnose(StepTimer):
             if network is not None:
                 network.num_nodes(world_size)  # raises if the last node would not be full
         self.diagnosis: Diagnosis | None = None
-        self._num_steps, self._max_s, self._stop = num_steps, max_s, stop
-        self._network, self._world_size = network, world_size
+        self._num_steps = num_steps
+        self._max_s = max_s
+        self._stop = stop
+        self._network = network
+        self._world_size = world_size
         self._folder = None if folder is None else Path(folder)
         self._steps: list[dict[str, float]] = []
         self._seen = 0
@@ -85,7 +88,9 @@ class Diagnose(StepTimer):
         # A second fit is measured anew.
         self.diagnosis = None
         self._layers = LayerTimes()
-        self._steps, self._seen, self._wanted = [], 0, self._num_steps
+        self._steps = []
+        self._seen = 0
+        self._wanted = self._num_steps
         self._start_s = time.perf_counter()
 
     @override

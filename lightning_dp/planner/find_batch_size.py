@@ -56,8 +56,10 @@ class FindBatchSize(Callback):
         require_count("optimizer_copies", optimizer_copies, least=0)
         require_count("repeats", repeats)
         self.trials: BatchSizeTrials | None = None
-        self._batch_sizes, self._repeats = tuple(batch_sizes), repeats
-        self._optimizer_copies, self._is_global = optimizer_copies, is_global
+        self._batch_sizes = tuple(batch_sizes)
+        self._repeats = repeats
+        self._optimizer_copies = optimizer_copies
+        self._is_global = is_global
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Find the batch size, before the loaders of training are made.
