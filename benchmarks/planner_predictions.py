@@ -121,14 +121,22 @@ def efficiency(method: str, num_workers: int, latency: float, load: float) -> fl
     return 100 * simulate(workload, network, 4, "ddp").step_s / simulate(workload, network, num_workers, method).step_s
 
 
+def fit_latency(load: float) -> float:
+    """Return the latency with which conventional SGD has its efficiency on 256 workers."""
+    return fit(lambda value: efficiency("ddp", 256, value, load), 63.8, 1e-5, 1e-1)
+
+
+def fit_load(latency: float) -> float:
+    """Return the loading time with which layered SGD has its efficiency on 256 workers."""
+    return fit(lambda value: efficiency("layered_sgd_load", 256, latency, value), 93.1, 1e-4, 0.12)
+
+
 def layered_sgd_paper() -> list[Point]:
     """Fit latency and loading time on 256 workers; predict fewer."""
-    latency, load = 1e-3, 0.05
+    load = 0.05
     for _ in range(6):  # each depends a little on the other
-        current = load
-        latency = fit(lambda value, load=current: efficiency("ddp", 256, value, load), 63.8, 1e-5, 1e-1)
-        fixed = latency
-        load = fit(lambda value, latency=fixed: efficiency("layered_sgd_load", 256, latency, value), 93.1, 1e-4, 0.12)
+        latency = fit_latency(load)
+        load = fit_load(latency)
     figures = {("ddp", 256): 63.8, ("layered_sgd_load", 256): 93.1, ("ddp", 8): 98.7, ("layered_sgd_load", 32): 100.0}
     return [
         Point(PARALLEL, f"{method}, {size} workers (%)", value, efficiency(method, size, latency, load), size == 256)
