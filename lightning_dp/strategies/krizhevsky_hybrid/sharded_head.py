@@ -57,8 +57,7 @@ class ShardedHead(SharedByCopies):
     def __init__(self, head: nn.Module, channel: Channel, name: str = "head", control: Channel | None = None) -> None:
         self.head = head
         self.channel = channel
-        # Not `channel` itself, whose bytes are counted as those of training steps.
-        self.control = Channel(channel.group) if control is None else control
+        self._control = control
         self.name = name
         self.layers = [layer for _, layer in divisible_layers(head, name)]
         self.linears = list(dict.fromkeys(layer for layer in self.layers if isinstance(layer, nn.Linear)))
@@ -67,6 +66,11 @@ class ShardedHead(SharedByCopies):
             p: self._bounds[layer] for layer in self.linears for p in layer.parameters()
         }
         self.is_sharded = False  # set by `ShardedParameters`
+
+    @cached_property
+    def control(self) -> Channel:
+        """A channel for parameters and checks, whose bytes are not counted as those of training steps."""
+        return Channel(self.channel.group) if self._control is None else self._control
 
     @property
     def parameters(self) -> list[Tensor]:
