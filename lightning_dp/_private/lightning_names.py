@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -55,8 +54,3 @@ def is_compiled_by_lightning(module: nn.Module) -> bool:
     """Return whether ``module`` is a LightningModule that was passed through ``torch.compile``."""
     # A default, because modules that are no LightningModules do not have the attribute.
     return getattr(module, "_compiler_ctx", None) is not None
-
-
-def clip_gradients(plugin: Any, module: nn.Module, optimizer: Optimizer, clip_val: Any, algorithm: Any) -> None:
-    """Clip the gradients of one optimizer as Lightning does before each step: through the module's own hook."""
-    plugin._clip_gradients(module, optimizer, clip_val, gradient_clip_algorithm=algorithm)

@@ -44,6 +44,7 @@ class Channel:
     Args:
         group: the ranks.
         on_stage: called for each exchange, from its start to the end of `AllToAll.wait`, and for the wait itself.
+        hint: end of the message of `CallMismatchError`: what ranks of this channel most likely did differently.
 
     Attributes:
         bytes_sent: bytes that this rank has sent so far, without headers, per name of exchange.
@@ -51,8 +52,9 @@ class Channel:
         num_exchanges: number of exchanges started so far. It is the same on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, on_stage: OnStage | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, on_stage: OnStage | None = None, hint: str = "") -> None:
         self.group = group
+        self.hint = hint
         self.rank = group.rank()
         self.world_size = group.size()
         self.on_stage = on_stage
@@ -202,9 +204,10 @@ class AllToAll:
     def _require_same(self, peer: int, call: Call, header: Tensor) -> None:
         if not torch.equal(header, call.header):
             theirs = bytes(header.tolist()).decode(errors="replace").rstrip()
+            hint = f". {self._channel.hint}" if self._channel.hint else ""
             raise CallMismatchError(
                 f"rank {self._channel.rank} of the group is in {call}, and rank {peer} in {theirs}: one of them has "
-                "made a call that the other has not. Make the same calls on all ranks, in the same order"
+                f"made a call that the other has not. Make the same calls on all ranks, in the same order{hint}"
             )
 
     def _receive(self, tensor: Tensor, peer: int, tag: int) -> Transfer:

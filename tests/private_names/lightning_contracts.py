@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
 
 from lightning_dp._lightning import FRAMEWORK, DDPStrategy, LightningModule, Trainer
 from lightning_dp._private import lightning_names
@@ -84,20 +83,6 @@ def check_a_compiled_lightning_module_is_recognized() -> None:
     from_compiled = importlib.import_module(FRAMEWORK + ".utilities.compile").from_compiled
     assert not lightning_names.is_compiled_by_lightning(LightningModule())
     assert lightning_names.is_compiled_by_lightning(from_compiled(torch.compile(LightningModule(), backend="eager")))
-
-
-@contract(Precision, "_clip_gradients")
-def check_gradients_are_clipped_through_the_modules_hook() -> None:
-    class Hooked(LightningModule):
-        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            hooked.append((args, kwargs))
-
-    hooked: list[Any] = []
-    module = Hooked()
-    module.trainer = trainer()
-    module.trainer.strategy.connect(module)
-    lightning_names.clip_gradients(Precision(), module, SGD([nn.Parameter(torch.ones(1))], lr=0.1), 0.5, "norm")
-    assert hooked == [((), {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norm"})]
 
 
 @contract(DDPStrategy, "_configure_launcher")

@@ -60,6 +60,18 @@ def own_optimizer_state(optimizer: Optimizer, state: State, head: ShardedHead) -
     return tree_map_only(Tensor, lambda tensor: tensor if id(tensor) in is_copied else tensor.clone(), own)
 
 
+def shard_state(optimizer: Optimizer, head: ShardedHead) -> None:
+    """Cut the state of ``optimizer`` to this rank's rows, in place, where it is that of the whole head.
+
+    An optimizer that the module has built before `fit`, or has kept from an earlier one, has such a state.
+    """
+    for p, of_p in optimizer.state.items():
+        if head.owns(p):
+            for name, value in of_p.items():
+                if _is_like(value, head.whole_shape(p)) and not _is_like(value, p.shape):
+                    of_p[name] = head.own_rows(value, p)
+
+
 def make_whole(optimizer: Optimizer, head: ShardedHead) -> None:
     """Gather the state of ``optimizer`` in place, in host memory. All ranks must call it while the head is sharded."""
     for p, of_p in optimizer.state.items():

@@ -25,14 +25,16 @@ from lightning_dp.strategies.krizhevsky_hybrid.checkpoint import (
     make_whole,
     own_optimizer_state,
     require_one_trunk,
+    shard_state,
     write_to_disk,
 )
 from lightning_dp.strategies.krizhevsky_hybrid.gathering import GatherHead
 from lightning_dp.strategies.krizhevsky_hybrid.head_passes import HeadPasses
+from lightning_dp.strategies.krizhevsky_hybrid.meeting import require_same_place
 from lightning_dp.strategies.krizhevsky_hybrid.parameter_rows import ShardedParameters
 from lightning_dp.strategies.krizhevsky_hybrid.schemes import Scheme
 from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead, SharedByCopies
-from lightning_dp.strategies.krizhevsky_hybrid.takeover import Takeover
+from lightning_dp.strategies.krizhevsky_hybrid.takeover import Takeover, is_raised_here
 
 if TYPE_CHECKING:
     from lightning_dp.strategies.krizhevsky_hybrid.strategy import KrizhevskyHybridStrategy
@@ -76,9 +78,14 @@ class Fitting(SharedByCopies):
         # Two groups, because features travel while the head exchanges activations, and the messages of one group must
         # start in the same order on all ranks.
         timeout = strategy_timeout(strategy)
-        hidden, features = (Channel(dist.new_group(timeout=timeout), self._record_stage) for _ in range(2))
+        groups = [dist.new_group(timeout=timeout) for _ in range(2)]
+        hidden, features = (Channel(group, self._record_stage, policy.UNEQUAL_LOADERS) for group in groups)
         self.channels = [features, hidden]
-        self.head = ShardedHead(layers, hidden, options.head)
+        # Parameters and checks travel in the features' group. If one rank gathers the head while another begins a step,
+        # each receives a message that it does not expect, and raises at once. In two groups both would wait.
+        control = Channel(features.group, hint=policy.UNEQUAL_LOADERS)
+        self.head = ShardedHead(layers, hidden, options.head, control)
+        policy.warn_of_single_rows(self.head)
         self._parameters = ShardedParameters(self.head)
         # If anything in here raises, what was done is undone, the last first, and the user's module is as it was. Where
         # all goes well, `pop_all` keeps the callbacks of ``stack`` for the end, and forgets those of ``undo_all``.
@@ -110,19 +117,32 @@ class Fitting(SharedByCopies):
         # If set-up has failed on another rank, this call fails, while `fail` can still restore the module.
         self.head.control.all_gather("end of set-up", torch.zeros(1, device=self._strategy.root_device))
         self._parameters.keep()
+        for optimizer in self._optimizers():
+            shard_state(optimizer, self.head)
+        self.takeover.remember_rows()
         if self._options.evaluation == "gathered":
             self.takeover.gather_head()
-            callback = GatherHead(self.takeover.gather_head, lambda: self.takeover.knows_head)
+            callback = GatherHead(self.gather, self.gather_if_changed)
             self._stack.enter_context(callback.installed(self._module.trainer))
 
-    def gather_if_changed(self) -> None:
-        """Gather the head for a validation, after the hooks of all callbacks. All ranks must call it.
+    def _meet(self) -> None:
+        """Raise CallMismatchError if a rank is elsewhere, before others wait for it. All ranks must call it."""
+        require_same_place(self._strategy.root_device, policy.UNEQUAL_LOADERS)
 
-        A callback may have put averaged weights into the module. `GatherHead` may be missing: Lightning's tuner removes
-        callbacks.
+    def gather(self) -> None:
+        """Gather the head, so that each rank can call it alone until the next training step. All ranks must call it."""
+        self._meet()
+        self.takeover.gather_head()
+
+    def gather_if_changed(self) -> None:
+        """Gather the head unless what was gathered is still the same on all ranks. All ranks must call it.
+
+        At the start of a validation this comes after the hooks of all callbacks. A callback may have put averaged
+        weights into the module. `GatherHead` may be missing: Lightning's tuner removes callbacks.
         """
         if self._options.evaluation != "gathered":
             return
+        self._meet()
         is_changed = torch.tensor([float(not self.takeover.has_current_head)], device=self._strategy.root_device)
         if self.head.control.all_gather("is changed", is_changed).any():
             self.takeover.gather_head()
@@ -139,6 +159,16 @@ class Fitting(SharedByCopies):
             self._stack.close()
         else:
             self.abandon()
+
+    def explain(self, error: BaseException) -> None:
+        """Log the likely cause of an error about shapes that was not raised here: rows where the whole was expected."""
+        if self.head.is_sharded and "size of tensor" in str(error) and not is_raised_here(error):
+            log.warning(
+                f"the error may come from the head {self._options.head!r}: during fit, rank "
+                f"{self.head.channel.rank} holds only its rows of the parameters and optimizer states. To average "
+                "weights with a whole copy (a mean teacher, torch's AveragedModel), let all ranks call "
+                "trainer.strategy.gather_head(), and use module.state_dict(), which then has whole tensors"
+            )
 
     def abandon(self) -> None:
         """Leave the rows in the head. After an exception the other ranks may be gone, and their rows with them."""
@@ -167,10 +197,15 @@ class Fitting(SharedByCopies):
 
     def module_state(self, state_dict: Callable[[], State]) -> State:
         """Return the module's state for a checkpoint: whole on rank 0, or this rank's rows. All ranks must call it."""
+        self._meet()
         with self.takeover.state_dict_hooks.leaving_rows():
             state = state_dict()
         require_one_trunk(self._module, self.head)
-        return state if self._keeps_rows else state | gather_parameters(self._module, self.head)
+        if self._keeps_rows:
+            return state
+        # A module may leave parameters out of its state_dict.
+        whole = gather_parameters(self._module, self.head)
+        return state | {name: value for name, value in whole.items() if name in state}
 
     def optimizer_state(self, optimizer: Optimizer, state: State) -> State:
         """Return an optimizer's state for a checkpoint, like `module_state`. All ranks must call it."""
@@ -197,9 +232,12 @@ class Fitting(SharedByCopies):
             )
         return is_plain
 
-    def write(self, checkpoint: State, path: Path, barrier: Callable[[], None]) -> None:
+    def write(self, checkpoint: State, path: Path) -> None:
         """Write a checkpoint: a file by rank 0, or a folder by all ranks. All ranks must call it."""
         if self._keeps_rows:
+            # `ModelCheckpoint` may put a metric into the name that differs between ranks. All write to rank 0's folder.
+            path = self._strategy.broadcast(path)
+            barrier = self._strategy.barrier
             sharded_checkpoint.save(checkpoint, path, self._module, self._optimizers(), self.head, barrier)
         elif self.head.channel.rank == 0:
             write_to_disk(checkpoint, path)

@@ -35,7 +35,7 @@ class GatheredHead(SharedByCopies):
         # torch counts the changes of a tensor in place. They show whether an optimizer or a user has changed the rows.
         self._versions = {p: version_of(p) for p in head.parameters}
         # They do not show a change of ``p.data``, as some callbacks of averaged weights make it. It changes all values.
-        self._samples = {p: _sample(p) for p in head.parameters}
+        self._samples = {p: sample_of(p) for p in head.parameters}
         try:
             self._whole = {p: whole_on_all_ranks(head, p.data, p, p.device) for p in head.parameters}
         except torch.OutOfMemoryError as error:
@@ -51,8 +51,15 @@ class GatheredHead(SharedByCopies):
             return False
         # `torch.jit.trace` would record the comparison, and warn of it.
         return torch.jit.is_tracing() or all(
-            torch.allclose(_sample(p), sample, rtol=0, atol=0, equal_nan=True) for p, sample in self._samples.items()
+            torch.allclose(sample_of(p), sample, rtol=0, atol=0, equal_nan=True) for p, sample in self._samples.items()
         )
+
+    @property
+    def has_same_rows(self) -> bool:
+        """Whether this rank's rows are bitwise those that were gathered. This reads all values, `is_current` a few."""
+        rank = self._head.channel.rank
+        bounds = {p: self._head.bounds_of(p)[rank] for p in self._head.parameters}
+        return all(torch.equal(self._whole[p][begin:end], p.data) for p, (begin, end) in bounds.items())
 
     def value_of(self, parameter: Tensor) -> Tensor:
         """Return the whole value of one of the head's parameters."""
@@ -84,8 +91,8 @@ class GatheredHead(SharedByCopies):
         return _WholeValue.apply(parameter, self._whole[parameter], begin, end)
 
 
-def _sample(parameter: Tensor, size: int = 1024) -> Tensor:
-    """Return a copy of about ``size`` values, spread over the parameter."""
+def sample_of(parameter: Tensor, size: int = 1024) -> Tensor:
+    """Return a copy of about ``size`` values, spread over ``parameter``."""
     values = parameter.data.reshape(-1)
     return values[:: max(1, len(values) // size)].clone()
 

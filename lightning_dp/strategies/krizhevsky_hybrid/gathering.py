@@ -22,17 +22,19 @@ class GatherHead(SharedByCopies, Callback):
 
     Args:
         gather: gathers the head. All ranks must call it.
-        is_known: returns whether the head has been gathered since the last training step, the same on all ranks.
+        gather_if_changed: gathers it, unless what was gathered before is still the same. All ranks must call it.
     """
 
-    def __init__(self, gather: Callable[[], None], is_known: Callable[[], bool]) -> None:
+    def __init__(self, gather: Callable[[], None], gather_if_changed: Callable[[], None]) -> None:
         self._gather = gather
-        self._is_known = is_known
+        self._gather_if_changed = gather_if_changed
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Gather if a checkpoint was loaded after set-up. Lightning calls this on all ranks."""
-        if not self._is_known():
-            self._gather()
+        """Gather if something has changed the rows since set-up. Lightning calls this on all ranks.
+
+        A checkpoint may have been loaded, or a callback has put other weights in for the sanity check and back.
+        """
+        self._gather_if_changed()
 
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Gather. Lightning calls this on all ranks, also on those without a batch."""
@@ -44,10 +46,25 @@ class GatherHead(SharedByCopies, Callback):
 
     @contextmanager
     def installed(self, trainer: Any) -> Iterator[None]:
-        """Be the first of the Trainer's callbacks within the context."""
+        """Be the first of the Trainer's callbacks within the context, and have `_GatherAgain` as the last."""
+        again = _GatherAgain(self._gather_if_changed)
         # A new list each time, because Lightning may be iterating over the old one.
-        trainer.callbacks = [self, *trainer.callbacks]
+        trainer.callbacks = [self, *trainer.callbacks, again]
         try:
             yield
         finally:
-            trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
+            trainer.callbacks = [callback for callback in trainer.callbacks if callback not in (self, again)]
+
+
+class _GatherAgain(SharedByCopies, Callback):
+    """Gathers the head once more if a callback has put averaged weights in for the validation of an epoch.
+
+    Lightning's own callbacks of averaged weights do it in ``on_validation_epoch_start``, and others follow them.
+    """
+
+    def __init__(self, gather_if_changed: Callable[[], None]) -> None:
+        self._gather_if_changed = gather_if_changed
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Gather if the rows have changed. Lightning calls this on all ranks."""
+        self._gather_if_changed()

@@ -79,7 +79,8 @@ def require_no_part(loss: Tensor, others: Mapping[str, Tensor]) -> None:
         if gradient is not None:
             raise ValueError(
                 f"head_step uses the parameter {name}, which is not in the head and would not be trained; use it in "
-                "training_step, before head_step is called"
+                "training_step, before head_step is called. If it belongs to a layer behind the head, do without "
+                "head_step: call the head and that layer in training_step, and compute the loss there"
             )
 
 

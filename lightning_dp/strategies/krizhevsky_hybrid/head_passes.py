@@ -32,7 +32,7 @@ from lightning_dp.strategies.krizhevsky_hybrid.policy import check_hooks
 from lightning_dp.strategies.krizhevsky_hybrid.schemes import Scheme, SubPass, sub_passes
 from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead, SharedByCopies, seeded
 from lightning_dp.strategies.krizhevsky_hybrid.sharded_logits import ShardedLogits
-from lightning_dp.strategies.krizhevsky_hybrid.step_arguments import StepArguments
+from lightning_dp.strategies.krizhevsky_hybrid.step_arguments import StepArguments, require_features
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ class HeadPasses(SharedByCopies):
         """Return the logits (n, C) for the features (n, *) of this rank's samples. n may differ, and may be 0."""
         self.num_calls += 1
         check_hooks(self.head)
+        require_features(features, f"the argument of {self.head.name!r}")
         sizes, seed = self.exchange.exchange_batch_sizes(features, needs_seed=self.head.draws_random_numbers)
         return ForwardFirst(self, sub_passes(self.scheme, sizes), seed)(features)
 
@@ -170,8 +171,7 @@ class HeadPasses(SharedByCopies):
                 "ranks. To weight samples, pass the weights to head_step: self.head_step(features, target, weights)"
             )
         # After the warning of weights, the losses differ by each rank's part of a penalty.
-        is_same = torch.allclose(losses, losses[:1].expand_as(losses), rtol=1e-3, atol=1e-6, equal_nan=True)
-        if not is_same and not self._has_warned:
+        if not self._has_warned and not _is_same(losses, loss.dtype):
             raise ValueError(_different_losses(losses))
 
     def _require_same_loss(self, loss: Tensor, loss_of_other_features: Callable[[], Tensor]) -> None:
@@ -188,13 +188,12 @@ class HeadPasses(SharedByCopies):
         if self.channel.world_size == 1:
             return
         losses = self.head.control.all_gather("loss of a pass", loss.detach().double())
-        if torch.allclose(losses, losses[:1].expand_as(losses), rtol=1e-3, atol=1e-6, equal_nan=True):
+        if _is_same(losses, loss.dtype):
             return
         with torch.no_grad():
             change = loss.detach().double() - loss_of_other_features().double()
         changes = self.head.control.all_gather("change of the loss", change)
-        tolerance = 1e-5 * losses.abs().max().item()
-        if not torch.allclose(changes, changes[:1].expand_as(changes), rtol=1e-3, atol=tolerance, equal_nan=True):
+        if not _is_same(changes, loss.dtype, scale=losses.abs().max().item()):
             raise ValueError(_different_losses(losses))
         if not self._has_warned:
             log.warning(
@@ -203,6 +202,17 @@ class HeadPasses(SharedByCopies):
                 "wrong gradients. The logged loss contains this rank's part of the penalty only"
             )
             self._has_warned = True
+
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
+"""The ranks compute a loss from the same numbers in the same order, so it differs at most by rounding."""
+
+
+def _is_same(numbers: Tensor, dtype: torch.dtype, scale: float = 0.0) -> bool:
+    """Return whether all ``numbers`` are one, but for rounding: of ``dtype``, and of terms as large as ``scale``."""
+    rtol = _TOLERANCES.get(dtype, 1e-3)
+    atol = rtol * max(scale, 0.1)
+    return torch.allclose(numbers, numbers[:1].expand_as(numbers), rtol=rtol, atol=atol, equal_nan=True)
 
 
 def _different_losses(losses: Tensor) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp._lightning import LightningModule
-from lightning_dp._private.lightning_names import clip_gradients
 from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead
 
 
@@ -23,22 +23,33 @@ def update_head(
 ) -> None:
     """Update the head alone with the gradients of one pass (arXiv 1404.5997, section 4.2). All ranks must call it.
 
-    It steps the user's own optimizers. They skip parameters without a gradient, so the trunk does not change.
+    It steps the user's own optimizers, as Lightning does after a backward: with the hooks ``on_after_backward`` and
+    ``on_before_optimizer_step`` and with clipping. Parameters outside the head have no gradient meanwhile, so the
+    optimizers skip them.
     """
     own = dict(zip(head.parameters, gradients, strict=True))
-    for optimizer in optimizers:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if not any(p in own for p in parameters):
-            continue
-        # With gradient accumulation the trunk has gradients of earlier batches, which it keeps for its own step.
-        accumulated = {p: p.grad for p in parameters if p not in own}
-        for p in parameters:
-            p.grad = own.get(p)
-        trainer = module.trainer
-        clip_gradients(plugin, module, optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
-        optimizer.step()
-        for p in parameters:
-            p.grad = accumulated.get(p)
+    # The forward of the head may have run under autocast. An update does not.
+    of_optimizers = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    everything = dict.fromkeys([*module.parameters(), *of_optimizers])
+    with _gradients_alone(everything, own), torch.autocast(head.parameters[0].device.type, enabled=False):
+        plugin.post_backward(torch.zeros(()), module)  # calls on_after_backward; it returns the loss, unused here
+        for optimizer in optimizers:
+            if any(p in own for group in optimizer.param_groups for p in group["params"]):
+                plugin.optimizer_step(optimizer, model=module, closure=lambda: None)
+
+
+@contextmanager
+def _gradients_alone(parameters: Iterable[Tensor], gradients: Mapping[Tensor, Tensor | None]) -> Iterator[None]:
+    """Within the context, ``parameters`` have these gradients, or none. Afterwards those of ``gradients`` have none."""
+    # With gradient accumulation the trunk has gradients of earlier batches, which it keeps for its own step.
+    before = {p: p.grad for p in parameters if p not in gradients}
+    for p in (*before, *gradients):
+        p.grad = gradients.get(p)
+    try:
+        yield
+    finally:
+        for p in (*before, *gradients):
+            p.grad = before.get(p)
 
 
 def clip_by_global_norm(parameters: Iterable[Tensor], clip_val: float, head: ShardedHead) -> None:

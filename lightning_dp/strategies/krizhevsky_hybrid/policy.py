@@ -27,6 +27,11 @@ ELEMENTWISE_OPTIMIZERS = (
 
 _ALLOW_NO_BATCHES = "allow_zero_length_dataloader_with_multiple_devices"
 
+UNEQUAL_LOADERS = (
+    "Ranks whose loaders have different numbers of batches do so, too: give each rank as many batches as the others"
+)
+"""The most likely reason why one rank begins a step while another gathers the head or saves a checkpoint."""
+
 LAYERWISE_OPTIMIZERS = ("lars", "lamb", "novograd", "shampoo", "soap", "muon", "adafactor", "lbfgs", "sam")
 """Names, in lower case, of optimizers from any library that compute with whole parameters, such as their norms."""
 
@@ -87,12 +92,8 @@ def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_na
             f"{STRATEGY} exchanges activations; compile the trunk alone"
         )
     divisible_layers(head, head_name)
-    if variable_batch and not callable(getattr(module, "head_step", None)):
-        lines = HEAD_STEP_EXAMPLE.format(head=head_name)
-        raise ValueError(
-            f"variable_batch=True needs to know where the head begins; give {type(module).__name__} this method, and "
-            f"call it in training_step (it stays an ordinary module for every other strategy):\n{lines}"
-        )
+    if variable_batch:
+        _check_variable_batch(module, head_name)
     owned = {id(parameter) for parameter in head.parameters()}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) in owned and not name.startswith(f"{head_name}."):
@@ -114,6 +115,36 @@ def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_na
             raise ValueError(
                 f"{type(callback).__name__} keeps copies of the parameters, and each rank holds only a part of the "
                 f"head's; remove it, or use another strategy than {STRATEGY}"
+            )
+
+
+def _check_variable_batch(module: LightningModule, head_name: str) -> None:
+    if not callable(getattr(module, "head_step", None)):
+        lines = HEAD_STEP_EXAMPLE.format(head=head_name)
+        raise ValueError(
+            f"variable_batch=True needs to know where the head begins; give {type(module).__name__} this method, and "
+            f"call it in training_step (it stays an ordinary module for every other strategy):\n{lines}"
+        )
+    if getattr(module.optimizer_step, "__func__", None) is not LightningModule.optimizer_step:
+        raise ValueError(
+            f"{type(module).__name__} overrides optimizer_step, which Lightning calls once a step. With "
+            "variable_batch=True the head is updated several times in it, without that method; use a learning-rate "
+            "schedule, or on_before_optimizer_step, which runs before every update"
+        )
+
+
+def warn_of_single_rows(head: ShardedHead) -> None:
+    """Warn, on rank 0, of layers of which each rank holds a single row: torch broadcasts it without an error."""
+    world_size = head.channel.world_size
+    if head.channel.rank or world_size == 1:
+        return
+    for path, layer in divisible_layers(head.head, head.name):
+        if isinstance(layer, nn.Linear) and layer.out_features == world_size:
+            log.warning(
+                f"{path} has as many outputs as there are ranks, so each rank holds one row of its weight. Where a "
+                "callback averages it with a copy of the whole weight (a mean teacher), torch would not raise, but "
+                "broadcast that row. Let all ranks call trainer.strategy.gather_head() first, and average with "
+                "module.state_dict()"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, Self
 
 import torch
@@ -47,14 +48,16 @@ class ShardedHead(SharedByCopies):
             first nn.Linear, nn.Flatten.
         channel: for the activations between layers.
         name: of the head in its module, for messages.
+        control: for parameters and checks. None: a channel of the same group as ``channel``.
 
     Raises:
         ValueError: the head has a layer that cannot be sharded, by name, or no nn.Linear.
     """
 
-    def __init__(self, head: nn.Module, channel: Channel, name: str = "head") -> None:
+    def __init__(self, head: nn.Module, channel: Channel, name: str = "head", control: Channel | None = None) -> None:
         self.head = head
         self.channel = channel
+        self._control = control
         self.name = name
         self.layers = [layer for _, layer in divisible_layers(head, name)]
         self.linears = list(dict.fromkeys(layer for layer in self.layers if isinstance(layer, nn.Linear)))
@@ -67,7 +70,7 @@ class ShardedHead(SharedByCopies):
     @cached_property
     def control(self) -> Channel:
         """A channel for parameters and checks, whose bytes are not counted as those of training steps."""
-        return Channel(self.channel.group)
+        return Channel(self.channel.group) if self._control is None else self._control
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -102,6 +105,12 @@ class ShardedHead(SharedByCopies):
         named = module.named_parameters(remove_duplicate=False)
         return {name: parameter for name, parameter in named if self.owns(parameter)}
 
+    @cached_property
+    def _changes_features(self) -> bool:
+        """Whether a layer before the first nn.Linear works in place, perhaps on a view, as nn.Flatten makes it."""
+        before_linear = takewhile(lambda layer: not isinstance(layer, nn.Linear), self.layers)
+        return any(getattr(layer, "inplace", False) for layer in before_linear)
+
     @property
     def draws_random_numbers(self) -> bool:
         """Whether the next call needs a seed."""
@@ -117,7 +126,7 @@ class ShardedHead(SharedByCopies):
             gradients: sums the parameters' gradients in backward, in the place of autograd.
         """
         bounds = None  # of the slices of x; None while every rank has all of it
-        if getattr(self.layers[0], "inplace", False):
+        if self._changes_features:
             x = x.clone()  # the caller still needs the features
         with seeded(seed, x.device):
             for layer in self.layers:

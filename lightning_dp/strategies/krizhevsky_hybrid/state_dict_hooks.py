@@ -27,6 +27,9 @@ class StateDictHooks(SharedByCopies):
     Args:
         head: in its sharded state.
         gathered: returns the gathered head, or None if there is none.
+
+    Attributes:
+        has_loaded: whether ``load_state_dict`` has given values to the head.
     """
 
     def __init__(self, head: ShardedHead, gathered: Callable[[], GatheredHead | None]) -> None:
@@ -34,6 +37,7 @@ class StateDictHooks(SharedByCopies):
         self._gathered = gathered
         self._leaves_rows = False  # set by `leaving_rows`
         self._has_warned = False
+        self.has_loaded = False
         self._registered = ExitStack()  # hooks of the layers, to be removed
 
     @contextmanager
@@ -85,6 +89,7 @@ class StateDictHooks(SharedByCopies):
             value = state.get(prefix + name)
             if not self._head.owns(parameter) or not isinstance(value, Tensor):
                 continue
+            self.has_loaded = True
             if value.shape == self._head.whole_shape(parameter):
                 state[prefix + name] = self._head.own_rows(value, parameter)
 

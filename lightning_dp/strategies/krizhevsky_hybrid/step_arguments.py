@@ -14,6 +14,19 @@ from lightning_dp.strategies.krizhevsky_hybrid.schemes import SubPass
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
 
 
+def require_features(value: Any, receiver: str) -> None:
+    """Raise ValueError if ``value`` cannot be features: ``receiver`` got something else, or in another order."""
+    if isinstance(value, Tensor) and value.dim() and (value.is_floating_point() or value.is_complex()):
+        return
+    what = f"a {type(value).__name__}"
+    if isinstance(value, Tensor):
+        what = f"a tensor of {value.dtype} with shape {tuple(value.shape)}"
+    raise ValueError(
+        f"{receiver} is {what}; it must be the features, one floating-point tensor with a row for each sample. Put "
+        "targets behind the features, and join several tensors of features with torch.cat(..., dim=1)"
+    )
+
+
 class StepArguments:
     """The arguments of one call of ``head_step``, by name.
 

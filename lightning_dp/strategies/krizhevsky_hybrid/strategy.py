@@ -65,8 +65,9 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
     - ``configure_ddp``: DDP refuses a module whose trunk is frozen.
     - ``training_step``, ``backward``, ``validation_step``: calls of the head are collective here.
     - ``on_validation_start``: gathers the head if no callback has done it.
-    - ``lightning_module_state_dict``, ``load_model_state_dict``, ``optimizer_state``, ``load_optimizer_state_dict``,
-      ``save_checkpoint``, ``load_checkpoint``, ``restore_checkpoint_after_setup``: rows to whole tensors, and back.
+    - ``on_exception``: names the rows as the likely cause of an error about shapes.
+    - ``lightning_module_state_dict``, ``optimizer_state``, ``load_optimizer_state_dict``, ``save_checkpoint``,
+      ``load_checkpoint``, ``restore_checkpoint_after_setup``: rows to whole tensors, and back.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
         """
         if self._fitting is None:
             raise RuntimeError("gather_head() was called outside of fit, where the head is whole on every rank")
-        self._fitting.takeover.gather_head()
+        self._fitting.gather()
 
     @override
     def setup(self, trainer: Any) -> None:
@@ -216,12 +217,6 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
             return fitting.module_state(super().lightning_module_state_dict)
 
     @override
-    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        super().load_model_state_dict(checkpoint, strict)  # `StateDictHooks` takes this rank's rows
-        if self._fitting is not None:
-            self._fitting.takeover.forget_gathered_head()
-
-    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state: dict[str, Any] = super().optimizer_state(optimizer)
         if self._fitting is None:
@@ -252,7 +247,7 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
         if self._fitting is None or not self._fitting.writes(is_plain):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
-            self._fitting.write(checkpoint, Path(filepath), self.barrier)
+            self._fitting.write(checkpoint, Path(filepath))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -276,6 +271,12 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
             self._end(interrupted=True)
             raise
         yield self._fitting
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._fitting is not None:
+            self._fitting.explain(exception)
 
     @override
     def teardown(self) -> None:

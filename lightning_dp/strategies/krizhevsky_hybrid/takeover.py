@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
@@ -35,8 +36,10 @@ from lightning_dp.strategies.krizhevsky_hybrid.counting_metrics import no_counti
 from lightning_dp.strategies.krizhevsky_hybrid.gathered_head import GatheredHead
 from lightning_dp.strategies.krizhevsky_hybrid.head_passes import HeadPasses
 from lightning_dp.strategies.krizhevsky_hybrid.head_update import clip_by_global_norm, update_head
+from lightning_dp.strategies.krizhevsky_hybrid.initial_rows import InitialRows
 from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import SharedByCopies
 from lightning_dp.strategies.krizhevsky_hybrid.state_dict_hooks import StateDictHooks
+from lightning_dp.strategies.krizhevsky_hybrid.step_arguments import require_features
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +71,7 @@ class Takeover(SharedByCopies):
         self._variable_batch = variable_batch
         self._optimizers = optimizers
         self._gathered: GatheredHead | None = None  # from `gather_head` to the next training step
+        self._initial: InitialRows | None = None  # from `remember_rows` to the first training step
         self.state_dict_hooks = StateDictHooks(passes.head, lambda: self._gathered)
         # If one of these raises, the block undoes those before it. The user's module must not keep half of them.
         with ExitStack() as stack:
@@ -82,15 +86,14 @@ class Takeover(SharedByCopies):
         """Put everything back, the last replacement first. A second call does nothing."""
         self._stack.close()
 
-    @property
-    def knows_head(self) -> bool:
-        """Whether the head was gathered since the last training step. The answer is the same on all ranks."""
-        return self._gathered is not None
+    def remember_rows(self) -> None:
+        """Remember the rows at the end of set-up, for a warning if a hook changes them before the first step."""
+        self._initial = InitialRows(self._passes.head)
 
     @property
     def has_current_head(self) -> bool:
         """Whether the head was gathered, and the rows of this rank are still those that were gathered."""
-        return self._gathered is not None and self._gathered.is_current
+        return self._gathered is not None and self._gathered.is_current and self._gathered.has_same_rows
 
     def gather_head(self) -> None:
         """Gather the head, so that each rank can call it alone until the next training step. All ranks must call it."""
@@ -116,6 +119,9 @@ class Takeover(SharedByCopies):
         """
         passes, module = self._passes, self._module
         num_steps = passes.num_steps
+        if self._initial is not None and not self.state_dict_hooks.has_loaded:
+            self._initial.warn_if_changed()
+        self._initial = None
         self.forget_gathered_head()
         with ExitStack() as stack:
             stack.enter_context(self.exchanging())
@@ -123,8 +129,9 @@ class Takeover(SharedByCopies):
                 stack.enter_context(replaced(module, "head_step", self._with_passes(cast(HeadStep, module.head_step))))
             try:
                 yield
-            except Exception:
-                if passes.num_calls == 0:
+            except Exception as error:
+                # Errors of ours name their own cause.
+                if passes.num_calls == 0 and not is_raised_here(error):
                     self._hint_at_weights()
                 raise
         if self._variable_batch and passes.num_steps == num_steps:
@@ -194,6 +201,7 @@ class Takeover(SharedByCopies):
             arguments = signature.bind(*args, **kwargs).arguments
             first = next(iter(arguments))
             features = arguments.pop(first)
+            require_features(features, f"head_step's first argument, {first!r},")
 
             def of_pass(x: Tensor, others: dict[str, Any]) -> Tensor:
                 bound = inspect.BoundArguments(signature, {first: x, **others})
@@ -216,7 +224,7 @@ class Takeover(SharedByCopies):
         if self._variable_batch and self._module.automatic_optimization and not (features.is_cuda and passes.num_steps):
             only_factor = 1 / trainer.accumulate_grad_batches
         update = self._update_head if self._variable_batch else None
-        with no_counting(self._module, passes):
+        with no_counting(self._module, passes.channel.world_size):
             return passes.step(features, arguments, head_step, update, others=others, only_factor=only_factor, **scale)
 
     def _update_head(self, gradients: Any) -> None:
@@ -224,6 +232,12 @@ class Takeover(SharedByCopies):
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         clip_by_global_norm(self._plugin.main_params(optimizer), clip_val, self._passes.head)
+
+
+def is_raised_here(error: BaseException) -> bool:
+    """Return whether a module of this package has raised ``error``, or called what raised it."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("lightning_dp.")
 
 
 @contextmanager

@@ -138,6 +138,25 @@ class NoOptimizer(StepNet):
         return None
 
 
+class TrunkOnly(StepNet):
+    """Leaves the head out of checkpoints."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        whole = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in whole.items() if not name.startswith("head.")}
+
+
+def _trunk_only(rank: int, folder: str) -> None:
+    runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, **_saving(folder))
+    runner.fit(TrunkOnly(), batches(rank, 2, steps=2))
+
+
+def test_a_module_may_leave_its_head_out_of_checkpoints(tmp_path):
+    run_processes(2, _trunk_only, str(tmp_path))
+    (file,) = tmp_path.glob("*.ckpt")
+    assert set(torch.load(file, weights_only=True)["state_dict"]) == set(TrunkOnly().state_dict())
+
+
 class FailsInSetup(StepNet):
     """On one rank only: no other rank can be asked for its rows then."""
 

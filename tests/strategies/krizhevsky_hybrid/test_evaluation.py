@@ -234,8 +234,8 @@ def _lone(rank: int) -> int:
 
 def test_an_evaluation_sends_the_parameters_once_and_nothing_else():
     num_parameters = len(list(HybridNet().head.parameters()))
-    # The sanity check, and one epoch. Each also asks whether a callback has changed the rows.
-    assert run_processes(2, _lone) == [2 * (num_parameters + 1)] * 2
+    # The sanity check, and one epoch. Each also asks twice whether a callback has changed the rows.
+    assert run_processes(2, _lone) == [2 * (num_parameters + 2)] * 2
 
 
 class AveragedForValidation(pl.Callback):

@@ -96,6 +96,17 @@ def test_the_remedy_is_one_that_works(head, remedy):
         divisible_layers(head, "head")
 
 
+class Warmup(StepNet):
+    def optimizer_step(self, *args, **kwargs):
+        super().optimizer_step(*args, **kwargs)
+
+
+def test_with_variable_batch_an_optimizer_step_of_the_module_would_not_run_for_the_head():
+    check(Warmup())
+    with pytest.raises(ValueError, match=r"Warmup overrides optimizer_step.*on_before_optimizer_step, which runs"):
+        check(Warmup(), variable_batch=True)
+
+
 def test_a_head_without_linear_layers():
     with pytest.raises(ValueError, match=r"model\.head has no nn\.Linear"):
         divisible_layers(nn.Sequential(nn.ReLU()), "model.head")

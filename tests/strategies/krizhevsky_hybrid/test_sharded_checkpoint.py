@@ -88,6 +88,30 @@ def test_it_goes_on_on_any_number_of_ranks_and_in_a_plain_trainer(tmp_path):
     assert_same(resumed, {name: expected[name] for name in resumed}, 1e-9)
 
 
+class OwnMetric(ScheduledNet):
+    """Its metric differs between ranks, as one that is logged without sync_dist does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("own", float(self.global_rank), on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def _named_by_metric(rank: int, folder: str) -> None:
+    saver = ModelCheckpoint(folder, filename="{own:.0f}", save_on_train_epoch_end=True)
+    runner = trainer(
+        KrizhevskyHybridStrategy(state_dict_type="sharded"), 2, enable_checkpointing=True, callbacks=[saver]
+    )
+    runner.fit(OwnMetric(), all_batches(1, steps=2))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_all_ranks_write_to_one_folder_even_if_they_would_name_it_differently(tmp_path):
+    run_processes(2, _named_by_metric, str(tmp_path))
+    (folder,) = tmp_path.iterdir()
+    assert folder.name == "own=0.ckpt"
+    assert len(list(folder.iterdir())) == 3
+
+
 def test_what_cannot_be_consolidated(tmp_path):
     with pytest.raises(ValueError, match="is not a sharded checkpoint: it has no checkpoint.ckpt"):
         consolidate_checkpoint(tmp_path, tmp_path / "whole.ckpt")

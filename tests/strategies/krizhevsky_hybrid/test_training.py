@@ -86,7 +86,7 @@ class InPlaceNet(StepNet):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.trunk[-1] = nn.Identity()  # tanh needs its output again
-        self.head[0] = nn.ReLU(inplace=True)
+        self.head[0] = nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True))  # in place on a view
 
 
 class EvalNet(StepNet):
@@ -95,6 +95,17 @@ class EvalNet(StepNet):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.eval()
+
+
+class BuiltEarlyNet(StepNet):
+    """Its optimizer is built before `fit`, with a state of the whole head."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.optimizer = torch.optim.Adagrad(self.parameters(), lr=0.1)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
 
 
 CASES: dict[str, tuple[type[HybridNet], dict[str, Any]]] = {
@@ -111,6 +122,7 @@ CASES: dict[str, tuple[type[HybridNet], dict[str, Any]]] = {
     "recomputed head in head_step": (RecomputedStepNet, {"gradient_clip_val": 0.05}),
     "frozen trunk": (FrozenTrunkNet, {}),
     "in place": (InPlaceNet, {}),
+    "optimizer built early": (BuiltEarlyNet, {}),
     "eval": (EvalNet, {"gradient_clip_val": 0.05}),
     "bf16": (StepNet, {"precision": "bf16-mixed"}),
 }
