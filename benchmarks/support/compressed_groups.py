@@ -54,12 +54,12 @@ class CompressedGroups:
         averages = [torch.zeros_like(buffer) for buffer in self._statistics]
         flats = []
         total = 0.0
-        for part, target in zip(x.chunk(num_groups), y.chunk(num_groups), strict=True):
+        for images, target in zip(x.chunk(num_groups), y.chunk(num_groups), strict=True):
             _copy(start, self._statistics)
-            loss = F.cross_entropy(self._model(part), target) / num_groups
+            loss = F.cross_entropy(self._model(images), target) / num_groups
             gradients = torch.autograd.grad(loss, self._parameters)
             pairs = zip(self._piece.parts, gradients, strict=True)
-            flats.append(torch.cat([bucket_part.info.as_flat(gradient) for bucket_part, gradient in pairs]))
+            flats.append(torch.cat([part.info.as_flat(gradient) for part, gradient in pairs]))
             total += loss.item()
             for average, buffer in zip(averages, self._statistics, strict=True):
                 average += buffer / num_groups

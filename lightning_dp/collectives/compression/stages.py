@@ -14,6 +14,9 @@ from lightning_dp.collectives.compression.parameters import ParameterInfo, Param
 from lightning_dp.collectives.compression.wire import Wire
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce, Stage
 
+Places = tuple[tuple[int, int], ...]
+"""Begin and end of the elements of a parameter that each member of the group carries."""
+
 
 class CompressedAllReduce:
     """A hierarchical all-reduce in which a compressor takes the place of the inter-group all-reduce.
@@ -33,9 +36,8 @@ class CompressedAllReduce:
         self.parameters = parameters
         self._wire = None if collective.inter_group is None else Wire(collective.inter_group)
         self._stages: dict[tuple[ParameterInfo, ...], CompressedStages] = {}
-        # Which elements of a parameter each member of the group carries: where its residual lies. All members know it
-        # of all parameters, so that they agree on when residuals must move.
-        self._places: dict[ParameterInfo, tuple[tuple[int, int], ...]] = {}
+        # Where residuals lie. All members know it of all parameters, so that they agree on when residuals must move.
+        self._places: dict[ParameterInfo, Places] = {}
         self._loaded: set[ParameterInfo] = set()
 
     @property
@@ -80,15 +82,10 @@ class CompressedAllReduce:
         self._places.clear()
         self._loaded.clear()
 
-    def places_change(self, pieces: Sequence[Piece]) -> bool:
-        """Note who carries what of a bucket; return whether anyone held a residual for something else before."""
-        changed = False
-        for info in {part.info: None for piece in pieces for part in piece.parts}:
-            places = tuple(
-                next(((part.begin, part.end) for part in piece.parts if part.info is info), (0, 0)) for piece in pieces
-            )
-            changed |= self._places.setdefault(info, places) != places
-            self._places[info] = places
+    def note_places(self, places: dict[ParameterInfo, Places]) -> bool:
+        """Note who carries what of a bucket from now on; return whether it was somebody else before."""
+        changed = any(self._places.get(info, own) != own for info, own in places.items())
+        self._places.update(places)
         return changed
 
 
@@ -109,7 +106,8 @@ class CompressedStages:
         member = self._collective.topology.group_rank(self._collective.rank)
         self._member = member
         self._piece = self._pieces[member] if member < len(self._pieces) else Piece(())
-        self._infos = infos
+        self._places = _places(infos, self._pieces)
+        self._keeps_residuals = any(map(owner.compressor.keeps_residual, infos))
         self._moving: Tensor | None = None  # residuals on their way to other members, as they lie in the bucket
 
     def _shards(self, buffer: Tensor) -> tuple[Tensor, ...]:
@@ -119,7 +117,7 @@ class CompressedStages:
         """Start to reduce ``buffer`` within the group; also the residuals, if other members are to carry them now."""
         works = self._collective.reduce_shards(self._shards(buffer))
         residuals = self._owner.compressor.residuals
-        if self._owner.places_change(self._pieces):
+        if self._owner.note_places(self._places) and self._keeps_residuals:
             parts = [residuals.expanded(part.info)[part.begin : part.end] for p in self._pieces for part in p.parts]
             # At most one member holds an element, so this sum of all members' residuals is exact.
             self._moving = torch.cat(parts)
@@ -127,7 +125,7 @@ class CompressedStages:
         # What other members carry must not be counted twice when residuals move. It is here if it moves now, and after
         # a checkpoint was loaded, which gives all members the residuals of their group.
         carried = set() if self._moving is not None else {part.info for part in self._piece.parts}
-        for info in self._infos:
+        for info in self._places:
             if info not in carried:
                 residuals.drop(info)
         return works
@@ -150,3 +148,11 @@ class CompressedStages:
     def describe(self, stage: Stage) -> str:
         """Return the ranks that take part in a stage, worded for an error message."""
         return self._collective.describe(stage)
+
+
+def _places(infos: Sequence[ParameterInfo], pieces: Sequence[Piece]) -> dict[ParameterInfo, Places]:
+    places = {info: [(0, 0)] * len(pieces) for info in infos}
+    for member, piece in enumerate(pieces):
+        for part in piece.parts:
+            places[part.info][member] = (part.begin, part.end)
+    return {info: tuple(each) for info, each in places.items()}

@@ -1,4 +1,4 @@
-"""Each compressor against one process that plays all groups: to the bit where rounding decides, else to 1e-10."""
+"""Each compressor against one process that plays all groups: bitwise where rounding decides, else within 1e-10."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def int8_oracle(num_groups, dtype=torch.float32):
 
 @pytest.mark.parametrize("num_groups", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_8_bits_are_to_the_bit_those_of_one_process_that_plays_all_groups(num_groups, dtype):
+def test_8_bits_are_bitwise_those_of_one_process_that_plays_all_groups(num_groups, dtype):
     groups = int8_oracle(num_groups, dtype)
     expected = [
         [g.sum([gradients(step, group, dtype)[place] for group in range(num_groups)]) for place, g in enumerate(groups)]

@@ -38,7 +38,7 @@ def averaged(rank, choice):
     return results, state.bytes_sent
 
 
-def test_gradients_are_those_of_one_process_to_the_bit():
+def test_gradients_are_bitwise_those_of_one_process():
     ranks = [local_gradients(rank, network().double()) for rank in range(2)]
     # Blocks are numbered in the order in which the hook first sees parameters, in the one bucket of the first step.
     groups = [oracle.Int8Groups(2, gradient.numel(), first, torch.float64) for first, gradient in enumerate(ranks[0])]

@@ -69,34 +69,41 @@ def same(got, right):
     return all(torch.equal(a, b) for a, b in zip(got, right, strict=True))
 
 
-def rebuild(rank, residuals_move=True):
+def rebuild(rank, broken=None):
     dist.init_process_group("gloo")
-    if not residuals_move:
-        CompressedAllReduce.places_change = lambda self, pieces: False
-        get = CompressedStages.intra_group_reduce
+    if broken == "residuals stay with ranks":
+        CompressedAllReduce.note_places = lambda self, places: False
+    if broken == "residuals are lost":
+        reduce = CompressedStages.intra_group_reduce
 
-        def without_assertions(self, buffer):
-            for info in self._infos:  # a residual that lies elsewhere is missing, instead of an assertion
+        def without_residuals(self, buffer):
+            for info in self._places:
                 self._owner.compressor.residuals.drop(info)
-            return get(self, buffer)
+            return reduce(self, buffer)
 
-        CompressedStages.intra_group_reduce = without_assertions
+        CompressedStages.intra_group_reduce = without_residuals
     right = expected(4)
     for communicator in ("leader", "sharded"):
         job = Job(rank, 2, communicator, Int8())
         for step in range(4):
             assert same(job.step(step, rebuilt), right[step]), f"{communicator}, step {step}"
-        assert job.all_reduce.bytes_sent == (0 if communicator == "leader" and rank % 2 else job.all_reduce.bytes_sent)
-    return True
+        assert (job.all_reduce.bytes_sent == 0) == (communicator == "leader" and rank % 2 == 1)
 
 
 def test_8_bits_are_those_of_one_process_with_each_communicator_and_after_a_rebuild_of_buckets():
     run_processes(WORLD_SIZE, rebuild)
 
 
-def test_they_differ_after_a_rebuild_if_residuals_are_lost():
-    with pytest.raises(RankError, match="leader, step 1"):
-        run_processes(WORLD_SIZE, rebuild, False)
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("residuals are lost", "leader, step 1"),
+        ("residuals stay with ranks", "sharded, step 1|the residual lies on another rank"),
+    ],
+)
+def test_they_differ_after_a_rebuild_if_residuals_do_not_follow_their_parameters(broken, message):
+    with pytest.raises(RankError, match=message):
+        run_processes(WORLD_SIZE, rebuild, broken, grace=1.0)
 
 
 def save_and_load(rank, restore=True):
@@ -123,7 +130,6 @@ def save_and_load(rank, restore=True):
                 assert same(got, job.step(step, rebuilt)), f"{communicator}, {choice}, step {step}"
             if choice == "int8":
                 regroup(rank, box[0], communicator)
-    return True
 
 
 def assert_same_state(got, right, choice):
