@@ -84,10 +84,11 @@ class Int8(Compressor):
 
 def _sum_blocks(values: Tensor, sums: Tensor, owner: Tensor, wire: Wire) -> Iterator[None]:
     """Write the carriers' sum of blocks (R, `BLOCK`) to ``sums``, and leave the residual in ``values``."""
-    owned = [(owner == rank).nonzero().view(-1) for rank in range(wire.num_ranks)]
+    owned = _owned_rows(owner, wire.num_ranks)
+    counts = torch.bincount(owner, minlength=wire.num_ranks).tolist()
     # Step 1: each carrier sends every owner its blocks.
     quantized = quantize(values)
-    inbox = _empty_messages([len(owned[wire.rank])] * wire.num_ranks)
+    inbox = _empty_messages([counts[wire.rank]] * wire.num_ranks)
     exchange = wire.start([_pack(_select(quantized, rows)) for rows in owned], inbox)
     yield
     exchange.wait()
@@ -95,14 +96,14 @@ def _sum_blocks(values: Tensor, sums: Tensor, owner: Tensor, wire: Wire) -> Iter
     for message in inbox[1:]:
         total += _unpack(message).decode(values.dtype)
     # Step 2: each owner sends all carriers its sums.
-    outbox = _empty_messages([len(rows) for rows in owned])
+    outbox = _empty_messages(counts)
     exchange = wire.start([_pack(quantize(total))] * wire.num_ranks, outbox)
     # An owner has also rounded its own contribution, so both roundings add up in its residual.
-    values.index_add_(0, owned[wire.rank], total)
+    values[owned[wire.rank]] += total
     yield
     exchange.wait()
     for rows, message in zip(owned, outbox, strict=True):
-        sums.index_copy_(0, rows, _unpack(message).decode(sums.dtype))
+        sums[rows] = _unpack(message).decode(sums.dtype)
 
 
 def quantize(values: Tensor) -> Quantized:
@@ -145,13 +146,22 @@ def _owner(parts: Sequence[Part], num_ranks: int) -> Tensor:
     return torch.cat(numbers) % num_ranks
 
 
-def _select(quantized: Quantized, rows: Tensor) -> Quantized:
+def _owned_rows(owner: Tensor, num_ranks: int) -> Sequence[slice | Tensor]:
+    """Return the rows that each rank owns: as slices if all rows follow each other in the model, which is faster."""
+    first = int(owner[0])
+    if torch.equal(owner, (torch.arange(len(owner)) + first) % num_ranks):
+        return [slice((rank - first) % num_ranks, None, num_ranks) for rank in range(num_ranks)]
+    return [(owner == rank).nonzero().view(-1) for rank in range(num_ranks)]
+
+
+def _select(quantized: Quantized, rows: slice | Tensor) -> Quantized:
     return Quantized(quantized.integers[rows], quantized.scales[rows])
 
 
 def _pack(quantized: Quantized) -> Tensor:
     """Return scales and integers as the bytes of one message."""
-    return torch.cat([quantized.scales.view(torch.uint8), quantized.integers.view(-1).view(torch.uint8)])
+    scales = quantized.scales.contiguous().view(torch.uint8)
+    return torch.cat([scales, quantized.integers.reshape(-1).view(torch.uint8)])
 
 
 def _unpack(message: Tensor) -> Quantized:
