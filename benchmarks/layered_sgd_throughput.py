@@ -1,6 +1,8 @@
-"""Step time of layered SGD and of its rivals on hosts with limited links: DDP, compressed DDP, post-local SGD.
+"""Step time of layered SGD and of its rivals on hosts with limited links: DDP, compressed DDP, FSDP2, local SGD.
 
     python benchmarks/layered_sgd_throughput.py                            # 2 hosts x 2 ranks, then 4 x 1; all rates
+    python benchmarks/layered_sgd_throughput.py --clip 1.0                 # with clipping by the norm
+    python benchmarks/layered_sgd_throughput.py --rates 200mbit --methods "layered SGD step, leader, int8"
     python benchmarks/layered_sgd_throughput.py --hosts 4 --per-host 1 --rates 200mbit 1gbit
     python benchmarks/layered_sgd_throughput.py --rates 1gbit none --compute real
 
@@ -9,14 +11,16 @@ of 25.5 MB, 100 ms to load a batch. Emulated compute: the rank sleeps 50 ms in f
 whose device is at work; two cores can carry four ranks that way. Real compute: a convolutional network on the cores.
 
 All methods run in the same processes, round after round, forward and backward in turn. A ratio compares two runs of
-one round; its spread is the minimum and the maximum over the rounds. The first three steps of a run are not measured.
+one round; its spread is the minimum and the maximum over the rounds. The first four steps of a run are not measured.
 PowerSGD compresses from the third step on (start_powerSGD_iter=2, warm start and error feedback as torch recommends),
 so every measured step is a compressed one; in a real training torch recommends to start after a tenth of the steps. All
 its gradients are in one bucket: torch's hook crashes over gloo with several.
 
 Bound: the larger of compute + loading, and the bytes that must cross a host's link over its rate: 2 (G-1)/G of the
-payload for G hosts. The payload is the gradients; half of them for bf16; the factors and the uncompressed vectors for
-PowerSGD; a fourth of the parameters for post-local SGD, which averages every fourth step.
+payload for G hosts. The payload is the gradients; half of them for bf16, a fourth and the scales for int8; the factors
+and the uncompressed vectors for PowerSGD; a fourth of the parameters for post-local SGD, which averages every fourth
+step, and of the gradients for DDP that accumulates four batches. The int8 hook of DDP sends each rank's bytes directly
+to all others, so twice the bound's bytes leave a host with two ranks.
 
 Exact are the methods that compute synchronous SGD, up to the order of sums. The table shows for each one how far its
 parameters are from DDP's at the end of a run: the largest difference over the largest distance that DDP moved any one.
@@ -29,7 +33,6 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from support.bars import Bar, draw_bars
 from support.command_line import benchmark_parser, output_folder, parse
 from support.data_parallel_methods import REFERENCE, Method, inter_host_bytes, methods
@@ -37,11 +40,12 @@ from support.emulated_compute import TimedModule, Timing, slow_loader
 from support.emulated_hosts import bytes_per_s, rate_name
 from support.host_jobs import Job, add_worker_option, measure_on_hosts, run_benchmark
 from support.report import markdown_table, write_report
+from support.sharded_strategies import flat_parameters
 from support.spread import min_max, ratios, turn_order
 from support.training import StepClock, make_trainer, quiet
 from torch import Tensor
 
-WARM_UP = 3
+WARM_UP = 4  # so that the measured steps begin with a new window of accumulated batches
 SMOKE = {
     "hosts": [2], "per_host": [1], "rates": ["1gbit"], "steps": 1, "rounds": 1, "width": 64,
     "load_ms": 1.0, "forward_ms": 1.0, "backward_ms": 1.0,
@@ -65,8 +69,22 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--forward-ms", type=float, default=50.0, help="of emulated compute")
     options.add_argument("--backward-ms", type=float, default=100.0, help="of emulated compute")
     options.add_argument("--width", type=int, default=1024, help="of emulated layers; 1024 gives 25.5 MB")
+    options.add_argument("--clip", type=float, help="clip gradients to this norm (default: no clipping)")
+    options.add_argument("--methods", nargs="+", help=f"rows to measure beside {REFERENCE} (default: all)")
     add_worker_option(options)
     return options
+
+
+def chosen_methods(options: argparse.Namespace, per_host: int) -> dict[str, Method]:
+    """Return the rows of the table; the reference comes first."""
+    rows = methods(per_host)
+    if options.methods is None:
+        return rows
+    if unknown := [name for name in options.methods if name not in rows]:
+        raise SystemExit(
+            f"--methods {unknown[0]!r} is not known with {per_host} ranks on a host; use one of {list(rows)}"
+        )
+    return {name: row for name, row in rows.items() if name == REFERENCE or name in options.methods}
 
 
 def timing_of(options: argparse.Namespace) -> Timing:
@@ -76,7 +94,7 @@ def timing_of(options: argparse.Namespace) -> Timing:
 def worker(job: Job) -> RateResult:
     """One rank: train with every method in turn, round after round."""
     quiet()
-    rows = methods(job.per_host)
+    rows = chosen_methods(job.options, job.per_host)
     step_s: dict[str, list[float]] = {name: [] for name in rows}
     difference: dict[str, list[float]] = {name: [] for name in rows}
     for turn in range(job.options.rounds):
@@ -100,19 +118,14 @@ def train(job: Job, name: str, method: Method) -> tuple[float, Tensor, Tensor]:
     """Train once; return the seconds a step, and all parameters before and after."""
     num_steps = job.options.steps + WARM_UP
     clock = StepClock(WARM_UP)
-    trainer = make_trainer(
-        method.make(), per_host=job.per_host, num_hosts=job.num_hosts, max_steps=num_steps, callbacks=[clock]
-    )
+    options = {"max_steps": num_steps, "gradient_clip_val": job.options.clip, **method.trainer_options}
+    trainer = make_trainer(method.make(), per_host=job.per_host, num_hosts=job.num_hosts, callbacks=[clock], **options)
     module = module_of(job)
     before = flat_parameters(module)
     trainer.fit(module, slow_loader(num_steps, job.world_size, job.options.compute, timing_of(job.options)))
     if trainer.is_global_zero:
         print(f"  {rate_name(job.rate):>14}  {name:24} {clock.step_s * 1e3:7.1f} ms a step", flush=True)
     return clock.step_s, before, flat_parameters(module)
-
-
-def flat_parameters(module: torch.nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
 def bound_s(options: argparse.Namespace, num_hosts: int, rate: str, payload_bytes: float) -> float:
@@ -131,7 +144,7 @@ def rate_table(options: argparse.Namespace, num_hosts: int, per_host: int, rate:
         "MB across a host's link", "bound, ms", "time over bound",
     ]  # fmt: skip
     rows = []
-    for name, method in methods(per_host).items():
+    for name, method in chosen_methods(options, per_host).items():
         payload = method.payload_bytes(result["shapes"])
         bound = bound_s(options, num_hosts, rate, payload)
         step_s = result["step_s"][name]
@@ -161,7 +174,7 @@ def draw(
                 1e3 * bound_s(options, num_hosts, rate, method.payload_bytes(result["shapes"])),
                 hatched=bool(method.departs),
             )
-            for name, method in methods(per_host).items()
+            for name, method in chosen_methods(options, per_host).items()
         ]
     draw_bars(
         panels,
@@ -178,8 +191,10 @@ def report(arguments: argparse.Namespace) -> None:
     """Measure every topology at every rate, and write tables and plots."""
     topologies: Sequence[tuple[int, int]] = list(zip(arguments.hosts, arguments.per_host, strict=True))
     for num_hosts, per_host in topologies:
-        folder = output_folder(arguments, f"{num_hosts}x{per_host}-{arguments.compute}")
-        title = f"{num_hosts} hosts x {per_host} ranks, {arguments.compute} compute"
+        chosen_methods(arguments, per_host)  # a wrong name ends here, not on the hosts
+        clipped = "" if arguments.clip is None else "-clipped"
+        folder = output_folder(arguments, f"{num_hosts}x{per_host}-{arguments.compute}{clipped}")
+        title = f"{num_hosts} hosts x {per_host} ranks, {arguments.compute} compute{clipped.replace('-', ', ')}"
         results: dict[str, RateResult] = {}
         for rate in arguments.rates:
             print(f"{title}, {rate_name(rate)}", flush=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,11 +15,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dp.strategies import LayeredSGDStrategy
+from lightning_dp.collectives import CompressionState, compression_hook
+from lightning_dp.collectives.compression.parameters import BLOCK
+from lightning_dp.strategies import LayeredSGDStrategy, PowerSGD
 from support.comm_hooks import POWER_SGD_BUCKET_MB, POWER_SGD_RANK, HookedDDPStrategy, bf16_hook, power_sgd_state
+from support.sharded_strategies import ShardedStrategy
 
 FLOAT_BYTES = 4
 LOCAL_STEPS = 4  # of post-local SGD between two averages of the parameters
+ACCUMULATED_STEPS = 4  # batches between two updates
 REFERENCE = "DDP"
 
 Shapes = Sequence[Sequence[int]]  # of all parameters
@@ -33,11 +37,13 @@ class Method:
         make: returns the strategy.
         payload_bytes: bytes a step that an all-reduce over all ranks must combine, for parameters of these shapes.
         departs: what it computes instead of synchronous SGD; empty where it is exact, up to the order of sums.
+        trainer_options: options of the Trainer.
     """
 
     make: Callable[[], Any]
     payload_bytes: Callable[[Shapes], float]
     departs: str = ""
+    trainer_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class PostLocalSGD(DDPStrategy):
@@ -89,22 +95,63 @@ def power_sgd_bytes(shapes: Shapes, rank: int = POWER_SGD_RANK, min_compression_
     return float(FLOAT_BYTES * elements)
 
 
-def _layered(overlap: Any, communicator: Any) -> Callable[[], Any]:
-    return lambda: LayeredSGDStrategy(overlap=overlap, communicator=communicator)
+def half_bytes(shapes: Shapes) -> float:
+    """Return the bytes of 16-bit gradients."""
+    return full_bytes(shapes) / 2
+
+
+def int8_bytes(shapes: Shapes) -> float:
+    """Return the bytes of 8-bit gradients, with a float32 scale for each block of each parameter."""
+    return float(sum(-(-math.prod(shape) // BLOCK) * (BLOCK + FLOAT_BYTES) for shape in shapes))
+
+
+def _layered(overlap: Any, communicator: Any, compression: Any = None) -> Callable[[], Any]:
+    return lambda: LayeredSGDStrategy(overlap=overlap, communicator=communicator, compression=compression)
+
+
+BF16_DEPARTS = "gradients and their sums rounded to bfloat16"
+INT8_DEPARTS = "gradients and their sums rounded to 8 bits, with error feedback"
+POWER_SGD_DEPARTS = f"gradients approximated by rank {POWER_SGD_RANK}, with error feedback"
 
 
 def methods(per_host: int) -> dict[str, Method]:
     """Return the methods by name; the first one is the reference of the others.
 
     Args:
-        per_host: ranks on a host. With one rank, leader and sharded communicators are the same, and stand once.
+        per_host: ranks on a host. With one rank, leader and sharded communicators are the same, and stand once; and
+            HSDP is FSDP2 with nothing sharded.
     """
-    rows = {
+    communicators = ("leader", "sharded") if per_host > 1 else ("leader",)
+    rows = _rivals()
+    if per_host > 1:
+        rows["HSDP"] = Method(lambda: ShardedStrategy(shards_inside_hosts=True), full_bytes)
+    for overlap in ("load", "step"):
+        for communicator in communicators:
+            name = f"layered SGD {overlap}, {communicator}" if per_host > 1 else f"layered SGD {overlap}"
+            rows[name] = Method(_layered(overlap, communicator), full_bytes)
+    for communicator in communicators:
+        name = f"layered SGD step, {communicator}" if per_host > 1 else "layered SGD step"
+        rows[f"{name}, bf16"] = Method(_layered("step", communicator, "bf16"), half_bytes, BF16_DEPARTS)
+        rows[f"{name}, int8"] = Method(_layered("step", communicator, "int8"), int8_bytes, INT8_DEPARTS)
+    name = "layered SGD step, leader" if per_host > 1 else "layered SGD step"
+    rows[f"{name}, PowerSGD rank {POWER_SGD_RANK}"] = Method(
+        _layered("step", "leader", PowerSGD(POWER_SGD_RANK)), power_sgd_bytes, POWER_SGD_DEPARTS
+    )
+    return rows
+
+
+# Long because it is a table.
+def _rivals() -> dict[str, Method]:
+    return {
         REFERENCE: Method(lambda: DDPStrategy(gradient_as_bucket_view=True), full_bytes),
         "DDP + bf16 hook": Method(
-            lambda: HookedDDPStrategy(bf16_hook, gradient_as_bucket_view=True),
-            lambda shapes: full_bytes(shapes) / 2,
-            "gradients and their sums rounded to bfloat16",
+            lambda: HookedDDPStrategy(bf16_hook, gradient_as_bucket_view=True), half_bytes, BF16_DEPARTS
+        ),
+        "DDP + int8 hook": Method(
+            # Torch has no such hook. This is the compressor of layered SGD, between all ranks.
+            lambda: HookedDDPStrategy(compression_hook, lambda: CompressionState("int8"), gradient_as_bucket_view=True),
+            int8_bytes,
+            INT8_DEPARTS,
         ),
         f"DDP + PowerSGD rank {POWER_SGD_RANK}": Method(
             lambda: HookedDDPStrategy(
@@ -114,19 +161,22 @@ def methods(per_host: int) -> dict[str, Method]:
                 bucket_cap_mb=POWER_SGD_BUCKET_MB,
             ),
             power_sgd_bytes,
-            f"gradients approximated by rank {POWER_SGD_RANK}, with error feedback",
+            POWER_SGD_DEPARTS,
+        ),
+        f"DDP, {ACCUMULATED_STEPS} batches a step": Method(
+            lambda: DDPStrategy(gradient_as_bucket_view=True),
+            lambda shapes: full_bytes(shapes) / ACCUMULATED_STEPS,
+            f"one update for {ACCUMULATED_STEPS} batches",
+            # Lightning counts updates in max_steps: here the loader's end is the run's.
+            {"accumulate_grad_batches": ACCUMULATED_STEPS, "max_steps": -1, "max_epochs": 1},
         ),
         "post-local SGD": Method(
             PostLocalSGD,
             lambda shapes: full_bytes(shapes) / LOCAL_STEPS,
             f"gradients averaged inside a host only, parameters over all ranks every {LOCAL_STEPS} steps",
         ),
+        "FSDP2": Method(ShardedStrategy, full_bytes),
     }
-    for overlap in ("load", "step"):
-        for communicator in ("leader", "sharded") if per_host > 1 else ("leader",):
-            name = f"layered SGD {overlap}, {communicator}" if per_host > 1 else f"layered SGD {overlap}"
-            rows[name] = Method(_layered(overlap, communicator), full_bytes)
-    return rows
 
 
 def inter_host_bytes(payload_bytes: float, num_hosts: int) -> float:

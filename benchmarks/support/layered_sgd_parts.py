@@ -102,10 +102,12 @@ class _DDP:
 class _Communicator:
     """In place of the communicator: takes each bucket through all stages at once."""
 
+    compressed = None
+
     def __init__(self) -> None:
         self.have_arrived = True
 
-    def submit(self, index: int, buffer: Tensor) -> BucketReduction:
+    def submit(self, index: int, buffer: Tensor, parameters: Sequence[Tensor]) -> BucketReduction:
         reduction = BucketReduction(index, buffer, cast(Any, _Collective(self.have_arrived)))
         reduction.reduce_intra_group()
         reduction.all_reduce_inter_group()

@@ -6,10 +6,11 @@ overlaps them with loading, backward and the next forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from lightning_dp.collectives.groups import create_groups, destroy_group
 from lightning_dp.collectives.topology import RankTopology
 
 CommunicatorMode = Literal["leader", "sharded"]
+Stage = Literal["inside", "between", "all"]
 AllReduce = Callable[[Tensor, dist.ProcessGroup], object]
 
 
@@ -70,6 +72,11 @@ class HierarchicalAllReduce:
         self._broadcast_group = create_groups(intra_group, rank, timeout, backend) if has_intra_group else None
         self._inter_group = create_groups(inter_group, rank, timeout, backend)
 
+    @property
+    def inter_group(self) -> dist.ProcessGroup | None:
+        """The ranks that carry the same shard, one of each group of ranks; None if this rank carries none."""
+        return self._inter_group
+
     def intra_group_reduce(self, buffer: Tensor) -> list[dist.Work]:
         """Start to reduce ``buffer`` within the group: group rank k gets the sum of shard k (Algorithm 3, lines 6, 15).
 
@@ -79,11 +86,15 @@ class HierarchicalAllReduce:
         Returns:
             The handles to wait for before `inter_group_all_reduce`.
         """
+        return self.reduce_shards(self._shards(buffer))
+
+    def reduce_shards(self, shards: Sequence[Tensor]) -> list[dist.Work]:
+        """Start to reduce shard k to group rank k, for all shards; all members of the group call it."""
         if self._reduce_group is None:
             return []
         return [
             dist.reduce(shard, group=self._reduce_group, group_dst=member, async_op=True)
-            for member, shard in enumerate(self._shards(buffer))
+            for member, shard in enumerate(shards)
         ]
 
     def inter_group_all_reduce(self, buffer: Tensor) -> None:
@@ -100,17 +111,34 @@ class HierarchicalAllReduce:
         Returns:
             The handles to wait for before ``buffer`` is read.
         """
+        return self.broadcast_shards(self._shards(buffer))
+
+    def broadcast_shards(self, shards: Sequence[Tensor]) -> list[dist.Work]:
+        """Start to broadcast shard k from group rank k, for all shards; all members of the group call it."""
         if self._broadcast_group is None:
             return []
         return [
             dist.broadcast(shard, group=self._broadcast_group, group_src=member, async_op=True)
-            for member, shard in enumerate(self._shards(buffer))
+            for member, shard in enumerate(shards)
         ]
+
+    def gather_group_sums(self, tensor: Tensor) -> list[Tensor] | None:
+        """Sum ``tensor`` within each group, and return the groups' sums on global rank 0, None on the others.
+
+        Every rank of the job must call it, while no stage is under way. ``tensor`` is changed.
+        """
+        for work in self.reduce_shards([tensor]):
+            work.wait()
+        if self.topology.group_rank(self.rank) != 0:
+            return None
+        sums = [torch.empty_like(tensor) for _ in range(self.topology.num_groups)] if self.rank == 0 else None
+        dist.gather(tensor, sums, group=self._inter_group, group_dst=0)
+        return sums
 
     def _shards(self, buffer: Tensor) -> tuple[Tensor, ...]:
         return buffer.tensor_split(self.num_shards)
 
-    def describe(self, stage: Literal["inside", "between", "all"]) -> str:
+    def describe(self, stage: Stage) -> str:
         """Return the ranks that take part in a stage with this rank, worded for an error message."""
         where, ranks = {
             "inside": (f"inside group {self.topology.group_of(self.rank)}", self.topology.members(self.rank)),

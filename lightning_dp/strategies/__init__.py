@@ -1,6 +1,7 @@
 """Strategies: how gradients and updates travel between ranks."""
 
+from lightning_dp.collectives.compression.options import PowerSGD
 from lightning_dp.strategies.krizhevsky_hybrid import KrizhevskyHybridStrategy, consolidate_checkpoint
 from lightning_dp.strategies.layered_sgd import LayeredSGDStrategy
 
-__all__ = ["KrizhevskyHybridStrategy", "LayeredSGDStrategy", "consolidate_checkpoint"]
+__all__ = ["KrizhevskyHybridStrategy", "LayeredSGDStrategy", "PowerSGD", "consolidate_checkpoint"]

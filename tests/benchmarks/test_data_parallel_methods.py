@@ -10,13 +10,16 @@ from support.data_parallel_methods import (
     LOCAL_STEPS,
     REFERENCE,
     full_bytes,
+    int8_bytes,
     inter_host_bytes,
     methods,
     power_sgd_bytes,
 )
 from support.emulated_compute import TimedModule, Timing, slow_loader
+from support.sharded_strategies import flat_parameters
 from support.training import make_trainer, quiet
 
+from lightning_dp.strategies import LayeredSGDStrategy
 from tests.ranks import run_processes
 
 STEPS = 9
@@ -30,12 +33,17 @@ class Steps(pl.Callback):
     def __init__(self, sent: list[int]) -> None:
         self.sent = sent
         self.per_step: list[int] = []
+        self.compressed: list[int] = []  # by layered SGD since the start
 
     def on_train_batch_start(self, *_) -> None:
         self.sent.append(0)
 
-    def on_train_batch_end(self, *_) -> None:
+    def on_train_batch_end(self, trainer, *_) -> None:
         self.per_step = list(self.sent)
+        strategy = trainer.strategy
+        if isinstance(strategy, LayeredSGDStrategy):
+            strategy.finish_update()
+            self.compressed.append(strategy.compressed_bytes_sent or 0)
 
 
 def train(rank: int, names: list[str], width: int = WIDTH) -> dict:
@@ -54,16 +62,24 @@ def train(rank: int, names: list[str], width: int = WIDTH) -> dict:
         steps = Steps(sent)
         dist.all_reduce = counted
         try:
-            strategy = methods(per_host=1)[name].make()
-            trainer = make_trainer(strategy, per_host=1, num_hosts=2, max_steps=STEPS, callbacks=[steps])
+            method = methods(per_host=1)[name]
+            strategy = method.make()
+            options = {"max_steps": STEPS, **method.trainer_options}
+            trainer = make_trainer(strategy, per_host=1, num_hosts=2, callbacks=[steps], **options)
             module = TimedModule("emulated", FAST, width)
-            before = torch.cat([p.detach().flatten() for p in module.parameters()])
+            before = flat_parameters(module)
             trainer.fit(module, slow_loader(STEPS, 2, "emulated", FAST))
         finally:
             dist.all_reduce = all_reduce
-        after = torch.cat([p.detach().flatten() for p in module.parameters()])
+        after = flat_parameters(module)
         buckets = len(getattr(getattr(strategy, "state", None), "error_dict", ()))
-        results[name] = {"sent": steps.per_step, "buckets": buckets, "before": before.tolist(), "after": after.tolist()}
+        results[name] = {
+            "sent": steps.per_step,
+            "compressed": steps.compressed,
+            "buckets": buckets,
+            "before": before.tolist(),
+            "after": after.tolist(),
+        }
     return results
 
 
@@ -107,6 +123,15 @@ def test_compressed_methods_send_the_bytes_of_the_formula_in_every_measured_step
     assert trained[0][name]["sent"][3:] == [bound] * (STEPS - 3)
 
 
+@pytest.mark.parametrize("choice", ["bf16", "int8", "PowerSGD rank 4"])
+def test_compressed_layered_sgd_sends_the_bytes_of_the_formula_in_every_step(trained, choice):
+    name = f"layered SGD step, {choice}"
+    bound = inter_host_bytes(methods(per_host=1)[name].payload_bytes(shapes()), 2)
+    # Of both hosts, because the shares of the two may differ by an element or a block.
+    sent = [sum(both) for both in zip(*(rank[name]["compressed"] for rank in trained), strict=True)]
+    assert sent == [2 * bound * (step + 1) for step in range(STEPS)]
+
+
 def test_power_sgd_does_not_compress_before_its_start(trained):
     assert trained[0]["DDP + PowerSGD rank 4"]["sent"][:2] == [full_bytes(shapes())] * 2
 
@@ -134,6 +159,11 @@ def test_power_sgd_keeps_vectors_and_small_matrices_whole():
     assert power_sgd_bytes([[8, 8]]) == 256
     assert power_sgd_bytes([[1024, 1024]]) == 4 * 4 * 2048
     assert power_sgd_bytes([[64, 3, 11, 11]]) == 4 * 4 * (64 + 3 * 11 * 11)
+
+
+def test_int8_has_a_scale_for_each_block_of_each_parameter():
+    assert int8_bytes([[256]]) == 260
+    assert int8_bytes([[1], [257]]) == 3 * 260
 
 
 def test_a_host_sends_twice_its_share_of_the_payload():

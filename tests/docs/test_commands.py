@@ -43,6 +43,7 @@ NOT_RUN = {
     "python recipes/train.py experiment=cifar10_resnet20 data.root=DIR": "needs CIFAR-10 and a GPU; composed only",
     "python recipes/train.py experiment=digits_resnet20 trainer=gpu": "needs a GPU; composed only",
     "python benchmarks/all_reduce.py": "needs root and network namespaces; arguments parsed only",
+    "python benchmarks/compression_accuracy.py": "needs CIFAR-10 and hours; arguments parsed only",
     "python benchmarks/global_batch_norm_accuracy.py": "needs CIFAR-10 and hours; arguments parsed only",
     "python benchmarks/global_batch_norm_throughput.py": "minutes on a quiet machine; arguments parsed only",
     "python benchmarks/hybrid_accuracy.py": "needs CIFAR-10 and hours; arguments parsed only",

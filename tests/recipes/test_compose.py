@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
 from lightning_dp import Memonger
+from lightning_dp.strategies import PowerSGD
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -30,6 +31,20 @@ def test_the_demo_has_two_groups():
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("train", ["experiment=digits_resnet20"])
     assert instantiate(config.strategy).topology_of(1, config.trainer.devices).num_groups == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("null", None),
+        ("int8", "int8"),
+        ("{_target_:lightning_dp.strategies.PowerSGD,rank:2}", PowerSGD(rank=2)),
+    ],
+)
+def test_compression_is_an_option_of_layered_sgd(override, expected):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("train", ["experiment=digits_resnet20", f"strategy.compression={override}"])
+    assert instantiate(config.strategy)._options.compression == expected
 
 
 def test_memonger_is_an_option_of_every_run():

@@ -14,6 +14,7 @@ OVERRIDES = {
     LayeredSGDStrategy: [
         "_configure_launcher",
         "lightning_module_state_dict",
+        "load_checkpoint",
         "on_exception",
         "on_train_end",
         "on_validation_start",
@@ -21,6 +22,7 @@ OVERRIDES = {
         "optimizer_step",
         "post_backward",
         "pre_backward",
+        "save_checkpoint",
         "setup",
         "teardown",
         "training_step",

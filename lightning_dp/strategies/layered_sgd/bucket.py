@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dp.collectives.compression.stages import CompressedStages
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
 from lightning_dp.collectives.host_copy import HostCopy
 from lightning_dp.collectives.tracing import OnStage
@@ -68,7 +69,7 @@ class BucketReduction:
         self,
         index: int,
         buffer: Tensor,
-        collective: HierarchicalAllReduce,
+        collective: HierarchicalAllReduce | CompressedStages,
         stream: torch.cuda.Stream | None = None,
         on_host: bool = False,
         release: Callable[[], None] | None = None,

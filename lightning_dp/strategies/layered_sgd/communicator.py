@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dp.collectives.compression.stages import CompressedAllReduce
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
 from lightning_dp.collectives.tracing import OnStage
 from lightning_dp.strategies.layered_sgd.bucket import BucketReduction, blame
@@ -53,6 +55,7 @@ class Communicator:
         device: where the buckets are.
         on_host: sum copies of the buckets in host memory; ``collective`` then needs groups that can, such as gloo's.
         on_stage: called with name, start and end of each stage, and of the time that the training thread waits.
+        compressed: performs the stages in place of ``collective``, with a compressed stage between groups.
     """
 
     def __init__(
@@ -63,8 +66,10 @@ class Communicator:
         device: torch.device,
         on_host: bool = False,
         on_stage: OnStage | None = None,
+        compressed: CompressedAllReduce | None = None,
     ) -> None:
         self._collective = collective
+        self.compressed = compressed
         self._on_stage = on_stage
         self._timeout_s = timeout.total_seconds()
         self._on_host = on_host
@@ -80,15 +85,16 @@ class Communicator:
         self._thread = threading.Thread(target=self._run, name="lightning_dp communicator", daemon=True)
         self._thread.start()
 
-    def submit(self, index: int, buffer: Tensor) -> BucketReduction:
+    def submit(self, index: int, buffer: Tensor, parameters: Sequence[Tensor] = ()) -> BucketReduction:
         """Start the sum of ``buffer`` over all ranks, in place: immediately if ``prioritized``, else after `release`.
+
+        ``parameters`` are those whose gradients lie in the buffer, in its order; only compression needs them.
 
         Every rank submits the same indices in the same order, and an index again only after `BucketReduction.wait` has
         returned for it.
         """
-        bucket = BucketReduction(
-            index, buffer, self._collective, self._stream, self._on_host, self.release, self._on_stage
-        )
+        stages = self._collective if self.compressed is None else self.compressed.stages_of(parameters)
+        bucket = BucketReduction(index, buffer, stages, self._stream, self._on_host, self.release, self._on_stage)
         self._held.append(bucket)
         if self._order_group is not None:
             self.release()

@@ -113,16 +113,18 @@ def _span_bytes(tensor: Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def check_options(ddp_kwargs: dict[str, Any], **choices: tuple[str, Iterable[str]]) -> None:
-    """Raise ValueError for a value that is not among its choices, or an option of DDP that cannot be given.
-
-    Args:
-        ddp_kwargs: options of DDPStrategy and DistributedDataParallel; ``gradient_as_bucket_view`` is taken out.
-        **choices: value and possible values, by name.
-    """
+def check_options(**choices: tuple[str, Iterable[str]]) -> None:
+    """Raise ValueError for a value that is not among its choices: value and possible values, by name."""
     for name, (value, allowed) in choices.items():
         if value not in allowed:
             raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(map(repr, allowed))}")
+
+
+def check_ddp_options(ddp_kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for an option of DDPStrategy and DistributedDataParallel that cannot be given.
+
+    ``gradient_as_bucket_view`` is taken out of ``ddp_kwargs``.
+    """
     for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision"):
         if ddp_kwargs.get(name) is not None:
             raise ValueError(

@@ -48,8 +48,8 @@ class Postponement:
         self._strategy_name = strategy_name
         self._warned_of: set[str] = set()
         self._is_in_training_step = False
-        self.is_use_hidden = hides_parameter_use(module)
-        self._before_forward = before_forward or self.is_use_hidden
+        self._is_use_hidden = hides_parameter_use(module)
+        self._before_forward = before_forward or self._is_use_hidden
         shared = overlapping_parameters(module)
         if shared is not None:
             self._stop_within_forward(f"{shared[0]} and {shared[1]} share memory")
@@ -70,6 +70,11 @@ class Postponement:
         if reason is not None:
             self._warn_at_once(reason)
         return reason is None
+
+    @property
+    def uses_gradients_unseen(self) -> bool:
+        """Whether a compiled ``training_step`` steps its optimizers itself: nothing tells when it uses gradients."""
+        return self._is_use_hidden and not self._module.automatic_optimization
 
     @property
     def goes_by_bucket(self) -> bool:

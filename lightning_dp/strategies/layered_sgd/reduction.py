@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dp._private.torch_names import without_torch_function
+from lightning_dp.collectives.compression.stages import CompressedAllReduce
 from lightning_dp.strategies.layered_sgd.bucket import BucketReduction
 from lightning_dp.strategies.layered_sgd.communicator import Communicator
 from lightning_dp.strategies.layered_sgd.fork_guard import ForkGuard
@@ -62,8 +63,8 @@ class LayeredReduction:
         """
         # Divided before the sum, as DDP does, so that 16-bit sums do not overflow (Algorithm 3 divides after it).
         buffer = bucket.buffer().div_(self._world_size)
-        reduction = self._communicator.submit(bucket.index(), buffer)
         parameters = bucket.parameters()
+        reduction = self._communicator.submit(bucket.index(), buffer, parameters)
         self._reductions.update(dict.fromkeys(parameters, reduction))
         self._watch.add(parameters)
         done: torch.futures.Future[Tensor] = torch.futures.Future(
@@ -133,6 +134,11 @@ class LayeredReduction:
         self._watch.remove(self._not_seen)
         self._not_seen.clear()
 
+    @property
+    def compressed(self) -> CompressedAllReduce | None:
+        """The compressed all-reduce, with what it keeps between steps; None if sums are exact."""
+        return self._communicator.compressed
+
     def own_gradients(self) -> None:
         """Give each parameter a gradient of its own, instead of a view of the bucket. Call `wait_for_gradients` first.
 
@@ -141,6 +147,17 @@ class LayeredReduction:
         """
         for parameter in self._reductions:
             self._own_gradient(parameter)
+
+    def with_own_gradients(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that runs ``closure``, and waits for its gradients, which each parameter then owns."""
+
+        def closure_then_gradients() -> Any:
+            output = closure()
+            self.wait_for_gradients()
+            self.own_gradients()
+            return output
+
+        return closure_then_gradients
 
     def _own_gradient(self, parameter: Tensor) -> None:
         bucket = self._reductions[parameter].buffer.untyped_storage().data_ptr()

@@ -14,13 +14,14 @@ from typing_extensions import override
 
 from lightning_dp._lightning import DDPStrategy, OwnTrainerOnly
 from lightning_dp._private.lightning_names import ddp_options, register_ddp_hooks, strategy_timeout, wrap_in_ddp
-from lightning_dp.collectives.hierarchical import AllReduce, HierarchicalAllReduce, native_all_reduce
-from lightning_dp.collectives.ring import ring_all_reduce
+from lightning_dp.collectives.compression.options import Compression
+from lightning_dp.collectives.compression.stages import CompressedAllReduce
 from lightning_dp.collectives.topology import RankTopology
 from lightning_dp.collectives.tracing import OnStage
 from lightning_dp.strategies.layered_sgd.bucket import WAIT, blame
-from lightning_dp.strategies.layered_sgd.communicator import Communicator
-from lightning_dp.strategies.layered_sgd.policy import check_options, check_supported
+from lightning_dp.strategies.layered_sgd.compression_checkpoint import CompressionCheckpoint
+from lightning_dp.strategies.layered_sgd.options import CommunicatorOptions
+from lightning_dp.strategies.layered_sgd.policy import check_ddp_options, check_supported
 from lightning_dp.strategies.layered_sgd.postponement import Postponement
 from lightning_dp.strategies.layered_sgd.reduction import LayeredReduction
 from lightning_dp.strategies.unfreezing import ReducedParameters
@@ -29,8 +30,6 @@ log = logging.getLogger(__name__)
 
 # Small enough that the first layers' gradients need not wait long for their bucket's turn, large enough for the link.
 BUCKET_CAP_MB = 2.0
-
-ALL_REDUCES: dict[str, AllReduce] = {"native": native_all_reduce, "ring": ring_all_reduce}
 
 
 class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
@@ -54,11 +53,14 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
             published; on GPUs each bucket is first copied to pinned host memory. ``"gpu"``: where they are, by the
             job's own backend. On NCCL that can deadlock, and a warning says so: the communicator's collectives and
             DDP's are issued by two threads, in no fixed order.
+        compression: of the stage between groups: None, exact; ``"bf16"`` or ``"fp16"``, rounded to 16 bits; ``"int8"``
+            or `PowerSGD`, with error feedback, which is in checkpoints. All but None give up synchronous SGD's result.
         **ddp_kwargs: options of DDPStrategy and DistributedDataParallel. With several groups, ``bucket_cap_mb``
             defaults to 2.
 
     Raises:
-        ValueError: a value is not one of those above, the world size is not a multiple of ``group_size``,
+        ValueError: a value is not one of those above, two do not go together (``compression`` with sums on GPUs or a
+            ring, `PowerSGD` with ``"sharded"``), the world size is not a multiple of ``group_size``,
             ``communicator_device="gpu"`` without GPUs, or an option of DDP takes the place of the communication hook
             (``ddp_comm_hook``, ``gradient_as_bucket_view=False``, ...).
 
@@ -73,6 +75,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
     - ``optimizer_step``: stages the update instead of applying it.
     - ``on_train_end``, ``on_validation_start``, ``lightning_module_state_dict``, ``optimizer_state``, ``on_exception``:
       apply what is pending, so that nothing is lost and evaluation runs without a watch over the parameters.
+    - ``save_checkpoint``, ``load_checkpoint``: with what compression has left out.
     """
 
     def __init__(
@@ -82,25 +85,18 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         overlap: Literal["load", "step"] = "step",
         all_reduce: Literal["native", "ring"] = "native",
         communicator_device: Literal["cpu", "gpu"] = "cpu",
+        compression: Compression | None = None,
         **ddp_kwargs: Any,
     ) -> None:
-        check_options(
-            ddp_kwargs,
-            communicator=(communicator, ("leader", "sharded")),
-            overlap=(overlap, ("load", "step")),
-            all_reduce=(all_reduce, tuple(ALL_REDUCES)),
-            communicator_device=(communicator_device, ("cpu", "gpu")),
-        )
+        self._options = CommunicatorOptions(communicator, overlap, all_reduce, communicator_device, compression)
+        check_ddp_options(ddp_kwargs)
         super().__init__(gradient_as_bucket_view=True, **ddp_kwargs)
         self._group_size = group_size
-        self._communicator_mode = communicator
-        self._overlap = overlap
-        self._all_reduce = ALL_REDUCES[all_reduce]
-        self._communicator_device = communicator_device
         self._reduced: ReducedParameters | None = None  # only while fitting
         # None outside of fit, and with a single group.
         self._reduction: LayeredReduction | None = None
         self._postponement: Postponement | None = None
+        self._compression_checkpoint = CompressionCheckpoint(compression, type(self).__name__)
         self._waited_s = 0.0
         self.on_stage: OnStage | None = None
         """Told of each stage of the reduction: its name, start and end (s, `time.perf_counter`). For plots."""
@@ -123,14 +119,19 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         """Total time that this rank has waited for gradients (s); None with a single group, where DDP reduces them."""
         return None if self._reduction is None else self._waited_s
 
+    @property
+    def compressed_bytes_sent(self) -> int | None:
+        """Bytes that this rank has sent to other groups in this fit; None without compression, where none counts."""
+        return None if self._compressed is None else self._compressed.bytes_sent
+
+    @property
+    def _compressed(self) -> CompressedAllReduce | None:
+        return None if self._reduction is None else self._reduction.compressed
+
     @override
     def _configure_launcher(self) -> None:
         _ = self.topology  # raises where the groups would not be equal
-        devices = self.parallel_devices or []
-        if self._communicator_device == "gpu" and any(device.type == "cpu" for device in devices):
-            raise ValueError(
-                "communicator_device='gpu' needs gradients on GPUs, but this job trains on CPU; remove the option"
-            )
+        self._options.check_job(self.parallel_devices or [], self.precision_plugin)
         super()._configure_launcher()
 
     @override
@@ -144,32 +145,22 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
             self._reduced = ReducedParameters(self.lightning_module)
             if several_groups:
                 self._start(trainer, self.model)
+            else:
+                self._compression_checkpoint.warn_of_no_effect()
 
     def _start(self, trainer: Any, model: DistributedDataParallel) -> None:
         module = self.lightning_module
         assert module is not None
         check_supported(module, self.optimizers, type(self).__name__)
-        self._reduction = LayeredReduction(self._make_communicator(), self.world_size, module)
+        name = type(self).__name__
+        communicator = self._options.make_communicator(
+            self.topology, self.global_rank, self.root_device, self.process_group_backend, strategy_timeout(self),
+            self._report_stage, module, name,
+        )  # fmt: skip
+        self._compression_checkpoint.restore(communicator.compressed)
+        self._reduction = LayeredReduction(communicator, self.world_size, module)
         self._reduction.feed_from(model)
-        self._postponement = Postponement(
-            self._reduction, trainer, module, self._overlap == "load", type(self).__name__
-        )
-
-    def _make_communicator(self) -> Communicator:
-        timeout = strategy_timeout(self)
-        on_host = self._communicator_device == "cpu" and self.root_device.type != "cpu"
-        if not on_host and "nccl" in str(self.process_group_backend):
-            log.warning(
-                f"{type(self).__name__}(communicator_device='gpu'): NCCL may deadlock, because the communicator and "
-                "DDP issue collectives in an order that differs between ranks; use communicator_device='cpu', the "
-                "default, which does not use NCCL"
-            )
-        backend = "gloo" if on_host else None
-        collective = HierarchicalAllReduce(
-            self.topology, self.global_rank, self._communicator_mode, timeout, backend, self._all_reduce
-        )
-        prioritized = self._overlap == "step"
-        return Communicator(collective, prioritized, timeout, self.root_device, on_host, self._report_stage)
+        self._postponement = Postponement(self._reduction, trainer, module, self._options.overlap == "load", name)
 
     def _report_stage(self, stage: str, start_s: float, end_s: float) -> None:
         if stage == WAIT:
@@ -217,8 +208,8 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         super().post_backward(closure_loss)
         if self._reduction is not None and self._postponement is not None:
             self._reduction.end_backward()
-            if self._postponement.is_use_hidden and not self._is_automatic:
-                self._reduction.wait_for_gradients()  # the compiled training_step then uses them unseen
+            if self._postponement.uses_gradients_unseen:
+                self._reduction.wait_for_gradients()
 
     @override
     @torch.compiler.disable
@@ -228,14 +219,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         if not postponement.is_allowed(optimizer):
             reduction.finish_update()
-
-            def closure_then_gradients() -> Any:
-                output = closure()
-                reduction.wait_for_gradients()
-                reduction.own_gradients()
-                return output
-
-            return super().optimizer_step(optimizer, closure_then_gradients, model, **kwargs)
+            return super().optimizer_step(optimizer, reduction.with_own_gradients(closure), model, **kwargs)
         output = closure()
 
         def whole_step() -> None:
@@ -246,10 +230,6 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         by_bucket = postponement.goes_by_bucket and not kwargs
         reduction.stage(optimizer, None if by_bucket else postponement.with_present_clipping(whole_step))
         return output
-
-    @property
-    def _is_automatic(self) -> bool:
-        return self.lightning_module is not None and self.lightning_module.automatic_optimization
 
     def finish_update(self) -> None:
         """Apply what is left of the postponed update. Afterwards the parameters are those of synchronous SGD."""
@@ -263,6 +243,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
     @override
     def on_train_end(self) -> None:
         self._bring_up_to_date()  # also gradients that manual optimization leaves
+        self._compression_checkpoint.keep(self._compressed)
         super().on_train_end()
 
     @override
@@ -281,6 +262,21 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         return super().optimizer_state(optimizer)
 
     @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        self._bring_up_to_date()
+        self._compression_checkpoint.add_to(checkpoint, self._compressed)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._compression_checkpoint.take_from(checkpoint)
+        if self._compressed is not None and "optimizer_states" in checkpoint:
+            self._bring_up_to_date()
+            self._compression_checkpoint.restore(self._compressed)  # in the middle of a fit, as lr_find does
+        return checkpoint
+
+    @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         try:
@@ -291,6 +287,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
     @override
     def teardown(self) -> None:
         self._reduced = None
+        self._compression_checkpoint.forget()
         if self._postponement is not None:
             self._postponement.close()
             self._postponement = None

@@ -16,7 +16,7 @@ from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_dp.collectives.host_copy import HostCopy
 from lightning_dp.strategies import LayeredSGDStrategy
-from lightning_dp.strategies.layered_sgd import strategy as layered_sgd
+from lightning_dp.strategies.layered_sgd import options as layered_sgd
 from lightning_dp.strategies.layered_sgd.communicator import Communicator
 from tests.ranks import RankError, run_processes
 from tests.strategies.modules import SMALL_BUCKETS_MB, Net, assert_same, data, snapshot, trainer
@@ -31,9 +31,9 @@ needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs
 class OnHost(Communicator):
     """Copies buckets that are in host memory already, as it would those of a GPU."""
 
-    def __init__(self, collective, prioritized, timeout, device, on_host, on_stage):
+    def __init__(self, collective, prioritized, timeout, device, on_host, on_stage, compressed):
         assert not on_host, "on a CPU there is nothing to copy"
-        super().__init__(collective, prioritized, timeout, device, True, on_stage)
+        super().__init__(collective, prioritized, timeout, device, True, on_stage, compressed)
 
 
 def layered(group_size: int = 1, **options: Any) -> LayeredSGDStrategy:

@@ -1,0 +1,228 @@
+"""Accuracy with compressed sums between groups, beside exact sums: ResNet-20 on CIFAR-10, groups played on one device.
+
+    python benchmarks/compression_accuracy.py --root DIR   # DIR holds cifar-10-batches-py; 63 runs on one core
+    python benchmarks/compression_accuracy.py --root DIR --seeds 1 --groups 4 --choices exact int8
+    python benchmarks/compression_accuracy.py              # no new runs: table and plot of those that there are
+
+One device does the work of all groups, exactly. A batch is cut into a slice for each group, whose gradient is computed
+with batch norm statistics of its own. The gradients are summed by the compressors of `LayeredSGDStrategy` themselves,
+one for each group, in threads that exchange the messages which groups would send. Running statistics are averaged over
+the groups.
+
+4,096 training images, seen 5 times in batches of 128; 4,000 test images. All settings have their first seed before any
+has its second. A difference compares two runs with the same seed and groups; its spread is the standard error over the
+seeds. Aim: within 0.3 points of the exact sum, or within the standard error. Each run ends as a line of results.jsonl;
+a run that is there is not done again. Writes results.json, table.md and accuracy.png, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+import torch
+from support.command_line import benchmark_parser, output_folder, parse
+from support.compressed_groups import CHOICES, EXACT, CompressedGroups
+from support.headless import pyplot
+from support.random_cifar10 import RandomCIFAR10
+from support.report import describe_machine, markdown_table, write_report
+
+from lightning_dp.data import CIFAR10
+from lightning_dp.models import resnet20
+
+SMOKE = {
+    "seeds": 2, "groups": [2], "choices": [EXACT, "int8", "PowerSGD rank 4"], "batch_size": 8, "epochs": 1,
+    "train_images": 16, "test_images": 16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all runs have in common."""
+
+    batch_size: int
+    epochs: int
+    train_images: int
+    test_images: int
+    lr_at_128: float = 0.1  # in proportion to the batch; falls linearly to 0
+
+
+class Run(NamedTuple):
+    """One training run."""
+
+    choice: str
+    num_groups: int
+    seed: int
+
+
+def parser() -> argparse.ArgumentParser:
+    options = benchmark_parser(__doc__, __file__)
+    options.add_argument("--root", help="folder that holds cifar-10-batches-py; without it nothing is trained")
+    options.add_argument("--seeds", type=int, default=3)
+    options.add_argument("--groups", type=int, nargs="+", default=[2, 4, 8])
+    options.add_argument("--choices", nargs="+", choices=list(CHOICES), default=list(CHOICES))
+    options.add_argument("--batch-size", type=int, default=128, help="of all groups together")
+    options.add_argument("--epochs", type=int, default=5)
+    options.add_argument("--train-images", type=int, default=4096)
+    options.add_argument("--test-images", type=int, default=4000)
+    return options
+
+
+def cifar10(run: Run, settings: Settings, root: str | None) -> CIFAR10:
+    """Return the data; random images without ``root``, for smoke runs."""
+    if root is None:
+        data: CIFAR10 = RandomCIFAR10(
+            settings.train_images, batch_size=settings.batch_size, eval_batch_size=settings.test_images, seed=run.seed
+        )
+    else:
+        data = CIFAR10(
+            root, val_size=0, train_limit=settings.train_images, test_limit=settings.test_images,
+            batch_size=settings.batch_size, seed=run.seed,
+        )  # fmt: skip
+    data.setup()
+    return data
+
+
+def train(run: Run, settings: Settings, root: str | None) -> dict[str, Any]:
+    """Train and test; return the test accuracy in percent, and the last epoch's training loss."""
+    torch.manual_seed(run.seed)
+    data = cifar10(run, settings, root)
+    loader: Any = data.train_dataloader()
+    network: Any = resnet20()
+    model = network.to(memory_format=torch.channels_last)
+    groups = CompressedGroups(model, run.num_groups, run.choice)
+    lr = settings.lr_at_128 * settings.batch_size / 128
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=1e-4)
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, settings.epochs * len(loader))
+    losses: list[float] = []
+    for epoch in range(settings.epochs):
+        loader.sampler.set_epoch(epoch)
+        losses = []
+        for x, y in loader:
+            losses.append(groups.backward(x.contiguous(memory_format=torch.channels_last), y))
+            optimizer.step()
+            decay.step()
+    return {"test": 100 * accuracy(model, data.test_dataloader()), "train_loss": mean(losses)}
+
+
+@torch.no_grad()
+def accuracy(model: torch.nn.Module, loader: Any) -> float:
+    """Return the share of images that the model classifies correctly in evaluation."""
+    model.eval()
+    correct = [model(x.contiguous(memory_format=torch.channels_last)).argmax(1) == y for x, y in loader]
+    return torch.cat(correct).float().mean().item()
+
+
+def plan(arguments: argparse.Namespace) -> list[Run]:
+    """Return all runs, seed by seed; the exact ones are always among them."""
+    choices = dict.fromkeys([EXACT, *arguments.choices])
+    seeds = range(1, arguments.seeds + 1)
+    return [Run(choice, groups, seed) for seed in seeds for groups in arguments.groups for choice in choices]
+
+
+def read(path: Path, settings: Settings) -> dict[Run, dict[str, Any]]:
+    """Return the runs in ``path`` that had these settings."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {Run(**line["run"]): line for line in lines if line["settings"] == asdict(settings)}
+
+
+def do_missing(runs: list[Run], settings: Settings, root: str | None, path: Path) -> None:
+    """Do the runs that ``path`` lacks, one after the other, and append each to it."""
+    missing = [run for run in runs if run not in read(path, settings)]
+    for number, run in enumerate(missing, 1):
+        begin = time.perf_counter()
+        result = train(run, settings, root)
+        seconds = time.perf_counter() - begin
+        line = {"run": run._asdict(), "settings": asdict(settings), **result, "seconds": seconds}
+        with path.open("a") as file:
+            file.write(json.dumps({**line, "machine": describe_machine()}) + "\n")
+        what = f"{run.choice}, {run.num_groups} groups, seed {run.seed}"
+        print(f"[{number}/{len(missing)}] {what}: test {result['test']:.1f} %, {seconds:.0f} s", flush=True)
+
+
+def differences(done: dict[Run, dict[str, Any]], choice: str, num_groups: int) -> list[float]:
+    """Return how many points more than the exact sum a choice reaches, for each seed."""
+    seeds = sorted({run.seed for run in done})
+    pairs = [(done.get(Run(choice, num_groups, seed)), done.get(Run(EXACT, num_groups, seed))) for seed in seeds]
+    return [a["test"] - b["test"] for a, b in pairs if a is not None and b is not None]
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean; NaN for fewer than two values."""
+    return stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+
+
+def table_rows(done: dict[Run, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the figures of each choice and number of groups."""
+    rows = []
+    for choice, num_groups in dict.fromkeys((run.choice, run.num_groups) for run in done):
+        tests = [line["test"] for run, line in done.items() if (run.choice, run.num_groups) == (choice, num_groups)]
+        more = differences(done, choice, num_groups)
+        figures = {"test": mean(tests), "more": mean(more), "error": standard_error(more), "num_seeds": len(tests)}
+        rows.append({"choice": choice, "num_groups": num_groups, **figures})
+    return rows
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw the difference to the exact sum against the number of groups, with standard errors."""
+    figure, axes = pyplot().subplots(figsize=(6.4, 4.2), layout="constrained")
+    axes.axhspan(-0.3, 0.3, color="#dddddd", label="aim: within 0.3 points")
+    for place, choice in enumerate(dict.fromkeys(row["choice"] for row in rows if row["choice"] != EXACT)):
+        own = [row for row in rows if row["choice"] == choice]
+        # Side by side, so that the error bars of several choices can be told apart.
+        x = [row["num_groups"] * 1.03**place for row in own]
+        axes.errorbar(x, [row["more"] for row in own], [row["error"] for row in own], marker="o", label=choice)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="groups", ylabel="test accuracy over the exact sum's, points (standard error)")
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    pyplot().close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parser()
+    arguments = parse(options, SMOKE, argv)
+    if indivisible := [count for count in arguments.groups if arguments.batch_size % count]:
+        options.error(f"--batch-size {arguments.batch_size} cannot be cut into {indivisible[0]} equal slices")
+    settings = Settings(arguments.batch_size, arguments.epochs, arguments.train_images, arguments.test_images)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    folder = output_folder(arguments)
+    path = folder / "results.jsonl"
+    runs = plan(arguments)
+    if arguments.root is not None or arguments.smoke:
+        do_missing(runs, settings, arguments.root, path)
+    done = {run: line for run, line in read(path, settings).items() if run in runs}
+    if not done:
+        print(f"left out: no runs in {path}, and no --root with CIFAR-10 to do them")
+        return
+    rows = table_rows(done)
+    header = [
+        "sum between groups",
+        "groups",
+        "test accuracy, %",
+        "over the exact sum's, points ± standard error",
+        "seeds",
+    ]
+    table = markdown_table(
+        header,
+        [
+            [row["choice"], str(row["num_groups"]), f"{row['test']:.2f}", f"{row['more']:+.2f} ± {row['error']:.2f}",
+             str(row["num_seeds"])]
+            for row in rows
+        ],
+    )  # fmt: skip
+    title = f"ResNet-20 on CIFAR-10, {len(done)} of {len(runs)} runs, {settings}"
+    results = {"machines": sorted({line["machine"] for line in done.values()}), "rows": rows}
+    write_report(folder, arguments, title, table, results)
+    draw(rows, folder / "accuracy.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""The hierarchical all-reduce of layered SGD with a compressed stage between the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dp.collectives.compression.compressor import Compressor
+from lightning_dp.collectives.compression.parameters import ParameterInfo, ParameterTable, Part, Piece, cut
+from lightning_dp.collectives.compression.wire import Wire
+from lightning_dp.collectives.hierarchical import HierarchicalAllReduce, Stage
+
+Places = tuple[tuple[int, int], ...]
+"""Begin and end of the elements of a parameter that each member of the group carries."""
+
+
+class CompressedAllReduce:
+    """A hierarchical all-reduce in which a compressor takes the place of the inter-group all-reduce.
+
+    The sum within a group stays exact, and one compressor works for the group: the leader's, or each member's for its
+    shard.
+
+    Args:
+        collective: its groups and its stages within a group are used.
+        compressor: sums a piece over the groups.
+        parameters: all parameters, by name and in one order on all ranks.
+    """
+
+    def __init__(self, collective: HierarchicalAllReduce, compressor: Compressor, parameters: ParameterTable) -> None:
+        self.collective = collective
+        self.compressor = compressor
+        self.parameters = parameters
+        self._wire = None if collective.inter_group is None else Wire(collective.inter_group)
+        self._stages: dict[tuple[ParameterInfo, ...], CompressedStages] = {}
+        # Where residuals lie. All members know it of all parameters, so that they agree on when residuals must move.
+        self._places: dict[ParameterInfo, Places] = {}
+        self._loaded: set[ParameterInfo] = set()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent to other groups."""
+        return 0 if self._wire is None else self._wire.bytes_sent
+
+    def stages_of(self, parameters: Sequence[Tensor]) -> CompressedStages:
+        """Return the stages of a bucket that holds the gradients of these parameters, in this order."""
+        infos = tuple(self.parameters(parameter) for parameter in parameters)
+        if infos not in self._stages:
+            self._stages[infos] = CompressedStages(self, infos)
+        return self._stages[infos]
+
+    def all_reduce(self, tensor: Tensor, piece: Piece) -> None:
+        """Sum this rank's piece of a bucket over the groups, in place."""
+        assert self._wire is not None, "this rank carries nothing"
+        self.compressor.all_reduce(tensor, piece, self._wire)
+
+    def residual_to_sum(self, info: ParameterInfo) -> Tensor | None:
+        """Return this member's part of its group's residual, (numel,): the members' sum is the group's. A copy.
+
+        None, on all ranks alike, if no gradient of the parameter has been reduced yet and no residual was loaded.
+        """
+        if info in self._places:
+            return self.compressor.residuals.expanded(info)
+        if info not in self._loaded:
+            return None
+        residual = self.compressor.residuals.expanded(info)
+        # All members have all of it until the first bucket tells who carries what.
+        return residual if self.collective.topology.group_rank(self.collective.rank) == 0 else residual.zero_()
+
+    def load_residual(self, info: ParameterInfo, flat: Tensor) -> None:
+        """Put ``flat``, (numel,), in place of the residual of this rank's group. All members of a group call it."""
+        self.compressor.residuals.keep(Part(info, 0, info.numel), flat)
+        self._places.pop(info, None)
+        self._loaded.add(info)
+
+    def clear(self) -> None:
+        """Forget what the compressor has kept. Every rank must call it, while no bucket is under way."""
+        self.compressor.clear()
+        self._places.clear()
+        self._loaded.clear()
+
+    def note_places(self, places: dict[ParameterInfo, Places]) -> bool:
+        """Note who carries what of a bucket from now on; return whether it was somebody else before."""
+        changed = any(self._places.get(info, own) != own for info, own in places.items())
+        self._places.update(places)
+        return changed
+
+
+class CompressedStages:
+    """The stages of one bucket: what `BucketReduction` calls. Made anew when DDP changes its buckets.
+
+    Args:
+        owner: does the work.
+        infos: the parameters of the bucket, in its order.
+    """
+
+    def __init__(self, owner: CompressedAllReduce, infos: tuple[ParameterInfo, ...]) -> None:
+        self._owner = owner
+        self._collective = owner.collective
+        self._pieces = cut(infos, self._collective.num_shards)
+        sizes = [sum(part.numel for part in piece.parts) for piece in self._pieces]
+        self._bounds = list(accumulate(sizes))[:-1]
+        member = self._collective.topology.group_rank(self._collective.rank)
+        self._member = member
+        self._piece = self._pieces[member] if member < len(self._pieces) else Piece(())
+        self._places = _places(infos, self._pieces)
+        self._keeps_residuals = any(map(owner.compressor.keeps_residual, infos))
+        self._moving: Tensor | None = None  # residuals on their way to other members, as they lie in the bucket
+
+    def _shards(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        return torch.tensor_split(buffer, self._bounds)
+
+    def intra_group_reduce(self, buffer: Tensor) -> list[dist.Work]:
+        """Start to reduce ``buffer`` within the group; also the residuals, if other members are to carry them now."""
+        works = self._collective.reduce_shards(self._shards(buffer))
+        residuals = self._owner.compressor.residuals
+        if self._owner.note_places(self._places) and self._keeps_residuals:
+            parts = [residuals.expanded(part.info)[part.begin : part.end] for p in self._pieces for part in p.parts]
+            # At most one member holds an element, so this sum of all members' residuals is exact.
+            self._moving = torch.cat(parts)
+            works += self._collective.reduce_shards(self._shards(self._moving))
+        # What other members carry must not be counted twice when residuals move. It is here if it moves now, and after
+        # a checkpoint was loaded, which gives all members the residuals of their group.
+        carried = set() if self._moving is not None else {part.info for part in self._piece.parts}
+        for info in self._places:
+            if info not in carried:
+                residuals.drop(info)
+        return works
+
+    def inter_group_all_reduce(self, buffer: Tensor) -> None:
+        """Sum this rank's shard over the groups, compressed, and wait for the result."""
+        if self._collective.inter_group is None:
+            return
+        if self._moving is not None:
+            moved = self._piece.split(self._shards(self._moving)[self._member])
+            self._moving = None
+            for part, residual in zip(self._piece.parts, moved, strict=True):
+                self._owner.compressor.residuals.keep(part, residual.clone())
+        self._owner.all_reduce(self._shards(buffer)[self._member], self._piece)
+
+    def intra_group_broadcast(self, buffer: Tensor) -> list[dist.Work]:
+        """Start to broadcast each shard within the group."""
+        return self._collective.broadcast_shards(self._shards(buffer))
+
+    def describe(self, stage: Stage) -> str:
+        """Return the ranks that take part in a stage, worded for an error message."""
+        return self._collective.describe(stage)
+
+
+def _places(infos: Sequence[ParameterInfo], pieces: Sequence[Piece]) -> dict[ParameterInfo, Places]:
+    places = {info: [(0, 0)] * len(pieces) for info in infos}
+    for member, piece in enumerate(pieces):
+        for part in piece.parts:
+            places[part.info][member] = (part.begin, part.end)
+    return {info: tuple(each) for info, each in places.items()}

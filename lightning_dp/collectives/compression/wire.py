@@ -1,0 +1,101 @@
+"""Messages between the ranks that carry a piece of a bucket, and an all-reduce made of them. All bytes are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dp.collectives.point_to_point import Transfer, post
+from lightning_dp.collectives.ring_schedule import chunk_bounds
+
+SEGMENT = 128 * 1024
+"""Elements that are processed together, while the messages of other segments are on their way."""
+
+
+class Wire:
+    """Direct messages between all ranks of a group. One thread at a time may use it.
+
+    Args:
+        group: the ranks that carry the same piece, one of each group of ranks.
+
+    Attributes:
+        bytes_sent: of all messages that this rank has started to send.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.num_ranks = group.size()
+        self.rank = group.rank()
+        self.bytes_sent = 0
+
+    def start(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Exchange:
+        """Start to send ``outgoing[k]`` to rank k, and to fill ``incoming[k]`` with what rank k sends to this rank.
+
+        Every rank of the group must call it, in one order, with tensors in host memory that are contiguous and whose
+        sizes the receivers know. None of them may be changed before `Exchange.wait`. This rank's own message is copied.
+
+        Raises:
+            PeerError: a peer has died.
+        """
+        incoming[self.rank].copy_(outgoing[self.rank])
+        peers = [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks)]
+        received, sent = post(
+            self._group, [(incoming[peer], peer) for peer in peers], [(outgoing[peer], peer) for peer in peers]
+        )
+        self.bytes_sent += sum(outgoing[peer].nbytes for peer in peers)
+        return Exchange([*received, *sent])
+
+    def all_reduce(self, tensor: Tensor, message_dtype: torch.dtype, sum_dtype: torch.dtype) -> None:
+        """Replace ``tensor``, (numel,), by its sum over the ranks, in place; bitwise identical on all ranks.
+
+        Each value is rounded to ``message_dtype`` before it is sent. Rank k adds chunk k of all ranks in
+        ``sum_dtype``, in rank order, and rounds the sum once more. A rank sends 2 (N-1)/N of the messages' bytes, as a
+        ring would, in two steps instead of 2 (N-1). A ring would round at each of its steps.
+        """
+        run_in_turn([self._all_reduce(segment, message_dtype, sum_dtype) for segment in tensor.split(SEGMENT)])
+
+    def _all_reduce(self, tensor: Tensor, message_dtype: torch.dtype, sum_dtype: torch.dtype) -> Iterator[None]:
+        messages = tensor.to(message_dtype)
+        chunks = [messages[begin:end] for begin, end in chunk_bounds(len(messages), self.num_ranks)]
+        inbox = chunks[self.rank].new_empty(self.num_ranks, len(chunks[self.rank]))
+        exchange = self.start(chunks, list(inbox))
+        yield
+        exchange.wait()
+        total = inbox[0].to(sum_dtype)
+        for contribution in inbox[1:]:
+            total += contribution  # in rank order, so that the sum does not depend on who adds it
+        # If nothing was converted, the chunks are views of `tensor`, and the sums arrive in their place.
+        exchange = self.start([total.to(message_dtype)] * self.num_ranks, chunks)
+        yield
+        exchange.wait()
+        if messages.data_ptr() != tensor.data_ptr():
+            tensor.copy_(messages)
+
+
+class Exchange:
+    """Messages that are under way; see `Wire.start`."""
+
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
+        self._transfers = transfers
+
+    def wait(self) -> None:
+        """Return when all messages have been sent and received.
+
+        Raises:
+            PeerError: a peer has died, or has been silent for longer than the timeout of the group.
+        """
+        for transfer in self._transfers:
+            transfer.wait()
+
+
+def run_in_turn(segments: Sequence[Iterator[None]]) -> None:
+    """Advance each of ``segments`` to its next ``yield`` in turn, until all have ended.
+
+    A segment yields when it has started messages. While they are on their way, the others compute.
+    """
+    running = list(segments)
+    while running:
+        running = [segment for segment in running if next(segment, "ended") is None]
