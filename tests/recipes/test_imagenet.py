@@ -11,7 +11,10 @@ import pytest
 from tests.recipes.conftest import ROOT, TRAIN, Run, metrics
 
 UNPACK = ROOT.parent / "shared" / "data" / "unpack.py"
-pytestmark = pytest.mark.skipif(not UNPACK.exists(), reason=f"real images are unpacked by {UNPACK}, which is not there")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not UNPACK.exists(), reason=f"real images are unpacked by {UNPACK}, which is not there"),
+]
 QUIET = ("trainer=cpu", "trainer.enable_progress_bar=false", "~callbacks.progress_bar", "data.num_workers=1")
 
 
@@ -41,7 +44,6 @@ def test_it_trains_on_real_images_in_two_processes(tmp_path):
     assert logged >= {"train/loss", "val/acc", "test/acc5", "images_per_s/train", "images_per_s/loader", "time/to_0_s"}
 
 
-@pytest.mark.slow
 def test_it_overfits_64_real_images(tmp_path):
     unpack(tmp_path / "data", 64)
     run = train(
