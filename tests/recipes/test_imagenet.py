@@ -48,7 +48,7 @@ def test_it_overfits_64_real_images(tmp_path):
     unpack(tmp_path / "data", 64)
     run = train(
         tmp_path, "num_classes=64", "data.image_size=32", "data.crop=null", "data.batch_size=32",
-        "data.eval_batch_size=64", "trainer.max_epochs=22", "trainer.check_val_every_n_epoch=22",
+        "data.eval_batch_size=64", "trainer.max_epochs=30", "trainer.check_val_every_n_epoch=30",
         "optim=sgd_onecycle", "optim.lr=0.05", "~callbacks.checkpoint", "trainer.enable_checkpointing=false",
     )  # fmt: skip
     assert run.status == 0, run.err
