@@ -14,7 +14,7 @@ def floors(pyproject: Path) -> list[str]:
     project = tomllib.loads(pyproject.read_text())["project"]
     extras = project["optional-dependencies"]
     found = []
-    for requirement in [*project["dependencies"], *extras["recipes"], *extras["test"]]:
+    for requirement in [*project["dependencies"], *extras["recipes"], *extras["imagenet"], *extras["test"]]:
         if requirement.startswith(f"{project['name']}["):  # another of our extras
             continue
         match = re.fullmatch(r"([A-Za-z0-9_.-]+)>=([0-9][0-9.]*)", requirement)

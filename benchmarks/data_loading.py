@@ -1,23 +1,32 @@
-"""Images a second of the CIFAR-10 loader, of loaders that work image by image, and of a training step.
+"""Images a second of the loaders: of CIFAR-10 from memory or, with a folder, of ImageNet's files.
 
     python benchmarks/data_loading.py
+    python benchmarks/data_loading.py --imagenet DIR     # with DIR/train/CLASS/*.JPEG
 
-All on one core, with augmentation, random pixels (their values do not change the time). The sides run in turn, round
-after round; a ratio compares two sides of one round, and its spread is the minimum and the maximum over the rounds. The
-reference is a training step of ResNet-20 on the same core: a loader must only be much faster than what it feeds. There
-is no bound: the ratio shows which share of a step's time loading takes. Writes results.json, table.md and
-images_per_s.png.
+CIFAR-10: our loader, loaders that work image by image, and a training step of ResNet-20, all on one core, with
+augmentation, random pixels (their values do not change the time). A loader must only be much faster than what it feeds.
+There is no bound: the ratio shows which share of a step's time loading takes.
+
+ImageNet: one worker process of a DataLoader, random resized crops and flips, 224 pixels. "In full" decodes the whole
+image, crops and resizes with Pillow and normalizes image by image, as is usual; "as bytes" leaves normalizing to the
+batch, as ours does. From our figure follows how many cores feed a GPU that trains on 2,500 images a second.
+
+The sides run in turn, round after round; a ratio compares two sides of one round, and its spread is the minimum and the
+maximum over the rounds. Writes results.json, table.md and images_per_s.png.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from support import imagenet_loaders
 from support.bars import Bar, draw_bars
 from support.command_line import benchmark_parser, output_folder, parse
 from support.random_cifar10 import RandomCIFAR10, random_images
@@ -27,13 +36,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dp.data import CIFAR10
+from lightning_dp.data.jpeg import Decoder, resolve_decoder
 from lightning_dp.models import resnet20
 
 OURS = "whole batches (ours)"
 TENSORS = "image by image, tensors"
 PILLOW = "image by image, Pillow"
 STEP = "ResNet-20 training step"
-SMOKE = {"batch_size": 16, "images": 64, "images_one_by_one": 32, "steps": 1, "rounds": 2}
+SMOKE = {"batch_size": 16, "images": 64, "images_one_by_one": 32, "steps": 1, "rounds": 2, "imagenet_images": 16}
+GPU_IMAGES_PER_S = 2500  # what ResNet-50 trains on, on one of the GPUs that MLPerf's entries use
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,6 +54,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--images-one-by-one", type=int, default=5_120, help="of an epoch of the other loaders")
     options.add_argument("--steps", type=int, default=8, help="training steps of a round")
     options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--imagenet", type=Path, metavar="DIR", help="measure ImageNet's loader, with these files")
+    options.add_argument("--imagenet-images", type=int, default=512, help="files of an epoch")
+    options.add_argument("--image-size", type=int, default=224, help="of ImageNet")
     return options
 
 
@@ -131,12 +145,9 @@ def rate_table(images_per_s: dict[str, list[float]]) -> str:
     return f"{markdown_table(header, rows)}\n\nOur loader takes {share.text(2, scale=100)} % of a step's time."
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = parse(parser(), SMOKE, argv)
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+def measure_cifar10(arguments: argparse.Namespace, folder: Path) -> None:
+    """Measure, report and plot the sides of CIFAR-10."""
     images_per_s = alternate(make_sides(arguments), arguments.rounds)
-    folder = output_folder(arguments)
     title = f"Loading CIFAR-10 on one core, batches of {arguments.batch_size}"
     write_report(folder, arguments, title, rate_table(images_per_s), {"images_per_s": images_per_s})
     # Relative to the step, on an axis from 0, the loaders can be compared; a logarithmic axis would hide how much.
@@ -145,6 +156,51 @@ def main(argv: Sequence[str] | None = None) -> None:
         {"": bars}, folder / "images_per_s.png", title=title, axis="images/s over those of a ResNet-20 training step",
         digits=1, reference=1.0,
     )  # fmt: skip
+
+
+def installed_decoders() -> list[Decoder]:
+    """Return the decoders that can be measured. simplejpeg is an option of the package."""
+    found: list[Decoder] = ["pillow"]
+    if resolve_decoder("auto") == "simplejpeg":
+        found.append("simplejpeg")
+    return found
+
+
+def imagenet_table(images_per_s: dict[str, list[float]], ours: str) -> str:
+    """Return medians with their spread, ratios round by round, and how many cores feed a GPU."""
+    rows = []
+    for name, values in images_per_s.items():
+        ratio = min_max(ratios(images_per_s[ours], values)).text() if name != ours else ""
+        rows.append([name, min_max(values).text(0), ratio])
+    rate = min_max(images_per_s[ours]).median
+    header = ["one worker", "images/s (minimum-maximum)", f"{ours}, over it (minimum-maximum)"]
+    cores = math.ceil(GPU_IMAGES_PER_S / rate)
+    return f"{markdown_table(header, rows)}\n\n{GPU_IMAGES_PER_S:,} images/s for one GPU need {cores} such cores."
+
+
+def measure_imagenet(arguments: argparse.Namespace, folder: Path) -> None:
+    """Measure, report and plot the sides of ImageNet."""
+    decoders = installed_decoders()
+    sides = imagenet_loaders.make_sides(
+        arguments.imagenet, arguments.imagenet_images, arguments.batch_size, arguments.image_size, decoders
+    )
+    images_per_s = alternate(sides, arguments.rounds)
+    ours = f"{imagenet_loaders.OURS}, {resolve_decoder('auto')}"
+    title = f"Loading ImageNet at {arguments.image_size} pixels, one worker process"
+    write_report(folder, arguments, title, imagenet_table(images_per_s, ours), {"images_per_s": images_per_s})
+    bars = [Bar(name, min_max(values)) for name, values in images_per_s.items()]
+    draw_bars({"": bars}, folder / "images_per_s.png", title=title, axis="images/s of one worker")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse(parser(), SMOKE, argv)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    folder = output_folder(arguments)
+    if arguments.imagenet is None:
+        measure_cifar10(arguments, folder)
+    else:
+        measure_imagenet(arguments, folder)
 
 
 if __name__ == "__main__":

@@ -4,17 +4,27 @@ Importing the package registers the strategies under their names: ``Trainer(stra
 """
 
 from lightning_dp._lightning import register_strategy
-from lightning_dp.callbacks import AdaptiveGlobalBatchNorm, Memonger, Plateau, RanksAgree, StepTimer
+from lightning_dp.callbacks import (
+    AdaptiveGlobalBatchNorm,
+    ImagesPerSecond,
+    Memonger,
+    Plateau,
+    RanksAgree,
+    StepTimer,
+    TimeToAccuracy,
+)
 from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredSGDStrategy
 
 __all__ = [
     "AdaptiveGlobalBatchNorm",
+    "ImagesPerSecond",
     "KrizhevskyHybridStrategy",
     "LayeredSGDStrategy",
     "Memonger",
     "Plateau",
     "RanksAgree",
     "StepTimer",
+    "TimeToAccuracy",
 ]
 
 __version__ = "0.1.0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -56,7 +57,18 @@ def crop_and_flip(images: Tensor, drawn: CropAndFlip) -> Tensor:
 
 
 def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """Return ``(images / 255 - mean) / std`` for each channel, from uint8 (N, C, H, W) to float32 (N, C, H, W)."""
-    scale = 1 / (255 * torch.tensor(std).view(-1, 1, 1))
-    shift = torch.tensor(mean).view(-1, 1, 1) / torch.tensor(std).view(-1, 1, 1)
+    """Return ``(images / 255 - mean) / std`` for each channel, from uint8 (N, C, H, W) to float32 (N, C, H, W).
+
+    The memory format and the device are those of ``images``.
+    """
+    scale, shift = _scale_and_shift(mean, std, images.device)
     return images.float().mul_(scale).sub_(shift)
+
+
+@lru_cache
+def _scale_and_shift(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    # Made once for each device: on a GPU, every copy of a few numbers from the host would make the step wait. Not as
+    # tensors of inference mode, if the first call is in a validation, because training uses them too.
+    with torch.inference_mode(False):
+        deviation = torch.tensor(std, device=device).view(-1, 1, 1)
+        return 1 / (255 * deviation), torch.tensor(mean, device=device).view(-1, 1, 1) / deviation

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,12 +27,23 @@ class BatchSlice(NamedTuple):
         start: position of the first of them in the global batch.
         global_batch_size: number of images in the global batch, over all ranks.
         seed: seed of the augmentation of the global batch. It is the same on every rank.
+        image_size: height and width of the images in pixels, or 0 for the dataset's own.
     """
 
     indices: list[int]
     start: int
     global_batch_size: int
     seed: int
+    image_size: int = 0
+
+
+def require_slice(batch: object) -> None:
+    """Raise TypeError if a dataset of this package is indexed by anything but a `BatchSlice`."""
+    if not isinstance(batch, BatchSlice):
+        raise TypeError(
+            f"got index {batch!r}, but this dataset is indexed by whole batches: keep the data module's own "
+            "sampler (Trainer(overfit_batches=...) replaces it; use limit_train_batches, or fewer training images)"
+        )
 
 
 def slice_bounds(total: int, part: int, num_parts: int) -> tuple[int, int]:
@@ -92,11 +103,7 @@ class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, batch: BatchSlice) -> tuple[Tensor, Tensor]:
         """Return normalized images (n, C, H, W) float32 and labels (n,) int64."""
-        if not isinstance(batch, BatchSlice):
-            raise TypeError(
-                f"got index {batch!r}, but this dataset is indexed by whole batches: keep the data module's own "
-                "sampler (Trainer(overfit_batches=...) replaces it; use limit_train_batches, or fewer training images)"
-            )
+        require_slice(batch)
         indices = torch.tensor(batch.indices, dtype=torch.int64)
         images = self.images.index_select(0, indices)
         if self.augment:
@@ -118,19 +125,22 @@ class TrainingSampler(DistributedSampler[BatchSlice]):
         seed: seed of the order and of the augmentation, the same on every rank.
         drop_last: leave out the images that do not fill a whole batch, different ones in each epoch. Otherwise the last
             batch is smaller, and its slices may differ by one image.
+        image_size_of: maps an epoch to the size of its images, or None for the dataset's own size.
     """
 
     def __init__(
         self,
-        dataset: ImageDataset,
+        dataset: Dataset[Any],
         batch_size: int,
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
         drop_last: bool = True,
+        image_size_of: Callable[[int], int] | None = None,
     ) -> None:
         super().__init__(dataset, num_replicas=world_size, rank=rank, seed=seed, drop_last=drop_last)
         self.batch_size = batch_size
+        self.image_size_of = image_size_of
 
     def __len__(self) -> int:
         num_images = len(self.dataset)  # type: ignore[arg-type]
@@ -142,10 +152,12 @@ class TrainingSampler(DistributedSampler[BatchSlice]):
         num_images = len(self.dataset)  # type: ignore[arg-type]
         generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
         order = torch.randperm(num_images, generator=generator).tolist()
+        image_size = 0 if self.image_size_of is None else self.image_size_of(epoch)
         for number in range(len(self)):
             batch = order[number * self.batch_size : (number + 1) * self.batch_size]
             start, stop = slice_bounds(len(batch), self.rank, self.num_replicas)
-            yield BatchSlice(batch[start:stop], start, len(batch), derive_seed(self.seed, epoch, number))
+            seed = derive_seed(self.seed, epoch, number)
+            yield BatchSlice(batch[start:stop], start, len(batch), seed, image_size)
 
 
 class EvaluationSampler(DistributedSampler[BatchSlice]):
@@ -167,9 +179,9 @@ class EvaluationSampler(DistributedSampler[BatchSlice]):
         ValueError: there are fewer images than ranks.
     """
 
-    def __init__(self, dataset: ImageDataset, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(self, dataset: Dataset[Any], batch_size: int, rank: int = 0, world_size: int = 1) -> None:
         super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=False)
-        num_images = len(dataset)
+        num_images = len(dataset)  # type: ignore[arg-type]
         if num_images < world_size:
             raise ValueError(
                 f"{num_images} images cannot be divided among {world_size} ranks; use {num_images} or fewer"

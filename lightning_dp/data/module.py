@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_dp._lightning import LightningDataModule
+from lightning_dp.data.augment import normalize
 from lightning_dp.data.loading import BatchSlice, EvaluationSampler, ImageDataset, TrainingSampler
 
-Split = tuple[Tensor, Tensor]  # images (N, C, H, W) uint8, labels (N,) int64
+# Images and labels (N,) int64. Images in memory are (N, C, H, W) uint8; a subclass may have others, such as file names.
+Split = tuple[Any, Tensor]
 
 
 class ImageDataModule(LightningDataModule):
-    """Images in memory, global batches, and exact evaluation.
+    """Global batches, and exact evaluation, of images in memory.
 
     The global batches of an epoch depend only on ``seed`` and the epoch. For any number of ranks, they have the same
     images in the same order with the same augmentation. A batch is ``(images, labels)``: normalized (n, C, H, W)
@@ -67,7 +70,7 @@ class ImageDataModule(LightningDataModule):
     def sizes(self) -> dict[str, int]:
         """Return the number of images in ``"train"``, ``"val"`` and ``"test"``."""
         train, val = self.read_train()
-        return {"train": len(train[0]), "val": len(val[0]), "test": len(self.read_test()[0])}
+        return {"train": len(train[1]), "val": len(val[1]), "test": len(self.read_test()[1])}
 
     def check(self, world_size: int) -> None:
         """Check that training on ``world_size`` ranks can work, before any process or Trainer is started.
@@ -89,7 +92,7 @@ class ImageDataModule(LightningDataModule):
             self._splits["train"], self._splits["val"] = self.read_train()
         if stage in (None, "test"):
             self._splits["test"] = self.read_test()
-        self._check_sizes(world_size, {name: len(images) for name, (images, _) in self._splits.items()})
+        self._check_sizes(world_size, {name: len(labels) for name, (_, labels) in self._splits.items()})
         if self.num_workers == 0:
             # Lightning advises more workers. That helps loaders that work image by image; here it would be wrong.
             warnings.filterwarnings("ignore", message=".*does not have many workers")
@@ -98,7 +101,9 @@ class ImageDataModule(LightningDataModule):
         """Return the loader of this rank's slices of the global batches. The order differs between epochs."""
         rank, world_size = self._rank()
         dataset = self._dataset("train", self.augment)
-        sampler = TrainingSampler(dataset, self.batch_size, rank, world_size, self.seed, self.drop_last)
+        sampler = TrainingSampler(
+            dataset, self.batch_size, rank, world_size, self.seed, self.drop_last, self.image_size_of()
+        )
         if self.trainer is not None:
             # A resumed run starts its workers, which fixes the order of images, before Lightning calls `set_epoch`.
             sampler.set_epoch(self.trainer.current_epoch)
@@ -106,7 +111,7 @@ class ImageDataModule(LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
         """Return the loader of this rank's validation images, or an empty list if there are none."""
-        if len(self._splits["val"][0]):
+        if len(self._splits["val"][1]):
             return self._evaluation_loader("val")
         # No validation is what the user asked for.
         warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
@@ -116,16 +121,21 @@ class ImageDataModule(LightningDataModule):
         """Return the loader of this rank's test images."""
         return self._evaluation_loader("test")
 
+    def image_size_of(self) -> Callable[[int], int] | None:
+        """Return a function from an epoch to the size of its training images, or None if it never changes."""
+        return None
+
     def _evaluation_loader(self, split: str) -> DataLoader[Any]:
         rank, world_size = self._rank()
         dataset = self._dataset(split, augment=False)
         return self._loader(dataset, EvaluationSampler(dataset, self.eval_batch_size, rank, world_size))
 
-    def _dataset(self, split: str, augment: bool) -> ImageDataset:
+    def _dataset(self, split: str, augment: bool) -> Dataset[Any]:
+        """Return the dataset of a split, to be indexed by `BatchSlice`."""
         return ImageDataset(*self._splits[split], self.mean, self.std, augment)
 
     def _loader(
-        self, dataset: ImageDataset, sampler: DistributedSampler[BatchSlice], persistent_workers: bool = False
+        self, dataset: Dataset[Any], sampler: DistributedSampler[BatchSlice], persistent_workers: bool = False
     ) -> DataLoader[Any]:
         on_cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return DataLoader(
@@ -176,3 +186,16 @@ class ImageDataModule(LightningDataModule):
         for name in ("val", "test"):
             if 0 < sizes.get(name, 0) < world_size:
                 raise ValueError(f"{sizes[name]} {name} images are too few for {world_size} ranks; use more images")
+
+
+class ByteImageDataModule(ImageDataModule):
+    """Batches of uint8 images, which are normalized on the device.
+
+    Workers then send a quarter of the bytes, and do not convert them. A loader's batch is (n, C, H, W) uint8; the
+    training step of a Trainer with this data module gets float32.
+    """
+
+    def on_after_batch_transfer(self, batch: tuple[Tensor, Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
+        """Return normalized images and the labels. Lightning calls this when the batch is on the device."""
+        images, labels = batch
+        return normalize(images, self.mean, self.std), labels

@@ -1,0 +1,160 @@
+"""A dataset of image files, read and decoded by the batch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset, get_worker_info
+
+from lightning_dp.data.jpeg import BrokenImageError, Decoder, denominator_for, open_image
+from lightning_dp.data.loading import BatchSlice, require_slice
+from lightning_dp.data.random_crops import Crop, RandomCrops, central_square
+
+log = logging.getLogger(__name__)
+
+
+class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
+    """Image files, cropped and resized to squares, indexed by the batch.
+
+    Training images are decoded at the smallest scale of 1, 1/2 and 1/4 at which the crop still has the required
+    number of pixels, and with the decoder's faster arithmetic. Other images are decoded exactly.
+
+    Two tensors are in shared memory, because worker processes write to them: which images are broken, and how fast each
+    worker is.
+
+    Args:
+        root: folder of the files.
+        names: (N,) array of file names as bytes, relative to ``root``. One array and not N strings, because reading a
+            string in a worker process copies the memory that it was forked with.
+        labels: (N,) int64.
+        image_size: height and width of the images, unless the `BatchSlice` sets another size.
+        crop: the random crops of training images, or None for the central square and no flips.
+        training: a batch must not become smaller because of a broken file.
+        decoder: see `lightning_dp.data.jpeg.open_image`.
+        skip_broken: what happens to a file that cannot be decoded. False raises `BrokenImageError` with its name. True
+            logs a warning, and marks it in ``broken``. A training batch then has another of its images twice, so that
+            its size stays the same; an evaluation batch has one image less.
+        num_workers: of the loader, to measure the speed of each.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        names: NDArray[np.bytes_],
+        labels: Tensor,
+        image_size: int,
+        crop: Crop | None = None,
+        training: bool = False,
+        decoder: Decoder = "auto",
+        skip_broken: bool = False,
+        num_workers: int = 0,
+    ) -> None:
+        self.root = root
+        self.names = names
+        self.labels = labels
+        self.image_size = image_size
+        self.crop = crop
+        self.training = training
+        self.decoder = decoder
+        self.skip_broken = skip_broken
+        self.broken = torch.zeros(len(names), dtype=torch.bool).share_memory_()
+        # One row for each worker: images, and seconds spent on them. Only that worker writes to it.
+        self._speed = torch.zeros(max(1, num_workers), 2, dtype=torch.float64).share_memory_()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, batch: BatchSlice) -> tuple[Tensor, Tensor]:
+        """Return images (n, 3, H, W) uint8 in the channels-last memory format, and labels (n,) int64."""
+        require_slice(batch)
+        start_s = time.perf_counter()
+        size = batch.image_size or self.image_size
+        images = torch.empty(len(batch.indices), size, size, 3, dtype=torch.uint8)
+        crops = None
+        if self.crop is not None:
+            # Drawn for the whole global batch, so that pixels do not depend on the number of ranks.
+            crops = RandomCrops(batch.global_batch_size, torch.Generator().manual_seed(batch.seed), self.crop)
+        intact = []
+        for place, index in enumerate(batch.indices):
+            try:
+                images[place] = self._read(index, size, crops, batch.start + place)
+                intact.append(place)
+            except BrokenImageError as error:
+                self._mark_broken(index, error)
+        labels = self.labels.index_select(0, torch.tensor(batch.indices, dtype=torch.int64))
+        if len(intact) < len(batch.indices):
+            kept = self._kept(intact, len(batch.indices))
+            images, labels = images[kept], labels[kept]
+        self._count(len(batch.indices), time.perf_counter() - start_s)
+        return images.permute(0, 3, 1, 2), labels
+
+    def path(self, index: int) -> Path:
+        """Return the file of an image."""
+        return self.root / os.fsdecode(bytes(self.names[index]))
+
+    def broken_files(self) -> list[str]:
+        """Return the files that could not be decoded so far, in any worker of this process."""
+        return [str(self.path(index)) for index in self.broken.nonzero()[:, 0].tolist()]
+
+    def images_per_s(self) -> float | None:
+        """Return the images per second that all workers together can deliver, or None if nothing was read so far.
+
+        Time counts in which a worker reads and decodes, not in which it waits for the training step.
+        """
+        num_images, seconds = self._speed.clone().unbind(1)
+        busy = seconds > 0
+        return float((num_images[busy] / seconds[busy]).sum()) if busy.any() else None
+
+    def _read(self, index: int, size: int, crops: RandomCrops | None, place: int) -> Tensor:
+        """Return one image, (size, size, 3) uint8."""
+        encoded = open_image(self.path(index).read_bytes(), self.decoder)
+        if crops is None:
+            region = central_square(encoded.height, encoded.width).crop(encoded.decode())
+            return resize(region, size)
+        box = crops.box(place, encoded.height, encoded.width)
+        denominator = denominator_for(box, size)
+        image = resize(box.reduced(denominator).crop(encoded.decode(denominator, fast=True)), size)
+        return image.flip(1) if crops.flip(place) else image
+
+    def _mark_broken(self, index: int, error: BrokenImageError) -> None:
+        """Raise an error that names the file, or count it."""
+        message = f"{self.path(index)} cannot be decoded: {error}"
+        if not self.skip_broken:
+            raise BrokenImageError(f"{message}; replace the file, or set on_broken=skip") from error
+        if not self.broken[index]:
+            log.warning("%s; it is skipped", message)
+        self.broken[index] = True
+
+    def _kept(self, intact: list[int], num_images: int) -> Tensor:
+        """Return the places in the batch of the images that are used instead of all."""
+        if not self.training:
+            return torch.tensor(intact, dtype=torch.int64)
+        if not intact:
+            raise BrokenImageError(f"none of the {num_images} images of a training batch in {self.root} can be decoded")
+        repeated = [intact[n % len(intact)] for n in range(num_images - len(intact))]
+        return torch.tensor(sorted(intact + repeated), dtype=torch.int64)
+
+    def _count(self, num_images: int, seconds: float) -> None:
+        worker = get_worker_info()
+        row = 0 if worker is None else worker.id % len(self._speed)
+        self._speed[row] += torch.tensor([num_images, seconds], dtype=torch.float64)
+
+
+def resize(pixels: NDArray[np.uint8], size: int) -> Tensor:
+    """Return ``pixels``, (H, W, 3) uint8, as a tensor (size, size, 3) uint8, by antialiased bilinear interpolation.
+
+    torch has vector instructions for images in the channels-last memory format. It is faster than Pillow, and equal to
+    it but for rounding.
+    """
+    images = torch.from_numpy(pixels).permute(2, 0, 1)[None]
+    if pixels.shape[:2] != (size, size):
+        images = F.interpolate(images, (size, size), mode="bilinear", antialias=True)
+    return images[0].permute(1, 2, 0)

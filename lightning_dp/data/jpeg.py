@@ -1,0 +1,158 @@
+"""Decode images from bytes: whole, or at a half or a quarter of their size where that is enough.
+
+A JPEG file stores blocks of 8x8 pixels as frequencies. Without the high ones, the decoder makes 4x4 or 2x2 pixels of a
+block, for a part of the work. libjpeg-turbo does so in both decoders here, simplejpeg and Pillow. It could also make a
+single pixel of a block, but then images differ visibly from those that are decoded in full and resized.
+"""
+
+from __future__ import annotations
+
+import io
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Decoder = Literal["auto", "simplejpeg", "pillow"]
+DECODERS = ("auto", "simplejpeg", "pillow")
+DENOMINATORS = (4, 2, 1)  # of the scales, all of which libjpeg-turbo has fast code for
+
+
+class BrokenImageError(RuntimeError):
+    """A file cannot be decoded as an image."""
+
+
+class Box(NamedTuple):
+    """A region of an image, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+    def reduced(self, denominator: int) -> Box:
+        """Return the region in the image that is decoded at ``1 / denominator``, rounded down to whole pixels there."""
+        return Box(*(number // denominator for number in self))
+
+    def crop(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return the region of ``pixels``, (H, W, 3), as an array of its own."""
+        return pixels[self.top : self.top + self.height, self.left : self.left + self.width].copy()
+
+
+class EncodedImage(Protocol):
+    """An image of which only the header has been read."""
+
+    height: int
+    width: int
+
+    def decode(self, denominator: int = 1, fast: bool = False) -> NDArray[np.uint8]:
+        """Return the pixels, (ceil(height / denominator), ceil(width / denominator), 3), as RGB.
+
+        Args:
+            denominator: 1, 2 or 4.
+            fast: use the decoder's faster and less exact color upsampling and inverse transform, if it has them.
+        """
+
+
+def denominator_for(box: Box, size: int) -> int:
+    """Return the greatest denominator at which a region still has ``size`` pixels or more in both directions."""
+    shorter = min(box.height, box.width)
+    return next((denominator for denominator in DENOMINATORS if shorter // denominator >= size), 1)
+
+
+def open_image(data: bytes, decoder: Decoder = "auto") -> EncodedImage:
+    """Read the header of an image.
+
+    simplejpeg decodes JPEG files in the usual color spaces. Others (ILSVRC-2012 has a PNG file and 22 CMYK files among
+    its training images) go to Pillow.
+
+    Raises:
+        BrokenImageError: the bytes are not an image that Pillow knows.
+        ModuleNotFoundError: the decoder is not installed.
+    """
+    if resolve_decoder(decoder) == "simplejpeg":
+        try:
+            return _SimpleJpeg(data)
+        except ValueError:
+            pass
+    return _Pillow(data)
+
+
+@lru_cache
+def resolve_decoder(decoder: Decoder) -> Decoder:
+    """Return ``"simplejpeg"`` or ``"pillow"``: for ``"auto"``, the faster one of those that are installed.
+
+    Raises:
+        ModuleNotFoundError: the decoder is not installed.
+        ValueError: the name is none of `DECODERS`.
+    """
+    if decoder not in DECODERS:
+        raise ValueError(f"decoder={decoder!r} must be one of {', '.join(map(repr, DECODERS))}")
+    missing = []
+    for name, module in (("simplejpeg", "simplejpeg"), ("pillow", "PIL.Image")):
+        if decoder in ("auto", name):
+            try:
+                __import__(module)
+            except ModuleNotFoundError:
+                missing.append(name)
+            else:
+                return name  # type: ignore[return-value]
+    raise ModuleNotFoundError(f"{' and '.join(missing)} is not installed: pip install 'lightning-dp[imagenet]'")
+
+
+class _SimpleJpeg:
+    """An image for simplejpeg.
+
+    Raises:
+        ValueError: it is not a JPEG file, or not in color or gray.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        import simplejpeg
+
+        self.height, self.width, color_space, _ = simplejpeg.decode_jpeg_header(data)
+        if color_space.lower() not in ("ycbcr", "rgb", "gray"):
+            raise ValueError(f"simplejpeg cannot convert {color_space} to RGB")
+        self._data = data
+        self._decode: Any = simplejpeg.decode_jpeg
+
+    def decode(self, denominator: int = 1, fast: bool = False) -> NDArray[np.uint8]:
+        """Return the pixels. See `EncodedImage`."""
+        try:
+            return self._decode(
+                self._data,
+                fastdct=fast,
+                fastupsample=fast,
+                min_height=-(-self.height // denominator),
+                min_width=-(-self.width // denominator),
+            )
+        except ValueError:
+            # Pillow has the last word on a file with errors, so that both decoders accept the same files.
+            return _Pillow(self._data).decode(denominator, fast)
+
+
+class _Pillow:
+    """An image for Pillow."""
+
+    def __init__(self, data: bytes) -> None:
+        import PIL.Image
+
+        try:
+            self._image: Any = PIL.Image.open(io.BytesIO(data))
+        except Exception as error:  # parsers of broken files raise errors of any kind
+            raise BrokenImageError(str(error)) from error
+        self.width, self.height = self._image.size
+
+    def decode(self, denominator: int = 1, fast: bool = False) -> NDArray[np.uint8]:
+        """Return the pixels. See `EncodedImage`."""
+        try:
+            # Only JPEG files have this. Of others the whole image is decoded, and every n-th block averaged.
+            self._image.draft("RGB", (self.width // denominator, self.height // denominator))
+            reduced = -(-self.width // denominator), -(-self.height // denominator)
+            image = self._image.convert("RGB")
+            if image.size != reduced:
+                image = image.reduce(denominator)
+            return np.asarray(image)
+        except Exception as error:
+            raise BrokenImageError(str(error)) from error

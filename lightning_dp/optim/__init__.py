@@ -1,0 +1,28 @@
+"""Optimizers, parameter groups, schedules and scaling rules for large batches."""
+
+from lightning_dp.optim.krizhevsky import (
+    KrizhevskySGD,
+    Rule,
+    krizhevsky_schedule,
+    scale_for_batch_size,
+    scale_learning_rate,
+    scale_weight_decay,
+    trunk_and_head_groups,
+)
+from lightning_dp.optim.lars import LARS
+from lightning_dp.optim.weight_decay import weight_decay_groups
+from lightning_dp.optim.with_warmup import multistep_with_warmup, polynomial_with_warmup
+
+__all__ = [
+    "LARS",
+    "KrizhevskySGD",
+    "Rule",
+    "krizhevsky_schedule",
+    "multistep_with_warmup",
+    "polynomial_with_warmup",
+    "scale_for_batch_size",
+    "scale_learning_rate",
+    "scale_weight_decay",
+    "trunk_and_head_groups",
+    "weight_decay_groups",
+]

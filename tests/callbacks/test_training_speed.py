@@ -1,0 +1,161 @@
+"""Images per second, and time to an accuracy, on a clock that the tests turn."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.loggers import CSVLogger
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dp import ImagesPerSecond, TimeToAccuracy
+from lightning_dp.callbacks import images_per_second, time_to_accuracy
+from tests.ranks import run_processes
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec")
+
+
+class Clock:
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    for module in (images_per_second, time_to_accuracy):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+class Net(pl.LightningModule):
+    """A training step takes 2 s and a validation step 10 s. Accuracy rises by 0.25 in each epoch."""
+
+    def __init__(self, clock: Clock, accuracies: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75)) -> None:
+        super().__init__()
+        self.clock = clock
+        self.accuracies = accuracies
+        self.layer = torch.nn.Linear(2, 2)
+
+    def training_step(self, batch, batch_idx):
+        self.clock.now += 2
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.clock.now += 10
+        self.log("val/acc", self.accuracies[self.current_epoch], sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader(num_images: int = 12) -> DataLoader:
+    return DataLoader(TensorDataset(torch.ones(num_images, 2), torch.zeros(num_images)), batch_size=3)
+
+
+def trainer(callback, **options) -> pl.Trainer:
+    defaults = {"max_epochs": 4, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet = {"accelerator": "cpu", "enable_model_summary": False, "log_every_n_steps": 1}
+    return pl.Trainer(callbacks=[callback], **{**defaults, **quiet, **options})
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.parametrize("options", [{}, {"val_check_interval": 2}])
+def test_images_per_second_leave_out_the_first_batch_and_validation(clock, capsys, options):
+    runner = trainer(ImagesPerSecond(), max_epochs=2, **options)
+    runner.fit(Net(clock), loader(), loader(3))
+    assert runner.callback_metrics["images_per_s/train"].item() == pytest.approx(9 / 6)
+    assert "images_per_s/loader" not in runner.callback_metrics
+    assert capsys.readouterr().out.count("images per second: 2\n") == 1
+
+
+class Measured(pl.LightningDataModule):
+    def train_dataloader(self):
+        return loader()
+
+    def val_dataloader(self):
+        return loader(3)
+
+    def loader_images_per_s(self):
+        return 1234.0
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_the_loaders_images_per_second_stand_beside(clock, capsys):
+    runner = trainer(ImagesPerSecond(), max_epochs=1)
+    runner.fit(Net(clock), datamodule=Measured())
+    assert runner.callback_metrics["images_per_s/loader"] == 1234
+    assert "images per second: 2; the loader alone: 1,234" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_an_epoch_of_one_batch_has_no_rate(clock, capsys):
+    runner = trainer(ImagesPerSecond(), max_epochs=1)
+    runner.fit(Net(clock), loader(3), loader(3))
+    assert "images_per_s/train" not in runner.callback_metrics
+    assert "images per second" not in capsys.readouterr().out
+
+
+def two_ranks(rank):
+    import warnings
+
+    warnings.filterwarnings("ignore", message=".*(treespec, LeafSpec|does not have many workers|sync_dist)")
+    clock = Clock()
+    images_per_second.time = clock
+    callback = ImagesPerSecond()
+    runner = trainer(callback, max_epochs=1, devices=2, strategy="ddp")
+    runner.fit(Net(clock), loader(), loader(6))
+    return callback._last, "images_per_s/train" in runner.callback_metrics
+
+
+def test_images_of_all_ranks_count():
+    (first, logged), _ = run_processes(2, two_ranks)
+    assert first == {"train": pytest.approx(2 * 3 / 2)}
+    assert logged
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_the_time_to_an_accuracy_is_printed_and_logged_once(clock, capsys, tmp_path):
+    callback = TimeToAccuracy(0.4)
+    runner = trainer(callback, logger=CSVLogger(tmp_path, name="", version=""))
+    runner.fit(Net(clock), loader(), loader(3))
+    assert callback.reached_s == 3 * (4 * 2 + 10)
+    assert capsys.readouterr().out.count("val/acc=0.5000 reached 0.4 after 0:00:54 (3 epochs)") == 1
+    rows = (tmp_path / "metrics.csv").read_text().splitlines()
+    column = rows[0].split(",").index("time/to_0.4_s")
+    assert [row.split(",")[column] for row in rows[1:] if row.split(",")[column]] == ["54.0"]
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_a_threshold_that_is_not_reached_leaves_no_time(clock, capsys):
+    callback = TimeToAccuracy(0.9)
+    trainer(callback).fit(Net(clock), loader(), loader(3))
+    assert callback.reached_s is None
+    assert "reached" not in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_a_resumed_run_adds_the_time_before_its_checkpoint(clock, tmp_path):
+    first = trainer(TimeToAccuracy(0.4), max_epochs=2)
+    first.fit(Net(clock), loader(), loader(3))
+    first.save_checkpoint(tmp_path / "last.ckpt", weights_only=False)
+    clock.now += 1000
+    callback = TimeToAccuracy(0.4)
+    trainer(callback).fit(Net(clock), loader(), loader(3), ckpt_path=tmp_path / "last.ckpt")
+    assert callback.reached_s == 54
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_a_metric_that_is_not_logged_is_named(clock):
+    with pytest.raises(ValueError, match="monitor='val/accuracy' was not logged; there are val/acc"):
+        trainer(TimeToAccuracy(monitor="val/accuracy")).fit(Net(clock), loader(), loader(3))
+
+
+def test_sanity_checks_do_not_count(clock):
+    callback = TimeToAccuracy(0.0)
+    callback.on_validation_end(SimpleNamespace(sanity_checking=True), None)
+    assert callback.reached_s is None

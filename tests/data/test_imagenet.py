@@ -1,0 +1,277 @@
+"""The ImageNet data module: the same batches for any number of ranks and workers, and broken files."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_dp._lightning import LightningModule, Trainer
+from lightning_dp.data import ImageNet, SyntheticImageNet, smoke_data
+from lightning_dp.data.image_files import ImageFiles
+from lightning_dp.data.imagenet import image_size_at
+from lightning_dp.data.jpeg import BrokenImageError
+from lightning_dp.data.loading import BatchSlice, EvaluationSampler, TrainingSampler
+from tests.data.jpegs import DECODERS, write_imagenet
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec")
+SIZE = 32
+OPTIONS = {"image_size": SIZE, "num_classes": 3, "batch_size": 6, "eval_batch_size": 4, "num_workers": 0}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return write_imagenet(tmp_path_factory.mktemp("imagenet"))
+
+
+def files(root: Path, training: bool = True, **options) -> ImageFiles:
+    module = ImageNet(root, **OPTIONS)
+    names, labels = module.read_train()[0 if training else 1]
+    return ImageFiles(root, names, labels, SIZE, crop="resized" if training else None, training=training, **options)
+
+
+def batches(dataset: ImageFiles, world_size: int = 1) -> list[list[torch.Tensor]]:
+    """Images and labels of an epoch, the slices of all ranks put together."""
+    kind = TrainingSampler if dataset.crop else EvaluationSampler
+    ranks = [[dataset[part] for part in kind(dataset, 6, rank, world_size)] for rank in range(world_size)]
+    return [[torch.cat(tensors) for tensors in zip(*slices, strict=True)] for slices in zip(*ranks, strict=True)]
+
+
+def same(one, other) -> bool:
+    return len(one) == len(other) and all(
+        a.shape == b.shape and torch.equal(a, b)
+        for x, y in zip(one, other, strict=True)
+        for a, b in zip(x, y, strict=True)
+    )
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batches_do_not_depend_on_the_number_of_ranks(root, training):
+    expected = batches(files(root, training))
+    assert sum(len(labels) for _, labels in expected) == (24 if training else 9)
+    for world_size in (2, 3):
+        assert same(batches(files(root, training), world_size), expected)
+
+
+def test_the_test_above_detects_crops_that_each_rank_draws_for_itself(root, monkeypatch):
+    expected = batches(files(root))
+    read = ImageFiles._read
+    monkeypatch.setattr(
+        ImageFiles, "_read", lambda self, index, size, crops, place: read(self, index, size, crops, place % 3)
+    )
+    assert not same(batches(files(root), 2), expected)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
+def test_worker_processes_give_the_same_images_and_their_speed_is_known(root):
+    loaded = {}
+    for num_workers in (0, 2):
+        module = ImageNet(root, **{**OPTIONS, "num_workers": num_workers})
+        module.setup("fit")
+        assert module.loader_images_per_s() is None
+        loaded[num_workers] = [list(batch) for batch in module.train_dataloader()]
+        assert module.loader_images_per_s() > 0
+    assert same(loaded[0], loaded[2])
+    images, labels = loaded[0][0]
+    assert images.shape == (6, 3, SIZE, SIZE)
+    assert images.dtype == torch.uint8
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert labels.dtype == torch.int64
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_evaluation_images_are_the_central_square_decoded_exactly(root, decoder):
+    dataset = files(root, training=False, decoder=decoder)
+    images, labels = dataset[BatchSlice([0, 4], 0, 2, seed=0)]
+    assert labels.tolist() == [0, 1]
+    for image, index in zip(images, (0, 4), strict=True):
+        source = PIL.Image.open(dataset.path(index)).convert("RGB")
+        side = round(min(source.size) * 224 / 256)
+        left, top = (source.width - side) // 2, (source.height - side) // 2
+        square = source.crop((left, top, left + side, top + side))
+        expected = np.asarray(square.resize((SIZE, SIZE), PIL.Image.Resampling.BILINEAR), int)
+        assert np.abs(image.permute(1, 2, 0).numpy() - expected).max() <= 2
+
+
+class Sums(LightningModule):
+    """Counts what it gets, and remembers the mean and the size of its images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+        self.seen: list[tuple[float, int]] = []
+        self.counts = {"val": 0, "test": 0}
+
+    def training_step(self, batch, batch_idx: int) -> torch.Tensor:
+        images, labels = batch
+        assert images.dtype == torch.float32
+        self.seen.append((images.mean().item(), images.shape[2]))
+        return F.cross_entropy(self.layer(images.mean((2, 3))), labels)
+
+    def validation_step(self, batch, batch_idx: int) -> None:
+        self.counts["val"] += len(batch[1])
+
+    def test_step(self, batch, batch_idx: int) -> None:
+        self.counts["test"] += len(batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trainer(**options) -> Trainer:
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(accelerator="cpu", num_sanity_val_steps=0, **quiet, **options)
+
+
+def test_a_trainer_normalizes_and_evaluates_every_image_once(root):
+    model = Sums()
+    module = ImageNet(root, **OPTIONS)
+    runner = trainer(max_epochs=1)
+    runner.fit(model, datamodule=module)
+    runner.test(model, datamodule=module, verbose=False)
+    assert model.counts == {"val": 9, "test": 9}
+    first_epoch = ImageNet(root, **OPTIONS)
+    first_epoch.setup("fit")
+    images, _ = next(iter(first_epoch.train_dataloader()))
+    mean = torch.tensor(ImageNet.mean).view(3, 1, 1)
+    std = torch.tensor(ImageNet.std).view(3, 1, 1)
+    expected = ((images.double() / 255 - mean) / std).mean().item()
+    assert model.seen[0][0] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_training_images_grow(root, num_workers):
+    model = Sums()
+    options = {**OPTIONS, "image_size": 96, "start_image_size": 32, "resize_between": (0.25, 0.75)}
+    module = ImageNet(root, **{**options, "num_workers": num_workers})
+    trainer(max_epochs=4, limit_val_batches=0).fit(model, datamodule=module)
+    assert [size for _, size in model.seen] == [32] * 8 + [64] * 4 + [96] * 4
+
+
+def test_sizes_in_between_are_multiples_of_32():
+    assert [image_size_at(epoch, 11, 13, 160, 192) for epoch in range(16)] == [160] * 12 + [192] * 4
+    assert [image_size_at(epoch, 2, 6, 128, 256) for epoch in range(8)] == [128, 128, 128, 160, 192, 224, 256, 256]
+
+
+def test_growing_images_need_a_number_of_epochs(root):
+    module = ImageNet(root, **OPTIONS, start_image_size=16)
+    with pytest.raises(ValueError, match="start_image_size=16 needs to know the number of epochs.*max_epochs=-1"):
+        trainer(max_epochs=-1, max_steps=2).fit(Sums(), datamodule=module)
+
+
+def break_files(root: Path, count: int) -> list[Path]:
+    broken = sorted((root / "train").rglob("*.JPEG"))[:count] + sorted((root / "val").rglob("*.JPEG"))[:count]
+    for path in broken:
+        path.write_bytes(path.read_bytes()[:700])
+    return broken
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_broken_file_is_named(tmp_path, num_workers):
+    broken = break_files(write_imagenet(tmp_path, 2, 1), 1)
+    module = ImageNet(tmp_path, **{**OPTIONS, "num_workers": num_workers})
+    module.setup("fit")
+    with pytest.raises(BrokenImageError, match=rf"{broken[0]} cannot be decoded: .*on_broken=skip") as caught:
+        list(module.train_dataloader())
+    # The traceback keeps the loader, and so its workers, alive.
+    del caught
+    gc.collect()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_broken_files_are_skipped_and_counted(tmp_path, num_workers, caplog):
+    broken = break_files(write_imagenet(tmp_path, 4, 2), 2)
+    module = ImageNet(tmp_path, **{**OPTIONS, "num_workers": num_workers}, on_broken="skip")
+    module.setup("fit")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            train = list(module.train_dataloader())
+            val = list(module.val_dataloader())
+    assert [len(labels) for _, labels in train] == [6, 6]
+    assert sum(len(labels) for _, labels in val) == 4
+    assert module.broken_files() == sorted(map(str, broken))
+    if num_workers == 0:
+        assert len(caplog.records) == 4, "one warning for each file"
+
+
+def test_a_skipped_training_image_is_replaced_by_another_of_its_batch(tmp_path):
+    broken = break_files(write_imagenet(tmp_path, 2, 1), 1)
+    dataset = files(tmp_path, skip_broken=True)
+    images, labels = dataset[BatchSlice([5, 0, 3], 0, 3, seed=1)]
+    whole, _ = dataset[BatchSlice([5, 1, 3], 0, 3, seed=1)]
+    assert labels.tolist() == [2, 2, 1]
+    assert torch.equal(images, whole[[0, 0, 2]])
+    assert dataset.broken_files() == [str(broken[0])]
+
+
+def test_a_training_batch_without_an_intact_image_is_an_error(tmp_path):
+    break_files(write_imagenet(tmp_path, 2, 1), 2)
+    with pytest.raises(BrokenImageError, match="none of the 2 images of a training batch"):
+        files(tmp_path, skip_broken=True)[BatchSlice([0, 1], 0, 2, seed=1)]
+
+
+def test_a_missing_file_is_not_a_broken_one(tmp_path):
+    write_imagenet(tmp_path, 2, 1)
+    dataset = files(tmp_path, skip_broken=True)
+    dataset.path(0).unlink()
+    with pytest.raises(FileNotFoundError):
+        dataset[BatchSlice([0, 1], 0, 2, seed=1)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"crop": "random"}, "crop='random' must be one of 'resized', 'square', or null"),
+        ({"on_broken": "ignore"}, "on_broken='ignore' must be 'raise' or 'skip'"),
+        ({"resize_between": (0.8, 0.7)}, "must be two fractions"),
+        ({"decoder": "opencv"}, "decoder='opencv' must be one of"),
+        ({"num_classes": 2}, r"has 3 class folders, but num_classes=2; use num_classes=3 or more"),
+        ({"batch_size": 30}, r"batch_size=30 is larger than the training set \(24 images\)"),
+        ({"root": "nowhere"}, "ImageNet is not in .*nowhere"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(root, options, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        ImageNet(**{"root": root, **OPTIONS, **options}).check(1)
+
+
+def test_options_that_work_are_accepted(root):
+    module = ImageNet(root, **OPTIONS)
+    module.check(2)
+    assert module.sizes() == {"train": 24, "val": 9, "test": 9}
+    assert ImageNet(root, num_workers=None).num_workers >= 1
+
+
+def test_synthetic_images_stand_in_for_imagenet():
+    module = SyntheticImageNet(num_train=60, num_val=9, **OPTIONS)
+    module.check(2)
+    model = Sums()
+    runner = trainer(max_epochs=1)
+    runner.fit(model, datamodule=module)
+    runner.test(model, datamodule=module, verbose=False)
+    assert len(model.seen) == 10
+    assert model.counts == {"val": 9, "test": 9}
+    assert module.loader_images_per_s() is None
+    images, _ = next(iter(module.train_dataloader()))
+    assert (images.shape, images.dtype) == ((6, 3, SIZE, SIZE), torch.uint8)
+
+
+def test_smoke_data_ignores_the_options_of_other_data():
+    module = smoke_data(num_classes=3, image_size=16, batch_size=4, root="nowhere", val_size=0, crop="square")
+    module.check(2)
+    assert module.sizes() == {"train": 8, "val": 4, "test": 4}
+    assert module.image_shape == (3, 16, 16)

@@ -1,0 +1,126 @@
+"""ImageNet's layouts: which image has which label, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_dp.data.imagenet_folders import LABEL_FILES, list_train, list_val, read_labels
+from tests.data.jpegs import CLASSES, flatten_val, write_imagenet
+
+
+def labeled(listing) -> dict[str, int]:
+    names, labels = listing
+    assert labels.dtype.is_floating_point is False
+    return dict(zip((os.fsdecode(name) for name in names), labels.tolist(), strict=True))
+
+
+def write_meta(folder: Path, numbers: dict[int, str]) -> None:
+    """Write the devkit's meta.mat, which numbers the classes in an order of its own."""
+    from scipy.io import savemat
+
+    synsets = np.array(
+        [(number, name, "words") for number, name in numbers.items()],
+        dtype=[("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O")],
+    )
+    savemat(str(folder / "meta.mat"), {"synsets": synsets})
+
+
+def test_classes_are_numbered_in_the_order_of_their_names(tmp_path):
+    train, classes = list_train(write_imagenet(tmp_path, 2, 1))
+    assert classes == list(CLASSES)
+    assert labeled(train) == {
+        f"train/{name}/{name}_{image}.JPEG": CLASSES.index(name) for name in CLASSES for image in (0, 1)
+    }
+    val = list_val(tmp_path, classes)
+    assert labeled(val) == {f"val/{name}/{name}_0.JPEG": label for label, name in enumerate(CLASSES)}
+
+
+def test_other_files_are_ignored_and_any_spelling_of_the_suffix_is_read(tmp_path):
+    folder = tmp_path / "train" / "n0"
+    folder.mkdir(parents=True)
+    for name in ("a.jpg", "b.PNG", "é.jpeg", "checksums.txt", ".hidden"):
+        (folder / name).touch()
+    (tmp_path / "train" / ".cache").mkdir()
+    train, classes = list_train(tmp_path)
+    assert classes == ["n0"]
+    assert list(labeled(train)) == ["train/n0/a.jpg", "train/n0/b.PNG", "train/n0/é.jpeg"]
+
+
+def devkit(root: Path, images: list[tuple[str, str]]) -> None:
+    numbers = {3: CLASSES[0], 1: CLASSES[1], 2: CLASSES[2]}
+    number_of = {name: number for number, name in numbers.items()}
+    path = root / LABEL_FILES[0]
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(f"{number_of[name]}\n" for _, name in images))
+    write_meta(path.parent, numbers)
+
+
+def kaggle(root: Path, images: list[tuple[str, str]]) -> None:
+    lines = [f"{Path(image).stem},{name} 1 2 3 4 {name} 5 6 7 8" for image, name in reversed(images)]
+    (root / "LOC_val_solution.csv").write_text("ImageId,PredictionString\n" + "\n".join(lines))
+
+
+def class_names(root: Path, images: list[tuple[str, str]]) -> None:
+    (root / "val_labels.txt").write_text("\n".join(name for _, name in images) + "\n")
+
+
+def caffe(root: Path, images: list[tuple[str, str]]) -> None:
+    (root / "val_labels.txt").write_text("\n".join(f"{image} {CLASSES.index(name)}" for image, name in images))
+
+
+@pytest.mark.parametrize("write", [devkit, kaggle, class_names, caffe])
+def test_images_without_class_folders_get_their_labels_from_a_file(tmp_path, write):
+    images = flatten_val(write_imagenet(tmp_path, 1, 3))
+    write(tmp_path, images)
+    expected = {f"val/{image}": CLASSES.index(name) for image, name in images}
+    assert labeled(list_val(tmp_path, CLASSES)) == expected
+    assert len(set(expected.values())) == 3
+
+
+def test_a_label_file_may_be_elsewhere(tmp_path):
+    images = flatten_val(write_imagenet(tmp_path / "images", 1, 2))
+    caffe(tmp_path, images)
+    assert len(list_val(tmp_path / "images", CLASSES, tmp_path / "val_labels.txt")[1]) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("n01440764\n", "has 1 lines for 2 images"),
+        ("n01440764\nn9\n", "has a class n9, which is not one of the 3 classes"),
+        ("a.JPEG 0\nc.JPEG 1\n", "has no label for 1 images, of which b.JPEG is the first"),
+        ("a.JPEG 0\nb.JPEG 3\n", "has a class 3, which is not"),
+    ],
+)
+def test_a_label_file_that_does_not_fit_is_refused(tmp_path, text, message):
+    path = tmp_path / "labels.txt"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_labels(path, ["a.JPEG", "b.JPEG"], CLASSES)
+
+
+def test_the_devkits_numbers_need_its_table(tmp_path):
+    path = tmp_path / "labels.txt"
+    path.write_text("1\n2\n")
+    with pytest.raises(FileNotFoundError, match=r"there is no .*meta\.mat; take it from the devkit"):
+        read_labels(path, ["a.JPEG", "b.JPEG"], CLASSES)
+
+
+def test_a_folder_that_is_not_imagenet_is_refused_with_the_remedy(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no folder train; set data.root"):
+        list_train(tmp_path)
+    write_imagenet(tmp_path, 1, 1)
+    (tmp_path / "train" / "n9").mkdir()
+    with pytest.raises(FileNotFoundError, match="n9 has no image"):
+        list_train(tmp_path)
+    with pytest.raises(ValueError, match="has a class n02105855 that .*train does not have"):
+        list_val(tmp_path, CLASSES[:2])
+    flatten_val(tmp_path)
+    with pytest.raises(
+        FileNotFoundError, match=r"no file with its labels; put one of ILSVRC2012_devkit.*or set val_labels"
+    ):
+        list_val(tmp_path, CLASSES)

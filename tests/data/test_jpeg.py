@@ -1,0 +1,145 @@
+"""Images decoded whole and at reduced scale: which pixels, how exact, and which files are refused."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from lightning_dp.data import jpeg
+from lightning_dp.data.image_files import resize
+from lightning_dp.data.jpeg import Box, BrokenImageError, denominator_for, open_image, resolve_decoder
+from tests.data.jpegs import DECODERS, encoded, picture
+
+REAL = Path(__file__).parents[3] / "shared" / "data" / "imagenet-sample-256.tar"
+
+# The bounds of docs/imagenet.md: a training image decoded at reduced scale and fast, against the exact decoder, both
+# resized to the same size. In levels of 255: the mean over an image, and the share of values that differ by over 16.
+# The worst images are fine textures, such as fur, of which the two ways of reducing keep different parts.
+MAX_MEAN_ERROR, MAX_SHARE = 3.0, 0.03
+WORST_MEAN_ERROR, WORST_SHARE = 8.0, 0.12
+
+
+def pillow(data: bytes) -> np.ndarray:
+    return np.array(PIL.Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def errors(data: bytes, decoder: str, size: int) -> tuple[float, float]:
+    """Mean error, and share of large errors, of a whole image that is reduced to ``size`` pixels."""
+    image = open_image(data, decoder)
+    box = Box(0, 0, image.height, image.width)
+    denominator = denominator_for(box, size)
+    fast = resize(box.reduced(denominator).crop(image.decode(denominator, fast=True)), size)
+    exact = resize(pillow(data), size)
+    difference = (fast.float() - exact.float()).abs()
+    return difference.mean().item(), (difference > 16).float().mean().item()
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize(("height", "width"), [(80, 104), (61, 47), (9, 300)])
+def test_an_image_is_decoded_at_every_scale(decoder, height, width):
+    data = encoded(picture(height, width))
+    assert (open_image(data, decoder).height, open_image(data, decoder).width) == (height, width)
+    for denominator in jpeg.DENOMINATORS:
+        pixels = open_image(data, decoder).decode(denominator)
+        assert pixels.shape == (-(-height // denominator), -(-width // denominator), 3)
+        assert pixels.dtype == np.uint8
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_decoders_agree_on_whole_images_of_any_color_space(decoder, mode):
+    data = encoded(picture(64, 96), mode=mode)
+    difference = np.abs(open_image(data, decoder).decode().astype(int) - pillow(data))
+    assert difference.max() <= 2, "the color conversion rounds"
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("denominator", [1, 2])
+def test_a_file_of_another_format_is_decoded(decoder, denominator):
+    pixels = picture(33, 48)
+    decoded = open_image(encoded(pixels, form="PNG"), decoder).decode(denominator)
+    assert decoded.shape == (-(-33 // denominator), 48 // denominator, 3)
+    assert denominator > 1 or np.array_equal(decoded, pixels)
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize(("size", "denominator"), [(200, 1), (100, 2), (96, 2), (57, 4), (50, 4), (25, 4)])
+def test_reduced_images_are_within_the_bound(decoder, size, denominator):
+    data = encoded(picture(230, 280))
+    assert denominator_for(Box(0, 0, 230, 280), size) == denominator
+    mean, share = errors(data, decoder, size)
+    assert mean <= MAX_MEAN_ERROR
+    assert share <= MAX_SHARE
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_the_bound_detects_a_shift_of_one_pixel(decoder, monkeypatch):
+    monkeypatch.setattr(Box, "reduced", lambda box, d: Box(1, 1, box.height // d - 1, box.width // d - 1))
+    assert errors(encoded(picture(230, 280)), decoder, 100)[0] > MAX_MEAN_ERROR
+
+
+@pytest.mark.skipif(not REAL.exists(), reason=f"the real images are not at {REAL.parent}")
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_reduced_real_images_are_within_the_bounds(decoder):
+    with tarfile.open(REAL) as tar:
+        members = sorted(tar.getmembers(), key=lambda member: member.name)[:1000:50]
+        files = [tar.extractfile(member).read() for member in members]
+    for size in (224, 112, 56):
+        found = [errors(data, decoder, size) for data in files]
+        assert median(mean for mean, _ in found) <= MAX_MEAN_ERROR
+        assert median(share for _, share in found) <= MAX_SHARE
+        assert max(mean for mean, _ in found) <= WORST_MEAN_ERROR
+        assert max(share for _, share in found) <= WORST_SHARE
+
+
+def test_the_scale_leaves_enough_pixels():
+    assert denominator_for(Box(0, 0, 447, 1000), 224) == 1
+    assert denominator_for(Box(0, 0, 448, 448), 224) == 2
+    assert denominator_for(Box(0, 0, 100, 100), 224) == 1
+    for height in range(1, 300, 7):
+        denominator = denominator_for(Box(3, 5, height, 200), 24)
+        assert denominator == 1 or min(height, 200) // denominator >= 24
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"not an image" * 20, id="text"),
+        pytest.param(encoded(picture(64, 64))[:900], id="cut in its pixels"),
+        pytest.param(encoded(picture(64, 64))[:100], id="cut in its header"),
+    ],
+)
+def test_a_broken_file_is_refused(decoder, data):
+    with pytest.raises(BrokenImageError):
+        open_image(data, decoder).decode()
+
+
+def test_resizing_equals_pillows_but_for_rounding():
+    pixels = picture(90, 130)
+    for size in (32, 90, 150):
+        expected = np.asarray(PIL.Image.fromarray(pixels).resize((size, size), PIL.Image.Resampling.BILINEAR), int)
+        assert np.abs(resize(pixels, size).numpy() - expected).max() <= 1
+
+
+def test_a_decoder_that_is_not_installed_is_named_with_the_remedy(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "simplejpeg", None)
+    resolve_decoder.cache_clear()
+    try:
+        assert resolve_decoder("auto") == "pillow"
+        with pytest.raises(ModuleNotFoundError, match=r"simplejpeg is not installed: pip install .*\[imagenet\]"):
+            resolve_decoder("simplejpeg")
+    finally:
+        resolve_decoder.cache_clear()
+
+
+def test_an_unknown_decoder_is_refused():
+    with pytest.raises(ValueError, match="decoder='opencv' must be one of 'auto', 'simplejpeg', 'pillow'"):
+        resolve_decoder("opencv")
