@@ -29,5 +29,9 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-register_strategy("layered_sgd", LayeredSGDStrategy)
-register_strategy("krizhevsky_hybrid", KrizhevskyHybridStrategy)
+for _name, _strategy in (("layered_sgd", LayeredSGDStrategy), ("krizhevsky_hybrid", KrizhevskyHybridStrategy)):
+    register_strategy(_name, _strategy)
+    # As Lightning names the variants of DDP. Forked processes work in notebooks, where nothing else does.
+    register_strategy(f"{_name}_spawn", _strategy, start_method="spawn")
+    register_strategy(f"{_name}_fork", _strategy, start_method="fork")
+    register_strategy(f"{_name}_notebook", _strategy, start_method="fork")

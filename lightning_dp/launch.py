@@ -13,6 +13,7 @@ for ranks that were created externally, and starts none itself.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -108,6 +109,7 @@ def _start(function: Callable[..., Any], args: tuple[Any, ...], num_processes: i
         _environment_restored(),
         _signal_handlers_restored(),
         _agent_silenced(),
+        _start_method_that_children_know(),
     ):
         # Each rank gets its share of the cores. By default it would start as many threads as there are cores.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
@@ -174,6 +176,24 @@ def _signal_handlers_restored() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _start_method_that_children_know() -> Iterator[None]:
+    """In a worker of joblib, replace its start method, "loky", by "spawn".
+
+    A child sets the start method of its parent as its own. A child that has not imported joblib does not know this one,
+    and fails before it can say why.
+    """
+    before = multiprocessing.get_start_method(allow_none=True)
+    if before in (None, "fork", "spawn", "forkserver"):
+        yield
+        return
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from resume import with_last_checkpoint
 
 from lightning_dp.launch import LaunchError, external_rank
 
@@ -55,6 +56,9 @@ def run(main: Callable[[], Any]) -> None:
     before = os.environ.get(FULL_ERROR)
     # With this variable, Hydra raises errors instead of printing them.
     os.environ[FULL_ERROR] = "1"
+    # A launcher such as submitit starts another Python, which must find the modules of this folder.
+    paths = [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     with tempfile.TemporaryDirectory(prefix="rank_") as folder:
         try:
             sys.argv[1:] = arguments_of_rank(sys.argv[1:], external_rank(), folder)
@@ -86,6 +90,11 @@ def arguments_of_rank(arguments: list[str], rank: int | None, folder: str) -> li
         raise JobError("--multirun starts the processes of each job itself; use python, not torchrun or srun")
     if sweep:  # at the front, because Hydra's parser does not find the flag between overrides
         arguments = [*sweep, *(argument for argument in arguments if argument not in sweep)]
+    if rank is not None:
+        try:
+            arguments = with_last_checkpoint(arguments)
+        except ValueError as error:
+            raise JobError(str(error)) from error
     if rank:
         return [*arguments, f"hydra.run.dir={folder}", "hydra.output_subdir=null", "hydra/job_logging=none"]
     return arguments
@@ -106,9 +115,12 @@ def explain(error: Exception) -> str:
 
 def _unknown_key(key: Any, full_key: str, existing: list[str]) -> str:
     similar = difflib.get_close_matches(str(key), existing, n=1)
-    suggestion = f"; did you mean {similar[0]}?" if similar else ""
-    where = full_key.rpartition(".")[0] or "the configuration"
-    return f"{full_key} is unknown{suggestion} In {where} there are: {', '.join(sorted(existing))}"
+    suggestion = f"; did you mean {similar[0]}?" if similar else "."
+    where = full_key.rpartition(".")[0]
+    there_are = f"In {where or 'the configuration'} there are: {', '.join(sorted(existing))}."
+    # An object accepts more arguments than its file in conf/ lists.
+    hint = f" To add an argument that is not in the file of its group, write +{full_key}=..." if where else ""
+    return f"{full_key} is unknown{suggestion} {there_are}{hint}"
 
 
 def config_error(run_dir: str, error: Exception) -> JobError:

@@ -67,7 +67,7 @@ def measure(config: Config, logging_config: Config | None) -> str:
     callbacks = {
         name: node
         for name, node in config["callbacks"].items()
-        if node is not None and not node["_target_"].startswith("pytorch_lightning.")
+        if node is not None and not node["_target_"].startswith(("pytorch_lightning.", "progress."))
     }
     config = {**config, "callbacks": callbacks}
     config["trainer"] = {**config["trainer"], "enable_checkpointing": False, "logger": False, "limit_val_batches": 0}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from options import check_together
 
 from lightning_dp.launch import check_ranks, external_rank
 
@@ -28,6 +29,7 @@ def validate(config: dict[str, Any]) -> int:
     """
     for path, node in targets(config):
         check_arguments(path, node)
+    check_together(config)
     trainer = config["trainer"]
     num_processes = count_processes(
         trainer["accelerator"], trainer["devices"], num_gpus=torch.cuda.device_count(), num_cores=os.cpu_count() or 1
@@ -36,6 +38,9 @@ def validate(config: dict[str, Any]) -> int:
     strategy = make(config["strategy"])
     if hasattr(strategy, "topology_of"):
         strategy.topology_of(trainer["num_nodes"], num_processes)
+    for node in [*config["callbacks"].values(), *config["logger"].values()]:
+        if node is not None:  # built in each rank again; here for the errors of their constructors
+            make(node)
     data = make(config["data"])
     data.check(num_processes * trainer["num_nodes"])
     if external_rank() is None:

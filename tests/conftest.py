@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_fabric.utilities.rank_zero import rank_zero_only
 
 # These files take longest. They come first, so that no worker of pytest-xdist begins one of them at the end.
 LONGEST = (
@@ -34,9 +35,12 @@ def hermetic(tmp_path, monkeypatch) -> Iterator[None]:
     environment = dict(os.environ)
     threads = set(threading.enumerate())
     rng_state = torch.get_rng_state()
+    # A Trainer of rank 3 (of an emulated SLURM job, say) would silence the loggers of all later tests.
+    rank = rank_zero_only.rank
     torch.manual_seed(0)
     monkeypatch.chdir(tmp_path)
     yield
+    rank_zero_only.rank = rank
     torch.set_rng_state(rng_state)
     os.environ.clear()
     os.environ.update(environment)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -118,6 +119,18 @@ def test_ctrl_c_leaves_no_processes(tmp_path):
     _, errors = process.communicate()
     assert process.returncode == 3, errors.decode()
     assert_gone(ranks, 2)
+
+
+def test_a_worker_of_joblib_can_start_ranks():
+    """Its start method is called "loky", which the ranks do not know."""
+    pytest.importorskip("joblib.externals.loky.backend.context")
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("loky", force=True)
+    try:
+        assert launch(sum_of_ranks, 10.0, num_processes=2)[0] == 21.0
+        assert multiprocessing.get_start_method() == "loky"
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 def test_ranks_that_exist_already_are_used(monkeypatch):

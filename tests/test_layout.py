@@ -24,6 +24,7 @@ ALLOWED = {
     "strategies": {"_lightning", "_private", "collectives", "layers", "recompute"},
     "callbacks": {"_lightning", "_private", "collectives", "layers", "recompute"},
     "launch": {"_rank_report"},
+    "console": set(),
     "_rank_report": set(),
     "_lightning": set(),
     "__init__": {"_lightning", "strategies", "callbacks"},

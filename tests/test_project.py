@@ -88,7 +88,7 @@ def test_a_source_distribution_holds_every_tracked_file(tmp_path):
     for name in files:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, copy / name)
-    code = "import setuptools.build_meta as backend; backend.build_sdist('dist')"
+    code = "import sys; sys.path.insert(0, '.ci'); import build_backend; build_backend.build_sdist('dist')"
     subprocess.run([sys.executable, "-c", code], cwd=copy, check=True, capture_output=True)
     (archive,) = (copy / "dist").glob(f"lightning_dp-{lightning_dp.__version__}.tar.gz")
     with tarfile.open(archive) as tar:

@@ -28,7 +28,15 @@ sys.path.insert(0, str(ROOT / "recipes"))  # the recipes are scripts, and import
 
 from validation import check_arguments, targets
 
-PROGRAMS = ("make", "pip", "pytest", "python", "torchrun")
+COMMAND = "lightning-dp-"  # the console commands: a script of recipes/ each
+PROGRAMS = (
+    "make",
+    "pip",
+    "pytest",
+    "python",
+    "torchrun",
+    *(f"{COMMAND}{name}" for name in ("train", "evaluate", "compare", "plan")),
+)
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 # Command, or how it begins -> why it is not run. The longest match counts.
@@ -40,11 +48,21 @@ NOT_RUN = {
     "pip install": "it installs packages; every target of make does it",
     "pytest -m gpu": "needs a GPU",
     "torchrun --nnodes=2": "needs two machines; composed only",
+    "lightning-dp-": "tests/test_wheel.py runs the console commands",
+    "python docs/examples/": "test_examples.py runs the examples",
+    "python recipes/compare.py SWEEP_DIR": "needs a sweep; tests/test_wheel.py compares one",
+    "python recipes/train.py experiment=digits_resnet20 ckpt_path=last": "needs a run; see test_resume.py",
+    "python recipes/train.py experiment=digits_resnet20 --multirun hparams_search=optuna": "20 runs; composed only",
+    "python recipes/train.py experiment=digits_resnet20 --multirun seed=1,2,3 hydra/launcher=joblib": (
+        "tests/recipes/test_sweeps.py runs a sweep with it"
+    ),
+    "python recipes/train.py experiment=digits_resnet20 --multirun seed=1,2,3 trainer=gpu": "needs SLURM",
     "python recipes/train.py experiment=cifar10_resnet20 data.root=DIR": "needs CIFAR-10 and a GPU; composed only",
     "python recipes/train.py experiment=digits_resnet20 trainer=gpu": "needs a GPU; composed only",
     "python recipes/train.py experiment=imagenet_resnet50 data": "needs ImageNet or days; composed only",
     "python benchmarks/all_reduce.py": "needs root and network namespaces; arguments parsed only",
     "python benchmarks/compression_accuracy.py": "needs CIFAR-10 and hours; arguments parsed only",
+    "python benchmarks/data_loading.py --imagenet DIR": "needs ImageNet; arguments parsed only",
     "python benchmarks/global_batch_norm_accuracy.py": "needs CIFAR-10 and hours; arguments parsed only",
     "python benchmarks/global_batch_norm_throughput.py": "minutes on a quiet machine; arguments parsed only",
     "python benchmarks/hybrid_accuracy.py": "needs CIFAR-10 and hours; arguments parsed only",
@@ -68,6 +86,14 @@ def commands_of(text: str) -> list[str]:
 
 COMMANDS = sorted({command for page in PAGES for command in commands_of(page.read_text())})
 RUN = [command for command in COMMANDS if not any(command.startswith(begin) for begin in NOT_RUN)]
+
+
+# Option -> the Hydra plugin that it needs, one of the extras `sweeps` and `search`.
+PLUGINS = {
+    "joblib": "hydra_plugins.hydra_joblib_launcher",
+    "submitit": "hydra_plugins.hydra_submitit_launcher",
+    "optuna": "hydra_plugins.hydra_optuna_sweeper",
+}
 
 
 class Parsed(Exception):
@@ -108,8 +134,14 @@ def check(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         done = subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
     elif program == "pip":
-        (extra,) = re.findall(r"\.\[(\w+)\]", command)
-        assert f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text()
+        extras = re.findall(r"(?:\.|lightning-dp)\[(\w+)\]", command)
+        assert extras or "jsonargparse" in command
+        assert all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras)
+    elif program.startswith(COMMAND):
+        script = program.removeprefix(COMMAND)
+        assert f'{program} = "lightning_dp.console:{script}"' in (ROOT / "pyproject.toml").read_text()
+        if script == "train" and "--config-dir" not in arguments:
+            compose_recipe([argument for argument in arguments if argument != "--multirun"])
     elif program == "pytest":
         assert "gpu: needs a CUDA device" in (ROOT / "pyproject.toml").read_text()
     else:
@@ -118,7 +150,11 @@ def check(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (ROOT / script).exists(), f"there is no {script}"
         if script.startswith("benchmarks/"):
             parse_benchmark(script, arguments, monkeypatch)
+        elif script.startswith("docs/examples/") or script == "recipes/compare.py":
+            assert any(command.startswith(begin) for begin in NOT_RUN)
         elif script in ("recipes/train.py", "recipes/plan.py"):
+            for plugin in re.findall(r"hydra/launcher=([a-z]+)|hparams_search=([a-z]+)", command):
+                pytest.importorskip(PLUGINS["".join(plugin)], reason="pip install lightning-dp[sweeps,search]")
             compose_recipe([argument for argument in arguments if argument != "--multirun"], Path(script).stem)
         else:
             assert command in RUN, f"say in tests/docs/test_commands.py how to check {script}"

@@ -38,7 +38,7 @@ def spawned_fit(strategy):
     return dict(module.named_parameters())
 
 
-@pytest.mark.parametrize("overlap", ["load", "step"])
+@pytest.mark.parametrize("overlap", [pytest.param("load", marks=pytest.mark.slow), "step"])
 def test_spawn(overlap):
     layered = LayeredAndLeave(1, overlap=overlap, start_method="spawn", bucket_cap_mb=SMALL_BUCKETS_MB)
     assert_same(spawned_fit(layered), spawned_fit(DDPAndLeave(start_method="spawn")))

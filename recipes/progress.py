@@ -1,0 +1,94 @@
+"""How fast a run is: images per second in the log and in the progress bar."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.callbacks import RichProgressBar, TQDMProgressBar
+from torch import Tensor
+
+
+class Throughput(Callback):
+    """Log how fast training is, once per epoch. The times are rank 0's, and include waiting for data.
+
+    - ``time/images_per_s``: training images of all ranks per second, over the epoch.
+    - ``time/train_s``: seconds of training since the first epoch, without validation, checkpoints and tests. A resumed
+      run goes on counting.
+    """
+
+    def __init__(self) -> None:
+        self.train_s = 0.0
+        self._epoch_s = 0.0
+        self._epoch_images = 0
+        self._clock_s = 0.0
+
+    @property
+    def images_per_s(self) -> float | None:
+        """Images per second in this epoch so far, or None before its first batch."""
+        return self._epoch_images / self._epoch_s if self._epoch_s > 0 else None
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self._epoch_s = 0.0
+        self._epoch_images = 0
+        self._clock_s = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the time and the images of a batch. All ranks are taken to have as many images as this one."""
+        now_s = time.perf_counter()
+        self._epoch_s += now_s - self._clock_s
+        self.train_s += now_s - self._clock_s
+        self._clock_s = now_s
+        local_batch_size = len(_first_tensor(batch))
+        self._epoch_images += local_batch_size * trainer.world_size
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock again: validation is no training."""
+        self._clock_s = time.perf_counter()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the epoch."""
+        for name, value in (("images_per_s", self.images_per_s), ("train_s", self.train_s)):
+            if value is not None:
+                # With both options Lightning neither averages over the ranks nor advises to.
+                pl_module.log(f"time/{name}", value, sync_dist=True, rank_zero_only=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: the seconds of training."""
+        return {"train_s": self.train_s}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting from a checkpoint."""
+        self.train_s = state_dict["train_s"]
+
+
+def _first_tensor(batch: Any) -> Tensor:
+    """Return the first tensor of a batch, which is a tensor or a collection of collections and tensors."""
+    while not isinstance(batch, Tensor):
+        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
+    return batch
+
+
+class _WithThroughput:
+    """Adds images per second to the metrics of a progress bar, if the Trainer has a `Throughput`."""
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """Return the numbers to the right of the bar."""
+        metrics = super().get_metrics(trainer, pl_module)  # type: ignore[misc]
+        metrics.pop("v_num", None)  # the version of a logger, which is empty here
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, Throughput) and callback.images_per_s is not None:
+                metrics["images/s"] = round(callback.images_per_s)
+        return metrics
+
+
+class TQDMBar(_WithThroughput, TQDMProgressBar):
+    """Lightning's progress bar, with images per second."""
+
+
+class RichBar(_WithThroughput, RichProgressBar):
+    """Lightning's progress bar of the package rich, with images per second."""

@@ -1,0 +1,71 @@
+"""The bytes that a rank sends in a training step, computed from a configuration."""
+
+from __future__ import annotations
+
+from statistics import mean
+from typing import Any
+
+from hydra.utils import instantiate
+from torch import nn
+
+from lightning_dp.collectives.cost import hierarchical_cost, ring_cost
+from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredSGDStrategy
+from lightning_dp.strategies.krizhevsky_hybrid.traffic import hybrid_cost
+
+ELEMENT_BYTES = 4
+BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def bytes_per_step(config: dict[str, Any], global_share: float = 0.0) -> float | None:
+    """Return the bytes that a rank sends in a training step, the mean over the ranks; None with compression.
+
+    It counts 32-bit gradients, the features and activations of a sharded head, and the statistics of global batch norm.
+    All-reduces are taken to be rings. Parameters that are not trained are counted, too.
+
+    Args:
+        config: the configuration of a run, resolved.
+        global_share: share of the steps in which batch norm's statistics were global.
+    """
+    devices, num_nodes = int(config["trainer"]["devices"]), int(config["trainer"]["num_nodes"])
+    world_size = devices * num_nodes
+    if world_size == 1:
+        return 0.0
+    if config["strategy"].get("compression") is not None:
+        return None  # depends on the parameters' shapes; the strategy counts it while it trains
+    module, strategy = instantiate(config["model"]), instantiate(config["strategy"])
+    gradients = mean(
+        _gradient_bytes(module, strategy, config, rank, (num_nodes, devices)) for rank in range(world_size)
+    )
+    channels = [layer.num_features for layer in module.modules() if isinstance(layer, BATCH_NORM)]
+    # Each rank sends its 2C + 1 numbers in the forward and 2C in the backward to each other rank.
+    statistics = sum(4 * count + 1 for count in channels) * ELEMENT_BYTES * (world_size - 1)
+    return gradients + global_share * statistics
+
+
+def _gradient_bytes(module: nn.Module, strategy: Any, config: dict[str, Any], rank: int, ranks: tuple[int, int]) -> int:
+    """Return what one rank sends. ``ranks``: number of nodes, and of ranks on each."""
+    num_elements = sum(parameter.numel() for parameter in module.parameters())
+    world_size = ranks[0] * ranks[1]
+    if isinstance(strategy, KrizhevskyHybridStrategy):
+        return _hybrid_bytes(module, config, num_elements, world_size, rank)
+    if isinstance(strategy, LayeredSGDStrategy):
+        topology = strategy.topology_of(*ranks)
+        if topology.num_groups > 1:
+            size = topology.group_size
+            communicator = config["strategy"].get("communicator", "leader")
+            return hierarchical_cost(
+                num_elements, ELEMENT_BYTES, topology.num_groups, size, communicator, rank % size
+            ).bytes_sent
+    return ring_cost(num_elements, ELEMENT_BYTES, world_size, rank).bytes_sent
+
+
+def _hybrid_bytes(module: nn.Module, config: dict[str, Any], num_elements: int, world_size: int, rank: int) -> int:
+    options = config["strategy"]
+    head = module.get_submodule(options["head"])
+    layers = [layer for layer in head.modules() if isinstance(layer, nn.Linear)]
+    trunk_elements = num_elements - sum(parameter.numel() for parameter in head.parameters())
+    widths = [layers[0].in_features, *(layer.out_features for layer in layers)]
+    batch_sizes = [config["data"]["batch_size"] // world_size] * world_size
+    scheme: Any = options.get("scheme") or ("c" if options.get("variable_batch") else "a")
+    loss: Any = config["model"].get("loss", "cross_entropy") if hasattr(module, "head_step") else "own"
+    return hybrid_cost(trunk_elements, widths, batch_sizes, ELEMENT_BYTES, scheme, loss, rank).bytes_sent

@@ -1,0 +1,46 @@
+"""Recipes without a command line: compose a configuration, and train with it in this process or in ranks of a test."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from tests.recipes.conftest import ROOT, TINY
+
+QUIET = ("trainer.enable_progress_bar=false", "trainer.enable_model_summary=false")
+
+
+def composed(run_dir: Path, *overrides: str) -> dict[str, Any]:
+    """The configuration of a run in ``run_dir``, as train.py gives it to each rank."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("train", [*overrides, f"run_dir={run_dir}"])
+    return OmegaConf.to_container(config, resolve=True)
+
+
+def tiny(run_dir: Path, *overrides: str) -> dict[str, Any]:
+    """The same on small made-up data."""
+    return composed(run_dir, *TINY, *QUIET, *overrides)
+
+
+def train(config: dict[str, Any]) -> dict[str, float]:
+    """Train and test in this process."""
+    import training
+
+    with warnings.catch_warnings():
+        # Of Lightning: a small run has few batches, and the like.
+        warnings.simplefilter("ignore")
+        level = logging.root.level
+        try:
+            return training.train(config, None)
+        finally:
+            logging.root.setLevel(level)
+
+
+def train_rank(rank: int, config: dict[str, Any]) -> dict[str, float]:
+    """The same as a rank of ``run_processes``."""
+    return train(config)

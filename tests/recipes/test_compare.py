@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.recipes.in_process import composed
+
+HEADER = "agbn/is_global,epoch,step,test/acc,time/images_per_s,time/train_s,val/acc\n"
+
+
+def job(folder, overrides, rows):
+    from omegaconf import OmegaConf
+
+    (folder / ".hydra").mkdir(parents=True)
+    OmegaConf.save(overrides, folder / ".hydra" / "overrides.yaml")
+    config = composed(folder, "trainer=cpu", *overrides)
+    OmegaConf.save(config, folder / ".hydra" / "config.yaml")
+    (folder / "metrics.csv").write_text(HEADER + "".join(rows))
+
+
+def rows(accuracies, seconds, test):
+    """Two lines per epoch of ten steps, as Lightning writes them: validation, then the rest."""
+    lines = []
+    for epoch, (accuracy, now) in enumerate(zip(accuracies, seconds, strict=True)):
+        step = 10 * epoch + 9
+        lines += [f",{epoch},{step},,,,{accuracy}\n", f"{1.0 - epoch % 2},{epoch},{step},,{100 + epoch},{now},\n"]
+    return [*lines, f",{len(accuracies)},{10 * len(accuracies)},{test},,,\n"]
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    both = ["trainer.devices=2"]
+    job(tmp_path / "0", [*both, "strategy=ddp", "seed=1"], rows([0.5, 0.8], [10, 20], 0.7))
+    job(tmp_path / "1", [*both, "strategy=ddp", "seed=2"], rows([0.7, 0.9], [10, 30], 0.9))
+    job(tmp_path / "2", [*both, "strategy=layered_sgd_single", "seed=1"], rows([0.6, 0.7], [5, 8], 0.6))
+    return tmp_path
+
+
+def test_jobs_that_differ_in_their_seed_are_one_row_with_its_spread(sweep):
+    from compare import common_accuracy, read_sweep, table
+
+    jobs = read_sweep(sweep, "val/acc")
+    assert common_accuracy(jobs) == 0.7
+    header, _, ddp, layered = table(jobs, "val/acc", 0.7).splitlines()
+    assert "s of training to val/acc 0.7" in header
+    cells = [cell.strip() for cell in ddp.strip("|").split("|")]
+    assert cells[:4] == ["strategy=ddp", "2", "0.8000 (0.7000 to 0.9000)", "101"]
+    assert cells[4] == "50", "half of the steps had global statistics"
+    assert cells[6] == "15.0 (10.0 to 20.0)"
+    assert [cell.strip() for cell in layered.strip("|").split("|")][:3] == [
+        "strategy=layered_sgd_single",
+        "1",
+        "0.6000",
+    ]
+
+
+def test_an_accuracy_that_a_job_has_not_reached_is_named_as_such(sweep):
+    from compare import read_sweep, table
+
+    *_, ddp, layered = table(read_sweep(sweep, "val/acc"), "val/acc", 0.85).splitlines()
+    assert ddp.rstrip(" |").endswith("30.0, 1 without")
+    assert layered.rstrip(" |").endswith("| -")
+
+
+def test_the_command_writes_a_table_and_a_plot(sweep, monkeypatch, capsys):
+    import compare
+
+    monkeypatch.setattr("sys.argv", ["compare.py", str(sweep)])
+    compare.main()
+    assert (sweep / "compare.md").read_text().strip() in capsys.readouterr().out
+    assert (sweep / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_folder_that_is_no_sweep_is_refused(tmp_path, monkeypatch):
+    import compare
+
+    monkeypatch.setattr("sys.argv", ["compare.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match="give the folder of a sweep"):
+        compare.main()
+
+
+def num_bytes(tmp_path, *overrides, share=0.0):
+    from traffic import bytes_per_step
+
+    return bytes_per_step(composed(tmp_path, "trainer=cpu", *overrides), share)
+
+
+def test_bytes_are_those_of_the_strategys_formula(tmp_path):
+    elements = 269_722
+    assert num_bytes(tmp_path, "trainer.devices=1") == 0
+    assert num_bytes(tmp_path, "trainer.devices=2") == 4 * elements
+    four = ("trainer.devices=2", "trainer.num_nodes=2")
+    assert num_bytes(tmp_path, *four) == 4 * elements * 1.5
+    # A leader sends once around the ring of two and once to its member; the member sends once to the leader.
+    assert num_bytes(tmp_path, *four, "strategy=layered_sgd") == 4 * elements * 1.5
+    single = num_bytes(tmp_path, *four, "strategy=layered_sgd_single")
+    assert single == num_bytes(tmp_path, *four), "groups of one are a ring of all"
+    assert num_bytes(tmp_path, *four, "strategy=layered_sgd", "strategy.compression=int8") is None
+    channels = [16] * 7 + [32] * 6 + [64] * 6
+    statistics = sum(4 * count + 1 for count in channels) * 4
+    assert num_bytes(tmp_path, "trainer.devices=2", share=0.5) == 4 * elements + statistics / 2
+
+
+def test_a_sharded_head_sends_less_than_its_gradients(tmp_path):
+    alexnet = ("trainer.devices=2", "model=cifar_alexnet", "optim=krizhevsky")
+    hybrid = num_bytes(tmp_path, *alexnet, "strategy=krizhevsky_hybrid", "data.batch_size=16")
+    assert 0 < hybrid < num_bytes(tmp_path, *alexnet) / 2
+
+
+def test_the_search_with_optuna_composes():
+    pytest.importorskip("optuna", reason="pip install lightning-dp[search]")
+    from hydra import compose, initialize_config_dir
+
+    from tests.recipes.conftest import ROOT
+
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("train", ["hparams_search=optuna"], return_hydra_config=True)
+    assert OmegaConf.to_container(config.hydra.sweeper.params) == {"optim.lr": "tag(log, interval(0.01, 0.5))"}

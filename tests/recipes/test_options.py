@@ -1,0 +1,113 @@
+"""Keys of a run: refused or left out before any process starts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.recipes.conftest import metrics
+from tests.recipes.in_process import composed, tiny, train
+
+
+def test_a_key_that_nobody_reads_is_refused():
+    from options import check_top_level
+
+    with pytest.raises(ValueError, match="nothing reads the key ckpt_pth; did you mean ckpt_path"):
+        check_top_level(OmegaConf.create({"ckpt_pth": "a.ckpt", "seed": 0}))
+    with pytest.raises(ValueError, match="nothing reads the key xyzzy; there are callbacks, ckpt_path, data"):
+        check_top_level(OmegaConf.create({"xyzzy": 1}))
+    check_top_level(OmegaConf.create({"width": 8, "model": {"_target_": "a.B", "width": "${width}"}}))
+    check_top_level(OmegaConf.create({"size": 8, "model": {"width": "${oc.select:size,3}"}}))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["test=first"], "test=first must be last, best or false"),
+        (["optimized_mode=most"], "must be max or min"),
+        (["train=false"], "train=false needs weights to test; give ckpt_path=PATH"),
+        (["train=false", "test=false"], "nothing to do"),
+        (["test=best", "optimized_metric=null"], "test=best needs a metric that is measured during training"),
+        (["test=best", "optimized_metric=test/acc"], "not optimized_metric=test/acc; use val/acc"),
+        (["test=best", "data=synthetic", "data.num_val=0"], "no images are held out for validation"),
+        (["test=best", "callbacks=none"], "test=best needs checkpoints"),
+        (["test=best", "debug=fast_dev_run"], "test=best needs checkpoints"),
+        (["test=false", "optimized_metric=test/acc"], "is not measured with test=false"),
+        (["+trainer.logger=true"], "choose loggers with logger=csv"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_options_that_contradict_each_other_are_refused(overrides, message, tmp_path):
+    from validation import validate
+
+    with pytest.raises(ValueError, match=message):
+        validate(composed(tmp_path, "trainer=cpu", *overrides))
+
+
+@pytest.mark.parametrize(
+    ("option", "left_out"),
+    [
+        ("enable_progress_bar", {"progress_bar"}),
+        ("enable_checkpointing", {"checkpoint"}),
+        ("enable_model_summary", set()),
+    ],
+)
+def test_what_the_trainer_switches_off_is_left_out_of_the_callbacks(option, left_out, tmp_path):
+    from options import without_contradictions
+
+    config = composed(tmp_path)
+    switched = composed(tmp_path, f"trainer.{option}=false")
+    assert set(config["callbacks"]) - set(without_contradictions(switched)["callbacks"]) == left_out
+    assert set(without_contradictions(config)["callbacks"]) == set(config["callbacks"])
+
+
+def test_a_run_without_progress_bar_and_checkpoints_trains(tmp_path):
+    train(tiny(tmp_path / "run", "trainer.max_epochs=1", "trainer.enable_checkpointing=false"))
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"curves.png", "hparams.yaml", "metrics.csv"}
+
+
+def test_the_best_weights_are_tested_and_then_tested_again_alone(tmp_path):
+    """By the least validation accuracy, so that they are not the last."""
+    best = tmp_path / "checkpoints" / "best.ckpt"
+    found = train(tiny(tmp_path, "test=best", "optimized_mode=min", "trainer.max_epochs=3", "seed=1"))
+    again = train(tiny(tmp_path / "again", "train=false", f"ckpt_path={best}"))
+    tested = {name: value for name, value in found.items() if name.startswith("test/")}
+    assert tested == again
+    at_the_end = train(tiny(tmp_path / "last", "train=false", f"ckpt_path={best.with_name('last.ckpt')}"))
+    assert at_the_end != again
+    assert not (tmp_path / "again" / "checkpoints").exists()
+
+
+def test_every_logger_gets_the_whole_configuration_and_curves_are_drawn(tmp_path):
+    target = ("logger=tensorboard", "logger.tensorboard._target_=tests.recipes.pieces.Recorder")
+    config = tiny(tmp_path, "trainer.max_epochs=1", *target)
+    config["logger"] = {"csv": None, "mine": {"_target_": "tests.recipes.pieces.Recorder", "path": f"{tmp_path}/mine"}}
+    train(config)
+    logged = json.loads((tmp_path / "mine").read_text())
+    assert logged == config
+    assert (tmp_path / "curves.png").exists()
+    assert "optim" in OmegaConf.load(tmp_path / "hparams.yaml")
+    assert "train/loss" in (tmp_path / "mine.metrics").read_text()
+
+
+@pytest.mark.parametrize("loggers", ["csv", "tensorboard", "[csv,tensorboard]", "[wandb,mlflow]"])
+def test_loggers_are_chosen_by_name_one_or_several(loggers, tmp_path):
+    assert set(composed(tmp_path, f"logger={loggers}")["logger"]) == set(loggers.strip("[]").split(","))
+
+
+def test_images_per_second_are_logged_and_shown(tmp_path, capsys):
+    found = train(tiny(tmp_path, "trainer.max_epochs=1", "trainer.enable_progress_bar=true", "test=false"))
+    assert found["time/images_per_s"] > 0
+    assert "images/s" in capsys.readouterr().out
+    (row,) = [row for row in metrics(tmp_path, times=True) if row["time/images_per_s"]]
+    assert float(row["time/train_s"]) == pytest.approx(48 / float(row["time/images_per_s"]))
+
+
+def test_the_result_is_the_best_known_metric():
+    from training import result_line
+
+    assert result_line({"test/acc": 0.5, "val/acc": 1.0}, "runs/a") == "test/acc=0.5000  run_dir=runs/a"
+    assert result_line({"val/acc": 1.0}, "runs/a") == "val/acc=1.0000  run_dir=runs/a"
+    assert result_line({}, "runs/a") == "done  run_dir=runs/a"
