@@ -18,23 +18,27 @@ a run that is there is not done again. Writes results.json, table.md and accurac
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
+from support.cifar10_runs import (
+    accuracy,
+    add_data_options,
+    cifar10,
+    finished_runs,
+    linear_sgd,
+    machines,
+)
 from support.command_line import benchmark_parser, output_folder, parse
 from support.compressed_groups import CHOICES, EXACT, CompressedGroups
 from support.headless import pyplot
-from support.random_cifar10 import RandomCIFAR10
-from support.report import describe_machine, markdown_table, write_report
+from support.report import markdown_table, write_report
+from support.spread import summary
 
-from lightning_dp.data import CIFAR10
 from lightning_dp.models import resnet20
 
 SMOKE = {
@@ -64,43 +68,23 @@ class Run(NamedTuple):
 
 def parser() -> argparse.ArgumentParser:
     options = benchmark_parser(__doc__, __file__)
-    options.add_argument("--root", help="folder that holds cifar-10-batches-py; without it nothing is trained")
-    options.add_argument("--seeds", type=int, default=3)
+    add_data_options(options)
     options.add_argument("--groups", type=int, nargs="+", default=[2, 4, 8])
     options.add_argument("--choices", nargs="+", choices=list(CHOICES), default=list(CHOICES))
     options.add_argument("--batch-size", type=int, default=128, help="of all groups together")
-    options.add_argument("--epochs", type=int, default=5)
-    options.add_argument("--train-images", type=int, default=4096)
-    options.add_argument("--test-images", type=int, default=4000)
     return options
-
-
-def cifar10(run: Run, settings: Settings, root: str | None) -> CIFAR10:
-    """Return the data; random images without ``root``, for smoke runs."""
-    if root is None:
-        data: CIFAR10 = RandomCIFAR10(
-            settings.train_images, batch_size=settings.batch_size, eval_batch_size=settings.test_images, seed=run.seed
-        )
-    else:
-        data = CIFAR10(
-            root, val_size=0, train_limit=settings.train_images, test_limit=settings.test_images,
-            batch_size=settings.batch_size, seed=run.seed,
-        )  # fmt: skip
-    data.setup()
-    return data
 
 
 def train(run: Run, settings: Settings, root: str | None) -> dict[str, Any]:
     """Train and test; return the test accuracy in percent, and the last epoch's training loss."""
     torch.manual_seed(run.seed)
-    data = cifar10(run, settings, root)
+    data = cifar10(root, settings.train_images, settings.test_images, settings.batch_size, run.seed)
     loader: Any = data.train_dataloader()
     network: Any = resnet20()
     model = network.to(memory_format=torch.channels_last)
     groups = CompressedGroups(model, run.num_groups, run.choice)
     lr = settings.lr_at_128 * settings.batch_size / 128
-    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=1e-4)
-    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, settings.epochs * len(loader))
+    optimizer, decay = linear_sgd(model, lr, settings.epochs * len(loader))
     losses: list[float] = []
     for epoch in range(settings.epochs):
         loader.sampler.set_epoch(epoch)
@@ -112,14 +96,6 @@ def train(run: Run, settings: Settings, root: str | None) -> dict[str, Any]:
     return {"test": 100 * accuracy(model, data.test_dataloader()), "train_loss": mean(losses)}
 
 
-@torch.no_grad()
-def accuracy(model: torch.nn.Module, loader: Any) -> float:
-    """Return the share of images that the model classifies correctly in evaluation."""
-    model.eval()
-    correct = [model(x.contiguous(memory_format=torch.channels_last)).argmax(1) == y for x, y in loader]
-    return torch.cat(correct).float().mean().item()
-
-
 def plan(arguments: argparse.Namespace) -> list[Run]:
     """Return all runs, seed by seed; the exact ones are always among them."""
     choices = dict.fromkeys([EXACT, *arguments.choices])
@@ -127,24 +103,9 @@ def plan(arguments: argparse.Namespace) -> list[Run]:
     return [Run(choice, groups, seed) for seed in seeds for groups in arguments.groups for choice in choices]
 
 
-def read(path: Path, settings: Settings) -> dict[Run, dict[str, Any]]:
-    """Return the runs in ``path`` that had these settings."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {Run(**line["run"]): line for line in lines if line["settings"] == asdict(settings)}
-
-
-def do_missing(runs: list[Run], settings: Settings, root: str | None, path: Path) -> None:
-    """Do the runs that ``path`` lacks, one after the other, and append each to it."""
-    missing = [run for run in runs if run not in read(path, settings)]
-    for number, run in enumerate(missing, 1):
-        begin = time.perf_counter()
-        result = train(run, settings, root)
-        seconds = time.perf_counter() - begin
-        line = {"run": run._asdict(), "settings": asdict(settings), **result, "seconds": seconds}
-        with path.open("a") as file:
-            file.write(json.dumps({**line, "machine": describe_machine()}) + "\n")
-        what = f"{run.choice}, {run.num_groups} groups, seed {run.seed}"
-        print(f"[{number}/{len(missing)}] {what}: test {result['test']:.1f} %, {seconds:.0f} s", flush=True)
+def describe(run: Run, result: dict[str, Any]) -> str:
+    """Return a line about a finished run."""
+    return f"{run.choice}, {run.num_groups} groups, seed {run.seed}: test {result['test']:.1f} %"
 
 
 def differences(done: dict[Run, dict[str, Any]], choice: str, num_groups: int) -> list[float]:
@@ -154,18 +115,13 @@ def differences(done: dict[Run, dict[str, Any]], choice: str, num_groups: int) -
     return [a["test"] - b["test"] for a, b in pairs if a is not None and b is not None]
 
 
-def standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean; NaN for fewer than two values."""
-    return stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
-
-
 def table_rows(done: dict[Run, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the figures of each choice and number of groups."""
     rows = []
     for choice, num_groups in dict.fromkeys((run.choice, run.num_groups) for run in done):
         tests = [line["test"] for run, line in done.items() if (run.choice, run.num_groups) == (choice, num_groups)]
-        more = differences(done, choice, num_groups)
-        figures = {"test": mean(tests), "more": mean(more), "error": standard_error(more), "num_seeds": len(tests)}
+        more = summary(differences(done, choice, num_groups))
+        figures = {"test": mean(tests), "more": more["mean"], "error": more["se"], "num_seeds": len(tests)}
         rows.append({"choice": choice, "num_groups": num_groups, **figures})
     return rows
 
@@ -192,15 +148,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if indivisible := [count for count in arguments.groups if arguments.batch_size % count]:
         options.error(f"--batch-size {arguments.batch_size} cannot be cut into {indivisible[0]} equal slices")
     settings = Settings(arguments.batch_size, arguments.epochs, arguments.train_images, arguments.test_images)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    folder = output_folder(arguments)
-    path = folder / "results.jsonl"
     runs = plan(arguments)
-    if arguments.root is not None or arguments.smoke:
-        do_missing(runs, settings, arguments.root, path)
-    done = {run: line for run, line in read(path, settings).items() if run in runs}
+    done = finished_runs(arguments, runs, settings, train, describe)
     if not done:
-        print(f"left out: no runs in {path}, and no --root with CIFAR-10 to do them")
         return
     rows = table_rows(done)
     header = [
@@ -219,7 +169,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         ],
     )  # fmt: skip
     title = f"ResNet-20 on CIFAR-10, {len(done)} of {len(runs)} runs, {settings}"
-    results = {"machines": sorted({line["machine"] for line in done.values()}), "rows": rows}
+    results = {"machines": machines(done), "rows": rows}
+    folder = output_folder(arguments)
     write_report(folder, arguments, title, table, results)
     draw(rows, folder / "accuracy.png")
 

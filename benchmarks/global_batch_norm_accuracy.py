@@ -19,20 +19,16 @@ that is there is not done again. Writes results.json, table.md and accuracy.png,
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
+from support.cifar10_runs import accuracy, add_data_options, cifar10, finished_runs, linear_sgd, machines
 from support.command_line import benchmark_parser, output_folder, parse
 from support.global_batch_norm_tables import draw, figure_4, figure_4_table, phases, phases_table
-from support.random_cifar10 import RandomCIFAR10
-from support.report import describe_machine, write_report
+from support.report import write_report
 from support.sliced_batch_norm import SlicedBatchNorm2d, slice_batch_norm
 
 from lightning_dp.callbacks.convergence import Plateau
@@ -67,43 +63,23 @@ class Run(NamedTuple):
 
 def parser() -> argparse.ArgumentParser:
     options = benchmark_parser(__doc__, __file__)
-    options.add_argument("--root", help="folder that holds cifar-10-batches-py; without it nothing is trained")
-    options.add_argument("--seeds", type=int, default=3)
+    add_data_options(options)
     options.add_argument("--batch-sizes", type=int, nargs="+", default=[8, 16, 32, 64, 128])
     options.add_argument("--devices", type=int, nargs="+", default=[4, 8])
     options.add_argument("--phase-cell", type=int, nargs=2, default=[8, 4], help="batch and devices of the last part")
-    options.add_argument("--epochs", type=int, default=5)
-    options.add_argument("--train-images", type=int, default=4096)
-    options.add_argument("--test-images", type=int, default=4000)
     return options
-
-
-def cifar10(run: Run, settings: Settings, root: str | None) -> CIFAR10:
-    """Return the data; random images without ``root``, for smoke runs."""
-    if root is None:
-        data: CIFAR10 = RandomCIFAR10(
-            settings.train_images, batch_size=run.batch_size, eval_batch_size=settings.test_images, seed=run.seed
-        )
-    else:
-        data = CIFAR10(
-            root, val_size=0, train_limit=settings.train_images, test_limit=settings.test_images,
-            batch_size=run.batch_size, seed=run.seed,
-        )  # fmt: skip
-    data.setup()
-    return data
 
 
 def train(run: Run, settings: Settings, root: str | None) -> dict[str, Any]:
     """Train and test; return accuracies in percent, and the share of epochs with global statistics."""
     torch.manual_seed(run.seed)
-    data = cifar10(run, settings, root)
+    data = cifar10(root, settings.train_images, settings.test_images, run.batch_size, run.seed)
     loader: Any = data.train_dataloader()
     model: Any = resnet20()
     layers = slice_batch_norm(model)
     model = model.to(memory_format=torch.channels_last)
     lr = settings.lr_at_128 * run.batch_size / 128
-    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=1e-4)
-    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, settings.epochs * len(loader))
+    optimizer, decay = linear_sgd(model, lr, settings.epochs * len(loader))
     criterion = Plateau("train_loss", patience=1, min_delta=settings.plateau_min_delta)
     global_epochs = 0
     train_accuracy = 0.0
@@ -154,14 +130,6 @@ def test_accuracies(model: Any, layers: list[SlicedBatchNorm2d], data: CIFAR10) 
     }
 
 
-@torch.no_grad()
-def accuracy(model: torch.nn.Module, loader: Any) -> float:
-    """Return the share of images that the model classifies correctly in evaluation, with its running statistics."""
-    model.eval()
-    correct = [model(x.contiguous(memory_format=torch.channels_last)).argmax(1) == y for x, y in loader]
-    return torch.cat(correct).float().mean().item()
-
-
 def plan(arguments: argparse.Namespace) -> list[Run]:
     """Return all runs, seed by seed."""
     runs = []
@@ -174,42 +142,18 @@ def plan(arguments: argparse.Namespace) -> list[Run]:
     return runs
 
 
-def read(path: Path, settings: Settings) -> dict[Run, dict[str, Any]]:
-    """Return the runs in ``path`` that had these settings."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {Run(**line["run"]): line for line in lines if line["settings"] == asdict(settings)}
-
-
-def do_missing(runs: list[Run], settings: Settings, root: str | None, path: Path) -> None:
-    """Do the runs that ``path`` lacks, one after the other, and append each to it."""
-    done = read(path, settings)
-    missing = [run for run in runs if run not in done]
-    start = time.perf_counter()
-    for number, run in enumerate(missing, 1):
-        begin = time.perf_counter()
-        result = train(run, settings, root)
-        now = time.perf_counter()
-        line = {"run": run._asdict(), "settings": asdict(settings), **result, "seconds": now - begin}
-        with path.open("a") as file:
-            file.write(json.dumps({**line, "machine": describe_machine()}) + "\n")
-        what = f"batch {run.batch_size}, {run.num_devices} devices, {run.phase}, seed {run.seed}"
-        minutes = (now - start) / number * (len(missing) - number) / 60
-        print(f"[{number}/{len(missing)}] {what}: test {result['test']:.1f} % ({result['test_whole_var']:.1f})", end="")
-        print(f", train {result['train']:.1f} %, {now - begin:.0f} s; about {minutes:.0f} min left", flush=True)
+def describe(run: Run, result: dict[str, Any]) -> str:
+    """Return a line about a finished run."""
+    what = f"batch {run.batch_size}, {run.num_devices} devices, {run.phase}, seed {run.seed}"
+    return f"{what}: test {result['test']:.1f} % ({result['test_whole_var']:.1f}), train {result['train']:.1f} %"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(parser(), SMOKE, argv)
     settings = Settings(arguments.epochs, arguments.train_images, arguments.test_images)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    folder = output_folder(arguments)
-    path = folder / "results.jsonl"
     runs = plan(arguments)
-    if arguments.root is not None or arguments.smoke:
-        do_missing(runs, settings, arguments.root, path)
-    done = {run: line for run, line in read(path, settings).items() if run in runs}
+    done = finished_runs(arguments, runs, settings, train, describe)
     if not done:
-        print(f"left out: no runs in {path}, and no --root with CIFAR-10 to do them")
         return
     rows = figure_4(done, arguments.batch_sizes, arguments.devices)
     batch_size, devices = arguments.phase_cell
@@ -219,11 +163,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     ])  # fmt: skip
     results = {
         "settings": asdict(settings),
-        "machines": sorted({line["machine"] for line in done.values()}),  # of runs that were done before, too
+        "machines": machines(done),
         "figure 4": rows,
         "phases": phases(done, batch_size, devices),
     }
     title = f"ResNet-20 on CIFAR-10, {len(done)} of {len(runs)} runs, {settings}"
+    folder = output_folder(arguments)
     write_report(folder, arguments, title, table, results)
     if rows:
         draw(rows, folder / "accuracy.png")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any, TypeAlias
 
 from support.headless import pyplot
 from support.report import markdown_table
+from support.spread import summary
 
 # (global batch size, devices, phase, seed) -> results. Runs whose statistics are always global have one device.
 Runs: TypeAlias = Mapping[Any, dict[str, Any]]
@@ -27,13 +26,6 @@ PAPER = {4: 2.1, 8: 4.4}  # gain in percentage points at a global batch of 8, se
 def of_cell(done: Runs, batch_size: int, devices: int, phase: str, measure: str) -> dict[int, float]:
     """Return ``measure`` by seed."""
     return {seed: line[measure] for (*cell, seed), line in done.items() if cell == [batch_size, devices, phase]}
-
-
-def summary(values: Iterable[float]) -> dict[str, float]:
-    """Return mean, standard deviation and the mean's standard error; the latter two need two values."""
-    values = list(values)
-    spread = stdev(values) if len(values) > 1 else math.nan
-    return {"mean": mean(values), "sd": spread, "se": spread / math.sqrt(len(values)), "seeds": len(values)}
 
 
 def gain(ours: dict[int, float], base: dict[int, float]) -> dict[str, float] | None:

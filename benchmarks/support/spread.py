@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median, quantiles
+from statistics import mean, median, quantiles, stdev
 
 import torch.distributed as dist
 
@@ -86,3 +86,10 @@ def alternate(sides: Mapping[str, Callable[[], float]], num_rounds: int) -> dict
             if turn > 0:
                 values[name].append(value)
     return values
+
+
+def summary(values: Iterable[float]) -> dict[str, float]:
+    """Return mean, standard deviation and the mean's standard error; the latter two need two values."""
+    values = list(values)
+    spread = stdev(values) if len(values) > 1 else math.nan
+    return {"mean": mean(values), "sd": spread, "se": spread / math.sqrt(len(values)), "seeds": len(values)}

@@ -17,6 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import MultiStepLR
 
+from lightning_dp.optim.common import call_closure, check_options
+
 log = logging.getLogger(__name__)
 
 Rule = Literal["linear", "sqrt"]
@@ -112,21 +114,13 @@ class KrizhevskySGD(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group. Options that it does not set are those of the constructor."""
-        options = {**self.defaults, **param_group}
-        for name in ("lr", "weight_decay"):
-            if options[name] < 0:
-                raise ValueError(f"{name}={options[name]} must not be negative")
-        if not 0 <= options["momentum"] < 1:
-            raise ValueError(f"momentum={options['momentum']} must be at least 0 and less than 1")
+        check_options({**self.defaults, **param_group}, "lr", "weight_decay")
         super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient. The others and their velocities do not change."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = call_closure(closure)
         for group in self.param_groups:
             lr, momentum, weight_decay = group["lr"], group["momentum"], group["weight_decay"]
             for w in group["params"]:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_dp.optim.common import call_closure, check_options
+
 
 class LARS(Optimizer):
     """Momentum SGD that scales each weight's update by the ratio of the norms of weight and gradient.
@@ -52,21 +54,13 @@ class LARS(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group. Options that it does not set are those of the constructor."""
-        options = {**self.defaults, **param_group}
-        for name in ("lr", "weight_decay", "trust_coefficient"):
-            if options[name] < 0:
-                raise ValueError(f"{name}={options[name]} must not be negative")
-        if not 0 <= options["momentum"] < 1:
-            raise ValueError(f"momentum={options['momentum']} must be at least 0 and less than 1")
+        check_options({**self.defaults, **param_group}, "lr", "weight_decay", "trust_coefficient")
         super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient. Gradients do not change."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = call_closure(closure)
         for group in self.param_groups:
             for w in group["params"]:
                 if w.grad is None:
