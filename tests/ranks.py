@@ -39,9 +39,9 @@ LIMIT_S = 240.0
 # After a failure, how long the other ranks may take to report what they saw of it.
 GRACE_S = 30.0
 
-# A server process that has imported torch and Lightning once. Each rank is a fork of it, without the test's threads.
+# A server process that has imported once what every rank needs. Each rank is a fork of it, without the test's threads.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torchmetrics", "pytorch_lightning"])
+_context.set_forkserver_preload(["torch", "torchmetrics", "pytorch_lightning", "lightning_dp"])
 
 
 class RankError(AssertionError):
