@@ -90,6 +90,7 @@ def compiled_widths(rank: int) -> None:
         compare([run(torch.compile(model, backend=backend), steps)], run(eager, steps), **EXACT)
 
 
+@pytest.mark.slow
 def test_compiled_layers_of_different_widths_leave_the_buffers_without_gradient():
     run_processes(2, compiled_widths)
 

@@ -83,6 +83,7 @@ def test_evaluate_finds_what_the_run_found(single):
     assert single.files() == before
 
 
+@pytest.mark.slow
 def test_failed_jobs_fail_the_sweep_and_do_not_affect_the_others(failing_sweep, single):
     assert failing_sweep.status == 1
     assert "Invalid momentum value: -1" in failing_sweep.err
@@ -99,6 +100,7 @@ def test_failed_jobs_fail_the_sweep_and_do_not_affect_the_others(failing_sweep, 
 ALEXNET = ("model=cifar_alexnet", "optim=krizhevsky", "model.model.dropout=0", "callbacks=default", "seed=2")
 
 
+@pytest.mark.slow
 def test_a_sharded_head_trains_the_same_network_as_ddp(start):
     """And its checkpoint has the whole head."""
     run = start(*ALEXNET, "--multirun", "strategy=krizhevsky_hybrid,ddp", "trainer.devices=2")
