@@ -20,6 +20,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from plan_file import with_plan
 from resume import with_last_checkpoint
 
 from lightning_dp.launch import LaunchError, external_rank
@@ -83,18 +84,22 @@ def arguments_of_rank(arguments: list[str], rank: int | None, folder: str) -> li
     Of the ranks that torchrun or SLURM started, all but rank 0 write to ``folder``, which is temporary.
 
     Raises:
-        JobError: the command is a sweep, whose jobs start processes of their own, but runs under such a launcher.
+        JobError: the command is a sweep, whose jobs start processes of their own, but runs under such a launcher; or
+            its plan cannot be applied.
     """
     sweep = [argument for argument in arguments if argument in ("-m", "--multirun")]
     if sweep and rank is not None:
         raise JobError("--multirun starts the processes of each job itself; use python, not torchrun or srun")
     if sweep:  # at the front, because Hydra's parser does not find the flag between overrides
         arguments = [*sweep, *(argument for argument in arguments if argument not in sweep)]
-    if rank is not None:
-        try:
+    try:
+        arguments, applied = with_plan(arguments)
+        if rank is not None:
             arguments = with_last_checkpoint(arguments)
-        except ValueError as error:
-            raise JobError(str(error)) from error
+    except (ValueError, FileNotFoundError) as error:
+        raise JobError(str(error)) from error
+    if applied is not None and not rank:
+        print(applied, flush=True)
     if rank:
         return [*arguments, f"hydra.run.dir={folder}", "hydra.output_subdir=null", "hydra/job_logging=none"]
     return arguments

@@ -1,0 +1,74 @@
+"""``plan=FILE`` on the command line stands for the overrides in a plan."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from lightning_dp.planner.advice import OVERRIDES, PLAN_VERSION
+from tests.recipes.conftest import ROOT
+
+import plan_file  # isort: skip  the recipes are scripts, and conftest has put their folder on the path
+
+
+@pytest.fixture
+def plan(tmp_path):
+    def write(*overrides: str) -> str:
+        path = tmp_path / "plan.yaml"
+        path.write_text(json.dumps({"version": PLAN_VERSION, "overrides": overrides}))
+        return f"plan={path}"
+
+    return write
+
+
+def test_the_overrides_take_its_place_and_a_line_names_them(plan):
+    argument = plan("strategy=layered_sgd", "strategy.overlap=load")
+    arguments, line = plan_file.with_plan(["seed=1", argument, "--multirun", "+strategy.group_size=1"])
+    assert arguments == [
+        "seed=1",
+        "--multirun",
+        "+strategy.group_size=1",
+        "strategy=layered_sgd",
+        "strategy.overlap=load",
+    ]
+    assert line == f"{argument}: strategy=layered_sgd strategy.overlap=load"
+    assert plan_file.with_plan(["seed=1", "experiment=digits_resnet20"]) == (
+        ["seed=1", "experiment=digits_resnet20"],
+        None,
+    )
+
+
+@pytest.mark.parametrize("method", OVERRIDES)
+def test_what_the_planner_writes_composes(plan, method):
+    arguments, _ = plan_file.with_plan([plan(*OVERRIDES[method])])
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("train", arguments)
+    for override in OVERRIDES[method]:
+        key, _, value = override.partition("=")
+        if "." in key:
+            node = config
+            for part in key.split("."):
+                node = node[part]
+            assert str(node) == value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("strategy=ddp",), "sets strategy=layered_sgd, and so does the command line; leave out one of the two"),
+        (("+strategy.overlap=step",), "sets strategy.overlap=load, and so does the command line"),
+        (("plan=other.yaml",), "give one plan"),
+    ],
+)
+def test_contradictions_are_refused(plan, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        plan_file.with_plan([plan("strategy=layered_sgd", "strategy.overlap=load"), *arguments])
+
+
+def test_a_missing_file_is_an_error_of_the_command(start):
+    run = start("plan=nothing.yaml")
+    assert run.status == 1
+    assert run.err == "error: plan=nothing.yaml: there is no such file; recipes/plan.py writes one, plan.yaml\n"
+    assert run.files() == {}
