@@ -11,8 +11,11 @@ from torch import Tensor
 from lightning_dp.collectives.point_to_point import Transfer, post
 from lightning_dp.collectives.ring_schedule import chunk_bounds
 
-SEGMENT = 128 * 1024
-"""Elements that are processed together, while the messages of other segments are on their way."""
+SEGMENT = 512 * 1024
+"""Elements that are processed together, while the messages of other segments are on their way.
+
+A quarter of it takes twice the CPU time in all: each message costs gloo about as much as its bytes do.
+"""
 
 
 class Wire:
