@@ -55,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--rate", default="1gbit", help="of each host's link")
     options.add_argument("--overlap", choices=["load", "step"], default="step")
     options.add_argument("--communicator", choices=["leader", "sharded"], default="leader")
+    options.add_argument("--compression", choices=["bf16", "int8"], help="between the hosts (default: exact sums)")
     options.add_argument("--steps", type=int, default=8, help=f"at least {SHOWN_STEPS + 1}; the last ones are drawn")
     options.add_argument("--load-ms", type=float, default=100.0)
     options.add_argument("--forward-ms", type=float, default=50.0)
@@ -102,7 +103,9 @@ def worker(job: Job) -> list[Stage]:
     options = job.options
     timing = Timing(options.load_ms / 1e3, options.forward_ms / 1e3, options.backward_ms / 1e3)
     recorder = StageRecorder()
-    strategy = LayeredSGDStrategy(overlap=options.overlap, communicator=options.communicator)
+    strategy = LayeredSGDStrategy(
+        overlap=options.overlap, communicator=options.communicator, compression=options.compression
+    )
     trainer = make_trainer(
         strategy, per_host=job.per_host, num_hosts=job.num_hosts, max_steps=options.steps, callbacks=[recorder]
     )
@@ -160,11 +163,13 @@ def draw(traces: Mapping[int, Sequence[Stage]], title: str, path: Path) -> None:
 
 def report(arguments: argparse.Namespace) -> None:
     """Measure, and write the table and the plot."""
-    variant = f"{arguments.overlap}-{arguments.communicator}-{arguments.rate}"
+    compressed = "" if arguments.compression is None else f"-{arguments.compression}"
+    variant = f"{arguments.overlap}-{arguments.communicator}{compressed}-{arguments.rate}"
     folder = output_folder(arguments, variant)
     ranks = measure_on_hosts(__file__, Job(arguments, HOSTS, PER_HOST, arguments.rate), folder)
     traces = {rank: [(name, start, end) for name, start, end in stages] for rank, stages in enumerate(ranks)}
-    title = f"layered SGD, {arguments.overlap}, {arguments.communicator}, {rate_name(arguments.rate)}"
+    title = f"layered SGD, {arguments.overlap}, {arguments.communicator}{compressed.replace('-', ', ')}"
+    title = f"{title}, {rate_name(arguments.rate)}"
     results = {"hidden": hidden_shares(traces), "stages": traces}
     write_report(folder, arguments, title, rank_table(traces, arguments.steps), results)
     hidden = ", ".join(f"rank {rank} {share:.0%}" for rank, share in hidden_shares(traces).items())
