@@ -9,7 +9,7 @@ WORKERS ?= 3
 PIP     := pip install --quiet --disable-pip-version-check
 PYTEST  := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-slow test-oldest test-newest test-lightning coverage lint hooks bench docs clean
+.PHONY: demo test test-slow test-oldest test-newest test-lightning coverage lint hooks bench gpu-check docs clean
 
 # The main job: two processes on CPU train ResNet-20 on real images with layered SGD and adaptive global batch norm.
 demo: $(READY)
@@ -59,6 +59,11 @@ hooks: $(READY)
 # takes seconds.
 bench: $(READY)
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(BENCH_OPTIONS); done
+
+# Tests and measurements on one GPU, in at most 10 minutes. No environment is made: torch, Lightning and pytest are those
+# of PYTHON.
+gpu-check:
+	PYTHONPATH="$(CURDIR)" $(PYTHON) benchmarks/gpu_check.py $(BENCH_OPTIONS)
 
 # The documentation site, in build/site. Warnings are errors. The variable silences an advertisement of the theme.
 docs: $(DOCS)

@@ -14,6 +14,7 @@ Config = dict[str, Any]
 
 READ_BY_RECIPES = {
     *("name", "seed", "run_dir", "ckpt_path", "train", "test", "optimized_metric", "optimized_mode", "print_config"),
+    "matmul_precision",
     *("data", "num_classes", "model", "optim", "strategy", "trainer", "callbacks", "logger"),
 }
 
@@ -54,6 +55,8 @@ def check_together(config: Config) -> None:
         raise ValueError(f"test={config['test']} must be last, best or false")
     if config["optimized_mode"] not in ("max", "min"):
         raise ValueError(f"optimized_mode={config['optimized_mode']} must be max or min")
+    if config["matmul_precision"] not in ("highest", "high", "medium"):
+        raise ValueError(f"matmul_precision={config['matmul_precision']} must be highest, high or medium")
     if not config["train"]:
         if not config["test"]:
             raise ValueError("train=false and test=false leave nothing to do; use test=last to test ckpt_path")

@@ -90,8 +90,11 @@ def configure_logging(config: Config, rank: int) -> None:
 
 def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, Any]:
     """Make the Trainer, the LightningModule and the LightningDataModule of a configuration."""
+    import torch
     from continuation import SeedEachEpoch
 
+    # For each job of a sweep, since it holds for the whole process. Configurations of old runs do not have it.
+    torch.set_float32_matmul_precision(config.get("matmul_precision", "highest"))
     model, data = instantiate(config["model"]), instantiate(config["data"])
     callbacks = [instantiate(node) for node in without_contradictions(config)["callbacks"].values()]
     callbacks.append(SeedEachEpoch(config["seed"]))

@@ -6,12 +6,18 @@ import logging
 import time
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dp._lightning import Callback, LightningModule, require_own_trainer
 from lightning_dp._private.torch_names import ddp_timing, enable_ddp_timing
 
 log = logging.getLogger(__name__)
+
+
+def times_every_step(device: torch.device) -> bool:
+    """Return whether DDP can time every step on this kind of device. To read its timers of a GPU, the host waits."""
+    return device.type == "cpu"
 
 
 class StepTimer(Callback):
@@ -29,8 +35,11 @@ class StepTimer(Callback):
       zero for a single process, and not logged for any other strategy.
     - ``time/compute_s``: the rest.
 
-    On a GPU, kernels run after they were launched. Their time appears where the rank waits for them. Use a profiler for
-    the breakdown of a step on a GPU.
+    On a GPU, kernels run after they were launched, and their time appears where the rank waits for them. The callback
+    itself never waits for the GPU. DDP does, to read its timers, so there it times only a sample of the steps, as it
+    does by default: the first ten, then one in a hundred. ``exposed_communication_s`` and ``compute_s`` are means over
+    that sample, and are missing in epochs without any. Messages that a strategy sends itself over NCCL count as
+    compute, because no rank waits for them on the host. Use a profiler for the breakdown of a step on a GPU.
     """
 
     def __init__(self) -> None:
@@ -54,7 +63,7 @@ class StepTimer(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note the time at which the batch is available, and make DDP time this step."""
-        if isinstance(trainer.strategy.model, DistributedDataParallel):
+        if isinstance(trainer.strategy.model, DistributedDataParallel) and times_every_step(pl_module.device):
             # By default DDP times its first ten steps, and then one in a hundred. Enabled before each step, because
             # a strategy wraps the module in a new DDP when a parameter is unfrozen.
             enable_ddp_timing(trainer.strategy.model)
@@ -67,15 +76,21 @@ class StepTimer(Callback):
         """Log the times of the step."""
         end_s = time.perf_counter()
         times = {"step": end_s - self._last_end_s, "data_wait": self._begin_s - self._last_end_s}
+        last_reduction = self._last_reduction
         exposed_s = self._exposed_s(trainer)
-        if exposed_s is not None:
-            times["exposed_communication"] = exposed_s
-        times["compute"] = times["step"] - times["data_wait"] - times.get("exposed_communication", 0.0)
+        is_sampled = isinstance(trainer.strategy.model, DistributedDataParallel) and not times_every_step(
+            pl_module.device
+        )
+        if not is_sampled or self._last_reduction != last_reduction:
+            if exposed_s is not None:
+                times["exposed_communication"] = exposed_s
+            times["compute"] = times["step"] - times["data_wait"] - times.get("exposed_communication", 0.0)
         for name, seconds in times.items():
             # With both options Lightning neither averages over the ranks, which would hide a slow one, nor advises to.
             pl_module.log(
                 f"time/{name}_s",
-                seconds,
+                # Lightning would copy a float to the GPU, and wait until all kernels before that have run.
+                torch.tensor(seconds),
                 on_step=False,
                 on_epoch=True,
                 batch_size=1,

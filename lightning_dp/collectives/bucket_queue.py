@@ -1,4 +1,10 @@
-"""A queue of gradient buckets for communication hooks of DDP: a thread averages them while backward continues."""
+"""A queue of gradient buckets for communication hooks of DDP: they are averaged while backward continues.
+
+On gloo a thread of its own averages them. On NCCL the thread that calls the hook issues all messages itself, on a side
+stream, and the GPU sends them while backward continues. NCCL requires that all ranks issue their collectives in one
+order. Backward calls the hooks in the same order on all ranks, and global batch norm and DDP issue theirs from the same
+thread. A second thread would mix its messages into theirs in an order of its own, and two ranks could wait forever.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +17,23 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from lightning_dp._private.torch_names import device_types, group_timeout
-from lightning_dp.collectives.groups import destroy_group, resolve_group
+from lightning_dp._private.torch_names import backend_name, device_types, group_timeout
+from lightning_dp.collectives.groups import destroy_group, resolve_group, unbound_default_group
+
+
+def issues_in_hook(buffer: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Return whether the hook must issue the messages for ``buffer`` itself: with NCCL, and all others but gloo."""
+    return buffer.is_cuda and backend_name(group, buffer.device) != "gloo"
 
 
 class BucketQueue(ABC):
     """Base of the states of communication hooks: a process group and a queue of buckets.
 
     A worker thread processes the queue in the order in which DDP submits the buckets, which is the same on all ranks.
-    The thread ends when the queue is empty, so that none is left between backward passes.
+    The thread ends when the queue is empty, so that none is left between backward passes. On NCCL there is no thread.
 
     Args:
-        group: used by the worker thread alone, since it sends at the same time as the main thread. Create it with
+        group: used for the buckets alone, since they are sent at the same time as other messages. Create it with
             ``dist.new_group(ranks)`` from the ranks that DDP averages over. None: the first bucket creates a group of
             all ranks, with the timeout of the default group.
         thread_name: of the worker thread.
@@ -38,10 +49,11 @@ class BucketQueue(ABC):
         self._queue: deque[Callable[[], None]] = deque()
         self._worker: threading.Thread | None = None
         self._error: Exception | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     @abstractmethod
     def _average(self, buffer: torch.Tensor, parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-        """Average ``buffer``, (numel,), over the ranks of ``group``, in place. Runs in the worker thread."""
+        """Average ``buffer``, (numel,), over the ranks of ``group``, in place. Runs in the worker thread, if any."""
 
     def submit(self, buffer: torch.Tensor, parameters: list[torch.Tensor] | None = None) -> Future[torch.Tensor]:
         """Queue a bucket to be averaged over the ranks in place. Return a future of ``buffer``.
@@ -55,11 +67,13 @@ class BucketQueue(ABC):
         stream = None
         if buffer.is_cuda:
             future = Future(devices=[buffer.device])
-            # On the current stream, the next kernels of backward would wait for the messages.
-            stream = torch.cuda.Stream(buffer.device)
+            stream = self._side_stream(buffer.device)
             stream.wait_stream(torch.cuda.current_stream(buffer.device))
 
         def work() -> None:
+            if buffer.is_cuda:
+                # A new thread is on device 0. Without this line each rank would make a CUDA context there.
+                torch.cuda.set_device(buffer.device)
             with torch.cuda.stream(stream):  # does nothing if stream is None
                 try:
                     if self._error is not None:
@@ -74,12 +88,24 @@ class BucketQueue(ABC):
 
         # DDP raises an exception that is raised inside `then`. One from `set_exception` it would take for a result.
         result = future.then(lambda done: done.value())
+        if issues_in_hook(buffer, group):
+            work()
+            return result
         with self._lock:
             self._queue.append(work)
             if self._worker is None:
                 self._worker = threading.Thread(target=self._run_queue, name=self._thread_name)
                 self._worker.start()
         return result
+
+    def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Return the stream for messages. On the current one, the next kernels of backward would wait for them.
+
+        All buckets share one stream, so that the GPU, too, keeps the order in which they were issued.
+        """
+        if self._stream is None or self._stream.device != device:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
 
     def _run_queue(self) -> None:
         """Process the queue until it is empty. Target of the worker thread."""
@@ -98,7 +124,8 @@ class BucketQueue(ABC):
         default_group = resolve_group(None)
         if self._own_group is None or self._default_group is not default_group:
             timeout = group_timeout(default_group, device_types(default_group)[0])
-            self._own_group = dist.new_group(timeout=timeout)
+            with unbound_default_group(None):
+                self._own_group = dist.new_group(timeout=timeout)
             self._default_group = default_group
             self._error = None
         return self._own_group

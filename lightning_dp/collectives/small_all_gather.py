@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dp.collectives.groups import all_gather, exclusive_use, resolve_group
+from lightning_dp._private.torch_names import backend_name
+from lightning_dp.collectives import single_tensor
+from lightning_dp.collectives.groups import all_gather, dense, exclusive_use, resolve_group
 from lightning_dp.collectives.point_to_point import peer_error
 from lightning_dp.collectives.unix_sockets import connect
 
@@ -60,11 +62,26 @@ def small_all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
     """
     group = resolve_group(group)
     if tensor.device.type != "cpu":
-        return all_gather(tensor, group)
+        return gather_on_device(tensor, group)
     if torch.compiler.is_compiling():
         _disable_sockets(group)
         return all_gather(tensor, group)
     return _gather_over_sockets(tensor, group)
+
+
+def gather_on_device(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather ``tensor``, as `small_all_gather` does, in one operation of the backend that writes one tensor.
+
+    Given a list of outputs, as `groups.all_gather` gives it, NCCL gathers into a buffer of its own, and copies each
+    rank's part out of it.
+    """
+    # Gloo has this form in some versions of torch only. The compiler knows the other form, and cannot trace the
+    # question for the backend.
+    if torch.compiler.is_compiling() or backend_name(group, tensor.device) == "gloo":
+        return all_gather(tensor, group)
+    gathered = tensor.new_empty(group.size(), *tensor.shape)
+    single_tensor.all_gather(gathered.view(-1), dense(tensor).view(-1), group)
+    return gathered
 
 
 @torch.compiler.assume_constant_result

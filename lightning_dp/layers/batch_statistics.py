@@ -6,7 +6,8 @@ standard deviation. Here each rank sends (mean, sum of squared deviations, count
 
     Chan, Golub & LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979).
 
-PyTorch's fused kernels process the activations. Python code works on tensors of one number per channel.
+PyTorch's fused kernels process the activations. Python code works on tensors of one number per channel. On CUDA that
+Python code launches more kernels than the activations need, so eager code there uses `fused_batch_norm`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def local_moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         # The subtraction can round to slightly less than 0 for a constant channel.
         return mean, (invstd.square().reciprocal() - eps).clamp_(min=0) * (x.numel() // x.shape[1])
     count = x.numel() // x.shape[1]
-    if x.dim() == 2 or _format(x) != torch.contiguous_format or x.dtype not in (torch.float32, torch.float64):
+    if x.dim() == 2 or memory_format_of(x) != torch.contiguous_format or x.dtype not in (torch.float32, torch.float64):
         # This kernel returns the dtype of the running statistics: without them, half-precision activations would have
         # half-precision statistics. Momentum 0 leaves them as they are.
         running = torch.ones(2, x.shape[1], dtype=dtype, device=x.device)
@@ -108,7 +109,7 @@ class GlobalBatchNormFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: dist.ProcessGroup | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        x = x.contiguous(memory_format=_format(x))
+        x = x.contiguous(memory_format=memory_format_of(x))
         dtype = statistics_dtype(x)
         mean, deviations = local_moments(x, eps)
         packed = torch.cat([mean, deviations, mean.new_full((1,), x.numel() // x.shape[1])])
@@ -119,7 +120,7 @@ class GlobalBatchNormFunction(torch.autograd.Function):
         ctx.save_for_backward(x, weight, mean, invstd, counts)
         ctx.group = group
         ctx.mark_non_differentiable(mean, unbiased, counts)
-        return _normalize(x, _to(weight, dtype), _to(bias, dtype), mean, invstd), mean, unbiased, counts
+        return _normalize(x, to_dtype(weight, dtype), to_dtype(bias, dtype), mean, invstd), mean, unbiased, counts
 
     @staticmethod
     @override
@@ -127,7 +128,7 @@ class GlobalBatchNormFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, invstd, counts = ctx.saved_tensors
         needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad[:3]
-        dy = dy.contiguous(memory_format=_format(x))
+        dy = dy.contiguous(memory_format=memory_format_of(x))
         sums = _gradient_sums(dy, x, mean, invstd)
         dbias = sums[0].to(weight.dtype) if needs_dbias else None
         dweight = sums[1].to(weight.dtype) if needs_dweight else None
@@ -135,7 +136,7 @@ class GlobalBatchNormFunction(torch.autograd.Function):
         if needs_dx:
             # An all-gather, not an all-reduce: it takes half the steps, and for so few bytes latency dominates.
             sums = small_all_gather(sums, ctx.group).sum(0)
-            dx = _input_gradient(dy, x, _to(weight, mean.dtype), mean, invstd, sums, counts)
+            dx = _input_gradient(dy, x, to_dtype(weight, mean.dtype), mean, invstd, sums, counts)
         return dx, dweight, dbias, None, None
 
 
@@ -187,7 +188,7 @@ def _has_split_kernels(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def _format(x: Tensor) -> torch.memory_format:
+def memory_format_of(x: Tensor) -> torch.memory_format:
     """Return the memory format of ``x`` as the fused kernels see it."""
     for dim, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
         if x.dim() == dim and x.is_contiguous(memory_format=memory_format) and not x.is_contiguous():
@@ -200,5 +201,6 @@ def _per_channel(values: Tensor, x: Tensor) -> Tensor:
     return values.view(1, -1, *[1] * (x.dim() - 2))
 
 
-def _to(values: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def to_dtype(values: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return ``values`` in ``dtype``, or None if there are none."""
     return None if values is None else values.to(dtype)

@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_dp._private.torch_names import BatchNorm, check_input_dim, inside_function_transform
 from lightning_dp.collectives.groups import group_size
 from lightning_dp.layers.batch_statistics import GlobalBatchNormFunction
+from lightning_dp.layers.fused_batch_norm import FusedGlobalBatchNormFunction, uses_fused_kernels
 
 
 class _Group:
@@ -109,25 +110,37 @@ class GlobalBatchNorm(BatchNorm):
         self._check_input(input)
         if input.numel() == input.shape[1]:
             self.had_single_value = True
+        if uses_fused_kernels(input):
+            momentum = self._count_batch() if self.track_running_stats else 0.0
+            running = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
+            return FusedGlobalBatchNormFunction.apply(
+                input, self.weight, self.bias, *running, self.eps, momentum, self.group
+            )
         output, mean, var, counts = GlobalBatchNormFunction.apply(input, self.weight, self.bias, self.eps, self.group)
         if self.track_running_stats:
-            self._update_running_statistics(mean, var, counts, is_empty=input.numel() == 0)
+            self._update_running_statistics(mean, var, counts, self._count_batch(), is_empty=input.numel() == 0)
         return output
 
-    def _update_running_statistics(self, mean: Tensor, var: Tensor, counts: Tensor, is_empty: bool) -> None:
+    def _count_batch(self) -> float:
+        """Count a batch as PyTorch's forward does, and return the weight of its statistics in the running ones."""
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                return 1.0 / float(self.num_batches_tracked)
+        return 0.0 if self.momentum is None else self.momentum
+
+    def _update_running_statistics(
+        self, mean: Tensor, var: Tensor, counts: Tensor, momentum: float, is_empty: bool
+    ) -> None:
         """Update the buffers as PyTorch's forward does.
 
         Args:
             mean: (C,) of all ranks' batches.
             var: (C,), unbiased.
             counts: (ranks,) number of values per channel of each rank.
+            momentum: weight of the new statistics.
             is_empty: whether the batch of this rank is empty.
         """
-        momentum = 0.0 if self.momentum is None else self.momentum
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                momentum = 1.0 / float(self.num_batches_tracked)
         for running, new in ((self.running_mean, mean), (self.running_var, var)):
             if running is None:
                 continue

@@ -18,6 +18,8 @@ class Method:
         family: ``"ddp"``, ``"layered_sgd"`` or ``"hybrid"``.
         overlap: of layered SGD: ``"load"`` or ``"step"``.
         communicator: of layered SGD: ``"leader"`` or ``"sharded"``.
+        order: of layered SGD with overlap ``"step"``: ``"priority"``, nearest the input first among the buckets that
+            are ready, as over gloo; or ``"fifo"``, as backward produces them, as over NCCL.
         scheme: of the hybrid: ``"a"``, ``"b"`` or ``"c"``.
         compression: bytes sent between nodes over bytes of the gradients; 0.5 for 16 bits.
         accumulate: micro-batches between two reductions. The time of a step is that of one micro-batch.
@@ -33,12 +35,14 @@ class Method:
     accumulate: int = 1
     bucket_bytes: float = 25 * MEBIBYTE
     global_batch_norm: bool = False
+    order: str = "priority"
 
     def __post_init__(self) -> None:
         require_count("accumulate", self.accumulate)
         require_positive("compression", self.compression)
         require_positive("bucket_bytes", self.bucket_bytes)
         options = {"family": FAMILIES, "overlap": ("load", "step"), "communicator": ("leader", "sharded")}
+        options["order"] = ("priority", "fifo")
         for name, known in {**options, "scheme": ("a", "b", "c")}.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, known))}")

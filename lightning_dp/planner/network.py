@@ -100,13 +100,15 @@ class Network:
         """Return the time of DDP's all-reduce over all ranks.
 
         A ring visits each node once, so that every link carries 2(N-1)/N of the bytes, in 2(N-1) steps. A tree takes
-        about 2 log2(N) steps, and each link carries the bytes twice.
+        about 2 log2(N) steps, and each link carries the bytes twice; between two nodes once, because NCCL has two
+        trees with half of the bytes each, and a node is the root of one and the leaf of the other.
         """
         if world_size == 1:
             return 0.0
         link = self.slowest(world_size)
         ring_s = ring_all_reduce_s(num_bytes, world_size, link)
-        tree_s = 2 * math.ceil(math.log2(world_size)) * link.latency_s + 2 * num_bytes / link.bytes_per_s
+        copies = 1 if self.num_nodes(world_size) == 2 else 2
+        tree_s = 2 * math.ceil(math.log2(world_size)) * link.latency_s + copies * num_bytes / link.bytes_per_s
         return {"ring": ring_s, "tree": tree_s, "auto": min(ring_s, tree_s)}[self.all_reduce]
 
     def inter_group_all_reduce_s(self, num_bytes: float, world_size: int) -> float:

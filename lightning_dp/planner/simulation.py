@@ -210,20 +210,21 @@ class _Job:
         arrived: list[list[list[int]]] = [[[] for _ in self._last] for _ in range(num_buckets)]
         for place in reversed(range(num_buckets)):
             num_bytes = self.buckets[place].num_bytes
+            priority = place if is_step and method.order == "priority" else None
             intra_s = network.intra_group_s(num_bytes, self.world_size, method.communicator)
             sums = [
                 self.schedule.add(intra_s, [ready[place][lane] for lane in lanes], stream)
                 for lanes, stream in zip(self._groups, self._intra, strict=True)
             ]
-            # "load" begins after backward, in the order of submission; "step" at once, nearest the input first.
+            # "load" begins after backward, in the order of submission; "step" at once.
             between = self.schedule.add(
                 network.inter_group_all_reduce_s(num_bytes * method.compression, self.world_size),
                 sums if is_step else [*sums, *ready[0]],
                 self._net,
-                priority=place if is_step else None,
+                priority=priority,
             )
             for lanes, stream in zip(self._groups, self._intra, strict=True):
-                broadcast = self.schedule.add(intra_s, [between], stream, priority=place if is_step else None)
+                broadcast = self.schedule.add(intra_s, [between], stream, priority=priority)
                 for lane in lanes:
                     arrived[place][lane] = [broadcast]
         if is_step:

@@ -32,6 +32,7 @@ _BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm"}
 _CHEAP = {
     *_BATCH_NORMS,
     *("native_layer_norm", "native_group_norm", "mean", "sum", "var"),
+    "batch_norm_elemt",  # of global batch norm on CUDA: it normalizes with given statistics
     *("max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d"),
     *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "upsample_nearest2d", "upsample_bilinear2d"),
     *("relu", "relu_", "prelu", "glu", "_softmax", "_log_softmax"),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from lightning_fabric.utilities.warnings import PossibleUserWarning
 from pytorch_lightning.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dp.callbacks import step_timer
 from lightning_dp.callbacks.step_timer import StepTimer
 from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
@@ -105,6 +107,33 @@ def test_a_step_that_only_accumulates_has_no_exposed_communication():
     """Two steps of ten reduce gradients, a second each, and DDP reports a reduction at the next one."""
     for exposed_s in run_processes(2, accumulating_fit):
         assert exposed_s == pytest.approx(0.1)
+
+
+def sampling_fit(rank):
+    """Times if DDP times a sample of the steps only, as on a GPU: its first ten here, of which it reports nine."""
+    step_timer.times_every_step = lambda device: False
+    DistributedDataParallel._get_ddp_logging_data = one_second(DistributedDataParallel._get_ddp_logging_data)
+    logged = []
+    log = Net.log
+    Net.log = lambda self, name, value, **options: logged.append((name, value)) or log(self, name, value, **options)
+    t = trainer(DDPStrategy(), 2, callbacks=[StepTimer()])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PossibleUserWarning)
+        t.fit(Net(), data(2, steps=30))
+    return float(t.callback_metrics["time/exposed_communication_s"]), logged
+
+
+def test_on_a_gpu_exposed_communication_is_the_mean_over_the_steps_that_ddp_times():
+    for exposed_s, logged in run_processes(2, sampling_fit):
+        assert exposed_s == pytest.approx(1.0)
+        counts = Counter(name for name, _ in logged)
+        assert counts == {
+            "time/step_s": 30,
+            "time/data_wait_s": 30,
+            "time/exposed_communication_s": 10,
+            "time/compute_s": 10,
+        }
+        assert all(value.device.type == "cpu" for _, value in logged), "Lightning would copy a float to the GPU"
 
 
 class Unfreezing(Net):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dp._private.torch_names import group_timeout
-from lightning_dp.collectives import RingState, comm_hooks, ring_all_reduce_hook
+from lightning_dp.collectives import RingState, bucket_queue, comm_hooks, ring_all_reduce_hook
 from tests.ranks import run_processes, run_threads
 
 THREAD = "ring_all_reduce_hook"
@@ -74,6 +74,35 @@ def averaged(rank, identity=False):
 
 def test_gradients_are_those_of_the_concatenated_batch():
     assert_close(run_processes(3, averaged), oracle([0, 1, 2]))
+
+
+def averaged_in_the_hook(rank):
+    """As on NCCL: the thread that calls the hook issues all messages, and none of them is read on the host."""
+    issuers = set()
+    ring = comm_hooks.ring_all_reduce
+
+    def recorded(buffer, *args, check_call, **options):
+        issuers.add((threading.current_thread().name == THREAD, check_call))
+        return ring(buffer, *args, check_call=check_call, **options)
+
+    comm_hooks.ring_all_reduce = recorded
+    for module in (bucket_queue, comm_hooks):
+        module.issues_in_hook = lambda buffer, group: True
+    dist.init_process_group("gloo")
+    return gradients(rank, None, None), issuers
+
+
+def test_on_nccl_the_hook_issues_the_messages_itself():
+    results, issuers = zip(*run_processes(3, averaged_in_the_hook), strict=True)
+    assert_close(results, oracle([0, 1, 2]))
+    assert list(issuers) == [{(False, False)}] * 3
+
+
+def test_on_gloo_a_thread_issues_the_messages():
+    def of_group(rank, group):
+        return bucket_queue.issues_in_hook(torch.ones(1), group)
+
+    assert run_threads(2, of_group) == [False, False]
 
 
 def test_the_comparison_fails_without_communication():

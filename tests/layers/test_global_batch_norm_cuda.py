@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from lightning_dp.layers import GlobalBatchNorm2d
 from lightning_dp.layers.batch_statistics import GlobalBatchNormFunction
+from lightning_dp.layers.fused_batch_norm import FusedGlobalBatchNormFunction
+from tests.layers import split_kernels
 from tests.layers.oracle import C, batches, compare, randomize, run
 from tests.ranks import run_processes
 
@@ -67,18 +69,50 @@ def test_equals_sync_batch_norm(dtype, layout):
     run_processes(2, beside_sync_batch_norm, dtype, layout)
 
 
-def over_nccl(rank: int) -> None:
+def over_nccl(rank: int, fused: bool) -> None:
+    """Forward and backward without a wait of the host. Layers in a group of one rank call PyTorch's forward instead."""
     dist.init_process_group("nccl")
     (x,), _ = inputs_of([4], torch.float32, torch.contiguous_format)
     x.requires_grad_()
-    # A layer in a group of one rank calls PyTorch's forward, so the function is called directly.
-    y, mean, *_ = GlobalBatchNormFunction.apply(x, None, None, 1e-5, None)
+    mean, var = torch.zeros(C, device="cuda"), torch.ones(C, device="cuda")
+    dist.all_reduce(torch.zeros(1, device="cuda"))  # NCCL connects in the first call
+    torch.cuda.set_sync_debug_mode("error" if fused else "default")
+    if fused:
+        y = FusedGlobalBatchNormFunction.apply(x, None, None, mean, var, 1e-5, 1.0, dist.group.WORLD)
+    else:
+        y, mean, var, _ = GlobalBatchNormFunction.apply(x, None, None, 1e-5, dist.group.WORLD)
     y.sin().sum().backward()
+    torch.cuda.set_sync_debug_mode("default")
     expected = x.detach().clone().requires_grad_()
     nn.functional.batch_norm(expected, None, None, training=True).sin().sum().backward()
-    torch.testing.assert_close(mean, x.detach().mean((0, 2, 3)), rtol=1e-5, atol=1e-5)
+    expected_var, expected_mean = torch.var_mean(x.detach(), (0, 2, 3))
+    torch.testing.assert_close([mean, var], [expected_mean, expected_var], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(x.grad, expected.grad, rtol=1e-3, atol=1e-4)
 
 
-def test_one_rank_over_nccl():
-    run_processes(1, over_nccl)
+@pytest.mark.parametrize("fused", [True, False])
+def test_one_rank_over_nccl(fused):
+    run_processes(1, over_nccl, fused)
+
+
+@pytest.mark.parametrize("kernel", split_kernels.KERNELS, ids=lambda kernel: kernel.__name__)
+def test_the_stand_ins_for_the_kernels_compute_what_these_do(kernel):
+    """The tests on the CPU rest on the stand-ins, also for a rank with an empty batch (a tiny count)."""
+    x, dy = torch.randn(2, 5, C, 4, 3, dtype=torch.float64, device="cuda")
+    mean, invstd, weight, bias, sum_dy, sum_dy_xmu = torch.rand(6, C, dtype=torch.float64, device="cuda") + 0.5
+    statistics = torch.rand(3, 2 * C + 1, dtype=torch.float64, device="cuda") + 0.5
+    statistics[:, -1] = torch.tensor([1e-30, 7.0, 3.0])
+    counts = torch.tensor([0, 7, 3], dtype=torch.int32, device="cuda")
+    arguments = {
+        "batch_norm_stats": (x, 1e-5),
+        "batch_norm_gather_stats_with_counts": (
+            *(statistics, statistics[:, :C], statistics[:, C:-1], mean, invstd),
+            *(0.1, 1e-5, statistics[:, -1]),
+        ),
+        "batch_norm_elemt": (x, weight, bias, mean, invstd, 1e-5),
+        "batch_norm_backward_reduce": (dy, x, mean, invstd, weight, True, True, True),
+        "batch_norm_backward_elemt": (dy, x, mean, invstd, weight, sum_dy, sum_dy_xmu, counts),
+    }[kernel.__name__]
+    copies = [value.clone() if isinstance(value, Tensor) else value for value in arguments]
+    torch.testing.assert_close(getattr(torch, kernel.__name__)(*arguments), kernel(*copies), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(arguments, tuple(copies), rtol=1e-9, atol=1e-9, msg="the running statistics differ")

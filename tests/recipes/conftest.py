@@ -34,7 +34,8 @@ class Run:
         self.folder = folder
         command = [sys.executable, *launcher, *arguments]
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        done = run_command(command, folder, {"PYTHONPATH": path})
+        # Without GPUs, also where there are some: not every experiment says on what it runs.
+        done = run_command(command, folder, {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""})
         self.status, self.out, self.err = done.returncode, done.stdout, done.stderr
 
     def files(self) -> dict[str, set[str]]:

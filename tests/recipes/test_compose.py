@@ -53,6 +53,20 @@ def test_compression_is_an_option_of_layered_sgd(override, expected):
     assert instantiate(config.strategy)._options.compression == expected
 
 
+def test_gpus_are_used_as_fast_as_they_are():
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("train", ["experiment=cifar10_resnet20", "trainer=gpu", "trainer.devices=2"])
+        on_cpu = compose("train", ["experiment=digits_resnet20"])
+        exact = compose("train", ["experiment=cifar10_resnet20", "trainer=gpu", "trainer.precision=32-true"])
+    assert (config.trainer.accelerator, config.trainer.devices, config.trainer.max_steps) == ("gpu", 2, 64000)
+    assert (config.trainer.precision, config.trainer.benchmark, config.matmul_precision) == ("bf16-mixed", True, "high")
+    assert config.model.channels_last
+    assert "trainer" not in config.trainer
+    assert (on_cpu.trainer.precision, on_cpu.matmul_precision) == ("32-true", "highest")
+    assert "benchmark" not in on_cpu.trainer
+    assert exact.trainer.precision == "32-true"
+
+
 def test_memonger_is_an_option_of_every_run():
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("train", ["experiment=digits_resnet20", "callbacks=memonger"])

@@ -27,6 +27,7 @@ def test_a_key_that_nobody_reads_is_refused():
     [
         (["test=first"], "test=first must be last, best or false"),
         (["optimized_mode=most"], "must be max or min"),
+        (["matmul_precision=tf32"], "matmul_precision=tf32 must be highest, high or medium"),
         (["train=false"], "train=false needs weights to test; give ckpt_path=PATH"),
         (["train=false", "test=false"], "nothing to do"),
         (["test=best", "optimized_metric=null"], "test=best needs a metric that is measured during training"),

@@ -95,8 +95,8 @@ class FeatureExchange:
         # Messages of NCCL have no labels. With this number, a call that one rank has made alone is found here.
         call += f" as exchange {self.channel.num_exchanges}"
         seed = int(torch.randint(2**62, ()).item()) if needs_seed else -1
-        own = torch.tensor([len(features), zlib.crc32(call.encode()), seed], device=features.device)
-        sizes, calls, seeds = self.channel.all_gather("sizes", own).T.tolist()
+        gathered = self.channel.gather_integers("sizes", [len(features), zlib.crc32(call.encode()), seed])
+        sizes, calls, seeds = (list(of_ranks) for of_ranks in zip(*gathered, strict=True))
         if len(set(calls)) > 1:
             raise ValueError(
                 f"the ranks pass different things to the head, this one {call} (shapes without the number of samples);"

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -16,7 +17,9 @@ from torch.optim import Optimizer
 
 from lightning_dp._lightning import LightningModule
 from lightning_dp._private.lightning_names import strategy_timeout
+from lightning_dp._private.torch_names import backend_name
 from lightning_dp.collectives.all_to_all import Channel
+from lightning_dp.collectives.groups import create_groups, destroy_group, unbound_default_group
 from lightning_dp.strategies.krizhevsky_hybrid import policy, sharded_checkpoint
 from lightning_dp.strategies.krizhevsky_hybrid.checkpoint import (
     State,
@@ -78,8 +81,11 @@ class Fitting(SharedByCopies):
         # Two groups, because features travel while the head exchanges activations, and the messages of one group must
         # start in the same order on all ranks.
         timeout = strategy_timeout(strategy)
-        groups = [dist.new_group(timeout=timeout) for _ in range(2)]
-        hidden, features = (Channel(group, self._record_stage, policy.UNEQUAL_LOADERS) for group in groups)
+        with unbound_default_group(None):
+            groups = [dist.new_group(timeout=timeout) for _ in range(2)]
+        host = _make_host_group(groups[0], strategy.root_device, timeout)
+        hidden = Channel(groups[0], self._record_stage, policy.UNEQUAL_LOADERS)
+        features = Channel(groups[1], self._record_stage, policy.UNEQUAL_LOADERS, host)
         self.channels = [features, hidden]
         # Parameters and checks travel in the features' group. If one rank gathers the head while another begins a step,
         # each receives a message that it does not expect, and raises at once. In two groups both would wait.
@@ -93,7 +99,7 @@ class Fitting(SharedByCopies):
             undo_all.callback(self._parameters.restore)
             stack.callback(self._destroy_groups)
             self._parameters.shard(strategy.root_device)
-            passes = HeadPasses(self.head, options.scheme, features)
+            passes = self._passes = HeadPasses(self.head, options.scheme, features)
             self.takeover = Takeover(module, passes, plugin, options.variable_batch, self._optimizers)
             stack.callback(self.takeover.undo)
             self._stack = stack.pop_all()
@@ -180,6 +186,7 @@ class Fitting(SharedByCopies):
 
     def finish(self) -> None:
         """Make the head and its optimizer states whole again on every rank, in host memory. All ranks must call it."""
+        self._passes.checks.finish()
         if self._keeps_rows:
             log.warning(
                 f"state_dict_type='sharded': rank {self.head.channel.rank} holds only its rows of "
@@ -197,6 +204,7 @@ class Fitting(SharedByCopies):
 
     def module_state(self, state_dict: Callable[[], State]) -> State:
         """Return the module's state for a checkpoint: whole on rank 0, or this rank's rows. All ranks must call it."""
+        self._passes.checks.finish()
         self._meet()
         with self.takeover.state_dict_hooks.leaving_rows():
             state = state_dict()
@@ -255,4 +263,12 @@ class Fitting(SharedByCopies):
 
     def _destroy_groups(self) -> None:
         for channel in self.channels:
+            destroy_group(channel.host_group)
             dist.destroy_process_group(channel.group)
+
+
+def _make_host_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Return a gloo group for numbers that the host needs, or None if ``group`` has one. All ranks must call it."""
+    if device.type == "cpu" or backend_name(group, device) == "gloo":
+        return None
+    return create_groups([list(range(dist.get_world_size()))], dist.get_rank(), timeout, "gloo")

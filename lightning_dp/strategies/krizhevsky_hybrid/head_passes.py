@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from lightning_dp.collectives.all_to_all import Channel
+from lightning_dp.strategies.krizhevsky_hybrid.deferred_checks import DeferredChecks
 from lightning_dp.strategies.krizhevsky_hybrid.feature_exchange import FeatureExchange
 from lightning_dp.strategies.krizhevsky_hybrid.forward_first import ForwardFirst
 from lightning_dp.strategies.krizhevsky_hybrid.gradients import require_no_part, scale_gradient
 from lightning_dp.strategies.krizhevsky_hybrid.parameter_gradients import ParameterGradients
-from lightning_dp.strategies.krizhevsky_hybrid.pass_by_pass import Scale, Update, hand_out, run_passes
+from lightning_dp.strategies.krizhevsky_hybrid.pass_by_pass import Scale, Update, hand_out, require_factor, run_passes
 from lightning_dp.strategies.krizhevsky_hybrid.policy import check_hooks
 from lightning_dp.strategies.krizhevsky_hybrid.schemes import Scheme, SubPass, sub_passes
 from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead, SharedByCopies, seeded
@@ -55,6 +56,7 @@ class HeadPasses(SharedByCopies):
         self.scheme = scheme
         self.channel = channel
         self.exchange = FeatureExchange(channel)
+        self.checks = DeferredChecks()
         self.num_calls = 0  # calls of the head, in passes and outside
         self.num_steps = 0  # calls of `step`
         self._has_warned = False  # of weights in ``head_step``
@@ -107,11 +109,12 @@ class HeadPasses(SharedByCopies):
                 size). Backward then has none left for them. None: there is one update of the whole network.
             scale: multiplies a loss before backward, and is divided out of the result (for 16-bit gradients).
             others: parameters outside the head, by name. Their gradients would be lost, so they must have none.
-            only_factor: see `hand_out`.
+            only_factor: the only factor by which the loss may be multiplied before backward. None: any.
 
         Raises:
             ValueError: ``head_step`` does not return a single number, or returns different ones on the ranks, or uses
-                one of the ``others``; in backward, the loss was multiplied by different factors on the ranks. See also
+                one of the ``others``; in backward, the loss was multiplied by different factors on the ranks, or by
+                another one than ``only_factor`` (on a GPU in the next backward, see `DeferredChecks`). See also
                 `StepArguments`.
         """
         check_hooks(self.head)
@@ -128,7 +131,7 @@ class HeadPasses(SharedByCopies):
 
         result = run_passes(self, features, sub_passes(self.scheme, sizes), seed, loss_of, update, scale)
         self.num_steps += 1
-        return hand_out(result, features, self.head.parameters, self._require_same_backward, only_factor)
+        return hand_out(result, features, self.head.parameters, partial(self._check_backward, only_factor))
 
     def seed_of_pass(self, seed: int | None, number: int) -> int | None:
         """Return the first of the K + 1 seeds of pass ``number``: one that all ranks share, and one for each rank."""
@@ -154,16 +157,33 @@ class HeadPasses(SharedByCopies):
         if self.channel.on_stage is not None:
             self.channel.on_stage("head", begin_s, time.perf_counter())
 
-    def _require_same_backward(self, loss: Tensor, factor: Tensor) -> None:
-        """Raise ValueError unless all ranks go backward from the same loss, times the same factor. A collective.
+    def _check_backward(self, only_factor: float | None, loss: Tensor, factor: Tensor) -> None:
+        """Check with what all ranks go backward. All ranks must call it.
+
+        Args:
+            only_factor: the only factor that is allowed, if there is only one.
+            loss: from which this rank goes backward.
+            factor: by which it was multiplied.
+        """
+        self.checks.finish()
+        if self.channel.world_size > 1:
+            number = torch.stack([factor.detach().double(), loss.double()])
+            gathered = self.head.control.all_gather("agreement", number)
+            self.checks.add(gathered, partial(self._require_same_backward, dtype=loss.dtype))
+        if only_factor is not None:
+            self.checks.add(factor.detach(), lambda factor: require_factor(factor.item(), only_factor))
+
+    def _require_same_backward(self, gathered: Tensor, dtype: torch.dtype) -> None:
+        """Raise ValueError unless all ranks go backward from the same loss, times the same factor.
 
         The gradients of the head belong to the samples of all ranks, so a rank cannot weight its own samples by
         multiplying the loss. And ``head_step`` may begin to use this rank's own data in a later step than the first.
+
+        Args:
+            gathered: (ranks, 2), factor and loss of each rank.
+            dtype: of the loss, before it was gathered.
         """
-        if self.channel.world_size == 1:
-            return
-        number = torch.stack([factor.detach().double(), loss.double()])
-        factors, losses = self.head.control.all_gather("agreement", number).unbind(1)
+        factors, losses = gathered.unbind(1)
         if not torch.allclose(factors, factors[:1].expand_as(factors), rtol=1e-6, atol=0, equal_nan=True):
             raise ValueError(
                 f"the loss of head_step was multiplied by different factors on the ranks before backward: "
@@ -171,7 +191,7 @@ class HeadPasses(SharedByCopies):
                 "ranks. To weight samples, pass the weights to head_step: self.head_step(features, target, weights)"
             )
         # After the warning of weights, the losses differ by each rank's part of a penalty.
-        if not self._has_warned and not _is_same(losses, loss.dtype):
+        if not self._has_warned and not _is_same(losses, dtype):
             raise ValueError(_different_losses(losses))
 
     def _require_same_loss(self, loss: Tensor, loss_of_other_features: Callable[[], Tensor]) -> None:

@@ -77,9 +77,7 @@ def run_passes(
     return StepResult(loss, of_features.finish(), sums.take(), scale(torch.ones_like(loss)))
 
 
-def hand_out(
-    result: StepResult, features: Tensor, parameters: Sequence[Tensor], check: Check, only_factor: float | None = None
-) -> Tensor:
+def hand_out(result: StepResult, features: Tensor, parameters: Sequence[Tensor], check: Check) -> Tensor:
     """Return the loss as a function of ``features`` and ``parameters``. Its gradients are those of `run_passes`.
 
     Args:
@@ -87,12 +85,8 @@ def hand_out(
         features: the features that `run_passes` was given.
         parameters: the head's.
         check: called in backward with the loss and the factor by which it was multiplied. May raise.
-        only_factor: the only factor by which the loss may be multiplied before backward. None: any.
-
-    Raises:
-        ValueError: in backward, the loss was multiplied by another factor than ``only_factor``.
     """
-    return _HandOut.apply(result, check, only_factor, features, *parameters)
+    return _HandOut.apply(result, check, features, *parameters)
 
 
 class _HandOut(torch.autograd.Function):
@@ -101,13 +95,11 @@ class _HandOut(torch.autograd.Function):
         ctx: Any,
         result: StepResult,
         check: Check,
-        only_factor: float | None,
         features: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
         ctx.result = result
         ctx.check = check
-        ctx.only_factor = only_factor
         return result.loss
 
     @staticmethod
@@ -117,15 +109,13 @@ class _HandOut(torch.autograd.Function):
         found = [result.features_gradient, *result.parameter_gradients]
         factor = gradients[0] / result.loss_scale
         ctx.check(result.loss.detach(), factor)
-        if ctx.only_factor is not None:
-            _require_factor(factor.item(), ctx.only_factor)
         # On a GPU, to read the factor takes longer than to multiply: the read waits for the device.
         if factor.is_cuda or factor != 1:
             found = [None if gradient is None else gradient.mul_(factor) for gradient in found]
-        return None, None, None, *found
+        return None, None, *found
 
 
-def _require_factor(factor: float, expected: float) -> None:
+def require_factor(factor: float, expected: float) -> None:
     """Raise ValueError if the loss was multiplied by another factor: the head was updated without it."""
     if not math.isclose(factor, expected, rel_tol=1e-3):
         raise ValueError(
