@@ -190,11 +190,8 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         if self._reduced is not None:
             self._reduced.require_none_unfrozen()
-        # With torch.utils.checkpoint around trunk and head, backward calls the head again.
-        with self._fitting.takeover.exchanging():
-            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        self._fitting.takeover.check_gradients()
-        return loss
+        with self._fitting.takeover.backward(closure_loss):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def on_validation_start(self) -> None:
