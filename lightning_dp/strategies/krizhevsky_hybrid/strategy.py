@@ -103,6 +103,11 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
         return self._bytes_sent if self._fitting is None else self._fitting.bytes_sent
 
     @property
+    def updates_within_training_step(self) -> bool:
+        """Whether parameters are updated before the backward of the training step that used them."""
+        return self._options.variable_batch
+
+    @property
     def sharded_parameter_names(self) -> list[str]:
         """Names of the parameters of which this rank holds rows: the head's during ``fit``, otherwise none."""
         fitting, module = self._fitting, self.lightning_module
