@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_dp._private.torch_names import step_below_hooks
 from lightning_dp.strategies.layered_sgd.bucket import (
     INTER_GROUP_ALL_REDUCE,
     INTRA_GROUP_BROADCAST,
@@ -21,7 +22,14 @@ from lightning_dp.strategies.layered_sgd.bucket import (
 )
 from lightning_dp.strategies.layered_sgd.reduction import LayeredReduction
 
-__all__ = ["INTER_GROUP_ALL_REDUCE", "INTRA_GROUP_BROADCAST", "INTRA_GROUP_REDUCE", "WAIT", "PostponedUpdate"]
+__all__ = [
+    "INTER_GROUP_ALL_REDUCE",
+    "INTRA_GROUP_BROADCAST",
+    "INTRA_GROUP_REDUCE",
+    "WAIT",
+    "PostponedUpdate",
+    "step_below_hooks",
+]
 
 
 class PostponedUpdate:

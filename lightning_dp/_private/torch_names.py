@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ __all__ = [
     "on_compile_start",
     "scaler_device",
     "sequence_number",
+    "step_below_hooks",
     "step_function",
     "stop_ignoring_in_ddp",
     "tree_flatten",
@@ -196,6 +197,14 @@ def step_function(optimizer: Optimizer) -> Callable[..., Any]:
     while getattr(function, "_wrapped_by_lr_sched", False) is True:
         function = function.__wrapped__
     return function
+
+
+def step_below_hooks(optimizer: Optimizer) -> Callable[[], Any]:
+    """Return what ``optimizer.step()`` runs between its hooks: without them, and without a record for the profiler."""
+    function = step_function(optimizer)
+    if getattr(function, "hooked", False):
+        function = function.__wrapped__  # type: ignore[attr-defined]
+    return partial(function, optimizer)
 
 
 def has_modes() -> bool:

@@ -78,6 +78,12 @@ class Memonger(Callback):
                 f"{type(pl_module).__name__} was passed through torch.compile, which decides itself what it "
                 "recomputes: use either torch.compile or Memonger. docs/methods/memonger.md says which"
             )
+        if getattr(trainer.strategy, "updates_within_training_step", False):
+            raise ValueError(
+                f"{type(trainer.strategy).__name__} with variable_batch=True updates the head within the training "
+                "step, and what is computed again in backward would be computed from the updated weights; use "
+                "variable_batch=False, or remove Memonger"
+            )
         self._num_batches = 0
         self.plan = None
         policy = "sublinear" if self.policy == "budget" else self.policy

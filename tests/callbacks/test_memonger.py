@@ -16,8 +16,8 @@ from lightning_dp import AdaptiveGlobalBatchNorm, KrizhevskyHybridStrategy, Laye
 from lightning_dp.layers import NoEffectWarning, batch_statistics
 from lightning_dp.recompute import apply_recompute
 from tests.callbacks.training import fit
+from tests.one_thread import one_thread  # noqa: F401  a fixture for all tests here
 from tests.ranks import run_processes
-from tests.recompute.conftest import one_thread  # noqa: F401  a fixture for all tests here
 from tests.recompute.counting import OperatorCounts, differing, recomputed, state_of
 from tests.recompute.models import residual
 
@@ -189,6 +189,28 @@ def test_a_module_without_anything_to_recompute_is_warned_of():
 
     with pytest.warns(NoEffectWarning, match=r"Memonger\(policy='cheap'\) found nothing to recompute"):
         fit(1, Memonger(), net=Linear(), loader=loader(2), strategy="auto")
+
+
+class WithHeadStep(Net):
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(features), target)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return self.head_step(self.trunk(batch[0]), batch[1])
+
+
+def update_within_step(rank: int) -> str:
+    strategy = KrizhevskyHybridStrategy(variable_batch=True)
+    with pytest.raises(ValueError) as error:  # noqa: PT011  the caller looks at what it says
+        fit(1, Memonger(), net=WithHeadStep(), loader=loader(2), strategy=strategy)
+    return str(error.value)
+
+
+def test_updates_within_the_training_step_are_refused_by_name():
+    """What backward computes again would be computed from weights that have been updated since."""
+    (text,) = run_processes(1, update_within_step)
+    assert "with variable_batch=True updates the head within the training step" in text
+    assert "use variable_batch=False, or remove Memonger" in text
 
 
 def test_what_cannot_work_is_refused_by_name():

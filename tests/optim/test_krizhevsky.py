@@ -19,6 +19,7 @@ from lightning_dp.optim import (
     scale_weight_decay,
     trunk_and_head_groups,
 )
+from tests.optim.runs import rates_of, whole_and_resumed
 
 
 def test_the_learning_rate_grows_by_either_rule():
@@ -156,22 +157,8 @@ def test_parameters_without_a_gradient_stay_and_keep_their_velocity():
 
 
 def test_training_resumed_from_a_checkpoint_equals_uninterrupted_training(tmp_path):
-    def steps(w: nn.Parameter, optimizer: KrizhevskySGD, gradients: list[float]) -> None:
-        for gradient in gradients:
-            w.grad = torch.full_like(w, gradient)
-            optimizer.step()
-
-    whole = nn.Parameter(torch.ones(3))
-    steps(whole, KrizhevskySGD([whole], lr=0.1), [1.0, 2.0, 3.0, 4.0])
-    first = nn.Parameter(torch.ones(3))
-    optimizer = KrizhevskySGD([first], lr=0.1)
-    steps(first, optimizer, [1.0, 2.0])
-    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-    second = nn.Parameter(first.detach().clone())
-    resumed = KrizhevskySGD([second], lr=0.5)
-    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    steps(second, resumed, [3.0, 4.0])
-    assert torch.equal(second, whole)
+    whole, resumed = whole_and_resumed(KrizhevskySGD, (3,), tmp_path)
+    assert torch.equal(resumed, whole)
 
 
 @pytest.mark.parametrize(
@@ -186,24 +173,13 @@ def test_options_that_make_no_sense_are_refused_in_a_group_too(options, message)
         KrizhevskySGD([{"params": [parameter], **options}], lr=0.1)
 
 
-def rates_of(total_steps: int, **options: object) -> list[float]:
-    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    schedule = krizhevsky_schedule(optimizer, total_steps, **options)
-    rates = []
-    for _ in range(total_steps):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    return rates
-
-
 def test_the_rate_falls_to_a_250th_at_25_50_and_75_percent():
     a = 250 ** (-1 / 3)
-    assert rates_of(8) == pytest.approx([1, 1, a, a, a**2, a**2, a**3, a**3])
-    assert rates_of(8)[-1] == pytest.approx(1 / 250)
+    assert rates_of(krizhevsky_schedule, 8) == pytest.approx([1, 1, a, a, a**2, a**2, a**3, a**3])
+    assert rates_of(krizhevsky_schedule, 8)[-1] == pytest.approx(1 / 250)
     # Of 6 steps, that from 1/6 to 2/6 begins before 25 %.
-    assert rates_of(6) == pytest.approx([1, 1, a, a**2, a**2, a**3])
-    assert rates_of(100, milestones=[0.07], factor=0.5).index(0.5) == 7
+    assert rates_of(krizhevsky_schedule, 6) == pytest.approx([1, 1, a, a**2, a**2, a**3])
+    assert rates_of(krizhevsky_schedule, 100, milestones=[0.07], factor=0.5).index(0.5) == 7
 
 
 def test_a_schedule_keeps_the_ratio_of_the_groups():

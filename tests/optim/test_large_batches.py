@@ -9,17 +9,7 @@ from torch.optim import SGD
 
 from lightning_dp.models import ResNet50
 from lightning_dp.optim import multistep_with_warmup, polynomial_with_warmup, weight_decay_groups
-
-
-def rates_of(schedule_of, total_steps: int, lr: float = 1.0, **options: object) -> list[float]:
-    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=lr)
-    schedule = schedule_of(optimizer, total_steps, **options)
-    rates = []
-    for _ in range(total_steps):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    return rates
+from tests.optim.runs import rates_of
 
 
 def test_only_weights_decay_and_the_rate_grows_with_the_batch():

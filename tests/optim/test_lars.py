@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lightning_dp.optim import LARS
+from tests.optim.runs import whole_and_resumed
 
 
 def problem() -> list[nn.Parameter]:
@@ -98,22 +99,8 @@ def test_a_weight_of_zeros_leaves_that_state():
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    def steps(w: nn.Parameter, optimizer: LARS, gradients: list[float]) -> None:
-        for gradient in gradients:
-            w.grad = torch.full_like(w, gradient)
-            optimizer.step()
-
-    whole = nn.Parameter(torch.ones(2, 3))
-    steps(whole, LARS([whole], lr=0.1), [1.0, 2.0, 3.0])
-    first = nn.Parameter(torch.ones(2, 3))
-    optimizer = LARS([first], lr=0.1)
-    steps(first, optimizer, [1.0, 2.0])
-    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-    second = nn.Parameter(first.detach().clone())
-    resumed = LARS([second], lr=0.5)
-    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    steps(second, resumed, [3.0])
-    assert torch.equal(second, whole)
+    whole, resumed = whole_and_resumed(LARS, (2, 3), tmp_path)
+    assert torch.equal(resumed, whole)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,26 @@ def check_the_step_below_that_of_a_schedule_is_found() -> None:
     assert torch_names.step_function(scheduled) is SGD.step
 
 
+def remove_mark_of_hooks(patch: pytest.MonkeyPatch) -> None:
+    """The mark is an attribute of the wrapper that the first optimizer of its class puts around `step`."""
+    optimizer()
+    patch.delattr(SGD.step, "hooked")
+    patch.setattr(Optimizer, "_patch_step_function", lambda self: None)
+
+
+@contract(Optimizer, "hooked", remove_mark_of_hooks)
+def check_the_step_below_its_hooks_is_found() -> None:
+    hooked = optimizer()
+    (parameter,) = hooked.param_groups[0]["params"]
+    parameter.grad = torch.ones(1)
+    called: list[None] = []
+    hooked.register_step_post_hook(lambda *_: called.append(None))
+    StepLR(hooked, 1)
+    torch_names.step_below_hooks(hooked)()
+    assert not called
+    assert parameter.item() == pytest.approx(0.9)
+
+
 @contract(nn.Module, "_forward_hooks")
 @contract(nn.Module, "_forward_pre_hooks")
 def check_forward_hooks_of_a_module_are_seen() -> None:

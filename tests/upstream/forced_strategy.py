@@ -1,7 +1,7 @@
 """A pytest plugin: every Trainer on one CPU process becomes one on two ranks, with a given strategy.
 
 `run.py` starts two processes of pytest with it, as ranks. Both run the same tests in lockstep, one process group each.
-A line of JSON per test goes to ``FORCED_RESULTS/RANK.jsonl``: the outcome, and a digest of the parameters, optimizer
+A line of JSON per test goes to ``FORCED_RESULTS/RANK.jsonl``: the outcome, and a `_digest` of the parameters, optimizer
 states and loop state after each ``fit``.
 """
 
@@ -42,7 +42,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 }
 make_strategy = STRATEGIES[os.environ["FORCED_STRATEGY"]]
 
-_digests: list[str] = []
+_digests: list[dict[str, Any]] = []
 # Some tests have module-level models, which are built when a file is collected.
 torch.manual_seed(0)
 
@@ -78,22 +78,26 @@ def _note(fit: Callable[..., Any]) -> Callable[..., Any]:
     return noting
 
 
-def _digest(trainer: Any) -> str:
-    """A hash of the bits of what training has made."""
-    hasher = hashlib.sha256()
+def _digest(trainer: Any) -> dict[str, Any]:
+    """What training has made: a hash of its bits, and the size of each tensor, for strategies that round otherwise."""
     module = trainer.lightning_module
-    tensors = dict(module.state_dict()) if module is not None else {}
+    values = dict(module.state_dict()) if module is not None else {}
     # Lightning itself has a stand-in without a state for `configure_optimizers` that returns None.
     optimizers = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, torch.optim.Optimizer)]
     for index, optimizer in enumerate(optimizers):
         for number, state in enumerate(optimizer.state_dict()["state"].values()):
-            tensors |= {f"{index}.{number}.{name}": value for name, value in state.items()}
-    for name, value in sorted(tensors.items()):
-        bits = value.detach().cpu().contiguous().numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value)
+            values |= {f"{index}.{number}.{name}": value for name, value in state.items()}
+    progress = f"{trainer.global_step} {trainer.current_epoch}"
+    hasher = hashlib.sha256(progress.encode())
+    sizes = {}
+    for name, value in sorted(values.items()):
         hasher.update(name.encode())
-        hasher.update(bits if isinstance(bits, bytes) else bits.encode())
-    hasher.update(f"{trainer.global_step} {trainer.current_epoch}".encode())
-    return hasher.hexdigest()[:16]
+        if isinstance(value, torch.Tensor):
+            hasher.update(value.detach().cpu().contiguous().numpy().tobytes())
+            sizes[name] = [value.detach().double().sum().item(), value.detach().double().square().sum().item()]
+        else:
+            hasher.update(repr(value).encode())
+    return {"bits": hasher.hexdigest()[:16], "progress": progress, "sizes": sizes}
 
 
 pl.Trainer.__init__ = _force(pl.Trainer.__init__)  # type: ignore[method-assign]
@@ -128,7 +132,7 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Iterator[None]:
     if report.when == "call" or report.outcome != "passed":
         line = {"test": item.nodeid, "when": report.when, "outcome": report.outcome, "digests": list(_digests)}
         if report.outcome == "failed":
-            line["error"] = str(report.longrepr)[-1500:]
+            line["error"] = call.excinfo.exconly()
         with open(RESULTS / f"{RANK}.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
 

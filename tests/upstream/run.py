@@ -5,7 +5,9 @@
 CHECKOUT is a checkout of Lightning with ``tests/tests_pytorch``, of about the installed version. Every Trainer on one
 CPU process becomes one on two ranks (`forced_strategy`). That alone makes many of Lightning's assertions fail, so what
 counts is the difference: a test that passes under DDP and fails under another strategy, or that ends with other bits in
-the parameters. `known_differences.txt` lists those that have a reason, each with it. Status 1 if there are others.
+the parameters. The hybrid sums gradients in another order, so there the numbers may differ by rounding. It shards
+``layer``, as the linear layer of Lightning's `BoringModel` is called, and refuses modules without one by name.
+`known_differences.txt` lists those that have a reason, each with it. Status 1 if there are others.
 
 The two ranks share their files. A test that rewrites its checkpoint may read what the other rank is writing, under any
 strategy. Tests that differ are therefore run once more, and count if they differ again.
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -22,6 +25,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+ROUND_OTHERWISE = ("krizhevsky_hybrid",)
 KNOWN = Path(__file__).with_name("known_differences.txt")
 # Not about training on several ranks, or in need of what a test machine lacks.
 IGNORED = (
@@ -35,6 +39,7 @@ def run(checkout: Path, strategy: str, only: list[str], expression: str) -> dict
     """Run the tests on two ranks; return outcome and digests by test, a failure on either rank being a failure."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+        command += ["--tb=no"]  # most failures are those of DDP, too
         command += ["-p", "tests.upstream.forced_strategy"]
         command += [f"tests_pytorch/{path}" for path in only] or ["tests_pytorch"]  # a path may go on with ::TEST
         command += [f"--ignore=tests_pytorch/{path}" for path in IGNORED] + (["-k", expression] if expression else [])
@@ -69,30 +74,48 @@ def _merge(files: list[Path]) -> dict[str, dict[str, Any]]:
     return merged
 
 
-def differences(ddp: dict[str, dict[str, Any]], ours: dict[str, dict[str, Any]]) -> dict[str, str]:
+def differences(ddp: dict[str, dict[str, Any]], ours: dict[str, dict[str, Any]], is_exact: bool) -> dict[str, str]:
     """What passes under DDP and does not under the other strategy, or ends elsewhere."""
     found = {}
     for test, expected in ddp.items():
         got = ours.get(test, {"outcome": "not run", "digests": [], "error": ""})
         if expected["outcome"] == "passed" and got["outcome"] not in ("passed", "skipped"):
-            found[test] = f"{got['outcome']}: {got['error'].strip().splitlines()[-1:]}"
-        elif expected["outcome"] == got["outcome"] == "passed" and expected["digests"] != got["digests"]:
+            found[test] = f"{got['outcome']}: {got['error']}"
+        elif expected["outcome"] == got["outcome"] == "passed" and not (
+            expected["digests"] == got["digests"] or (not is_exact and _are_close(expected["digests"], got["digests"]))
+        ):
             found[test] = "other parameters, optimizer states or steps"
     return found
 
 
-def known_differences(strategy: str) -> dict[str, str]:
-    """Reason by test, from lines "STRATEGY | TEST | REASON"."""
+def _are_close(expected: Any, got: Any) -> bool:
+    """Compare digests, but for the bits and for rounding."""
+    if isinstance(expected, dict):
+        keys = expected.keys() - {"bits"}
+        return keys == got.keys() - {"bits"} and all(_are_close(expected[key], got[key]) for key in keys)
+    if isinstance(expected, list):
+        return len(expected) == len(got) and all(map(_are_close, expected, got))
+    if isinstance(expected, float):
+        return math.isclose(expected, got, rel_tol=1e-4, abs_tol=1e-5) or math.isnan(expected) == math.isnan(got) == 1
+    return bool(expected == got)
+
+
+def unexplained(found: dict[str, str], strategy: str) -> dict[str, str]:
+    """Leave out what `known_differences.txt` gives a reason for: lines "STRATEGY | TEST, or ERROR: TEXT | REASON"."""
     lines = [line for line in KNOWN.read_text().splitlines() if line and not line.startswith("#")]
     fields = [[field.strip() for field in line.split("|", 2)] for line in lines]
-    return {test: reason for of, test, reason in fields if of == strategy}
+    known = [what for of, what, _ in fields if of == strategy]
+    errors = tuple(what.removeprefix("error: ") for what in known if what.startswith("error: "))
+    return {
+        test: what for test, what in found.items() if test not in known and not any(each in what for each in errors)
+    }
 
 
 def main() -> None:
     """Print what differs; see the head of this file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
-    parser.add_argument("--strategies", nargs="+", default=["layered_sgd", "layered_sgd_load"])
+    parser.add_argument("--strategies", nargs="+", default=["layered_sgd", "layered_sgd_load", "krizhevsky_hybrid"])
     parser.add_argument("--only", nargs="*", default=[], help="files or folders below tests_pytorch")
     parser.add_argument("-k", default="", dest="expression", help="as pytest's")
     arguments = parser.parse_args()
@@ -105,18 +128,20 @@ def main() -> None:
     status = 0
     for strategy in arguments.strategies:
         ours = run(checkout, strategy, *selection)
-        found, known = differences(ddp, ours), known_differences(strategy)
-        unknown = {test: what for test, what in found.items() if test not in known}
+        is_exact = strategy not in ROUND_OTHERWISE
+        found = differences(ddp, ours, is_exact)
+        unknown = unexplained(found, strategy)
+        num_known = len(found) - len(unknown)
         if unknown:
             again = [test.removeprefix("tests/tests_pytorch/") for test in unknown], ""
-            repeated = differences(run(checkout, "ddp", *again), run(checkout, strategy, *again))
-            unknown = {test: what for test, what in repeated.items() if test in unknown}
+            repeated = differences(run(checkout, "ddp", *again), run(checkout, strategy, *again), is_exact)
+            unknown = {test: what for test, what in unexplained(repeated, strategy).items() if test in unknown}
         print(
-            f"{strategy}: {_count(ours)}; {len(found)} differ, "
-            f"{len(found.keys() & known.keys())} of them for a known reason, {len(unknown)} again when repeated"
+            f"{strategy}: {_count(ours)}; {len(found)} differ, {num_known} of them for a known reason, "
+            f"{len(unknown)} again when repeated"
         )
         for test, what in unknown.items():
-            print(f"  {test}\n      {what}")
+            print(f"  {test}\n      {what[:500]}")
         status |= bool(unknown)
     sys.exit(status)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +83,22 @@ def require_no_part(loss: Tensor, others: Mapping[str, Tensor]) -> None:
                 "training_step, before head_step is called. If it belongs to a layer behind the head, do without "
                 "head_step: call the head and that layer in training_step, and compute the loss there"
             )
+
+
+def reaches_any(output: Tensor, nodes: Collection[Any]) -> bool:
+    """Return whether backward from ``output`` runs through one of these nodes of the autograd graph."""
+    # Level by level: the head is near the loss, so the search seldom comes to the trunk.
+    to_visit = deque([output.grad_fn])
+    seen = set(to_visit)
+    while to_visit:
+        node = to_visit.popleft()
+        if node in nodes:
+            return True
+        for following, _ in () if node is None else node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                to_visit.append(following)
+    return False
 
 
 def take_once(ctx: Any, name: str) -> Any:

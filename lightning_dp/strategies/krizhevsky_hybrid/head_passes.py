@@ -26,7 +26,7 @@ from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.strategies.krizhevsky_hybrid.deferred_checks import DeferredChecks
 from lightning_dp.strategies.krizhevsky_hybrid.feature_exchange import FeatureExchange
 from lightning_dp.strategies.krizhevsky_hybrid.forward_first import ForwardFirst
-from lightning_dp.strategies.krizhevsky_hybrid.gradients import require_no_part, scale_gradient
+from lightning_dp.strategies.krizhevsky_hybrid.gradients import reaches_any, require_no_part, scale_gradient
 from lightning_dp.strategies.krizhevsky_hybrid.parameter_gradients import ParameterGradients
 from lightning_dp.strategies.krizhevsky_hybrid.pass_by_pass import Scale, Update, hand_out, require_factor, run_passes
 from lightning_dp.strategies.krizhevsky_hybrid.policy import check_hooks
@@ -59,6 +59,7 @@ class HeadPasses(SharedByCopies):
         self.checks = DeferredChecks()
         self.num_calls = 0  # calls of the head, in passes and outside
         self.num_steps = 0  # calls of `step`
+        self._results: list[Any] = []  # nodes of the graph: what this training step has got from the head
         self._has_warned = False  # of weights in ``head_step``
 
     def own_batch(self, features: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ class HeadPasses(SharedByCopies):
         check_hooks(self.head)
         require_features(features, f"the argument of {self.head.name!r}")
         sizes, seed = self.exchange.exchange_batch_sizes(features, needs_seed=self.head.draws_random_numbers)
-        return ForwardFirst(self, sub_passes(self.scheme, sizes), seed)(features)
+        return self._remembered(ForwardFirst(self, sub_passes(self.scheme, sizes), seed)(features))
 
     def forward_in_pass(self, features: Tensor, gradients: ParameterGradients) -> Tensor:
         """Return the sharded logits (N, C) for the features (N, *) of a pass, which are the same on all ranks."""
@@ -131,7 +132,32 @@ class HeadPasses(SharedByCopies):
 
         result = run_passes(self, features, sub_passes(self.scheme, sizes), seed, loss_of, update, scale)
         self.num_steps += 1
-        return hand_out(result, features, self.head.parameters, partial(self._check_backward, only_factor))
+        loss = hand_out(result, features, self.head.parameters, partial(self._check_backward, only_factor))
+        return self._remembered(loss)
+
+    def begin_training_step(self) -> None:
+        """Forget what the last training step has got from the head."""
+        self._results.clear()
+
+    def _remembered(self, result: Tensor) -> Tensor:
+        if result.grad_fn is not None:
+            self._results.append(result.grad_fn)
+        return result
+
+    def require_part_in(self, loss: Tensor) -> None:
+        """Raise ValueError if the head was called in this training step, and ``loss`` depends on no result of it.
+
+        Backward of the head is a collective. Without this check, the other ranks would wait there for this one, and
+        this one for them in the reduction of the trunk's gradients, until the timeout. No rank is asked: DDP, too,
+        refuses a loss that leaves parameters out, on all ranks or on one.
+        """
+        if self._results and self.channel.world_size > 1 and not reaches_any(loss, self._results):
+            raise ValueError(
+                f"the loss of rank {self.channel.rank} does not depend on what {self.head.name!r} has returned in this "
+                "training step, so this rank would not take part in the backward of the head, which is a collective. "
+                "If the losses of other ranks depend on it, add it times 0 to the loss of this one (0 * logits.sum()). "
+                f"If none does, call {self.head.name!r} under torch.no_grad()"
+            )
 
     def seed_of_pass(self, seed: int | None, number: int) -> int | None:
         """Return the first of the K + 1 seeds of pass ``number``: one that all ranks share, and one for each rank."""

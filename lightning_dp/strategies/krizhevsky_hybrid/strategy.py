@@ -103,6 +103,11 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
         return self._bytes_sent if self._fitting is None else self._fitting.bytes_sent
 
     @property
+    def updates_within_training_step(self) -> bool:
+        """Whether parameters are updated before the backward of the training step that used them."""
+        return self._options.variable_batch
+
+    @property
     def sharded_parameter_names(self) -> list[str]:
         """Names of the parameters of which this rank holds rows: the head's during ``fit``, otherwise none."""
         fitting, module = self._fitting, self.lightning_module
@@ -190,11 +195,8 @@ class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         if self._reduced is not None:
             self._reduced.require_none_unfrozen()
-        # With torch.utils.checkpoint around trunk and head, backward calls the head again.
-        with self._fitting.takeover.exchanging():
-            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        self._fitting.takeover.check_gradients()
-        return loss
+        with self._fitting.takeover.backward(closure_loss):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def on_validation_start(self) -> None:

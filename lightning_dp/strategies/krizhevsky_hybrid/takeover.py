@@ -119,6 +119,7 @@ class Takeover(SharedByCopies):
         """
         passes, module = self._passes, self._module
         num_steps = passes.num_steps
+        passes.begin_training_step()
         if self._initial is not None and not self.state_dict_hooks.has_loaded:
             self._initial.warn_if_changed()
         self._initial = None
@@ -140,8 +141,22 @@ class Takeover(SharedByCopies):
                 f"self.head_step(features, target) instead of self.{passes.head.name}(features)"
             )
 
-    def check_gradients(self) -> None:
-        """Raise ValueError if backward has left wrong gradients in the head. The strategy calls this after backward.
+    @contextmanager
+    def backward(self, loss: Tensor) -> Iterator[None]:
+        """Run backward of ``loss`` within the context, in which it may call the head (`torch.utils.checkpoint`).
+
+        Raises:
+            ValueError: the loss leaves out what the head has returned, or there are wrong gradients in the head.
+        """
+        # Manual optimization may have several losses, of which only some go through the head.
+        if self._module.automatic_optimization:
+            self._passes.require_part_in(loss)
+        with self.exchanging():
+            yield
+        self._check_gradients()
+
+    def _check_gradients(self) -> None:
+        """Raise ValueError if backward has left wrong gradients in the head.
 
         With ``variable_batch``, ``head_step`` has consumed all gradients of the head. A gradient that is left comes
         from elsewhere, for example from a penalty on the weights. The optimizer would make an additional update of the

@@ -187,9 +187,13 @@ class BucketReduction:
         self._advance(Stage.DELIVERED)
 
     def _wait_for_works(self) -> None:
-        with self._named(self._collective.describe("inside")):
+        try:
             for work in self._works:
                 work.wait()
+        except RuntimeError:
+            # Named only now: that takes longer than to see that a bucket has arrived, which is asked for each of them.
+            with self._named(self._collective.describe("inside")):
+                raise
 
     @contextmanager
     def _stage_reported(self, stage: str) -> Iterator[None]:

@@ -81,12 +81,11 @@ class ParameterWatch:
 
     def prepare(self, func: Any, parameters: list[Tensor]) -> None:
         """Do what must be done before ``func`` is called with these watched parameters."""
-        if func == _GET_GRADIENT:
-            if not _is_asked_by_zero_grad():
-                self._before_gradient(parameters[0])
-        elif not _is_harmless(func):
+        if not _is_harmless(func):
             for parameter in parameters:
                 self._before_use(parameter)
+        elif func == _GET_GRADIENT and not _is_asked_by_zero_grad():
+            self._before_gradient(parameters[0])
 
 
 class _Watched:
@@ -122,7 +121,7 @@ class _Watched:
             return act(parameter)
 
 
-def watched_class(kind: type[Tensor]) -> type[Tensor]:
+def plain_class(kind: type[Tensor]) -> type[Tensor]:
     """Return the class ``kind`` without the watch."""
     return kind.plain if issubclass(kind, _Watched) else kind
 
@@ -132,11 +131,14 @@ def _watched_in(args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     to_search: list[Any] = [*args, *kwargs.values()]
     for item in to_search:  # grows while it is iterated
-        if isinstance(item, _Watched):
-            found[id(item)] = item  # type: ignore[assignment]
-        elif isinstance(item, (tuple, list, set, frozenset)):
+        kind = type(item)
+        if kind is Tensor:  # most other arguments; what follows takes longer
+            continue
+        if issubclass(kind, _Watched):
+            found[id(item)] = item
+        elif issubclass(kind, (tuple, list, set, frozenset)):
             to_search.extend(item)
-        elif isinstance(item, dict):
+        elif issubclass(kind, dict):
             to_search.extend(item.values())
     return list(found.values())
 
@@ -145,7 +147,7 @@ def _watched_in(args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
 def _unwatched(parameters: Sequence[Tensor]) -> Iterator[None]:
     classes = [type(parameter) for parameter in parameters]
     for parameter in parameters:
-        parameter.__class__ = watched_class(type(parameter))
+        parameter.__class__ = plain_class(type(parameter))
     try:
         yield
     finally:

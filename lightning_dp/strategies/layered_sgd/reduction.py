@@ -18,7 +18,7 @@ from lightning_dp.strategies.layered_sgd.communicator import Communicator
 from lightning_dp.strategies.layered_sgd.fork_guard import ForkGuard
 from lightning_dp.strategies.layered_sgd.parameter_watch import ParameterWatch
 from lightning_dp.strategies.layered_sgd.pending_update import PendingUpdates
-from lightning_dp.strategies.layered_sgd.stale_use import StaleUseDetector
+from lightning_dp.strategies.layered_sgd.stale_use import Moment, StaleUseDetector
 
 
 class LayeredReduction:
@@ -41,7 +41,6 @@ class LayeredReduction:
         self._has_final_buckets = False
         self._watch = ParameterWatch(self._before_use, self._before_gradient)
         self.updates = PendingUpdates(self._before_update)
-        self._not_seen: set[Tensor] = set()  # updated, and watched still: nobody has used them since
         self._stale_uses = StaleUseDetector()
         self._of_this_backward = ExitStack()
         self.is_in_backward = False
@@ -77,10 +76,9 @@ class LayeredReduction:
     def begin_backward(self, loss: Tensor) -> None:
         """Free the buckets, which backward is going to refill, and start to check for uses of stale parameters."""
         self._of_this_backward.close()  # an earlier backward may have raised
-        not_seen_used = self.updates.parameters()
         self.bring_up_to_date()
         self._reductions.clear()
-        self._of_this_backward.enter_context(self._stale_uses.watching(loss, not_seen_used, self._module))
+        self._of_this_backward.enter_context(self._stale_uses.watching(loss, self._module))
         self.is_in_backward = True
 
     @torch.compiler.disable
@@ -98,9 +96,7 @@ class LayeredReduction:
                 lambda optimizer, _: self.updates.finish_optimizer(optimizer)
             )
         staged = self.updates.stage(optimizer, dict(self._reductions), whole_step)
-        self._not_seen.clear()
         self._watch.add(staged)  # waiting for their gradients may have ended the watch
-        self._stale_uses.note_staged(staged)
 
     def finish_update(self) -> None:
         """Apply what is pending. Afterwards the parameters are those of synchronous SGD."""
@@ -110,12 +106,16 @@ class LayeredReduction:
         """Wait until all gradients are averaged."""
         for reduction in set(self._reductions.values()):
             reduction.wait()
-        # Parameters with a pending update must remain watched.
-        self._watch.remove(parameter for parameter in self._reductions if parameter not in self.updates)
+        if self.updates:  # parameters with a pending update must remain watched
+            self._watch.remove(parameter for parameter in self._reductions if parameter not in self.updates)
+        else:
+            self._watch.remove(self._reductions)
 
     def begin_forward(self) -> None:
         """Note that the forward begins. Call it after the updates that must come before the forward."""
-        self._stale_uses.begin_forward()
+        with self.updates.lock:  # another thread may use a suspect meanwhile
+            self._watch.remove(parameter for parameter in self._stale_uses.suspects if parameter not in self.updates)
+            self._stale_uses.begin_forward()
 
     def before_forward(self) -> None:
         """Prepare for DDP rebuilding its buckets.
@@ -131,8 +131,8 @@ class LayeredReduction:
         """Finish all updates and all gradients. Afterwards nothing is pending or watched."""
         self.finish_update()
         self.wait_for_gradients()
-        self._watch.remove(self._not_seen)
-        self._not_seen.clear()
+        with self.updates.lock:
+            self._watch.remove(self._stale_uses.suspects)
 
     @property
     def compressed(self) -> CompressedAllReduce | None:
@@ -168,25 +168,26 @@ class LayeredReduction:
 
     def _before_use(self, parameter: Tensor) -> None:
         with self.updates.lock:
-            self._apply_for(parameter)
-            if parameter in self._not_seen:
-                self._not_seen.remove(parameter)
-                self._watch.remove([parameter])
-            elif parameter in self._reductions:
+            if parameter in self.updates:
+                self._apply_for(parameter)
+            elif parameter not in self._stale_uses.suspects and parameter in self._reductions:
                 # No update is staged. Whoever uses the parameter may go on to a backward of his own, which would add
                 # to a gradient that is being summed.
                 self._reductions[parameter].wait()
+                return
             self._stale_uses.note_seen(parameter)
+            self._watch.remove([parameter])
 
     def _apply_for(self, parameter: Tensor) -> None:
         updated = self.updates.apply_for(parameter)
-        # They stay watched until they are used themselves. An unseen use before this has read old values.
-        self._not_seen.update(updated)
-        self._watch.add(updated)
+        # Suspects stay watched until they are used: an unseen use before this has read old values.
+        suspects = self._stale_uses.suspects
+        if suspects:
+            self._watch.add(parameter for parameter in updated if parameter in suspects)
 
-    def _before_update(self, parameters: list[Tensor]) -> None:
+    def _before_update(self, parameters: list[Tensor], staged_at: Moment) -> None:
         self._watch.remove(parameters)
-        self._stale_uses.note_updated(parameters)
+        self._stale_uses.note_updated(parameters, staged_at)
 
     def _before_gradient(self, parameter: Tensor) -> None:
         with self.updates.lock:
@@ -200,9 +201,8 @@ class LayeredReduction:
         """Give up what is pending, and stop the communicator."""
         self._of_this_backward.close()
         self._fork_guard.close()
+        self._watch.remove([*self._reductions, *self._stale_uses.suspects, *self.updates.parameters()])
         self.updates.clear()
-        self._watch.remove([*self._reductions, *self._not_seen])
-        self._not_seen.clear()
         self._reductions.clear()
         for handle in self._load_hooks.values():
             handle.remove()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -18,13 +18,25 @@ class StaleUseError(RuntimeError):
     """The forward used a stale parameter: a use that `ParameterWatch` cannot see."""
 
 
+class Moment(NamedTuple):
+    """How far a thread has come in making nodes of the autograd graph. Each thread numbers its own nodes."""
+
+    thread: int
+    number: int
+
+    @classmethod
+    def now(cls) -> Moment:
+        """Return the present moment of the calling thread."""
+        return cls(threading.get_ident(), next_sequence_number())
+
+
 class StaleUseDetector:
     """Raises in backward when a parameter gets a gradient although it was used while its update was pending.
 
-    Two kinds of parameters are suspects: those whose update is still pending when backward begins, and those that were
-    updated in this forward only because another parameter of their bucket was used. The watch has seen no use of either
-    since their update was staged. If such a parameter nevertheless gets a gradient, it was used in a function that
-    PyTorch does not show (see `parameter_watch`).
+    A parameter is a suspect if nodes of the graph were made while its update was pending, and the watch has seen no use
+    of it since the update was staged. There are two kinds: parameters whose update is still pending when backward
+    begins, and those that were updated in this forward only because another parameter of their bucket was used. If a
+    suspect nevertheless gets a gradient, it was used in a function that PyTorch does not show (see `parameter_watch`).
 
     Not every such use is wrong. A graph may have been built before the update was staged (two losses on one graph, with
     a step between their backward passes), and a use after the update has read the new value. The nodes of the graph
@@ -35,48 +47,47 @@ class StaleUseDetector:
     """
 
     def __init__(self) -> None:
-        self._thread = 0  # that staged: each thread numbers its own nodes
-        self._staged_at: dict[Tensor, int] = {}
-        self._updated_at: dict[Tensor, int] = {}  # in this forward, and not seen since
+        self._suspects: dict[Tensor, range] = {}  # with the numbers of the nodes that may have read the old value
 
-    def note_staged(self, parameters: Iterable[Tensor]) -> None:
-        """Remember that updates of ``parameters`` were staged now."""
-        self._thread = threading.get_ident()
-        self._staged_at.update(dict.fromkeys(parameters, next_sequence_number()))
+    @property
+    def suspects(self) -> Collection[Tensor]:
+        """The parameters that may have been used unseen."""
+        return self._suspects.keys()
 
-    def note_updated(self, parameters: Iterable[Tensor]) -> None:
-        """Remember that ``parameters`` were updated now. A read between their staging and now was one too early."""
-        if threading.get_ident() == self._thread:
-            self._updated_at.update(dict.fromkeys(parameters, next_sequence_number()))
+    def note_updated(self, parameters: Iterable[Tensor], staged_at: Moment) -> None:
+        """Remember that ``parameters`` are updated now. A read between ``staged_at`` and now was one too early."""
+        now = Moment.now()
+        # Without a node in between there was no such read. So it is if all buckets have arrived when the forward uses
+        # its first parameter: then none has to be watched any longer.
+        if now.thread == staged_at.thread and now.number > staged_at.number:
+            self._suspects.update(dict.fromkeys(parameters, range(staged_at.number, now.number)))
 
     def note_seen(self, parameter: Tensor) -> None:
         """Do not suspect ``parameter``: its use was seen."""
-        self._updated_at.pop(parameter, None)
+        self._suspects.pop(parameter, None)
 
     def begin_forward(self) -> None:
         """Forget what was updated before: a forward that begins now reads up-to-date values."""
-        self._updated_at.clear()
+        self._suspects.clear()
 
     @contextmanager
-    def watching(self, loss: Tensor, pending: Iterable[Tensor], module: nn.Module) -> Iterator[None]:
-        """Watch one backward pass.
+    def watching(self, loss: Tensor, module: nn.Module) -> Iterator[None]:
+        """Watch one backward pass. Call it when nothing is pending any more.
 
         Args:
             loss: that backward starts from.
-            pending: parameters whose update was pending when backward began.
-            module: knows their names.
+            module: knows the names of the parameters.
 
         Raises:
             StaleUseError: out of backward, before the gradient is accumulated or reduced.
         """
-        self.note_updated(pending)
         reads = _Reads(loss)
-        handles = []
-        for parameter, updated_at in self._updated_at.items():
-            if parameter.requires_grad and parameter in self._staged_at:
-                check = _Check(parameter, range(self._staged_at[parameter], updated_at), reads, module)
-                handles.append(parameter.register_hook(check))
-        self._updated_at.clear()
+        handles = [
+            parameter.register_hook(_Check(parameter, stale, reads, module))
+            for parameter, stale in self._suspects.items()
+            if parameter.requires_grad
+        ]
+        self._suspects.clear()
         try:
             yield
         finally:

@@ -32,7 +32,7 @@ class Staged:
         self.optimizer = torch.optim.SGD(self.parameters, lr=lr, momentum=momentum)
         self.buckets = [Bucket(), Bucket()]
         self.watch = ParameterWatch(lambda p: self.updates.apply_for(p), lambda p: self.updates.apply_for(p))
-        self.updates = PendingUpdates(self.watch.remove)
+        self.updates = PendingUpdates(lambda parameters, staged_at: self.watch.remove(parameters))
         self.stage(whole)
 
     def stage(self, whole: bool = False) -> None:

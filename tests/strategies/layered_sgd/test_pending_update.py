@@ -38,11 +38,26 @@ def test_a_whole_update_waits_for_all_buckets():
 def test_finishing_is_one_step_of_the_optimizer():
     staged = Staged()
     calls = []
-    step = staged.optimizer.step
-    staged.optimizer.step = lambda: calls.append(step())
+
+    class Noting(torch.optim.SGD):
+        def step(self, closure=None):
+            calls.append(None)
+            return super().step(closure)
+
+    staged.optimizer.__class__ = Noting
     staged.updates.finish()
     assert len(calls) == 1
     assert staged.updated() == [True] * 4
+
+
+def test_a_hook_that_comes_after_the_staging_does_not_see_the_step():
+    """Without the postponement the step would have been taken before."""
+    staged = Staged()
+    seen = []
+    staged.optimizer.register_step_pre_hook(lambda *_: seen.append(None))
+    staged.updates.finish()
+    assert staged.updated() == [True] * 4
+    assert not seen
 
 
 def test_a_bucket_s_step_sees_that_bucket_s_parameters_alone():

@@ -1,0 +1,164 @@
+"""Host time of the watch and of a postponed update, as counts: what is watched, asked and stepped in a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.strategies.layered_sgd.parameter_watch import ParameterWatch, is_watched
+from lightning_dp.strategies.layered_sgd.reduction import LayeredReduction
+from tests.strategies.layered_sgd.staged import Bucket
+
+NUM_LAYERS = 20
+
+
+class Communicator:
+    """Makes buckets whose sums are there when somebody waits for them, or have arrived before."""
+
+    compressed = None
+
+    def __init__(self) -> None:
+        self.buckets: list[AskedBucket] = []
+        self.have_arrived = False
+
+    def submit(self, index: int, buffer: Tensor, parameters: Sequence[Tensor]) -> AskedBucket:
+        self.buckets.append(AskedBucket(self.have_arrived))
+        return self.buckets[-1]
+
+    def release(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class AskedBucket(Bucket):
+    """Counts how often it was asked whether it has arrived."""
+
+    num_asked = 0
+
+    @property
+    def has_arrived(self) -> bool:
+        self.num_asked += 1
+        return self._has_arrived
+
+    @has_arrived.setter
+    def has_arrived(self, value: bool) -> None:
+        self._has_arrived = value
+
+
+class GradBucket:
+    def __init__(self, index: int, parameters: list[Tensor]) -> None:
+        self.index = lambda: index
+        self.parameters = lambda: parameters
+        self.buffer = lambda: torch.zeros(1)
+
+
+class Training:
+    """A chain of layers without a Trainer, whose updates are postponed; ``layers_in_bucket`` layers have one bucket."""
+
+    def __init__(self, layers_in_bucket: int = 1) -> None:
+        self.layers = nn.Sequential(*[nn.Linear(3, 3) for _ in range(NUM_LAYERS)])
+        self.optimizer = torch.optim.SGD(self.layers.parameters(), lr=1.0)
+        self.communicator: Any = Communicator()
+        self.reduction = LayeredReduction(self.communicator, 1, self.layers)
+        self._layers_in_bucket = layers_in_bucket
+
+    def stage(self, have_arrived: bool) -> None:
+        """Do what the strategy does from backward to the optimizer's step."""
+        self.communicator.have_arrived = have_arrived
+        self.communicator.buckets.clear()
+        self.reduction.begin_backward(torch.zeros(()))
+        layers = list(reversed(self.layers))
+        for index, begin in enumerate(range(0, len(layers), self._layers_in_bucket)):
+            part = layers[begin : begin + self._layers_in_bucket]
+            parameters = [p for layer in part for p in layer.parameters()]
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            self.reduction._reduce_bucket(None, GradBucket(index, parameters))
+        self.reduction.end_backward()
+        self.reduction.stage(self.optimizer, None)
+        self.reduction.begin_forward()
+
+    @property
+    def num_watched(self) -> int:
+        return sum(map(is_watched, self.layers.parameters()))
+
+
+@pytest.fixture
+def num_intercepted(monkeypatch) -> list[int]:
+    """Grows by one for each function that the watch intercepts."""
+    calls: list[int] = []
+    prepare = ParameterWatch.prepare
+    monkeypatch.setattr(ParameterWatch, "prepare", lambda *args: (calls.append(1), prepare(*args))[1])
+    return calls
+
+
+@pytest.fixture
+def num_steps(monkeypatch) -> list[int]:
+    """Grows by one for each step of an optimizer."""
+    steps: list[int] = []
+    step = torch.optim.SGD.step
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda *args: (steps.append(1), step(*args))[1])
+    return steps
+
+
+def test_when_all_buckets_have_arrived_one_use_is_intercepted_and_one_step_taken(num_intercepted, num_steps):
+    training = Training()
+    training.stage(have_arrived=True)
+    num_intercepted.clear()
+    training.layers(torch.ones(1, 3))
+    assert len(num_intercepted) == 1
+    assert len(num_steps) == 1
+    assert training.num_watched == 0
+
+
+def test_a_bucket_that_has_not_arrived_is_asked_by_the_next_one_only():
+    training = Training()
+    training.stage(have_arrived=False)
+    training.layers(torch.ones(1, 3))
+    assert not training.reduction.updates
+    assert [bucket.num_waits > 0 for bucket in training.communicator.buckets] == [True] * NUM_LAYERS
+    assert sum(bucket.num_asked for bucket in training.communicator.buckets) <= NUM_LAYERS
+
+
+def test_what_may_have_been_read_unseen_stays_watched_until_it_is_used(num_intercepted):
+    training = Training(layers_in_bucket=NUM_LAYERS)
+    training.stage(have_arrived=True)
+    num_intercepted.clear()
+    # A node of the graph, of which nobody knows what it has read.
+    x = torch.ones(1, 3, requires_grad=True) * 2
+    training.layers[0](x)
+    assert not training.reduction.updates
+    assert training.num_watched == 2 * (NUM_LAYERS - 1)
+    training.layers(x)
+    assert training.num_watched == 0
+    before = len(num_intercepted)
+    training.layers(x)
+    assert len(num_intercepted) == before
+
+
+def test_nothing_stays_watched_after_a_forward_that_used_less_than_all():
+    training = Training(layers_in_bucket=NUM_LAYERS)
+    training.stage(have_arrived=True)
+    training.layers[0](torch.ones(1, 3, requires_grad=True) * 2)
+    assert training.num_watched > 0
+    training.reduction.begin_forward()
+    assert training.num_watched == 0
+
+
+def test_a_pending_update_outlives_the_suspicion_of_an_earlier_one():
+    """Two optimizers over the same parameters: those that the first has updated are pending again."""
+    training = Training(layers_in_bucket=NUM_LAYERS)
+    training.stage(have_arrived=True)
+    other = torch.optim.SGD(training.layers.parameters(), lr=1.0)
+    x = torch.ones(1, 3, requires_grad=True) * 2
+    training.layers[0](x)  # the others are suspects now
+    training.reduction.stage(other, None)
+    training.reduction.begin_forward()
+    assert training.num_watched == 2 * NUM_LAYERS
+    with torch._C.DisableTorchFunctionSubclass():
+        before = training.layers[5].weight.detach().clone()
+    assert torch.equal(training.layers[5].weight.detach(), before - 1)
