@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp._private.torch_names import has_modes, mark_stepped, without_modes, without_torch_function
-from lightning_dp.strategies.layered_sgd.bucket import BucketReduction
+from lightning_dp.strategies.layered_sgd.gradient_sum import GradientSum
 from lightning_dp.strategies.layered_sgd.guarded_state import GuardedState
 
 Group = dict[str, Any]
@@ -40,7 +40,7 @@ class PendingUpdate:
     def __init__(
         self,
         optimizer: Optimizer,
-        reductions: dict[Tensor, BucketReduction],
+        reductions: dict[Tensor, GradientSum],
         whole_step: Callable[[], Any] | None,
         finish: Callable[[], None],
         before_step: Callable[[list[Tensor]], None],
@@ -50,7 +50,7 @@ class PendingUpdate:
         self._before_step = before_step
         self._entries: dict[Tensor, _Entry] = {}
         # The parameters of each bucket, so that the time to apply one depends on its own size only.
-        self._parameters_in: dict[BucketReduction | None, list[Tensor]] = {}
+        self._parameters_in: dict[GradientSum | None, list[Tensor]] = {}
         with without_torch_function():  # the watch would wait for the gradients
             for group in map(_StagedGroup, optimizer.param_groups):
                 for parameter in group.original["params"]:
@@ -96,7 +96,7 @@ class PendingUpdate:
         """Leave the parameters as they are."""
         self._end_guard()
 
-    def _apply(self, buckets: list[BucketReduction | None], step: Callable[[], Any]) -> list[Tensor]:
+    def _apply(self, buckets: list[GradientSum | None], step: Callable[[], Any]) -> list[Tensor]:
         for bucket in buckets:
             if bucket is not None:
                 bucket.wait()  # raises before anything has changed
@@ -150,7 +150,7 @@ class _Entry(NamedTuple):
 
     place: int
     group: _StagedGroup
-    bucket: BucketReduction | None
+    bucket: GradientSum | None
     gradient: Tensor
 
 
@@ -225,7 +225,7 @@ class PendingUpdates:
     def stage(
         self,
         optimizer: Optimizer,
-        reductions: dict[Tensor, BucketReduction],
+        reductions: dict[Tensor, GradientSum],
         whole_step: Callable[[], Any] | None = None,
     ) -> list[Tensor]:
         """Postpone a step of ``optimizer``; see `PendingUpdate`. Return the parameters that it will update.
