@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,7 +42,11 @@ def group_size(group: dist.ProcessGroup | None) -> int:
 
 
 def create_groups(
-    partition: Sequence[Sequence[int]], rank: int, timeout: timedelta | None = None, backend: str | None = None
+    partition: Sequence[Sequence[int]],
+    rank: int,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    make_options: Callable[[], Any] | None = None,
 ) -> dist.ProcessGroup | None:
     """Create one process group per list of global ranks. Every rank of the job must call it, with the same lists.
 
@@ -49,13 +55,20 @@ def create_groups(
         rank: global rank of this process.
         timeout: of every collective. None is the default of the backend.
         backend: None is the backend of the default group.
+        make_options: makes the backend's options, anew for each group. None: the backend's defaults.
 
     Returns:
         The group of this rank, or None if it is in none.
     """
-    # torch.distributed requires that every rank creates every group, and in the same order.
-    with unbound_default_group(backend):
-        groups = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in partition]
+    make_options = make_options or (lambda: None)
+    with unbound_default_group(backend), warnings.catch_warnings():
+        # PyTorch warns that `timeout` takes the place of the options' own timeout, which nobody has given.
+        warnings.filterwarnings("ignore", "backend_options._timeout was specified")
+        # torch.distributed requires that every rank creates every group, and in the same order.
+        groups = [
+            dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=make_options())
+            for ranks in partition
+        ]
     return next((group for ranks, group in zip(partition, groups, strict=True) if rank in ranks), None)
 
 

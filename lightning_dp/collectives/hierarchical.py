@@ -140,17 +140,22 @@ class HierarchicalAllReduce:
 
     def describe(self, stage: Stage) -> str:
         """Return the ranks that take part in a stage with this rank, worded for an error message."""
-        where, ranks = {
-            "inside": (f"inside group {self.topology.group_of(self.rank)}", self.topology.members(self.rank)),
-            "between": ("across groups", self.topology.peers(self.rank)),
-            "all": ("in the whole job", list(range(self.topology.world_size))),
-        }[stage]
-        others = [f"{other} (group {self.topology.group_of(other)})" for other in ranks if other != self.rank]
-        if not others:
-            return f"{where}, rank {self.rank} alone,"
-        return f"{where}, between rank {self.rank} and rank{'s' if len(others) > 1 else ''} {', '.join(others)},"
+        return describe_ranks(self.topology, self.rank, stage)
 
     def close(self) -> None:
         """Destroy the process groups."""
         for group in (self._reduce_group, self._broadcast_group, self._inter_group):
             destroy_group(group)
+
+
+def describe_ranks(topology: RankTopology, rank: int, stage: Stage) -> str:
+    """Return the ranks that take part in a stage with ``rank``, worded for an error message."""
+    where, ranks = {
+        "inside": (f"inside group {topology.group_of(rank)}", topology.members(rank)),
+        "between": ("across groups", topology.peers(rank)),
+        "all": ("in the whole job", list(range(topology.world_size))),
+    }[stage]
+    others = [f"{other} (group {topology.group_of(other)})" for other in ranks if other != rank]
+    if not others:
+        return f"{where}, rank {rank} alone,"
+    return f"{where}, between rank {rank} and rank{'s' if len(others) > 1 else ''} {', '.join(others)},"

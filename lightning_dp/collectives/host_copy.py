@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_dp.collectives import streams
+
 
 class HostCopy:
     """Copy of a buffer in host memory. The stages of `HierarchicalAllReduce` work on ``tensor`` instead of the buffer.
@@ -17,23 +19,30 @@ class HostCopy:
 
     Args:
         buffer: any dense tensor. Work already queued on the current stream is finished before the copy reads it.
-        stream: CUDA stream of the copy. None for a buffer on the CPU.
+        stream: stream of the copy. None for a buffer on the CPU.
 
     Attributes:
         tensor: the copy. Valid after `wait`.
     """
 
-    def __init__(self, buffer: Tensor, stream: torch.cuda.Stream | None = None) -> None:
-        self._buffer = buffer
-        self._copied: torch.cuda.Event | None = None
-        self.tensor = torch.empty_like(buffer, device="cpu", pin_memory=buffer.is_cuda)
-        if stream is not None:
-            # Backward fills the buffer on the current stream: without this the copy could read half of it.
-            stream.wait_stream(torch.cuda.current_stream(buffer.device))
-        with torch.cuda.stream(stream):  # does nothing if stream is None
+    def __init__(self, buffer: Tensor, stream: streams.Stream | None = None) -> None:
+        self._buffer = buffer  # and so its memory is not reused while the copy reads it
+        self._copied: streams.Event | None = None
+        if stream is None:
+            self.tensor = torch.empty_like(buffer, device="cpu").copy_(buffer)
+            return
+        self.tensor = streams.pinned_like(buffer)
+        # Backward fills the buffer on the current stream: without this the copy could read half of it.
+        stream.wait_stream(streams.current_stream(buffer.device))
+        with streams.on_stream(stream):
             self.tensor.copy_(buffer, non_blocking=True)
-            if stream is not None:
-                self._copied = stream.record_event()
+        # A thread waits for it. Without `blocking` that thread would keep a core busy, which loader workers need.
+        self._copied = streams.record_event(stream, blocking=True)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return immediately."""
+        return self._copied is None or self._copied.query()
 
     def wait(self) -> None:
         """Block the calling thread until ``tensor`` holds the buffer's contents."""
@@ -44,3 +53,6 @@ class HostCopy:
     def copy_back(self) -> None:
         """Copy ``tensor`` into the buffer on the current stream. Does not block."""
         self._buffer.copy_(self.tensor, non_blocking=True)
+        if self._copied is not None:
+            # The current stream need not be the one on which the buffer was allocated.
+            streams.keep_until_done(self._buffer, streams.current_stream(self._buffer.device))

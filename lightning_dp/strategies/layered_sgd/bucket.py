@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dp.collectives import streams
 from lightning_dp.collectives.compression.stages import CompressedStages
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
 from lightning_dp.collectives.host_copy import HostCopy
@@ -27,7 +27,7 @@ class Stage(enum.Enum):
     """What has happened to a bucket. `BucketReduction` moves through the members in this order."""
 
     SUBMITTED = enum.auto()
-    """Backward has filled the buffer, or on a GPU has launched the kernels that fill it."""
+    """Backward has filled the buffer, or on a GPU has launched the kernels that fill it and the copy to the host."""
     REDUCED = enum.auto()
     """Each carrier (the leader, or every member its shard) has the sum over its group."""
     CROSSED = enum.auto()
@@ -58,7 +58,7 @@ class BucketReduction:
         index: DDP's number of the bucket; the highest index holds the layers nearest the input.
         buffer: (numel,) the bucket's gradients, changed in place.
         collective: performs the stages.
-        stream: the communicator's, if the buffer is on a GPU.
+        stream: of the copy to host memory, if the buffer is on a GPU; then ``on_host`` must be given as well.
         on_host: sum a copy of the buffer in host memory, and copy the sum back in `wait`.
         release: called by `wait` if the bucket has not settled: lets the communicator begin with a bucket that it holds
             back until backward ends. Without it, a hook that reads a gradient during backward would wait forever.
@@ -70,7 +70,7 @@ class BucketReduction:
         index: int,
         buffer: Tensor,
         collective: HierarchicalAllReduce | CompressedStages,
-        stream: torch.cuda.Stream | None = None,
+        stream: streams.Stream | None = None,
         on_host: bool = False,
         release: Callable[[], None] | None = None,
         on_stage: OnStage | None = None,
@@ -84,17 +84,14 @@ class BucketReduction:
         self._on_stage = on_stage
         self._host_copy: HostCopy | None = None
         self._works: list[dist.Work] = []  # of the collective that is under way inside the group
-        self._produced: torch.cuda.Event | None = None
-        self._delivered: torch.cuda.Event | None = None
+        self._delivered: streams.Event | None = None  # the sum is on the GPU again
         self._settled_or_failed = threading.Event()
         self._error: Exception | None = None
         if on_host:
             self._host_copy = HostCopy(buffer, stream)
-        elif stream is not None:
-            self._produced = torch.cuda.current_stream(buffer.device).record_event()
         if stream is None:
-            # The data is complete. On a GPU the communicator starts the reduce, once the kernels or the copy are done:
-            # this thread would have to wait for them, and NCCL wants all collectives of a group from one thread.
+            # The data is complete. The copy of a GPU's buffer is not: this thread would have to wait for it, so the
+            # communicator starts the reduce.
             self._start_intra_group_reduce()
 
     @property
@@ -109,14 +106,21 @@ class BucketReduction:
     def _start_intra_group_reduce(self) -> None:
         self._works = self._collective.intra_group_reduce(self._payload)
 
+    @property
+    def copy_is_done(self) -> bool:
+        """Whether the data to sum is in host memory."""
+        return self._host_copy is None or self._host_copy.is_done
+
+    def wait_for_copy(self) -> None:
+        """Return when the data to sum is in host memory."""
+        if self._host_copy is not None:
+            self._host_copy.wait()
+
     def reduce_intra_group(self) -> None:
         """Wait until the carriers have the sum over their group."""
         with self._stage_reported(INTRA_GROUP_REDUCE):
             if self._stream is not None:
-                if self._host_copy is not None:
-                    self._host_copy.wait()
-                elif self._produced is not None:
-                    self._stream.wait_event(self._produced)
+                self.wait_for_copy()
                 self._start_intra_group_reduce()
             self._wait_for_works()
         self._advance(Stage.REDUCED)
@@ -131,11 +135,7 @@ class BucketReduction:
         """Start the broadcast of the sum within the group. Not awaited: the next bucket's all-reduce runs meanwhile."""
         start_s = time.perf_counter()
         self._works = self._collective.intra_group_broadcast(self._payload)
-        if self._stream is not None and self._host_copy is None:
-            for work in self._works:
-                work.wait()  # orders the stream, and does not block the thread
-            self._delivered = self._stream.record_event()
-        elif self._works and (on_stage := self._on_stage) is not None:
+        if self._works and (on_stage := self._on_stage) is not None:
             done = self._works[-1].get_future()
             done.add_done_callback(lambda _: on_stage(INTRA_GROUP_BROADCAST, start_s, time.perf_counter()))
         self._advance(Stage.SETTLED)
@@ -168,22 +168,21 @@ class BucketReduction:
             raise RuntimeError(str(self._error)) from self._error
         if self._delivered is not None:
             # In each call, not only in the first: the current stream may be another one.
-            torch.cuda.current_stream(self.buffer.device).wait_event(self._delivered)
+            streams.current_stream(self.buffer.device).wait_event(self._delivered)
         if self.stage is Stage.SETTLED:
             self._finish_delivery()
         if self._on_stage is not None:
             self._on_stage(WAIT, start_s, time.perf_counter())
 
     def _finish_delivery(self) -> None:
-        if self._delivered is None:
-            self._wait_for_works()
+        self._wait_for_works()
         if self._host_copy is not None:
             # The waiting thread copies the sum back, not the communicator: that would have to wait for the broadcast
             # while the link between the groups is idle. And only once: later changes to the gradients must stay.
             self._host_copy.copy_back()
             self._host_copy = None
-            if self.buffer.is_cuda:
-                self._delivered = torch.cuda.current_stream(self.buffer.device).record_event()
+            if self._stream is not None:
+                self._delivered = streams.record_event(streams.current_stream(self.buffer.device))
         self._advance(Stage.DELIVERED)
 
     def _wait_for_works(self) -> None:

@@ -1,16 +1,19 @@
-"""The communicator: a thread that takes gradient buckets through the hierarchical all-reduce while the rank trains."""
+"""The communicator on the host: a thread that takes gradient buckets through the hierarchical all-reduce.
+
+`DeviceCommunicator` has the same interface, `GradientCommunicator`, and sums on the GPU.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dp.collectives import streams
 from lightning_dp.collectives.compression.stages import CompressedAllReduce
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
 from lightning_dp.collectives.tracing import OnStage
@@ -36,7 +39,7 @@ class _Choice:
 
 
 class Communicator:
-    """Sums the submitted buckets one after another; every rank of the job has one.
+    """Sums the submitted buckets in host memory, one after another; every rank of the job has one.
 
     In the paper the communicator is a CPU process on each node (arXiv 1906.05936, section 4.1). Here it is a thread
     with process groups of its own: the data flow is the same, and its waits are in native code, so the rank's own
@@ -47,13 +50,13 @@ class Communicator:
 
     Args:
         collective: performs the stages.
-        prioritized: sum a bucket as soon as backward has filled it, the highest index first: DDP gives it to the layers
-            nearest the input, which the next forward runs first. Ranks see buckets become ready at different times, so
-            rank 0 chooses and tells the others. False: after backward, in the order of submission, which is DDP's and
-            the same on all ranks.
+        prioritized: sum a bucket as soon as its data is in host memory, the highest index first: DDP gives it to the
+            layers nearest the input, which the next forward runs first. Ranks see buckets become ready at different
+            times, so rank 0 chooses and tells the others. False: after backward, in the order of submission, which is
+            DDP's and the same on all ranks.
         timeout: how long to wait for a bucket that rank 0 has chosen and this rank has not submitted.
         device: where the buckets are.
-        on_host: sum copies of the buckets in host memory; ``collective`` then needs groups that can, such as gloo's.
+        on_host: sum copies of the buckets. Buckets on a GPU must be copied.
         on_stage: called with name, start and end of each stage, and of the time that the training thread waits.
         compressed: performs the stages in place of ``collective``, with a compressed stage between groups.
     """
@@ -73,7 +76,9 @@ class Communicator:
         self._on_stage = on_stage
         self._timeout_s = timeout.total_seconds()
         self._on_host = on_host
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        assert on_host or not streams.has_streams(device), "sums in GPU memory are for DeviceCommunicator"
+        self._device = device
+        self._stream = streams.new_stream(device) if streams.has_streams(device) else None
         # A group of its own: the choice of the next bucket travels during the current one's inter-group all-reduce.
         self._order_group = dist.new_group(timeout=timeout, backend="gloo") if prioritized else None
         self._held: list[BucketReduction] = []  # submitted, not yet released
@@ -125,6 +130,10 @@ class Communicator:
                 dist.destroy_process_group(self._order_group)
 
     def _run(self) -> None:
+        if self._stream is not None:
+            # The thread starts on device 0. On other ranks its first call would create a context there, which takes
+            # about half a gigabyte of that GPU's memory.
+            streams.set_device(self._device)
         bucket: BucketReduction | None = None
         proposal: _Choice | None = None
         try:
@@ -142,8 +151,12 @@ class Communicator:
                 self._changed.wait_for(lambda: self._ready or self._closed)
                 if not self._ready:
                     return None
-                index = next(iter(self._ready))
+                first = next(iter(self._ready.values()))
+            index = first.index
             if self._order_group is not None:
+                # On a GPU backward has only launched the kernels that fill the buckets. Copies arrive in the order of
+                # submission; with the first one there is something to choose.
+                first.wait_for_copy()
                 index = self._choose(self._order_group).wait()
         with self._changed:
             # Rank 0 may be ahead, and choose a bucket that backward has not filled here yet.
@@ -155,23 +168,24 @@ class Communicator:
             return self._ready.pop(index, None)
 
     def _choose(self, group: dist.ProcessGroup) -> _Choice:
-        """Start to tell all ranks which bucket comes next: of those that are ready on rank 0, the highest index.
+        """Start to tell all ranks which bucket comes next: of those whose data is there on rank 0, the highest index.
 
         Every rank takes part in the broadcast; what the others propose is overwritten by rank 0's choice.
         """
         with self._changed:
-            index = max(self._ready, default=NO_BUCKET)
+            # A bucket whose copy is still under way would keep the link idle while others wait behind it.
+            there = [index for index, bucket in self._ready.items() if bucket.copy_is_done]
+            index = max(there, default=NO_BUCKET)
         return _Choice(index, group, self._collective.describe("all"))
 
     def _sum(self, bucket: BucketReduction) -> _Choice | None:
         """Take ``bucket`` through the stages; return the proposal for the next one."""
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            bucket.reduce_intra_group()
-            # The ranks agree on the next bucket during this one's inter-group all-reduce. If they agreed after it, the
-            # link would be idle for a round trip.
-            proposal = None if self._order_group is None else self._choose(self._order_group)
-            bucket.all_reduce_inter_group()
-            bucket.start_broadcast()
+        bucket.reduce_intra_group()
+        # The ranks agree on the next bucket during this one's inter-group all-reduce. If they agreed after it, the
+        # link would be idle for a round trip.
+        proposal = None if self._order_group is None else self._choose(self._order_group)
+        bucket.all_reduce_inter_group()
+        bucket.start_broadcast()
         return proposal
 
     def _fail(self, error: Exception, bucket: BucketReduction | None) -> None:

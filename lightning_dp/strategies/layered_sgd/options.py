@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -11,19 +11,26 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lightning_dp.collectives import nccl
 from lightning_dp.collectives.compression.choice import make_compressor
 from lightning_dp.collectives.compression.options import Compression, PowerSGD, check_compression, has_error_feedback
 from lightning_dp.collectives.compression.parameters import ParameterTable
 from lightning_dp.collectives.compression.stages import CompressedAllReduce
+from lightning_dp.collectives.device_all_reduce import DeviceAllReduce
+from lightning_dp.collectives.gloo_interface import gloo_interface
 from lightning_dp.collectives.hierarchical import AllReduce, HierarchicalAllReduce, native_all_reduce
 from lightning_dp.collectives.ring import ring_all_reduce
 from lightning_dp.collectives.topology import RankTopology
 from lightning_dp.collectives.tracing import OnStage
 from lightning_dp.strategies.layered_sgd.communicator import Communicator
+from lightning_dp.strategies.layered_sgd.device_communicator import DeviceCommunicator
+from lightning_dp.strategies.layered_sgd.gradient_sum import GradientCommunicator
 from lightning_dp.strategies.layered_sgd.policy import check_options
 
 log = logging.getLogger(__name__)
 
+# Blocks of the GPU that the all-reduce between groups may occupy while it waits for the network. Not tuned yet.
+MAX_CTAS = 4
 ALL_REDUCES: dict[str, AllReduce] = {"native": native_all_reduce, "ring": ring_all_reduce}
 
 
@@ -38,7 +45,7 @@ class CommunicatorOptions:
     communicator: Literal["leader", "sharded"]
     overlap: Literal["load", "step"]
     all_reduce: Literal["native", "ring"]
-    device: Literal["cpu", "gpu"]
+    device: Literal["auto", "cpu", "gpu"]
     compression: Compression | None
 
     def __post_init__(self) -> None:
@@ -46,17 +53,21 @@ class CommunicatorOptions:
             "communicator": (self.communicator, ("leader", "sharded")),
             "overlap": (self.overlap, ("load", "step")),
             "all_reduce": (self.all_reduce, tuple(ALL_REDUCES)),
-            "communicator_device": (self.device, ("cpu", "gpu")),
+            "communicator_device": (self.device, ("auto", "cpu", "gpu")),
         }
         check_options(**choices)
         check_compression(self.compression)
+        if self.device == "gpu" and self.all_reduce == "ring":
+            raise ValueError(
+                "all_reduce='ring' works in host memory, and communicator_device='gpu' sums on GPUs; leave out one"
+            )
         if self.compression is None:
             return
         given = f"compression={self.compression!r}"
         if self.device == "gpu":
             raise ValueError(
-                f"{given} works in host memory, and communicator_device='gpu' sums on GPUs; use "
-                "communicator_device='cpu', the default"
+                f"{given} works in host memory, and communicator_device='gpu' sums on GPUs; leave out "
+                "communicator_device"
             )
         if self.all_reduce == "ring":
             raise ValueError(f"{given} has an all-reduce of its own; leave out all_reduce='ring'")
@@ -70,7 +81,7 @@ class CommunicatorOptions:
         """Raise ValueError if the options do not fit the job's devices or precision."""
         if self.device == "gpu" and any(device.type == "cpu" for device in devices):
             raise ValueError(
-                "communicator_device='gpu' needs gradients on GPUs, but this job trains on CPU; remove the option"
+                "communicator_device='gpu' needs gradients on GPUs, but this job trains on CPU; leave out the option"
             )
         if has_error_feedback(self.compression) and getattr(precision_plugin, "scaler", None) is not None:
             raise ValueError(
@@ -78,6 +89,27 @@ class CommunicatorOptions:
                 "gradient scaler changes the scale of gradients in between; use precision='bf16-mixed', or "
                 "compression='fp16' or 'bf16'"
             )
+
+    def prepare_environment(self, devices: Sequence[torch.device], backend: str | None) -> None:
+        """Set what NCCL reads when a process starts to use it, if gradients will be summed by NCCL.
+
+        Args:
+            devices: of this node's ranks.
+            backend: of the default process group; None if the user leaves the choice to Lightning.
+        """
+        on_gpus = any(device.type == "cuda" for device in devices)
+        uses_nccl = on_gpus and "nccl" in (backend or "nccl") and self.sums_on_device("nccl")
+        if uses_nccl and not nccl.request_launch_order():
+            log.warning(
+                f"LayeredSGDStrategy: a process group exists already, so NCCL may not read {nccl.LAUNCH_ORDER} any "
+                "more, and ranks may wait for each other for ever; set it to 1 before the process starts"
+            )
+
+    def sums_on_device(self, backend: str | None) -> bool:
+        """Return whether gradients are summed where they are, by the default process group's ``backend``."""
+        if self.device != "auto":
+            return self.device == "gpu"
+        return "nccl" in str(backend) and self.compression is None and self.all_reduce == "native"
 
     def make_communicator(
         self,
@@ -88,8 +120,9 @@ class CommunicatorOptions:
         timeout: timedelta,
         on_stage: OnStage,
         module: nn.Module,
+        find_unused_parameters: bool,
         strategy_name: str,
-    ) -> Communicator:
+    ) -> GradientCommunicator:
         """Return the communicator of this rank; all ranks of the job must call it.
 
         Args:
@@ -100,18 +133,28 @@ class CommunicatorOptions:
             timeout: of every collective.
             on_stage: called with name, start and end of each stage.
             module: the module that is trained.
+            find_unused_parameters: DDP's option.
             strategy_name: for messages.
 
         Raises:
             ValueError: a parameter has a type that cannot be compressed.
         """
-        on_host = self.device == "cpu" and device.type != "cpu"
-        if not on_host and "nccl" in str(backend):
-            log.warning(
-                f"{strategy_name}(communicator_device='gpu'): NCCL may deadlock, because the communicator and "
-                "DDP issue collectives in an order that differs between ranks; use communicator_device='cpu', the "
-                "default, which does not use NCCL"
-            )
+        prioritized = self.overlap == "step"
+        if self.sums_on_device(backend):
+            make_options = self._nccl_options(rank, strategy_name) if "nccl" in str(backend) else None
+            if make_options is None and device.type != "cpu":
+                log.warning(
+                    f"{strategy_name}: on GPUs, backend {backend!r} makes the host wait for each sum, so nothing is "
+                    "hidden; use communicator_device='cpu'"
+                )
+            on_device = DeviceAllReduce(topology, rank, timeout, make_options)
+            # Backward fills the buckets of unused parameters at times that differ between ranks. A collective in
+            # backward, such as that of a batch norm layer, would come before a bucket on one rank and after it on
+            # another.
+            return DeviceCommunicator(on_device, prioritized and not find_unused_parameters, device, on_stage)
+        if rank == 0 and log.isEnabledFor(logging.INFO):  # looking up the host's name can take a while
+            log.info(f"{strategy_name}: gloo sends over {gloo_interface()}; set GLOO_SOCKET_IFNAME to use another")
+        on_host = device.type != "cpu"
         collective = HierarchicalAllReduce(
             topology, rank, self.communicator, timeout, "gloo" if on_host else None, ALL_REDUCES[self.all_reduce]
         )
@@ -119,8 +162,21 @@ class CommunicatorOptions:
         if self.compression is not None:
             compressor = make_compressor(self.compression)
             compressed = CompressedAllReduce(collective, compressor, _compressible(module, self.compression))
-        prioritized = self.overlap == "step"
         return Communicator(collective, prioritized, timeout, device, on_host, on_stage, compressed)
+
+    def _nccl_options(self, rank: int, strategy_name: str) -> Callable[[], Any]:
+        reason = nccl.why_order_may_differ()
+        if rank == 0 and reason is not None:
+            log.warning(
+                f"{strategy_name}: ranks may wait for each other for ever, because {reason}, or use "
+                "communicator_device='cpu'"
+            )
+        if rank == 0 and self.communicator == "leader":
+            log.info(
+                f"{strategy_name}: sums on GPUs, where every rank carries its shard between the groups; "
+                "communicator='leader' concerns sums in host memory"
+            )
+        return lambda: nccl.limited_options(MAX_CTAS)
 
 
 def _compressible(module: nn.Module, compression: Compression) -> ParameterTable:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp._private.torch_names import mark_stepped, step_below_hooks, without_torch_function
-from lightning_dp.strategies.layered_sgd.bucket import BucketReduction
+from lightning_dp.strategies.layered_sgd.gradient_sum import GradientSum
 from lightning_dp.strategies.layered_sgd.guarded_state import GuardedState
 from lightning_dp.strategies.layered_sgd.staged_step import StagedGroup, StagedPart, as_after_backward
 from lightning_dp.strategies.layered_sgd.stale_use import Moment
@@ -47,7 +47,7 @@ class PendingUpdate:
     def __init__(
         self,
         optimizer: Optimizer,
-        reductions: dict[Tensor, BucketReduction],
+        reductions: dict[Tensor, GradientSum],
         whole_step: Callable[[], Any] | None,
         finish: Callable[[], None],
         before_step: Callable[[PendingUpdate, list[Tensor]], None],
@@ -58,7 +58,7 @@ class PendingUpdate:
         self._whole_step = whole_step
         self._before_step = before_step
         # In the order of the optimizer's parameters, which is about that in which the forward needs the buckets.
-        self._parts: dict[BucketReduction | None, StagedPart] = {}
+        self._parts: dict[GradientSum | None, StagedPart] = {}
         # All parts in the order of the optimizer's groups: a norm over all gradients depends on the order of summation.
         self._whole = StagedPart()
         with without_torch_function():  # the watch would wait for the gradients
@@ -119,7 +119,7 @@ class PendingUpdate:
         """Leave the parameters as they are."""
         self._end_guard()
 
-    def _apply(self, buckets: list[BucketReduction | None], step: Callable[[], Any]) -> list[Tensor]:
+    def _apply(self, buckets: list[GradientSum | None], step: Callable[[], Any]) -> list[Tensor]:
         if not buckets:
             return []
         first, *others = [self._parts.pop(bucket) for bucket in buckets]
@@ -137,7 +137,7 @@ class PendingUpdate:
             self.optimizer.state = self._state
 
 
-def _wait_for(buckets: Iterable[BucketReduction | None]) -> None:
+def _wait_for(buckets: Iterable[GradientSum | None]) -> None:
     for bucket in buckets:
         if bucket is not None:
             bucket.wait()
@@ -177,7 +177,7 @@ class PendingUpdates:
     def stage(
         self,
         optimizer: Optimizer,
-        reductions: dict[Tensor, BucketReduction],
+        reductions: dict[Tensor, GradientSum],
         whole_step: Callable[[], Any] | None = None,
     ) -> list[Tensor]:
         """Postpone a step of ``optimizer``; see `PendingUpdate`. Return the parameters that it will update.

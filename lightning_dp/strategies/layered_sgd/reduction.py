@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 
 from lightning_dp._private.torch_names import without_torch_function
 from lightning_dp.collectives.compression.stages import CompressedAllReduce
-from lightning_dp.strategies.layered_sgd.bucket import BucketReduction
-from lightning_dp.strategies.layered_sgd.communicator import Communicator
 from lightning_dp.strategies.layered_sgd.fork_guard import ForkGuard
+from lightning_dp.strategies.layered_sgd.gradient_sum import GradientCommunicator, GradientSum
 from lightning_dp.strategies.layered_sgd.parameter_watch import ParameterWatch
 from lightning_dp.strategies.layered_sgd.pending_update import PendingUpdates
 from lightning_dp.strategies.layered_sgd.stale_use import Moment, StaleUseDetector
@@ -33,11 +32,11 @@ class LayeredReduction:
         module: the module that is trained.
     """
 
-    def __init__(self, communicator: Communicator, world_size: int, module: nn.Module) -> None:
+    def __init__(self, communicator: GradientCommunicator, world_size: int, module: nn.Module) -> None:
         self._communicator = communicator
         self._world_size = world_size
         self._module = module
-        self._reductions: dict[Tensor, BucketReduction] = {}  # of the last backward pass, by parameter
+        self._reductions: dict[Tensor, GradientSum] = {}  # of the last backward pass, by parameter
         self._has_final_buckets = False
         self._watch = ParameterWatch(self._before_use, self._before_gradient)
         self.updates = PendingUpdates(self._before_update)

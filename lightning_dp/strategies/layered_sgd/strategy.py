@@ -42,17 +42,17 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
     Args:
         group_size: number of ranks in a group. Groups are consecutive ranks; must divide the world size. None: the
             ranks of one node. With a single group there is nothing to hide, and this is DDPStrategy.
-        communicator: which ranks run the inter-group all-reduce. ``"leader"``: one rank of each group, as published.
-            ``"sharded"``: every rank, for its shard of the bucket, so that every NIC works.
+        communicator: which ranks run the inter-group all-reduce of sums in host memory. ``"leader"``: one rank of each
+            group, as published. ``"sharded"``: every rank, for its shard of the bucket, so that every NIC works.
         overlap: ``"load"``: the inter-group all-reduce starts after backward and is hidden behind the loading of the
             next batch, as published. ``"step"``: it starts as backward fills the buckets, the bucket of the layers
             nearest the input first, and each layer is updated just before its next use: backward and the next forward
             hide it, too.
         all_reduce: the algorithm between groups: ``"native"``, the backend's, or ``"ring"``, this package's.
-        communicator_device: where gradients are summed. ``"cpu"``: in host memory, over gloo, in all three stages, as
-            published; on GPUs each bucket is first copied to pinned host memory. ``"gpu"``: where they are, by the
-            job's own backend. On NCCL that can deadlock, and a warning says so: the communicator's collectives and
-            DDP's are issued by two threads, in no fixed order.
+        communicator_device: where gradients are summed. ``"gpu"``: where they are, by the job's backend: reduce-scatter
+            in the group, all-reduce of each rank's shard between groups, all-gather. ``"cpu"``: in host memory, over
+            gloo, as published; a GPU's buckets are copied to pinned memory. ``"auto"``: ``"gpu"`` on NCCL, without
+            ``compression`` and ring; else ``"cpu"``.
         compression: of the stage between groups: None, exact; ``"bf16"`` or ``"fp16"``, rounded to 16 bits; ``"int8"``
             or `PowerSGD`, with error feedback, which is in checkpoints. All but None give up synchronous SGD's result.
         **ddp_kwargs: options of DDPStrategy and DistributedDataParallel. With several groups, ``bucket_cap_mb``
@@ -66,7 +66,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
 
     Overrides of DDPStrategy, and why:
 
-    - ``_configure_launcher``: knows the number of ranks before any process starts, so it checks the groups.
+    - ``_configure_launcher``: knows the number of ranks before any process starts: it checks the groups, prepares NCCL.
     - ``setup``, ``teardown``: make and close the communicator, and the communication hook that feeds it.
     - ``training_step``: applies an update that cannot be split by bucket before the forward; adds unfrozen parameters
       to the reduction.
@@ -84,7 +84,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         communicator: Literal["leader", "sharded"] = "leader",
         overlap: Literal["load", "step"] = "step",
         all_reduce: Literal["native", "ring"] = "native",
-        communicator_device: Literal["cpu", "gpu"] = "cpu",
+        communicator_device: Literal["auto", "cpu", "gpu"] = "auto",
         compression: Compression | None = None,
         **ddp_kwargs: Any,
     ) -> None:
@@ -130,8 +130,10 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        _ = self.topology  # raises where the groups would not be equal
-        self._options.check_job(self.parallel_devices or [], self.precision_plugin)
+        devices = self.parallel_devices or []
+        self._options.check_job(devices, self.precision_plugin)
+        if self.topology.num_groups > 1:  # raises where the groups would not be equal
+            self._options.prepare_environment(devices, self.process_group_backend)
         super()._configure_launcher()
 
     @override
@@ -155,7 +157,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         name = type(self).__name__
         communicator = self._options.make_communicator(
             self.topology, self.global_rank, self.root_device, self.process_group_backend, strategy_timeout(self),
-            self._report_stage, module, name,
+            self._report_stage, module, bool(ddp_options(self).get("find_unused_parameters")), name,
         )  # fmt: skip
         self._compression_checkpoint.restore(communicator.compressed)
         self._reduction = LayeredReduction(communicator, self.world_size, module)

@@ -132,7 +132,7 @@ def test_a_dead_peer_is_named():
 def test_a_communicator_on_gpus_is_refused_where_there_are_none():
     with pytest.raises(ValueError, match="communicator_device='gpu' needs gradients on GPUs, but this job"):
         trainer(layered(communicator_device="gpu"), 2)
-    with pytest.raises(ValueError, match="communicator_device='tpu' is not known; use one of 'cpu', 'gpu'"):
+    with pytest.raises(ValueError, match="communicator_device='tpu' is not known; use one of 'auto', 'cpu', 'gpu'"):
         layered(communicator_device="tpu")
 
 
@@ -173,5 +173,6 @@ def test_equals_ddp_on_one_gpu(world_size, communicator_device):
 
 @gpu
 @needs_two_gpus
-def test_equals_ddp_beside_nccl():
-    run_processes(2, compare_on_gpus, 2, "nccl", "cpu", False, timeout=180)
+@pytest.mark.parametrize("communicator_device", ["cpu", "auto"])
+def test_equals_ddp_with_nccl(communicator_device):
+    run_processes(2, compare_on_gpus, 2, "nccl", communicator_device, False, timeout=180)

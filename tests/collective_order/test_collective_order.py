@@ -1,0 +1,149 @@
+"""On NCCL all ranks must issue their collectives in one order, and each process from one thread at a time.
+
+Random programs on 2 x 2 ranks, over gloo: each issues its collectives in one order, from one thread, and ends with the
+parameters of DDP.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_dp.collectives import small_all_gather
+from lightning_dp.collectives.device_all_reduce import DeviceAllReduce
+from lightning_dp.collectives.groups import resolve_group
+from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
+from lightning_dp.collectives.topology import RankTopology
+from lightning_dp.strategies.layered_sgd import options
+from lightning_dp.strategies.layered_sgd.communicator import Communicator
+from lightning_dp.strategies.layered_sgd.device_communicator import DeviceCommunicator, DeviceSum
+from lightning_dp.strategies.layered_sgd.options import CommunicatorOptions
+from tests.collective_order import recorder
+from tests.collective_order.programs import MakeCommunicator, make_program, run
+from tests.collective_order.recorder import Call, check_order, check_threads
+from tests.ranks import RankError, run_processes
+
+TOPOLOGY = RankTopology(4, 2)
+CPU = torch.device("cpu")
+TIMEOUT = timedelta(seconds=120)
+
+
+class Kept(DeviceAllReduce):
+    """One for all programs: creating groups takes far longer than a program."""
+
+    def close(self) -> None:
+        pass
+
+
+def communicators_on_device(rank: int, timeout: timedelta) -> MakeCommunicator:
+    """Return a function that chooses as the strategy does."""
+    kept = Kept(TOPOLOGY, rank, timeout)
+    options.DeviceAllReduce = lambda *_: kept
+
+    def make(overlap: str, module: Any, find_unused_parameters: bool) -> Any:
+        chosen = CommunicatorOptions("leader", overlap, "native", "gpu", None)
+        return chosen.make_communicator(
+            TOPOLOGY, rank, CPU, "recorded", timeout, lambda *_: None, module, find_unused_parameters, "test"
+        )
+
+    return make
+
+
+# --- what must be seen if it goes wrong ---
+
+
+def issue_on_use(rank: int, timeout: timedelta, make: MakeCommunicator) -> MakeCommunicator:
+    """Let the rank that needs a sum issue it, and not all ranks at one point."""
+
+    class Eager(DeviceSum):
+        def wait(self) -> None:
+            if not self._is_issued:
+                self.issue(kept, None)
+            super().wait()
+
+    class Never(DeviceCommunicator):
+        def submit(self, index: int, buffer: torch.Tensor, parameters: Any = ()) -> DeviceSum:
+            return Eager(index, buffer)
+
+    kept = Kept(TOPOLOGY, rank, timeout)
+    return lambda overlap, module, find_unused_parameters: Never(kept, False, CPU)
+
+
+def issue_early(rank: int, timeout: timedelta, make: MakeCommunicator) -> MakeCommunicator:
+    """Issue in backward, also where ranks differ in the parameters that they use."""
+    return lambda overlap, module, find_unused_parameters: make("step", module, False)
+
+
+def sum_in_a_thread(rank: int, timeout: timedelta, make: MakeCommunicator) -> MakeCommunicator:
+    """The communicator on the host, on groups like NCCL's."""
+
+    class Open(HierarchicalAllReduce):
+        def close(self) -> None:
+            pass
+
+    collective = Open(TOPOLOGY, rank, "sharded", timeout)
+    return lambda overlap, module, find_unused_parameters: Communicator(collective, False, timeout, CPU)
+
+
+CHANGES = {"issue on use": issue_on_use, "issue early": issue_early, "sum in a thread": sum_in_a_thread}
+
+
+def run_programs(rank: int, seeds: range, change: str | None = None, timeout: timedelta = TIMEOUT) -> int:
+    """Run the programs with these seeds. Raises on all ranks alike if one of them does not do as it should."""
+    recorder.register()
+    dist.init_process_group("recorded", timeout=timeout)
+    small_all_gather._disable_sockets(resolve_group(None))
+    control = dist.new_group(backend="gloo")
+    make = communicators_on_device(rank, timeout)
+    if change is not None:
+        make = CHANGES[change](rank, timeout, make)
+    num_calls = 0
+    for seed in seeds:
+        program = make_program(seed, 4)
+        expected = run(program, rank, None)
+        recorder.calls.clear()
+        parameters = run(program, rank, make)
+        ranks: list[list[Call]] = [[]] * 4
+        dist.all_gather_object(ranks, list(recorder.calls), group=control)
+        try:
+            check_threads(ranks)
+            check_order(ranks)
+            for parameter, of_ddp in zip(parameters, expected, strict=True):
+                torch.testing.assert_close(parameter, of_ddp, rtol=1e-10, atol=1e-12)
+        except AssertionError as error:
+            raise AssertionError(f"{program}: {error}") from error
+        num_calls += len(ranks[rank])
+    return num_calls
+
+
+def test_60_random_programs():
+    counts = run_processes(4, run_programs, range(60), timeout=600)
+    assert min(counts) > 60 * 20, "the programs issue many collectives"
+
+
+SEEN = "the ranks wait for each other|Timed out|Application timeout|Connection closed|died with exit code"
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "timeout_s"),
+    [
+        # These two wait for ever on NCCL. gloo gives up, or finds out that messages were mixed up.
+        ("issue on use", SEEN, 4),
+        ("issue early", SEEN, 4),
+        ("sum in a thread", "has issued collectives from 2 threads", 120),
+    ],
+    ids=list(CHANGES),
+)
+def test_a_wrong_order_is_seen(change, message, timeout_s):
+    with pytest.raises(RankError, match=message):
+        run_processes(4, run_programs, range(200), change, timedelta(seconds=timeout_s), timeout=240)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+def test_10000_random_programs():
+    run_processes(4, run_programs, range(100, 10100), timeout=4 * 3600)

@@ -1,0 +1,70 @@
+"""The stream code of layered SGD on an emulated device: right as it is, and wrong without any of its waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lightning_dp.collectives import host_copy
+from lightning_dp.strategies.layered_sgd import bucket, communicator, device_communicator
+from tests.emulated_device.machine import Machine
+from tests.emulated_device.mutations import Mutation, applied, mutations
+from tests.strategies.layered_sgd.device_stream_scenarios import close_in_flight, drop_in_flight, sum_on_the_device
+from tests.strategies.layered_sgd.host_stream_scenarios import (
+    free_what_is_copied_back,
+    sum_on_the_host,
+    wait_for_copies_in_turn,
+)
+
+SCENARIOS: dict[str, Callable[[Machine, Any], None]] = {
+    "host, after backward": lambda machine, patch: sum_on_the_host(machine, patch, False),
+    "host, by priority": lambda machine, patch: sum_on_the_host(machine, patch, True),
+    "host, freed": free_what_is_copied_back,
+    "device, in backward": lambda machine, patch: sum_on_the_device(machine, patch, True),
+    "device, after backward": lambda machine, patch: sum_on_the_device(machine, patch, False),
+    "device, dropped": drop_in_flight,
+    "device, closed": close_in_flight,
+}
+# Also what can only be said of a device that is as late as it may be.
+LATE_SCENARIOS = {**SCENARIOS, "host, order": wait_for_copies_in_turn}
+
+MUTATIONS = [each for module in (host_copy, bucket, communicator, device_communicator) for each in mutations(module)]
+
+
+@pytest.mark.parametrize("scenario", LATE_SCENARIOS)
+def test_sums_are_right_on_a_device_that_is_as_late_as_it_may_be(scenario, monkeypatch):
+    LATE_SCENARIOS[scenario](Machine(), monkeypatch)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("seed", range(5))
+def test_sums_are_right_whenever_the_device_runs(scenario, seed, monkeypatch):
+    SCENARIOS[scenario](Machine(seed), monkeypatch)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("early", [True, False])
+def test_sums_are_right_whichever_rank_is_ahead(early, seed, monkeypatch):
+    sum_on_the_device(Machine(), monkeypatch, early, seed)
+
+
+def fails(scenario: str) -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        try:
+            LATE_SCENARIOS[scenario](Machine(), patch)
+        except Exception:  # whatever a wait that is missing leads to
+            return True
+    return False
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_every_wait_matters(mutation: Mutation):
+    with applied(mutation):
+        assert any(map(fails, LATE_SCENARIOS)), f"{mutation} can be left out, and no scenario fails"
+
+
+def test_the_mutations_are_those_that_are_expected():
+    """A wait that is written in another way would not be found."""
+    assert len(MUTATIONS) == 33
