@@ -45,6 +45,7 @@ __all__ = [
     "has_tensor_hooks",
     "ignore_in_ddp",
     "inside_function_transform",
+    "is_in_backward",
     "make_wrapper_tensor",
     "mark_stepped",
     "mutated_arguments",
@@ -229,6 +230,11 @@ def on_compile_start(callback: Callable[[], None]) -> Callable[[], None]:
     return lambda: callback_handler.remove_start_callback(call)
 
 
+def is_in_backward() -> bool:
+    """Return whether this code runs inside of a backward pass, in whichever thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def next_sequence_number() -> int:
     """Return the number that the next node of the autograd graph will have which this thread makes."""
     return torch.autograd._get_sequence_nr()
@@ -248,6 +254,10 @@ def release_reducer(model: DistributedDataParallel) -> None:
 @cache
 def mutated_arguments(func: Any) -> tuple[int | str, ...]:
     """Return which arguments an operator changes in place: places, and names of those given by keyword alone."""
+    if func.namespace == "c10d":  # the schemas of collectives do not say it
+        return () if func.name().partition("::")[2] in ("send", "barrier", "monitored_barrier_") else (0,)
+    if func.name().startswith("aten::rrelu_with_noise"):
+        return ()  # autograd keeps the memory of the noise before the operator fills it
     arguments = enumerate(func._schema.arguments)
     return tuple(
         argument.name if argument.kwarg_only else place

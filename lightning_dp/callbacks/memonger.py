@@ -95,8 +95,7 @@ class Memonger(Callback):
             return
         if self._num_batches == 1:  # the first one also sets libraries up
             self._profiler = self._handle.start_profiling()
-        elif self._profiler is not None:
-            self._handle.stop_profiling()
+        elif self._profiler is not None and self._profiler.operations:  # none: that step was left out
             self.plan = plan_profile(self._profiler, self.budget_bytes)
             self._profiler = None
             self._handle.policy = self.plan

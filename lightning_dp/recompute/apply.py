@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_dp._private.torch_names import OptimizedModule, has_compiled_forward
 from lightning_dp.recompute.blocks import find_blocks, segment_ends
+from lightning_dp.recompute.observer import OutputSizes
 from lightning_dp.recompute.policies import Cheap, Policy, Sublinear
 from lightning_dp.recompute.profile import Profiler
 from lightning_dp.recompute.tape import Tape
@@ -72,9 +73,11 @@ class RecomputeHandle:
 
     def __init__(self, model: nn.Module, method: str, policy: Policy) -> None:
         self.policy = policy
+        self.is_removed = False
         self.dropped_bytes = 0
         """What autograd asked for in the last forward pass and was not kept."""
         self._profiler: Profiler | None = None
+        self._checked: Policy | None = None  # was compared with the model
         self._model = model
         self._method = method
         self._before = vars(model).get(method)
@@ -83,6 +86,7 @@ class RecomputeHandle:
 
     def remove(self) -> None:
         """Undo `apply_recompute`. A second call does nothing."""
+        self.is_removed = True  # somebody may have wrapped the method since
         if vars(self._model).get(self._method) is self._recorded:
             if self._before is None:
                 delattr(self._model, self._method)
@@ -93,22 +97,34 @@ class RecomputeHandle:
         """Run one forward pass, and record it."""
         # Not earlier: another callback may replace modules after this one is set up.
         ends = segment_ends(self._model) if self.policy.has_segments else frozenset()
-        if self._profiler is not None:
+        policy = self.policy
+        sizes = OutputSizes() if policy.is_for_one_model and policy is not self._checked else None
+        # It is for one forward pass: a closure of an optimizer may run several.
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
             ends = frozenset(find_blocks(self._model))
-        tape = Tape(self.policy, self._model, ends, self._profiler)
-        with tape.recording():
-            result = function(*args, **kwargs)
+        tape = Tape(policy, self._model, ends, sizes if profiler is None else profiler)
+        try:
+            with tape.recording():
+                result = function(*args, **kwargs)
+        except RuntimeError as error:
+            if "support saved tensor hooks" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{self._method} of {type(self._model).__name__}, which recomputes, calls torch.func.grad, vjp, jacrev "
+                "or hessian. They do not work where tensors that autograd saves are replaced: use torch.autograd.grad "
+                "with create_graph=True, or torch.func.jacfwd, or apply recomputation to the other parts of the model"
+            ) from error
         self.dropped_bytes = tape.dropped_bytes
+        if profiler is None and sizes is not None:
+            self._checked = policy
+            policy.check(sizes.by_key, f"{type(self._model).__name__}.{self._method}")
         return result
 
     def start_profiling(self) -> Profiler:
-        """Measure the next forward pass. It must be the only one until `stop_profiling`."""
+        """Measure the next forward pass, and no later one."""
         self._profiler = Profiler()
         return self._profiler
-
-    def stop_profiling(self) -> None:
-        """Measure no longer."""
-        self._profiler = None
 
 
 class _Recorded:
@@ -120,10 +136,17 @@ class _Recorded:
         self._handle = handle
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if self._handle.is_removed or not torch.is_grad_enabled():
             return self._call(*args, **kwargs)
         return self._handle.run(self._call, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A copy of the model, for weight averaging say, has the plain method.
         return copy.deepcopy(self._call, memo)
+
+    def __reduce__(self) -> Any:
+        return _same, (self._call,)  # as a copy
+
+
+def _same(method: Any) -> Any:
+    return method

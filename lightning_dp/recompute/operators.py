@@ -58,6 +58,8 @@ def kind_of(func: Any) -> Kind:
         return Kind.FIXED
     if name in _EXPENSIVE:
         return Kind.EXPENSIVE
+    if name == "as_strided":  # it reads at an offset in memory, where a copy of its input has something else
+        return Kind.FIXED
     if func.is_view:
         return Kind.VIEW
     if name in _CHEAP or torch.Tag.pointwise in func.tags:
@@ -69,6 +71,17 @@ def kind_of(func: Any) -> Kind:
 def is_batch_norm(func: Any) -> bool:
     """Return whether ``func`` normalizes a batch, and in training updates running statistics."""
     return getattr(func, "namespace", None) == "aten" and name_of(func) in _BATCH_NORMS
+
+
+def with_own_statistics(func: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """Return the arguments with copies of the running statistics, if ``func`` is a batch norm in evaluation.
+
+    The same layer in training moves them, and leaves their version as it is.
+    """
+    if not is_batch_norm(func) or args[5]:
+        return args
+    copies = [None if statistic is None else statistic.clone() for statistic in args[3:5]]
+    return [*args[:3], *copies, *args[5:]]
 
 
 def rerun(func: Any, args: Sequence[Any], kwargs: dict[str, Any], statistics: Sequence[Tensor | None]) -> Any:
@@ -100,4 +113,9 @@ def rerun(func: Any, args: Sequence[Any], kwargs: dict[str, Any], statistics: Se
 def _has_affine_kernel(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Return whether PyTorch's evaluation kernel rounds as its training kernel does. Tests compare the bits."""
     is_single = all(values is None or values.dtype in (torch.float32, torch.float64) for values in (weight, bias))
-    return x.device.type == "cpu" and is_single and x.numel() > 0
+    # Inputs with gaps, and transposed ones, have a kernel that multiplies in another order.
+    formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+    is_dense = any(x.is_contiguous(memory_format=memory_format) for memory_format in formats) and all(
+        values is None or values.is_contiguous() for values in (weight, bias)
+    )
+    return x.device.type == "cpu" and is_single and is_dense and x.numel() > 0

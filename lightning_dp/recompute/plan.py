@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,25 @@ class RecomputePlan(Policy):
     operations: list[Operation] = field(repr=False)
 
     compares_bytes = False
+    is_for_one_model = True
+
+    @override
+    def check(self, sizes: Mapping[str, int], method: str) -> None:
+        planned = {operation.key: operation.num_bytes for operation in self.operations}
+        found = planned.keys() & sizes.keys()
+        if planned and not found:
+            raise ValueError(
+                f"none of the {len(planned)} operators of the plan ran in {method}: it was made for another model "
+                "or method. Make it with plan_recompute for this one; Memonger records training_step"
+            )
+        now = sum(sizes[key] for key in found)
+        then = sum(planned[key] for key in found)
+        if now > then:
+            warnings.warn(
+                f"{method} computes {now} bytes with the operators of the plan, and computed {then} when the plan was "
+                f"made. It may hold more than budget_bytes={self.budget_bytes}: make a plan with the largest batch",
+                stacklevel=2,
+            )
 
     @override
     def decide(self, kind: Kind, key: str) -> CheckpointPolicy:

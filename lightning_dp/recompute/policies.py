@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import override
@@ -24,11 +25,24 @@ class Policy(ABC):
             residual blocks each output can be computed from the one before, so that without a limit the first request
             of backward would bring all of them into memory. None: no limit.
         has_segments: keep what is used in another segment of the model than the one in which it was computed.
+        is_for_one_model: the policy knows the operators of one model, see `check`.
     """
 
     compares_bytes = True
     max_calls: int | None = None
     has_segments = False
+    is_for_one_model = False
+
+    def check(self, sizes: Mapping[str, int], method: str) -> None:  # noqa: B027  most policies fit each model
+        """Compare the policy with the first forward pass that it was used for.
+
+        Args:
+            sizes: bytes of the outputs of each call that are not small, by its key.
+            method: that ran, with its class.
+
+        Raises:
+            ValueError: the policy was made for another model.
+        """
 
     @abstractmethod
     def decide(self, kind: Kind, key: str) -> CheckpointPolicy:

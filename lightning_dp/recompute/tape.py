@@ -12,12 +12,13 @@ input of each block. And what it caches inside of an outer checkpoint is not dro
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import ReferenceType
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,8 +26,14 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import override
 
-from lightning_dp._private.torch_names import TorchDispatchMode, detach_with_version, mutated_arguments
-from lightning_dp.recompute.operators import Kind, kind_of
+from lightning_dp._private.torch_names import (
+    TorchDispatchMode,
+    detach_with_version,
+    is_in_backward,
+    mutated_arguments,
+)
+from lightning_dp.recompute.observer import Observer, Seen
+from lightning_dp.recompute.operators import Kind, kind_of, with_own_statistics
 from lightning_dp.recompute.policies import Policy
 from lightning_dp.recompute.tensors import is_plain, is_small, tensors_in
 from lightning_dp.recompute.values import Call, Entries, Value, closure, outputs_of
@@ -39,35 +46,6 @@ class _Storage(NamedTuple):
 
     reference: StorageWeakRef
     values: Entries
-
-
-class Seen(NamedTuple):
-    """One call of an operator, as an observer is told of it."""
-
-    number: int
-    key: str
-    func: Any
-    kind: Kind
-    inputs: list[Value | None]
-    outputs: list[Value | None]
-    segment: int
-    time_s: float
-
-
-class Observer(ABC):
-    """Is told what a tape sees."""
-
-    @abstractmethod
-    def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
-        """Run an operator; return its result and its time (s)."""
-
-    @abstractmethod
-    def on_call(self, seen: Seen) -> None:
-        """An operator has run."""
-
-    @abstractmethod
-    def on_pack(self, value: Value, segment: int) -> None:
-        """Autograd keeps a value for the backward of something in ``segment``."""
 
 
 class Tape(TorchDispatchMode):
@@ -95,6 +73,8 @@ class Tape(TorchDispatchMode):
         self._segment = 0
         self._number = 0
         self._is_paused = False
+        self._has_run_backward = False
+        self._thread = threading.get_ident()
         self.dropped_bytes = 0
         """What autograd has asked for and is not kept."""
 
@@ -109,14 +89,15 @@ class Tape(TorchDispatchMode):
         finally:
             for hook in hooks:
                 hook.remove()
-            for storage in self._storages.values():
-                storage.values.clear()  # values refer to it: else they and their tensors would wait for the collector
-            self._storages.clear()
+            self._forget()
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._is_paused or not hasattr(func, "overloadpacket"):
+            return func(*args, **kwargs)
+        if self._is_in_backward():
+            self._prepare_changes(func, args, kwargs)
             return func(*args, **kwargs)
         kind = kind_of(func)
         self._key = self._next_key(func)
@@ -140,6 +121,22 @@ class Tape(TorchDispatchMode):
         self._number += 1
         return result
 
+    def _is_in_backward(self) -> bool:
+        """Return whether a part of the recorded code runs backward. What came before is forgotten after it."""
+        if is_in_backward():
+            self._has_run_backward = True
+            return not torch.is_grad_enabled()
+        if self._has_run_backward:
+            self._has_run_backward = False
+            self._forget()
+        return False
+
+    def _forget(self) -> None:
+        """Forget all values, which would hold what a backward has freed. Autograd's graph has those that it needs."""
+        for storage in self._storages.values():
+            storage.values.clear()  # values refer to it: else they and their tensors would wait for the collector
+        self._storages.clear()
+
     def _make_call(self, func: Any, args: Any, kwargs: Any) -> Call | None:
         """Return how to run the operator again, or None if that is not known."""
         changed = mutated_arguments(func)
@@ -147,7 +144,7 @@ class Tape(TorchDispatchMode):
             return None
         if changed and (changed[0] != 0 or self._find(args[0]) is None):
             return None  # a buffer, which must not change a second time, or an operator that changes another argument
-        call_args = [self._with_values(argument) for argument in args]
+        call_args = [self._with_values(argument) for argument in with_own_statistics(func, args)]
         call_kwargs = {name: self._with_values(value) for name, value in kwargs.items()}
         # It returns what it changes, and can be made to change a copy.
         changed_value = call_args[0] if changed else None
@@ -230,16 +227,24 @@ class Tape(TorchDispatchMode):
         has_segments = self._policy.has_segments
         if value.call is None or (has_segments and value.segment != self._segment):
             return False
-        calls, sources = closure(value, lambda at: has_segments and at.segment != value.segment)
+        # Otherwise each value of a long loop would walk back to the start of the loop.
+        knows = self._policy.max_calls is None and not self._policy.compares_bytes
+        calls, sources = closure(
+            value, lambda at: (knows and at.is_computable) or (has_segments and at.segment != value.segment)
+        )
         if self._policy.max_calls is not None and len(calls) > self._policy.max_calls:
             return False
-        to_hold = [source for source in sources if not source.is_held]
+        to_hold = [at for at in sources if not (at.is_held or (at.is_computable and at.segment == value.segment))]
         if self._policy.compares_bytes and sum(source.num_bytes for source in to_hold) >= value.num_bytes > 0:
             return False
         if not all(source.is_alive for source in to_hold):
             return False
         for source in to_hold:
             source.hold()
+        for call in calls:
+            for read in call.inputs:
+                read.is_computable = True
+        value.is_computable = True
         return True
 
     def _unpack(self, value: Value) -> Tensor:
@@ -247,12 +252,16 @@ class Tape(TorchDispatchMode):
             return value.take(self._policy.retain)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if module in self._modules:
+        if module in self._modules and threading.get_ident() == self._thread:
             self._path.append(self._modules[module])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module in self._modules:
-            self._path.pop()
+        if threading.get_ident() != self._thread:
+            return  # the hooks see the modules that other threads run, too
+        name = self._modules.get(module)
+        if name in self._path[1:]:
+            while self._path.pop() != name:
+                pass  # modules that were left by an exception, which somebody has caught
         if module in self._segment_ends:
             self._segment += 1
 
@@ -285,4 +294,5 @@ def _followed(entry: Any) -> Value | None:
 
 def _shape_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return what tells a tensor from others in the same memory."""
-    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    # Two views of a complex tensor may differ in the sign alone.
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 # Statistics, scales and losses: not worth an operator. Batch norm's statistics must stay, see `operators.rerun`.
 _SMALL_VECTOR_BYTES = 65536
@@ -14,9 +15,26 @@ _SMALL_BYTES = 256
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether the memory of ``tensor`` is its value: it is strided, real, and no wrapper of another tensor."""
+    """Return whether the memory of ``tensor`` is its value, and its version tells of each change.
+
+    It is strided, real, no wrapper of another tensor, and was not made in inference mode.
+    """
+    if is_lazy(tensor):
+        return False
     is_wrapper = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
-    return not is_wrapper and tensor.layout is torch.strided and not tensor.dtype.is_complex
+    is_real = tensor.layout is torch.strided and not tensor.dtype.is_complex
+    return not is_wrapper and is_real and not tensor.is_inference()
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """Return a detached copy with the same strides. With others, kernels may add in another order."""
+    tensor = tensor.detach()
+    copy = tensor.clone()
+    if copy.stride() == tensor.stride() or copy.numel() == 0 or tensor.is_neg():
+        return copy
+    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = tensor.as_strided((length,), (1,)).clone()
+    return memory.as_strided(tensor.shape, tensor.stride())
 
 
 def tensors_in(arguments: Any) -> Iterator[Tensor]:

@@ -17,6 +17,7 @@ from torch.utils.weak import TensorWeakRef
 
 from lightning_dp._private.torch_names import version_of
 from lightning_dp.recompute.operators import Kind, is_batch_norm, kind_of, rerun
+from lightning_dp.recompute.tensors import copy_of
 
 Retain = Callable[["Value", int], bool]
 """Whether a value that is computed on the way to another one stays until backward asks for it, too. Its arguments are
@@ -39,11 +40,12 @@ class Value:
         num_bytes: size of the tensor.
         num_uses: how often backward will still ask for it.
         num_runs: how often it was computed again.
+        is_computable: what it can be computed from within its segment is kept.
     """
 
     __slots__ = (
         *("call", "place", "number", "key", "segment", "num_bytes", "num_uses", "num_runs", "tensor", "device_type"),
-        *("_home", "_is_own", "_version", "_weak", "__weakref__"),
+        *("_home", "_is_own", "_version", "_weak", "__weakref__", "is_computable"),
     )
 
     def __init__(
@@ -58,6 +60,7 @@ class Value:
         self.device_type = tensor.device.type
         self.num_uses = 0
         self.num_runs = 0
+        self.is_computable = False
         self.tensor: Tensor | None = None
         self._version = 0
         self._is_own = False  # whether `tensor` was computed again, and may be dropped after its last use
@@ -110,7 +113,7 @@ class Value:
     def prepare_for_change(self) -> None:
         """An operator is about to change the tensor in place: keep what it was, if it is needed."""
         if self.tensor is not None:
-            self.tensor = self.tensor.detach().clone()
+            self.tensor = copy_of(self.tensor)
             self._version = version_of(self.tensor)
         self._weak = None
 
@@ -126,7 +129,7 @@ class Value:
             raise RuntimeError(
                 f"a tensor of shape {list(tensor.shape)} was modified by an inplace operation between forward and "
                 f"backward: it is at version {version_of(tensor)}, expected version {self._version}. Backward needs "
-                "it, or recomputes from it; change parameters after backward only"
+                "it, or recomputes from it; change parameters after backward only, and other tensors in a copy"
             )
         return tensor
 
@@ -198,7 +201,7 @@ def _fill(argument: Any, tensor_of: Callable[[Value], Tensor], to_copy: Value | 
     """Return ``argument`` with tensors in place of values; that of ``to_copy`` is a copy."""
     if isinstance(argument, Value):
         tensor = tensor_of(argument)
-        return tensor.clone() if argument is to_copy else tensor
+        return copy_of(tensor) if argument is to_copy else tensor
     if isinstance(argument, (list, tuple)):
         return type(argument)(_fill(inner, tensor_of, to_copy) for inner in argument)
     return argument

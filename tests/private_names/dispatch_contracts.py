@@ -32,6 +32,17 @@ def check_an_operator_tells_which_arguments_it_changes() -> None:
     assert torch_names.mutated_arguments.__wrapped__(aten.relu_.default) == (0,)
     assert torch_names.mutated_arguments.__wrapped__(aten.relu.default) == ()
     assert torch_names.mutated_arguments.__wrapped__(aten.add.out) == ("out",)
+    assert torch_names.mutated_arguments.__wrapped__(torch.ops.c10d.allreduce_.default) == (0,)
+    assert torch_names.mutated_arguments.__wrapped__(aten.rrelu_with_noise.default) == ()
+
+
+@contract(torch._C, "_current_graph_task_id")
+def check_backward_is_seen_from_inside() -> None:
+    found = []
+    tensor = torch.ones(1, requires_grad=True)
+    tensor.register_hook(lambda gradient: found.append(torch_names.is_in_backward()))
+    tensor.sum().backward()
+    assert [*found, torch_names.is_in_backward()] == [True, False]
 
 
 @contract(torch._C, "_SetExcludeDispatchKeyGuard")
