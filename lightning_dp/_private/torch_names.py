@@ -51,6 +51,7 @@ __all__ = [
     "mutated_arguments",
     "next_sequence_number",
     "on_compile_start",
+    "release_reducer",
     "scaler_device",
     "sequence_number",
     "step_below_hooks",
