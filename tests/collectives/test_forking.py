@@ -31,7 +31,8 @@ def collect_in_a_fork(rank: int) -> None:
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert gc.isenabled()
-    assert gc.get_freeze_count() == frozen, "the parent collects its garbage as before"
+    # Fewer, if frozen objects have been freed meanwhile.
+    assert gc.get_freeze_count() <= frozen, "the parent collects its garbage as before"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")

@@ -40,7 +40,6 @@ def test_ten_steps_with_a_plan_are_bitwise_the_same(name, share):
 def test_a_plan_keeps_its_budget_and_uses_it():
     plain = counted_step(build("residual"), loss_of)
     total = plain_bytes("residual")
-    before = None
     for share in (0.9, 0.7, 0.5, 0.35):
         plan = plan_recompute(build("residual"), IMAGES, int(share * total))
         model = build("residual")
@@ -49,8 +48,8 @@ def test_a_plan_keeps_its_budget_and_uses_it():
         small_bytes = plain[2] - total  # statistics and logits, of which the plan does not speak
         assert kept_bytes - small_bytes <= plan.peak_bytes <= share * total
         assert recomputed(plain[1], backward)
-        assert before is None or peak_bytes <= before
-        before = peak_bytes
+        # Not less than with the budget before: what a plan saves beyond its budget depends on the times it measured.
+        assert peak_bytes < plain[3]
 
 
 def test_with_enough_memory_nothing_runs_twice():
