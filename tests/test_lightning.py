@@ -42,6 +42,7 @@ def test_follows_what_the_user_has_loaded(framework):
     assert done.stdout.strip().endswith("fine"), done.stderr
 
 
+@pytest.mark.slow
 def test_the_environment_variable_decides():
     done = run("import lightning_dp._lightning as f; print(f.FRAMEWORK)", LIGHTNING_DP_FRAMEWORK="lightning.pytorch")
     assert done.stdout.strip() == "lightning.pytorch", done.stderr

@@ -133,7 +133,7 @@ SEEN = "the ranks wait for each other|Timed out|Application timeout|Connection c
     [
         # These two wait for ever on NCCL. gloo gives up, or finds out that messages were mixed up.
         ("issue on use", SEEN, 4),
-        ("issue early", SEEN, 4),
+        pytest.param("issue early", SEEN, 4, marks=pytest.mark.slow),
         ("sum in a thread", "has issued collectives from 2 threads", 120),
     ],
     ids=list(CHANGES),

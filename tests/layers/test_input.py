@@ -160,5 +160,6 @@ def compiled(rank: int) -> list[bool]:
     return noted
 
 
+@pytest.mark.slow
 def test_compiled_layers_check_their_input():
     assert run_processes(2, compiled) == [[False, False, True], [False] * 3]

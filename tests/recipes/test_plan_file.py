@@ -67,6 +67,12 @@ def test_contradictions_are_refused(plan, arguments, message):
         plan_file.with_plan([plan("strategy=layered_sgd", "strategy.overlap=load"), *arguments])
 
 
+def test_a_missing_file_is_refused():
+    with pytest.raises(FileNotFoundError, match="plan=nothing.yaml: there is no such file; recipes/plan.py writes one"):
+        plan_file.with_plan(["plan=nothing.yaml"])
+
+
+@pytest.mark.slow
 def test_a_missing_file_is_an_error_of_the_command(start):
     run = start("plan=nothing.yaml")
     assert run.status == 1
