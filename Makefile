@@ -7,7 +7,8 @@ DOCS    := $(VENV)/.docs
 # Of the tests that run side by side. They wait for processes much of the time.
 WORKERS ?= 3
 PIP     := pip install --quiet --disable-pip-version-check
-PYTEST  := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Without a restart, a worker that crashes ends the run; with one, xdist can wait forever at the end.
+PYTEST  := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: demo test test-slow test-oldest test-newest test-lightning coverage lint hooks bench gpu-check docs clean
 

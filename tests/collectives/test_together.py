@@ -70,16 +70,20 @@ def test_one_call_exchanges_what_several_messages_would(world_size, calls):
     assert sorted(calls) == ["all_gather"] * world_size + ["all_to_all"] * exchanges
 
 
-def test_integers_for_the_host_travel_from_host_memory(calls):
+def test_integers_for_the_host_travel_from_host_memory(calls, monkeypatch):
     """In a group of their own, if the group of the channel cannot send from there: no rank waits for its GPU."""
     store = dist.HashStore()
+    host_groups: list[dist.ProcessGroup] = []
+    # Replaced once, for all ranks: they are threads.
+    monkeypatch.setattr(
+        all_to_all, "sends_together", lambda tensor, group: not any(group is host_group for host_group in host_groups)
+    )
 
     def work(rank: int, group: dist.ProcessGroup) -> Any:
         host_group = thread_group(dist.PrefixStore("host", store), rank, 2, 60.0)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(all_to_all, "sends_together", lambda tensor, group: group is not host_group)
-            channel = Channel(group, host_group=host_group)
-            return channel.gather_integers("sizes", [rank, -1]), dict(channel.bytes_sent)
+        host_groups.append(host_group)
+        channel = Channel(group, host_group=host_group)
+        return channel.gather_integers("sizes", [rank, -1]), dict(channel.bytes_sent)
 
     def alone(rank: int, group: dist.ProcessGroup) -> Any:
         return Channel(group).gather_integers("sizes", [rank, -1])
