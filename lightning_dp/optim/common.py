@@ -5,10 +5,12 @@ Functions instead of a base class: layered SGD asks for an optimizer's exact cla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 
 def check_options(options: Mapping[str, Any], *not_negative: str) -> None:
@@ -30,3 +32,14 @@ def call_closure(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
+
+
+def with_velocity(optimizer: Optimizer, group: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield each parameter of a group that has a gradient, the gradient, and its velocity, which is zero at first."""
+    for parameter in group["params"]:
+        if parameter.grad is None:
+            continue
+        state = optimizer.state[parameter]
+        if not state:
+            state["velocity"] = torch.zeros_like(parameter)
+        yield parameter, parameter.grad, state["velocity"]

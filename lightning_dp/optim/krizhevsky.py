@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import MultiStepLR
 
-from lightning_dp.optim.common import call_closure, check_options
+from lightning_dp.optim.common import call_closure, check_options, with_velocity
 
 log = logging.getLogger(__name__)
 
@@ -123,14 +123,8 @@ class KrizhevskySGD(Optimizer):
         loss = call_closure(closure)
         for group in self.param_groups:
             lr, momentum, weight_decay = group["lr"], group["momentum"], group["weight_decay"]
-            for w in group["params"]:
-                if w.grad is None:
-                    continue
-                state = self.state[w]
-                if not state:
-                    state["velocity"] = torch.zeros_like(w)
-                velocity = state["velocity"]
-                velocity.mul_(momentum).add_(w.grad, alpha=-lr).add_(w, alpha=-lr * weight_decay)
+            for w, gradient, velocity in with_velocity(self, group):
+                velocity.mul_(momentum).add_(gradient, alpha=-lr).add_(w, alpha=-lr * weight_decay)
                 w.add_(velocity)
         return loss
 

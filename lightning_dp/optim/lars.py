@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_dp.optim.common import call_closure, check_options
+from lightning_dp.optim.common import call_closure, check_options, with_velocity
 
 
 class LARS(Optimizer):
@@ -62,18 +62,12 @@ class LARS(Optimizer):
         """Update the parameters that have a gradient. Gradients do not change."""
         loss = call_closure(closure)
         for group in self.param_groups:
-            for w in group["params"]:
-                if w.grad is None:
-                    continue
-                state = self.state[w]
-                if not state:
-                    state["velocity"] = torch.zeros_like(w)
-                update = w.grad
+            for w, gradient, velocity in with_velocity(self, group):
+                update = gradient
                 if w.ndim > 1:
                     weight_decay = group["weight_decay"]
-                    scale = _trust_ratio(w, w.grad, weight_decay, group["trust_coefficient"])
-                    update = w.grad.add(w, alpha=weight_decay).mul_(scale)
-                velocity = state["velocity"]
+                    scale = _trust_ratio(w, gradient, weight_decay, group["trust_coefficient"])
+                    update = gradient.add(w, alpha=weight_decay).mul_(scale)
                 velocity.mul_(group["momentum"]).add_(update, alpha=group["lr"])
                 w.sub_(velocity)
         return loss
