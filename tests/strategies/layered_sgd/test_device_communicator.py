@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import DDPStrategy
-from torch import nn
 
 from lightning_dp.collectives import nccl
 from lightning_dp.collectives.device_all_reduce import DeviceAllReduce
@@ -20,7 +19,7 @@ from lightning_dp.strategies import LayeredSGDStrategy
 from lightning_dp.strategies.layered_sgd.device_communicator import DeviceCommunicator
 from lightning_dp.strategies.layered_sgd.options import CommunicatorOptions
 from tests.ranks import run_processes
-from tests.strategies.layered_sgd.modules import OVERLAPS, fit, layered
+from tests.strategies.layered_sgd.modules import OVERLAPS, Unused, fit, layered
 from tests.strategies.modules import Net, assert_same, snapshot
 
 CPU = torch.device("cpu")
@@ -64,24 +63,6 @@ def test_sums_over_all_ranks(world_size, group_sizes):
             epsilon = torch.finfo(first.dtype).eps
             torch.testing.assert_close(first.to(torch.complex128), exact, rtol=4 * epsilon, atol=8 * epsilon)
             assert all(torch.equal(rank[topology][index], first) for rank in results)
-
-
-class Unused(Net):
-    """A layer that only rank 0 uses, in every other step, and one that nobody uses."""
-
-    def __init__(self) -> None:
-        super().__init__(optimizer="adamw")
-        self.sometimes = nn.Linear(8, 8).double()
-        self.never = nn.Linear(8, 8).double()
-
-    def training_step(self, batch, batch_idx):
-        self.uses_all = self.global_rank == 0 and batch_idx % 2 == 0
-        return super().training_step(batch, batch_idx)
-
-    def forward(self, x):
-        x = torch.tanh(self.first(x))
-        x = self.sometimes(x) if self.uses_all else x
-        return self.last(torch.tanh(self.shared(x)))
 
 
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {

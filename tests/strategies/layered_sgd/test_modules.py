@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_dp.strategies import LayeredSGDStrategy
 from tests.ranks import run_processes
-from tests.strategies.layered_sgd.modules import OVERLAPS, fit, layered
+from tests.strategies.layered_sgd.modules import OVERLAPS, Unused, fit, layered
 from tests.strategies.modules import Net, assert_same, snapshot
 
 
@@ -95,24 +95,6 @@ def compare_manual(rank):
 
 def test_manual_optimization_with_two_optimizers():
     run_processes(2, compare_manual)
-
-
-class Unused(Net):
-    """A layer that only rank 0 uses, and only in every other step; another that nobody uses."""
-
-    def __init__(self) -> None:
-        super().__init__(optimizer="adamw")
-        self.sometimes = nn.Linear(8, 8).double()
-        self.never = nn.Linear(8, 8).double()
-
-    def training_step(self, batch, batch_idx):
-        self.extra = self.global_rank == 0 and batch_idx % 2 == 0
-        return super().training_step(batch, batch_idx)
-
-    def forward(self, x):
-        x = torch.tanh(self.first(x))
-        x = self.sometimes(x) if self.extra else x
-        return self.last(torch.tanh(self.shared(x)))
 
 
 def compare_unused(rank):
