@@ -48,6 +48,10 @@ def test_a_difference_is_explained_by_its_test_or_its_error(monkeypatch, tmp_pat
     known = tmp_path / "known.txt"
     known.write_text("# comment\nddp2 | tests/a.py::one | a reason | with a bar\nddp2 | error: cannot save | another\n")
     monkeypatch.setattr(run, "KNOWN", known)
-    found = {"tests/a.py::one": "other", "tests/a.py::two": "failed: I cannot save it", "tests/a.py::three": "other"}
-    assert run.unexplained(found, "ddp2") == {"tests/a.py::three": "other"}
+    found = {
+        "tests/a.py::one on rank 1": "other",
+        "tests/a.py::two on rank 0": "failed: I cannot save it",
+        "tests/a.py::three on rank 0": "other",
+    }
+    assert run.unexplained(found, "ddp2") == {"tests/a.py::three on rank 0": "other"}
     assert run.unexplained(found, "ddp3") == found

@@ -4,9 +4,10 @@
 
 CHECKOUT is a checkout of Lightning with ``tests/tests_pytorch``, of about the installed version. Every Trainer on one
 CPU process becomes one on two ranks (`forced_strategy`). That alone makes many of Lightning's assertions fail, so what
-counts is the difference: a test that passes under DDP and fails under another strategy, or that ends with other bits in
-the parameters. The hybrid sums gradients in another order, so there the numbers may differ by rounding. It shards
-``layer``, as the linear layer of Lightning's `BoringModel` is called, and refuses modules without one by name.
+counts is the difference, on each rank by itself, for many assertions hold on rank 0 alone: a test that passes under DDP
+and fails under another strategy, or that ends with other bits in the parameters. The hybrid sums gradients in another
+order, so there the numbers may differ by rounding. It shards ``layer``, as the linear layer of Lightning's
+`BoringModel` is called, and refuses modules without one by name.
 `known_differences.txt` lists those that have a reason, each with it. Status 1 if there are others.
 
 The two ranks share their files. A test that rewrites its checkpoint may read what the other rank is writing, under any
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROUND_OTHERWISE = ("krizhevsky_hybrid",)
+ON_RANK = " on rank "
 KNOWN = Path(__file__).with_name("known_differences.txt")
 # Not about training on several ranks, or in need of what a test machine lacks.
 IGNORED = (
@@ -36,7 +38,7 @@ IGNORED = (
 
 
 def run(checkout: Path, strategy: str, only: list[str], expression: str) -> dict[str, dict[str, Any]]:
-    """Run the tests on two ranks; return outcome and digests by test, a failure on either rank being a failure."""
+    """Run the tests on two ranks; return outcome and digests by "TEST on rank R"."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
         command += ["--tb=no"]  # most failures are those of DDP, too
@@ -64,10 +66,11 @@ def run(checkout: Path, strategy: str, only: list[str], expression: str) -> dict
 
 def _merge(files: list[Path]) -> dict[str, dict[str, Any]]:
     merged: dict[str, dict[str, Any]] = {}
-    for file in files:
+    for rank, file in enumerate(files):
         for line in file.read_text().splitlines() if file.exists() else ():
             report = json.loads(line)
-            test = merged.setdefault(report["test"], {"outcome": "passed", "digests": [], "error": ""})
+            name = f"{report['test']}{ON_RANK}{rank}"
+            test = merged.setdefault(name, {"outcome": "passed", "digests": [], "error": ""})
             test["digests"].append(report["digests"])
             if report["outcome"] != "passed" and test["outcome"] != "failed":
                 test |= {"outcome": report["outcome"], "error": report.get("error", "")}
@@ -107,8 +110,14 @@ def unexplained(found: dict[str, str], strategy: str) -> dict[str, str]:
     known = [what for of, what, _ in fields if of == strategy]
     errors = tuple(what.removeprefix("error: ") for what in known if what.startswith("error: "))
     return {
-        test: what for test, what in found.items() if test not in known and not any(each in what for each in errors)
+        test: what
+        for test, what in found.items()
+        if _test_of(test) not in known and not any(each in what for each in errors)
     }
+
+
+def _test_of(name: str) -> str:
+    return name.partition(ON_RANK)[0]
 
 
 def main() -> None:
@@ -124,7 +133,7 @@ def main() -> None:
     selection = arguments.only, arguments.expression
     checkout = arguments.checkout.resolve()
     ddp = run(checkout, "ddp", *selection)
-    print(f"ddp: {_count(ddp)}")
+    print(f"Each test counts once for each rank.\nddp: {_count(ddp)}")
     status = 0
     for strategy in arguments.strategies:
         ours = run(checkout, strategy, *selection)
@@ -133,7 +142,7 @@ def main() -> None:
         unknown = unexplained(found, strategy)
         num_known = len(found) - len(unknown)
         if unknown:
-            again = [test.removeprefix("tests/tests_pytorch/") for test in unknown], ""
+            again = sorted({_test_of(test).removeprefix("tests/tests_pytorch/") for test in unknown}), ""
             repeated = differences(run(checkout, "ddp", *again), run(checkout, strategy, *again), is_exact)
             unknown = {test: what for test, what in unexplained(repeated, strategy).items() if test in unknown}
         print(
