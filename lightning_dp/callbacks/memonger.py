@@ -17,6 +17,7 @@ from lightning_dp.recompute import (
     RecomputeHandle,
     RecomputePlan,
     apply_recompute,
+    check_budget,
     check_policy,
     plan_profile,
 )
@@ -54,13 +55,14 @@ class Memonger(Callback):
     def __init__(
         self, policy: Literal["cheap", "sublinear", "budget"] | Policy = "cheap", budget_bytes: int | None = None
     ) -> None:
-        if policy == "budget":
-            if budget_bytes is None or budget_bytes < 1:
-                raise ValueError(f"policy='budget' with budget_bytes={budget_bytes} must be given a number of bytes")
+        if isinstance(policy, str) and policy == "budget":
+            if budget_bytes is None:
+                raise ValueError("policy='budget' with budget_bytes=None must be given a number of bytes")
+            budget_bytes = check_budget(budget_bytes)
         elif budget_bytes is not None:
             raise ValueError(f"budget_bytes={budget_bytes} has no effect on policy={policy!r}; use policy='budget'")
         else:
-            check_policy(policy)
+            check_policy(policy, "budget")
         self.policy = policy
         self.budget_bytes = budget_bytes
         self.plan: RecomputePlan | None = None

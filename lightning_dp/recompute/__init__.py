@@ -1,7 +1,7 @@
 """Recomputation of activations: keep less for backward, and compute it again. Independent of Lightning."""
 
 from lightning_dp.recompute.activations import ActivationRow, ActivationTable, activation_bytes
-from lightning_dp.recompute.apply import RecomputeHandle, apply_recompute, check_policy
+from lightning_dp.recompute.apply import RecomputeHandle, apply_recompute, check_budget, check_policy
 from lightning_dp.recompute.plan import RecomputePlan, plan_profile, plan_recompute
 from lightning_dp.recompute.policies import Policy
 from lightning_dp.recompute.profile import Profiler
@@ -15,6 +15,7 @@ __all__ = [
     "RecomputePlan",
     "activation_bytes",
     "apply_recompute",
+    "check_budget",
     "check_policy",
     "plan_profile",
     "plan_recompute",

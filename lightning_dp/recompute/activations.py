@@ -154,11 +154,16 @@ class _Seen(TorchDispatchMode):
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Put buffers and random number generators back afterwards."""
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    before = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     with torch.random.fork_rng():
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, value in before:
+                for module, name, buffer, value in before:
                     buffer.copy_(value)
+                    setattr(module, name, buffer)  # the model may have put another tensor in its place

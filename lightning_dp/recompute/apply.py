@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from typing import Any, Literal
 
 import torch
@@ -38,20 +39,36 @@ def apply_recompute(
         method: of ``model`` that computes what backward starts from.
 
     Raises:
-        ValueError: ``policy`` is unknown; the model, or a part of it, is compiled or scripted, or recomputes already.
+        ValueError: ``policy`` or ``method`` is unknown; the model, or a part of it, is compiled or scripted, or
+            recomputes already. In a forward pass: it calls a function that was compiled.
     """
     check_policy(policy)
     require_recomputable(model)
+    if not callable(getattr(model, method, None)):
+        raise ValueError(f"method={method!r} is no method of {type(model).__name__}")
     chosen = POLICIES[policy]() if isinstance(policy, str) else policy
     return RecomputeHandle(model, method, chosen)
 
 
-def check_policy(policy: Any) -> None:
-    """Raise ValueError if ``policy`` is neither the name of a policy nor a `Policy`."""
-    if not isinstance(policy, Policy) and policy not in POLICIES:
+def check_policy(policy: Any, *others: str) -> None:
+    """Raise ValueError if ``policy`` is neither the name of a policy, or one of ``others``, nor a `Policy`."""
+    names = (*POLICIES, *others)
+    if not isinstance(policy, Policy) and not (isinstance(policy, str) and policy in names):
         raise ValueError(
-            f"policy={policy!r} must be one of {', '.join(map(repr, POLICIES))}, or a plan that plan_recompute made"
+            f"policy={policy!r} must be one of {', '.join(map(repr, names))}, or a plan that plan_recompute made"
         )
+
+
+def check_budget(budget_bytes: Any) -> int:
+    """Return ``budget_bytes`` as an integer.
+
+    Raises:
+        ValueError: it is no whole number, or less than 1.
+    """
+    is_number = isinstance(budget_bytes, (int, float)) and not isinstance(budget_bytes, bool)
+    if not is_number or not math.isfinite(budget_bytes) or budget_bytes != int(budget_bytes) or budget_bytes < 1:
+        raise ValueError(f"budget_bytes={budget_bytes!r} must be a whole number of bytes, at least 1: 2_000_000_000")
+    return int(budget_bytes)
 
 
 def require_recomputable(model: nn.Module) -> None:
@@ -115,6 +132,12 @@ class RecomputeHandle:
                 "or hessian. They do not work where tensors that autograd saves are replaced: use torch.autograd.grad "
                 "with create_graph=True, or torch.func.jacfwd, or apply recomputation to the other parts of the model"
             ) from error
+        if tape.met_compiled:
+            raise ValueError(
+                f"{self._method} of {type(self._model).__name__}, which recomputes, calls a function that torch.compile"
+                " made. It would run without being compiled from now on, with other roundings: take torch.compile off "
+                "that function, or apply recomputation to the other parts of the model"
+            )
         self.dropped_bytes = tape.dropped_bytes
         if profiler is None and sizes is not None:
             self._checked = policy

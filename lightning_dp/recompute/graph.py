@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from lightning_dp.recompute.profile import Operation
 
+# The status of SciPy's `milp` for that.
+_TIME_LIMIT = 1
 # How many blocks back the inputs of an operator may be computed again. What is further away is kept.
 WINDOW = 4
 
@@ -38,6 +40,7 @@ def solve_graph(
 
     Raises:
         ModuleNotFoundError: SciPy is not installed.
+        ValueError: no solution was found in ``time_limit_s``.
     """
     try:
         import numpy as np
@@ -59,6 +62,11 @@ def solve_graph(
         options={"time_limit": time_limit_s, "mip_rel_gap": 0.005},
     )
     if result.x is None:
+        if result.status == _TIME_LIMIT:
+            raise ValueError(
+                f"no plan of {len(operations)} operators was found within time_limit_s={time_limit_s}; raise "
+                "time_limit_s in plan_recompute, or budget_bytes"
+            )
         return None
     # Solvers return 0.9999999 for 1.
     keeps = tuple(bool(round(result.x[program.keep[place]])) for place in range(len(operations)))

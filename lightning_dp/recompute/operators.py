@@ -73,14 +73,15 @@ def is_batch_norm(func: Any) -> bool:
     return getattr(func, "namespace", None) == "aten" and name_of(func) in _BATCH_NORMS
 
 
-def with_own_statistics(func: Any, args: Sequence[Any]) -> Sequence[Any]:
-    """Return the arguments with copies of the running statistics, if ``func`` is a batch norm in evaluation.
+def arguments_to_keep(func: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """Return the arguments that running ``func`` again needs.
 
-    The same layer in training moves them, and leaves their version as it is.
+    A batch norm in training does not read its running statistics, see `rerun`. In evaluation it needs copies: the same
+    layer in training moves them, and leaves their version as it is.
     """
-    if not is_batch_norm(func) or args[5]:
+    if not is_batch_norm(func):
         return args
-    copies = [None if statistic is None else statistic.clone() for statistic in args[3:5]]
+    copies = [None if statistic is None or args[5] else statistic.clone() for statistic in args[3:5]]
     return [*args[:3], *copies, *args[5:]]
 
 

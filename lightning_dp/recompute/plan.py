@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import override
 
 from lightning_dp.recompute.activations import unchanged
-from lightning_dp.recompute.apply import apply_recompute
+from lightning_dp.recompute.apply import apply_recompute, check_budget
 from lightning_dp.recompute.chain import Stage, solve_chain
 from lightning_dp.recompute.graph import solve_graph
 from lightning_dp.recompute.operators import Kind
@@ -25,6 +25,9 @@ from lightning_dp.recompute.tensors import tensors_in
 from lightning_dp.recompute.values import Value
 
 VERSION = 1
+# The time of the dynamic program grows with the third power of the number of stages. A longer chain is planned by the
+# linear program.
+MAX_STAGES = 100
 
 
 @dataclass
@@ -81,7 +84,7 @@ class RecomputePlan(Policy):
 
     @override
     def retain(self, value: Value, length: int) -> bool:
-        return value.num_runs >= self.levels.get(value.key, 1)
+        return super().retain(value, length) and value.num_runs >= self.levels.get(value.key, 1)
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON file."""
@@ -147,9 +150,12 @@ def plan_recompute(
         time_limit_s: of the linear program, which then returns the best plan that it has found.
 
     Raises:
-        ValueError: no plan holds so little, or see `apply_recompute`.
+        ValueError: no plan holds so little, none was found in time, or see `apply_recompute`.
         ModuleNotFoundError: the model is no chain, and SciPy is not installed.
     """
+    budget_bytes = check_budget(budget_bytes)
+    if not time_limit_s > 0:
+        raise ValueError(f"time_limit_s={time_limit_s} must be greater than 0 seconds")
     handle = apply_recompute(model, "sublinear", method)
     arguments = batch if isinstance(batch, tuple) else (batch,)
     try:
@@ -201,7 +207,8 @@ def make_plan(
 def _stages(operations: Sequence[Operation]) -> list[tuple[Stage, int]] | None:
     """Return the stages of a chain, each with the place of the operation that computes its output; None for others.
 
-    Operations whose outputs backward does not ask for are part of the stage of the next one. A view is its input.
+    Operations whose outputs backward does not ask for are part of the stage of the next one. A view is its input. A
+    chain of more than `MAX_STAGES` is none: its plan would take minutes.
     """
     root: dict[int, int] = {}
     chain: list[int] = []
@@ -225,7 +232,7 @@ def _stages(operations: Sequence[Operation]) -> list[tuple[Stage, int]] | None:
             num_bytes = operations[place].num_bytes
             stages.append((Stage(time_s, num_bytes, num_bytes), place))
             time_s = 0.0
-    return stages or None
+    return stages if 0 < len(stages) <= MAX_STAGES else None
 
 
 def _least_bytes(operations: Sequence[Operation], time_limit_s: float) -> int:

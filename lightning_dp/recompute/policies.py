@@ -14,6 +14,10 @@ from lightning_dp.recompute.values import Value
 # In a segment that was computed again, what is farther than this from values that stay, stays as well. A chain of
 # residual blocks would otherwise start from its first block for each of its blocks.
 MAX_CHAIN = 6
+# Of values that backward does not ask for itself, each that is farther than this from values that stay, stays as well:
+# a loop that backward reads at each step would otherwise start from its beginning for each of them. They go with the
+# part of the graph that needs them.
+MAX_UNASKED_CHAIN = 64
 
 
 class Policy(ABC):
@@ -54,8 +58,8 @@ class Policy(ABC):
         """
 
     def retain(self, value: Value, length: int) -> bool:
-        """Return whether a value that was computed on the way to another one stays; see `values.Retain`."""
-        return True
+        """Return whether a value that was computed on the way to another one stays; see `compute.Retain`."""
+        return value.num_uses > 0 or length >= MAX_UNASKED_CHAIN
 
 
 class Cheap(Policy):
@@ -83,4 +87,4 @@ class Sublinear(Policy):
     @override
     def retain(self, value: Value, length: int) -> bool:
         is_expensive = value.call is not None and value.call.kind is Kind.EXPENSIVE
-        return is_expensive or length >= MAX_CHAIN
+        return super().retain(value, length) and (is_expensive or length >= MAX_CHAIN)

@@ -12,7 +12,6 @@ input of each block. And what it caches inside of an outer checkpoint is not dro
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -22,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import override
 
@@ -32,11 +30,13 @@ from lightning_dp._private.torch_names import (
     is_in_backward,
     mutated_arguments,
 )
+from lightning_dp.recompute.compute import closure, compute
+from lightning_dp.recompute.location import Location
 from lightning_dp.recompute.observer import Observer, Seen
-from lightning_dp.recompute.operators import Kind, kind_of, with_own_statistics
+from lightning_dp.recompute.operators import Kind, arguments_to_keep, kind_of
 from lightning_dp.recompute.policies import Policy
 from lightning_dp.recompute.tensors import is_plain, is_small, tensors_in
-from lightning_dp.recompute.values import Call, Entries, Value, closure, outputs_of
+from lightning_dp.recompute.values import Call, Entries, Value, outputs_of, root_of
 
 _SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
@@ -62,33 +62,28 @@ class Tape(TorchDispatchMode):
         self, policy: Policy, model: nn.Module, segment_ends: frozenset[nn.Module], observer: Observer | None = None
     ) -> None:
         super().__init__()
-        self._modules = {module: name for name, module in model.named_modules()}
-        self._path = [""]
-        self._counts: dict[str, int] = {}
+        self._location = Location(model, segment_ends)
         self._key = ""
         self._policy = policy
-        self._segment_ends = segment_ends
         self._observer = observer
         self._storages: dict[int, _Storage] = {}
-        self._segment = 0
         self._number = 0
         self._is_paused = False
+        self._is_recording = False
         self._has_run_backward = False
-        self._thread = threading.get_ident()
         self.dropped_bytes = 0
         """What autograd has asked for and is not kept."""
+        self.met_compiled = False
+        """Whether a function that `torch.compile` made was called, which then runs without being compiled."""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record what runs inside."""
-        # Hooks on all modules, not on those of the model: they leave nothing behind in them.
-        hooks = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
         try:
-            with saved_tensors_hooks(self._pack, self._unpack), self:
+            with self._location.followed(), saved_tensors_hooks(self._pack, self._unpack), self:
+                self._is_recording = True  # not earlier: entering the mode asks, too
                 yield
         finally:
-            for hook in hooks:
-                hook.remove()
             self._forget()
 
     @override
@@ -96,11 +91,11 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_paused or not hasattr(func, "overloadpacket"):
             return func(*args, **kwargs)
-        if self._is_in_backward():
+        if self._is_in_backward() or torch.is_inference_mode_enabled():
             self._prepare_changes(func, args, kwargs)
             return func(*args, **kwargs)
         kind = kind_of(func)
-        self._key = self._next_key(func)
+        self._key = self._location.next_key(func)
         decision = self._policy.decide(kind, self._key)
         call = None if decision in _SAVES or kind is Kind.FIXED else self._make_call(func, args, kwargs)
         observer = self._observer
@@ -117,9 +112,14 @@ class Tape(TorchDispatchMode):
         if call is not None:
             call.add_outputs(outputs)
         if observer is not None:
-            observer.on_call(Seen(self._number, self._key, func, kind, inputs, outputs, self._segment, time_s))
+            observer.on_call(Seen(self._number, self._key, func, kind, inputs, outputs, self._location.segment, time_s))
         self._number += 1
         return result
+
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]  # a class method there
+        """Return False: Dynamo asks, when it meets a compiled function, whether to compile it in spite of the mode."""
+        self.met_compiled = self._is_recording
+        return False
 
     def _is_in_backward(self) -> bool:
         """Return whether a part of the recorded code runs backward. What came before is forgotten after it."""
@@ -144,11 +144,24 @@ class Tape(TorchDispatchMode):
             return None
         if changed and (changed[0] != 0 or self._find(args[0]) is None):
             return None  # a buffer, which must not change a second time, or an operator that changes another argument
-        call_args = [self._with_values(argument) for argument in with_own_statistics(func, args)]
+        if self._is_copy_of_state(func, args):
+            return None
+        call_args = [self._with_values(argument) for argument in arguments_to_keep(func, args)]
         call_kwargs = {name: self._with_values(value) for name, value in kwargs.items()}
         # It returns what it changes, and can be made to change a copy.
         changed_value = call_args[0] if changed else None
         return Call(func, call_args, call_kwargs, self._number, changed_value)
+
+    def _is_copy_of_state(self, func: Any, args: Any) -> bool:
+        """Return whether a vector is copied that no operator of this forward pass computes.
+
+        That is done because the original changes: spectral normalization moves its vectors at each forward pass, also
+        at those between this one and its backward.
+        """
+        if func is not torch.ops.aten.clone.default or args[0].dim() != 1:
+            return False
+        original = self._find(args[0])
+        return original is None or original.call is None
 
     def _with_values(self, argument: Any) -> Any:
         if isinstance(argument, Tensor):
@@ -166,16 +179,21 @@ class Tape(TorchDispatchMode):
 
     def _add_outside(self, tensor: Tensor) -> Value:
         """Return a value for a tensor that the tape has not seen: a parameter, an input, a constant."""
-        value = Value(tensor, None, segment=self._segment)
+        value = Value(tensor, None, segment=self._location.segment)
         value.enter(self._values_at(tensor), _shape_of(tensor))
-        value.hold_tensor(tensor if tensor.is_leaf else detach_with_version(tensor))
+        if is_small(tensor) and not tensor.requires_grad:
+            # It may be a running statistic, which batch norm moves without a new version, or which the next forward
+            # pass moves before the backward of this one.
+            value.hold_copy(tensor)
+        else:
+            value.hold_tensor(tensor if tensor.is_leaf else detach_with_version(tensor))
         return value
 
     def _add(self, tensor: Any, call: Call | None, place: int, may_hold: bool) -> Value | None:
         """Return a value for an output of the present operator."""
         if not isinstance(tensor, Tensor) or not is_plain(tensor):
             return None
-        value = Value(tensor, call, place, self._number, self._segment, self._key)
+        value = Value(tensor, call, place, self._number, self._location.segment, self._key)
         value.enter(self._values_at(tensor), _shape_of(tensor))
         if may_hold and is_small(tensor):
             value.hold_tensor(detach_with_version(tensor), stays=True)
@@ -200,37 +218,41 @@ class Tape(TorchDispatchMode):
         """Return what autograd keeps in place of ``tensor``."""
         with self._paused():
             value = self._find(tensor)
-            if value is None:
-                value = Value(tensor, None, segment=self._segment)
-                if is_plain(tensor):
+            # Of a copy, autograd itself gets the original: it tells of changes, as in plain training.
+            is_copy = value is not None and root_of(value).is_copy
+            if value is None or is_copy:
+                value = Value(tensor, None, segment=self._location.segment)
+                if is_plain(tensor) and not is_copy:
                     value.enter(self._values_at(tensor), _shape_of(tensor))
             if not value.is_held:
                 is_dropped = self._can_be_computed(value)
                 was_dropped = value.num_uses > 0
-                if not _root_of(value).is_held:
+                if not root_of(value).is_held:
                     self.dropped_bytes += (is_dropped - was_dropped) * value.num_bytes
                 if not is_dropped:
                     self._keep(value, tensor)
             value.num_uses += 1
             if self._observer is not None:
-                self._observer.on_pack(value, self._segment)
+                self._observer.on_pack(value, self._location.segment)
             return value
 
     def _keep(self, value: Value, tensor: Tensor) -> None:
         """Keep ``tensor``, or the tensor that it is a view of: others may need that as well."""
-        root = _root_of(value)
+        root = root_of(value)
         if root is value or not root.hold():
             value.hold_tensor(tensor)
 
     def _can_be_computed(self, value: Value) -> bool:
         """Return whether a value need not be kept. What it is computed from is kept from now on."""
         has_segments = self._policy.has_segments
-        if value.call is None or (has_segments and value.segment != self._segment):
+        if value.call is None or (has_segments and value.segment != self._location.segment):
             return False
         # Otherwise each value of a long loop would walk back to the start of the loop.
         knows = self._policy.max_calls is None and not self._policy.compares_bytes
         calls, sources = closure(
-            value, lambda at: (knows and at.is_computable) or (has_segments and at.segment != value.segment)
+            value,
+            lambda at: (knows and at.is_computable) or (has_segments and at.segment != value.segment),
+            self._policy.max_calls,
         )
         if self._policy.max_calls is not None and len(calls) > self._policy.max_calls:
             return False
@@ -249,27 +271,7 @@ class Tape(TorchDispatchMode):
 
     def _unpack(self, value: Value) -> Tensor:
         with self._paused():  # backward may run within the forward pass
-            return value.take(self._policy.retain)
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if module in self._modules and threading.get_ident() == self._thread:
-            self._path.append(self._modules[module])
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() != self._thread:
-            return  # the hooks see the modules that other threads run, too
-        name = self._modules.get(module)
-        if name in self._path[1:]:
-            while self._path.pop() != name:
-                pass  # modules that were left by an exception, which somebody has caught
-        if module in self._segment_ends:
-            self._segment += 1
-
-    def _next_key(self, func: Any) -> str:
-        """Return the key of a call of ``func``, the same in each forward pass."""
-        name = f"{self._path[-1]}:{func.name()}"
-        count = self._counts[name] = self._counts.get(name, -1) + 1
-        return f"{name}:{count}"
+            return value.take(lambda target: compute(target, self._policy.retain))
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -278,13 +280,6 @@ class Tape(TorchDispatchMode):
             yield
         finally:
             self._is_paused = was_paused
-
-
-def _root_of(value: Value) -> Value:
-    """Return the value that ``value`` is a view of, or itself."""
-    while value.call is not None and value.call.kind is Kind.VIEW:
-        value = value.call.inputs[0]
-    return value
 
 
 def _followed(entry: Any) -> Value | None:

@@ -28,6 +28,9 @@ def is_plain(tensor: Tensor) -> bool:
 
 def copy_of(tensor: Tensor) -> Tensor:
     """Return a detached copy with the same strides. With others, kernels may add in another order."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(mode=False):  # a copy made in inference mode would have no version
+            return copy_of(tensor)
     tensor = tensor.detach()
     copy = tensor.clone()
     if copy.stride() == tensor.stride() or copy.numel() == 0 or tensor.is_neg():

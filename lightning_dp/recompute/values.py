@@ -19,11 +19,6 @@ from lightning_dp._private.torch_names import version_of
 from lightning_dp.recompute.operators import Kind, is_batch_norm, kind_of, rerun
 from lightning_dp.recompute.tensors import copy_of
 
-Retain = Callable[["Value", int], bool]
-"""Whether a value that is computed on the way to another one stays until backward asks for it, too. Its arguments are
-the value, and the number of operators that would have to run again to compute it."""
-
-
 Entries = dict[Any, Any]
 """Values, or weak references to them, by shape: those in one piece of memory."""
 
@@ -41,11 +36,12 @@ class Value:
         num_uses: how often backward will still ask for it.
         num_runs: how often it was computed again.
         is_computable: what it can be computed from within its segment is kept.
+        is_copy: holds a copy of the tensor, from which others are computed again.
     """
 
     __slots__ = (
         *("call", "place", "number", "key", "segment", "num_bytes", "num_uses", "num_runs", "tensor", "device_type"),
-        *("_home", "_is_own", "_version", "_weak", "__weakref__", "is_computable"),
+        *("_home", "_is_own", "_version", "_weak", "__weakref__", "is_computable", "is_copy"),
     )
 
     def __init__(
@@ -61,6 +57,7 @@ class Value:
         self.num_uses = 0
         self.num_runs = 0
         self.is_computable = False
+        self.is_copy = False
         self.tensor: Tensor | None = None
         self._version = 0
         self._is_own = False  # whether `tensor` was computed again, and may be dropped after its last use
@@ -110,6 +107,11 @@ class Value:
                 entries[key] = ref(self)
             self._home = None
 
+    def hold_copy(self, tensor: Tensor) -> None:
+        """Keep what ``tensor``, which is this value, has in it now."""
+        self.hold_tensor(copy_of(tensor))
+        self.is_copy = True
+
     def prepare_for_change(self) -> None:
         """An operator is about to change the tensor in place: keep what it was, if it is needed."""
         if self.tensor is not None:
@@ -133,10 +135,10 @@ class Value:
             )
         return tensor
 
-    def take(self, retain: Retain) -> Tensor:
-        """Return the tensor, which backward asks for; compute it again if needed."""
+    def take(self, compute: Callable[[Value], Tensor]) -> Tensor:
+        """Return the tensor, which backward asks for; let ``compute`` compute it again if needed."""
         self.num_uses -= 1
-        tensor = self.get() if self.tensor is not None else compute(self, retain)
+        tensor = self.get() if self.tensor is not None else compute(self)
         if self._is_own and self.num_uses <= 0:
             self.tensor = None
         return tensor
@@ -159,7 +161,7 @@ class Call:
         changed: the value that the operator changes in place, and returns.
     """
 
-    __slots__ = ("_args", "_kwargs", "changed", "func", "inputs", "number", "outputs", "statistics")
+    __slots__ = ("_args", "_default_dtype", "_kwargs", "changed", "func", "inputs", "number", "outputs", "statistics")
 
     def __init__(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], number: int, changed: Value | None
@@ -168,6 +170,9 @@ class Call:
         self.number = number
         self._args = args
         self._kwargs = kwargs
+        # Factories and operators on integers compute in it. Lightning's precision "64-true" and others change it for
+        # the forward pass alone.
+        self._default_dtype = torch.get_default_dtype()
         self.changed = changed
         self.inputs = list(dict.fromkeys(_values_in([*args, *kwargs.values()])))
         self.outputs: list[ReferenceType[Value] | None] = []
@@ -194,7 +199,15 @@ class Call:
         changed = None if may_change else self.changed
         args = [_fill(argument, tensor_of, changed) for argument in self._args]
         kwargs = {name: _fill(value, tensor_of, changed) for name, value in self._kwargs.items()}
-        return outputs_of(rerun(self.func, args, kwargs, [value.tensor for value in self.statistics]))
+        statistics = [value.tensor for value in self.statistics]
+        now = torch.get_default_dtype()
+        if now is self._default_dtype:
+            return outputs_of(rerun(self.func, args, kwargs, statistics))
+        torch.set_default_dtype(self._default_dtype)
+        try:
+            return outputs_of(rerun(self.func, args, kwargs, statistics))
+        finally:
+            torch.set_default_dtype(now)
 
 
 def _fill(argument: Any, tensor_of: Callable[[Value], Tensor], to_copy: Value | None) -> Any:
@@ -212,76 +225,11 @@ def outputs_of(result: Any) -> list[Any]:
     return list(result) if isinstance(result, (list, tuple)) else [result]
 
 
-def closure(value: Value, stops: Callable[[Value], bool] = lambda value: False) -> tuple[list[Call], list[Value]]:
-    """Return what computes ``value`` again: the calls, in order, and the values that must have their tensors.
-
-    Args:
-        value: has no tensor.
-        stops: whether a value without a tensor is not to be computed again either.
-    """
-    calls: dict[Call, None] = {}
-    sources: dict[Value, None] = {}
-    to_visit = [value]
-    while to_visit:
-        at = to_visit.pop()
-        if at.is_held or at.call is None or (at is not value and stops(at)):
-            sources[at] = None
-        elif at.call not in calls:
-            calls[at.call] = None
-            to_visit.extend(at.call.inputs)
-    return sorted(calls, key=lambda call: call.number), list(sources)
-
-
-def compute(target: Value, retain: Retain) -> Tensor:
-    """Compute ``target`` again, and keep what ``retain`` names of the values on the way, until they are asked for."""
-    calls, _ = closure(target)
-    num_readers: dict[Value, int] = {}  # calls that have not run yet
-    for call in calls:
-        for value in call.inputs:
-            num_readers[value] = num_readers.get(value, 0) + 1
-    viewed = {value for call in calls if call.kind is Kind.VIEW for value in call.inputs}
-    present: dict[Value, Tensor] = {}
-    distance: dict[Value, int] = {}  # how many calls lead to a value from values that stay
-
-    def tensor_of(value: Value) -> Tensor:
-        return present[value] if value in present else value.get()
-
-    with torch.no_grad(), torch.autocast(target.device_type, enabled=False):
-        for call in calls:
-            changed = call.changed
-            may_change = (
-                changed is not None
-                and changed is not target
-                and changed in present
-                and num_readers[changed] == 1
-                # Others may have its memory: whoever asks for it later, and views.
-                and not changed.is_held
-                and changed not in viewed
-                and _owns_memory(changed)
-            )
-            outputs = call.run(tensor_of, may_change)
-            length = 1 + sum(distance.get(value, 0) for value in call.inputs)
-            for reference, tensor in zip(call.outputs, outputs, strict=False):
-                output = None if reference is None else reference()
-                if output is None or output.is_held:
-                    continue
-                output.num_runs += 1
-                is_kept = output.num_uses > 0 and (output is target or retain(output, length))
-                distance[output] = 0 if is_kept else length
-                if is_kept:
-                    output.keep_own(tensor)
-                if output is target or output in num_readers:
-                    present[output] = tensor
-            for read in call.inputs:
-                num_readers[read] -= 1
-                if num_readers[read] == 0 and read is not target:
-                    present.pop(read, None)
-    return present[target]
-
-
-def _owns_memory(value: Value) -> bool:
-    """Return whether the operator that computes ``value`` again gives it memory of its own."""
-    return value.call is not None and value.call.kind is not Kind.VIEW
+def root_of(value: Value) -> Value:
+    """Return the value that ``value`` is a view of, or itself."""
+    while value.call is not None and value.call.kind is Kind.VIEW:
+        value = value.call.inputs[0]
+    return value
 
 
 def _values_in(arguments: Iterable[Any]) -> list[Value]:
