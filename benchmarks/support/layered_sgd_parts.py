@@ -62,6 +62,7 @@ class PostponedUpdate:
         self._communicator.have_arrived = have_arrived
         self._reduction.begin_backward(torch.zeros(()))
         for bucket in self._buckets:
+            bucket.take_gradients()
             self._hook(None, bucket)
         self._reduction.end_backward()
         self._reduction.stage(self._optimizer, None)
@@ -81,12 +82,22 @@ class PostponedUpdate:
 
 
 class _Bucket:
-    """In place of DDP's gradient bucket."""
+    """In place of DDP's gradient bucket. The parameters' gradients are views of its buffer."""
 
     def __init__(self, index: int, parameters: list[nn.Parameter]) -> None:
         self._index = index
         self._parameters = parameters
-        self._buffer = torch.zeros(1)
+        self._buffer = torch.zeros(sum(parameter.numel() for parameter in parameters))
+        views = self._buffer.split([parameter.numel() for parameter in parameters])
+        self._views = [view.view_as(parameter) for view, parameter in zip(views, parameters, strict=True)]
+
+    def take_gradients(self) -> None:
+        """Copy the parameters' gradients into the buffer, as backward does, and give the parameters views of it."""
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.grad is not view:
+                assert parameter.grad is not None
+                view.copy_(parameter.grad)
+                parameter.grad = view
 
     def index(self) -> int:
         return self._index

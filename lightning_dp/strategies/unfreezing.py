@@ -32,7 +32,8 @@ class ReducedParameters:
     def unfrozen(self) -> list[str]:
         """Return the names of the parameters that have become trainable. Cheap enough to be called in each step."""
         with without_torch_function():  # layered SGD watches some of its parameters
-            unfrozen = {parameter for parameter in self._frozen if parameter.requires_grad}
+            # Not those that are computed: an average that was made in place, with gradients enabled, is no leaf.
+            unfrozen = {parameter for parameter in self._frozen if parameter.requires_grad and parameter.is_leaf}
         if not unfrozen:
             return []
         return [name for name, parameter in self._module.named_parameters() if parameter in unfrozen]

@@ -13,6 +13,7 @@ from pytorch_lightning.callbacks import BaseFinetuning
 from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_dp.strategies import LayeredSGDStrategy
+from lightning_dp.strategies.unfreezing import ReducedParameters
 from tests.ranks import RankError, run_processes
 from tests.strategies.modules import SMALL_BUCKETS_MB, Net, assert_same, data, snapshot, trainer
 
@@ -190,3 +191,12 @@ def unfreeze_on_one_rank(rank):
 def test_unfreezing_on_one_rank_alone_ends_with_an_error_within_the_timeout():
     with pytest.raises(RankError, match="failed: one of these ranks has died, or has been silent"):
         run_processes(2, unfreeze_on_one_rank, timeout=60)
+
+
+def test_a_frozen_parameter_that_is_averaged_with_gradients_enabled_is_not_unfrozen():
+    """A teacher's average over steps becomes part of the graph. It is no leaf, so DDP could not reduce it."""
+    module = Net()
+    reduced = ReducedParameters(module)
+    module.frozen.weight.lerp_(module.shared.weight, 0.1)
+    assert module.frozen.weight.requires_grad
+    assert reduced.unfrozen() == []

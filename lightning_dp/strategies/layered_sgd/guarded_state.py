@@ -40,6 +40,12 @@ class GuardedState(MutableMapping[Any, Any]):
     def __contains__(self, key: object) -> bool:
         return key in self._up_to_date()
 
+    def __or__(self, other: Any) -> Any:
+        return self._up_to_date() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self._up_to_date()
+
     def __getattr__(self, name: str) -> Any:  # `default_factory`, `copy`
         return getattr(self._up_to_date(), name)
 

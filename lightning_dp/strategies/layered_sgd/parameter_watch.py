@@ -10,8 +10,9 @@ makes each of them slower for as long as anything is pending, it disables PyTorc
 traces into it, and it sees a single thread. A watched parameter costs a few microseconds once per step.
 
 What PyTorch does not show to ``__torch_function__``: functions made by ``torch.jit``, C++ extensions, aliases of the
-storage (a kept ``p.data``), ``torch.tensor(p)``, and arguments that a `torch.func` transform differentiates. The
-strategy finds most of these when backward delivers a gradient (`stale_use.StaleUseDetector`).
+storage (a kept ``p.data``), ``torch.tensor(p)`` and other constructors, among them those of sparse tensors, and
+arguments that a `torch.func` transform differentiates. The strategy finds most of these when backward delivers a
+gradient (`stale_use.StaleUseDetector`).
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lightning_dp._private.torch_names import without_torch_function
 
 Hook = Callable[[Tensor], None]
 
@@ -32,7 +36,7 @@ _GET_GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 _HARMLESS_ATTRIBUTES = frozenset(
     {
         *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "name", "output_nr"),
-        *("requires_grad", "is_leaf", "grad", "grad_fn", "retains_grad", "_version", "_base"),
+        *("requires_grad", "is_leaf", "grad", "grad_fn", "retains_grad", "_base"),
         *("is_cuda", "is_cpu", "is_meta", "is_mps", "is_xla", "is_xpu", "is_sparse", "is_sparse_csr"),
         *("is_quantized", "is_nested", "is_mkldnn", "_backward_hooks", "_post_accumulate_grad_hooks"),
     }
@@ -44,6 +48,10 @@ _HARMLESS_METHODS = frozenset(
         *(Tensor.requires_grad_, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
     }
 )
+_FUNCTIONS_OF_TORCH = [
+    getattr(kind.__torch_function__, "__func__", kind.__torch_function__) for kind in (Tensor, nn.Parameter)
+]
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
 _ZERO_GRAD = {inspect.unwrap(function).__code__ for function in (Optimizer.zero_grad, nn.Module.zero_grad)}
 
 
@@ -68,7 +76,7 @@ class ParameterWatch:
             kind = type(parameter)
             if not issubclass(kind, _Watched):
                 if kind not in self._classes:
-                    members = {"watch": self, "plain": kind}
+                    members = {"watch": self, "plain": kind, "sees_functions": _sees_functions(kind)}
                     self._classes[kind] = type(f"Watched{kind.__name__}", (_Watched, kind), members)
                 parameter.__class__ = self._classes[kind]
 
@@ -93,6 +101,7 @@ class _Watched:
 
     watch: ParameterWatch
     plain: type[Tensor]
+    sees_functions: bool  # whether `plain` has a __torch_function__ of its own
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -104,8 +113,25 @@ class _Watched:
         still_watched = [parameter for parameter in parameters if isinstance(parameter, _Watched)]
         if not still_watched:
             return func(*args, **kwargs)
+        if _is_harmless(func) and not cls.sees_functions:
+            # An update may be pending. The class stays, because another thread may use the parameter at this moment.
+            with without_torch_function():
+                return func(*args, **kwargs)
         with _unwatched(still_watched):
             return func(*args, **kwargs)
+
+    def detach(self) -> Any:
+        parameter: Any = self
+        alias = Tensor.detach(parameter)
+        caller = _caller()
+        if caller.f_code is _NEW_PARAMETER and caller.f_locals["cls"] is plain_class(type(parameter)):
+            # nn.Parameter(p) has seen the watched class, and therefore wants an alias of the class that p has now.
+            alias.__class__ = type(parameter)
+        return alias
+
+    def as_subclass(self, cls: type[Tensor]) -> Any:
+        # PyTorch does not show this method to __torch_function__.
+        return self._plainly(lambda parameter: parameter.as_subclass(cls))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Copying looks at the class before it looks at the value.
@@ -119,6 +145,11 @@ class _Watched:
         self.watch.prepare(act, [parameter])
         with _unwatched([parameter]):
             return act(parameter)
+
+
+def _sees_functions(kind: type[Tensor]) -> bool:
+    function = kind.__torch_function__
+    return getattr(function, "__func__", function) not in _FUNCTIONS_OF_TORCH
 
 
 def plain_class(kind: type[Tensor]) -> type[Tensor]:
@@ -168,10 +199,17 @@ def _is_asked_by_zero_grad() -> bool:
 
     It runs before the forward in many training loops, and must not wait there for the reduction.
     """
+    caller = _caller()
+    return caller.f_code in _ZERO_GRAD and bool(caller.f_locals.get("set_to_none"))
+
+
+def _caller() -> FrameType:
+    """Return the frame that has called into this file."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
-    return frame is not None and frame.f_code in _ZERO_GRAD and bool(frame.f_locals.get("set_to_none"))
+    assert frame is not None
+    return frame
 
 
 def is_watched(parameter: Tensor) -> bool:

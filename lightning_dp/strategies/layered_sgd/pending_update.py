@@ -127,7 +127,10 @@ class PendingUpdate:
         if not self._parts:
             self._end_guard()
         self._before_step(self, part.parameters)
-        with as_after_backward(part.parameters[0].device.type), part.shown_to(self.optimizer, self._state):
+        contexts = as_after_backward(part.parameters[0].device.type)
+        if self.staged_at.thread != threading.get_ident():
+            contexts.enter_context(without_torch_function())  # the parameters are still watched
+        with contexts, part.shown_to(self.optimizer, self._state):
             step()
         return part.parameters
 

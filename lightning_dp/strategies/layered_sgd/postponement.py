@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_dp._lightning import LightningModule
-from lightning_dp._private.torch_names import on_compile_start
+from lightning_dp._private.torch_names import on_compile_start, without_torch_function
 from lightning_dp.strategies.compiled import hides_parameter_use
 from lightning_dp.strategies.layered_sgd.policy import (
     overlapping_parameters,
@@ -50,10 +50,9 @@ class Postponement:
         self._is_in_training_step = False
         self._is_use_hidden = hides_parameter_use(module)
         self._before_forward = before_forward or self._is_use_hidden
-        shared = overlapping_parameters(module)
-        if shared is not None:
-            self._stop_within_forward(f"{shared[0]} and {shared[1]} share memory")
         self._module = module
+        self._parameters = [p for p in module.parameters() if p.numel() and not p.is_meta]
+        self._look_for_shared_memory()
         self._forbidden = why_module_is_not_postponed(module)
         if self._forbidden is not None:
             self._warn_at_once(self._forbidden)
@@ -96,9 +95,22 @@ class Postponement:
 
         return clipped_as_staged
 
+    def _look_for_shared_memory(self) -> None:
+        with without_torch_function():  # an address is no use
+            shared = overlapping_parameters(self._module)
+        if shared is not None:
+            self._stop_within_forward(f"{shared[0]} and {shared[1]} share memory")
+
+    def _has_equal_addresses(self) -> bool:
+        """Return whether two parameters begin at the same address: they were tied by ``p.data = q.data`` since."""
+        with without_torch_function():
+            return len({p.data_ptr() for p in self._parameters}) < len(self._parameters)
+
     @contextmanager
     def training_step(self) -> Iterator[None]:
         """Run a training step within the context, after the updates that must come before it."""
+        if not self._before_forward and self._has_equal_addresses():
+            self._look_for_shared_memory()
         if self._before_forward or self._reduction.updates.are_whole:
             self._reduction.finish_update()
         self._reduction.begin_forward()

@@ -1,6 +1,7 @@
 """What happens to gradients and updates between a backward pass and the next use of the parameters."""
 
 # No `from __future__ import annotations`: DDP checks the communication hook's annotations as objects.
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -77,7 +78,8 @@ class LayeredReduction:
         self._of_this_backward.close()  # an earlier backward may have raised
         self.bring_up_to_date()
         self._reductions.clear()
-        self._of_this_backward.enter_context(self._stale_uses.watching(loss, self._module))
+        with self.updates.lock:  # another thread may be about to use a suspect
+            self._of_this_backward.enter_context(self._stale_uses.watching(loss, self._module))
         self.is_in_backward = True
 
     @torch.compiler.disable
@@ -94,8 +96,27 @@ class LayeredReduction:
             self._load_hooks[optimizer] = optimizer.register_load_state_dict_pre_hook(
                 lambda optimizer, _: self.updates.finish_optimizer(optimizer)
             )
-        staged = self.updates.stage(optimizer, dict(self._reductions), whole_step)
-        self._watch.add(staged)  # waiting for their gradients may have ended the watch
+        with self.updates.lock:
+            staged = self.updates.stage(optimizer, dict(self._reductions), whole_step)
+            self._watch.add(staged)  # waiting for their gradients may have ended the watch
+            for parameter in self._with_gradient_elsewhere(staged):
+                self._apply_for(parameter)
+
+    def _with_gradient_elsewhere(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Return the parameters whose gradient does not lie in its bucket: it was read, or set by hand.
+
+        Somebody may hold such a gradient and change it after the step, for example zero a buffer for accumulation. The
+        update must come before that. Little is lost: whoever reads a gradient has waited for the sum of its bucket.
+        """
+        with without_torch_function():
+            return [parameter for parameter in parameters if not self._is_in_bucket(parameter)]
+
+    def _is_in_bucket(self, parameter: Tensor) -> bool:
+        reduction, gradient = self._reductions.get(parameter), parameter.grad
+        if reduction is None or gradient is None:
+            return False
+        offset = gradient.data_ptr() - reduction.buffer.data_ptr()
+        return 0 <= offset < reduction.buffer.nbytes or not gradient.numel()
 
     def finish_update(self) -> None:
         """Apply what is pending. Afterwards the parameters are those of synchronous SGD."""
@@ -185,7 +206,9 @@ class LayeredReduction:
             self._watch.add(parameter for parameter in updated if parameter in suspects)
 
     def _before_update(self, parameters: list[Tensor], staged_at: Moment) -> None:
-        self._watch.remove(parameters)
+        if staged_at.thread == threading.get_ident():
+            self._watch.remove(parameters)
+        # Else they stay watched: the thread that trains may use one of them meanwhile, and then waits for the lock.
         self._stale_uses.note_updated(parameters, staged_at)
 
     def _before_gradient(self, parameter: Tensor) -> None:
@@ -195,6 +218,10 @@ class LayeredReduction:
             if parameter in self._reductions:
                 self._reductions[parameter].wait()
                 self._own_gradient(parameter)
+
+    def __reduce__(self) -> Any:
+        # The DDP keeps this object, with its hook. A copy of the DDP has a reducer of its own, without the hook.
+        return object.__new__, (type(self),)
 
     def close(self) -> None:
         """Give up what is pending, and stop the communicator."""

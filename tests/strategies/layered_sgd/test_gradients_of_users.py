@@ -89,6 +89,23 @@ class ReplacesGradientData(Net):
                 parameter.grad.data = 0.5 * parameter.grad.data
 
 
+class ZeroesAccumulator(Manual):
+    """Steps with a buffer in the gradient's place, and zeroes the buffer after the step."""
+
+    def on_train_start(self) -> None:
+        self.sums = {p: torch.zeros_like(p) for p in self.parameters() if p.requires_grad}
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for parameter, gradient_sum in self.sums.items():
+            gradient_sum += parameter.grad
+            parameter.grad = gradient_sum
+        if batch_idx % 2:
+            self.optimizers().step()
+            torch._foreach_zero_(list(self.sums.values()))
+        self.zero_grad()
+
+
 class OwnBackward(Manual):
     """Steps on every second batch. Each has a backward of its own, as for adversarial inputs, past Lightning."""
 
@@ -129,6 +146,7 @@ CASES: dict[str, Case] = {
     "gradients changed after the step": (ChangesGradientsAfterTheStep, (), {}),
     "gradients are kept": (KeepsGradients, (), {}),
     "the gradients' data is replaced": (ReplacesGradientData, (), {}),
+    "an accumulator that is zeroed": (ZeroesAccumulator, (), {}),
     "a backward of one's own": (OwnBackward, (), {}),
     "two losses on one graph": (TwoLossesOnOneGraph, (), {"ddp": {"find_unused_parameters": True}}),
 }  # fmt: skip

@@ -111,6 +111,15 @@ class TiedThroughData(Net):
         return self.last(torch.tanh(self.copy(torch.tanh(self.shared(torch.tanh(self.first(x)))))))
 
 
+class TiedAfterSetup(TiedThroughData):
+    def __init__(self) -> None:
+        super().__init__()
+        self.copy.weight.data = self.copy.weight.data.clone()
+
+    def on_train_start(self) -> None:
+        self.copy.weight.data = self.shared.weight.data
+
+
 # torch splits compiled code at the buckets, and wants no small ones.
 WHOLE = {"ddp": {"bucket_cap_mb": 2}}
 
@@ -123,6 +132,7 @@ CASES: dict[str, Case] = {
     "a functional transform": (FunctionalFirst, (), {}),
     "a view used after its bucket's update": (ThroughAView, (), {"ddp": {"bucket_cap_mb": 25}}),
     "weights tied through data": (TiedThroughData, (), {"ddp": {"find_unused_parameters": True}}),
+    "weights tied after set-up": (TiedAfterSetup, (), {"ddp": {"bucket_cap_mb": 1e-6}}),
 }  # fmt: skip
 
 

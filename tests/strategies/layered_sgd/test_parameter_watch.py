@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_dp.strategies.layered_sgd import parameter_watch
 from lightning_dp.strategies.layered_sgd.parameter_watch import ParameterWatch, is_watched
 
 
@@ -67,6 +68,9 @@ USES = {
     "operator of torch.ops": lambda layer: torch.ops.aten.mul(layer.weight, 2),
     "iteration": lambda layer: list(layer.weight),
     "address": lambda layer: layer.weight.data_ptr(),
+    "version": lambda layer: layer.weight._version,
+    "subclass": lambda layer: layer.weight.as_subclass(torch.Tensor),
+    "parameter": lambda layer: nn.Parameter(layer.weight),
     "storage": lambda layer: layer.weight.untyped_storage(),
     "deepcopy": lambda layer: copy.deepcopy(layer.weight),
     "deepcopy of the layer": lambda layer: copy.deepcopy(layer),
@@ -97,6 +101,37 @@ def test_the_reader_gets_the_value_that_the_hook_left():
     assert type(copy.deepcopy(Watched().layer.weight)) is nn.Parameter
 
 
+def test_a_parameter_that_is_made_of_a_watched_one_shares_its_memory():
+    layer = Watched().layer
+    made = nn.Parameter(layer.weight, requires_grad=False)
+    assert type(made) is nn.Parameter
+    assert not made.requires_grad
+    assert made.data_ptr() == layer.weight.data_ptr()
+    assert nn.Parameter(Watched().layer.weight).requires_grad
+
+
+def test_a_parameter_stays_watched_while_only_its_shape_is_read(monkeypatch):
+    """Another thread may use it at that moment."""
+    monkeypatch.setattr(parameter_watch, "_HARMLESS_METHODS", {is_watched})
+    weight = Watched().layer.weight
+    assert torch.overrides.handle_torch_function(is_watched, (weight,), weight)
+
+
+def test_a_parameter_s_own_torch_function_is_asked_while_it_is_watched():
+    class Reshaped(nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **(kwargs or {}))
+            return (*result, "own") if func == torch.Tensor.shape.__get__ else result
+
+    watched = Watched()
+    parameter = Reshaped(torch.ones(2))
+    watched.watch.add([parameter])
+    assert parameter.shape == (2, "own")
+    assert watched.used == []
+
+
 def test_scalars_in_nested_lists_are_seen():
     watched = Watched()
     p, q = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(2.0))
@@ -124,7 +159,7 @@ def test_a_use_on_another_thread_is_seen():
 
 HARMLESS = {
     **{name: (lambda p, name=name: getattr(p, name)) for name in ("shape", "dtype", "device", "requires_grad")},
-    **{name: (lambda p, name=name: getattr(p, name)) for name in ("_version", "is_leaf", "ndim", "grad_fn")},
+    **{name: (lambda p, name=name: getattr(p, name)) for name in ("is_leaf", "ndim", "grad_fn")},
     "size": lambda p: p.size(),
     "numel": lambda p: p.numel(),
     "len": lambda p: len(p),

@@ -73,6 +73,7 @@ STATE_USES = {
     "deepcopy": lambda optimizer: copy.deepcopy(optimizer),
     "pickle": lambda optimizer: pickle.dumps(optimizer),
     "print": lambda optimizer: repr(optimizer.state),
+    "union": lambda optimizer: optimizer.state | {},
     "default_factory": lambda optimizer: optimizer.state.default_factory,
 }
 

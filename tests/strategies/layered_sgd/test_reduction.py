@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import pickle
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -27,6 +30,7 @@ class Communicator:
 
     def submit(self, index: int, buffer: Tensor, parameters: Sequence[Tensor]) -> AskedBucket:
         self.buckets.append(AskedBucket(self.have_arrived))
+        self.buckets[-1].buffer = buffer
         return self.buckets[-1]
 
     def release(self) -> None: ...
@@ -50,10 +54,16 @@ class AskedBucket(Bucket):
 
 
 class GradBucket:
+    """A buffer of ones, of which the parameters' gradients are views."""
+
     def __init__(self, index: int, parameters: list[Tensor]) -> None:
+        buffer = torch.ones(sum(parameter.numel() for parameter in parameters))
+        views = buffer.split([parameter.numel() for parameter in parameters])
+        for parameter, view in zip(parameters, views, strict=True):
+            parameter.grad = view.view_as(parameter)
         self.index = lambda: index
         self.parameters = lambda: parameters
-        self.buffer = lambda: torch.zeros(1)
+        self.buffer = lambda: buffer
 
 
 class Training:
@@ -66,7 +76,7 @@ class Training:
         self.reduction = LayeredReduction(self.communicator, 1, self.layers)
         self._layers_in_bucket = layers_in_bucket
 
-    def stage(self, have_arrived: bool) -> None:
+    def stage(self, have_arrived: bool, before_step: Callable[[], object] = lambda: None) -> None:
         """Do what the strategy does from backward to the optimizer's step."""
         self.communicator.have_arrived = have_arrived
         self.communicator.buckets.clear()
@@ -75,10 +85,9 @@ class Training:
         for index, begin in enumerate(range(0, len(layers), self._layers_in_bucket)):
             part = layers[begin : begin + self._layers_in_bucket]
             parameters = [p for layer in part for p in layer.parameters()]
-            for parameter in parameters:
-                parameter.grad = torch.ones_like(parameter)
             self.reduction._reduce_bucket(None, GradBucket(index, parameters))
         self.reduction.end_backward()
+        before_step()
         self.reduction.stage(self.optimizer, None)
         self.reduction.begin_forward()
 
@@ -162,3 +171,56 @@ def test_a_pending_update_outlives_the_suspicion_of_an_earlier_one():
     with torch._C.DisableTorchFunctionSubclass():
         before = training.layers[5].weight.detach().clone()
     assert torch.equal(training.layers[5].weight.detach(), before - 1)
+
+
+def test_a_gradient_that_was_read_or_set_before_the_step_is_used_in_the_step(num_steps):
+    """Whoever holds the gradient may change it after the step. The other buckets stay pending."""
+    training = Training()
+    first, second = training.layers[0].weight, training.layers[1].weight
+    held = torch.full((3, 3), 2.0)
+    with torch._C.DisableTorchFunctionSubclass():
+        before = [first.detach().clone(), second.detach().clone()]
+
+    def read_and_set():
+        held_too.append(first.grad)
+        second.grad = held
+
+    held_too: list[Tensor] = []
+    training.stage(have_arrived=False, before_step=read_and_set)
+    held_too[0].zero_()
+    held.zero_()
+    assert training.num_watched == 2 * (NUM_LAYERS - 2)
+    assert torch.equal(first.detach(), before[0] - 1)
+    assert torch.equal(second.detach(), before[1] - 2)
+    assert len(num_steps) == 2
+
+
+def test_a_use_waits_for_an_update_that_another_thread_applies(monkeypatch):
+    """A thread that logs weights takes a bucket's step. Meanwhile the forward uses another parameter of the bucket."""
+    training = Training(layers_in_bucket=NUM_LAYERS)
+    training.stage(have_arrived=True)
+    weight = training.layers[1].weight
+    with torch._C.DisableTorchFunctionSubclass():
+        expected = weight.detach() - 1
+    read: list[Tensor] = []
+    reader = threading.Thread(target=lambda: read.append(weight.detach().clone()))
+    step = torch.optim.SGD.step
+
+    def step_while_it_is_read(optimizer):
+        assert is_watched(weight)
+        reader.start()
+        step(optimizer)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", step_while_it_is_read)
+    logger = threading.Thread(target=lambda: training.layers[0].weight.detach())
+    logger.start()
+    logger.join()
+    reader.join()
+    assert torch.equal(read[0], expected)
+    assert not training.reduction.updates
+
+
+def test_a_copy_of_the_hook_that_a_ddp_keeps_has_no_part_in_the_reduction():
+    training = Training()
+    for copied in (copy.deepcopy, lambda hook: pickle.loads(pickle.dumps(hook))):  # noqa: S301  made a line above
+        assert copied(training.reduction._reduce_bucket).__self__ is not training.reduction
