@@ -44,6 +44,13 @@ def test_what_fails_under_ddp_too_is_no_difference():
     assert run.differences({"t": PASSED}, {}, is_exact=True) == {"t": "not run: "}
 
 
+def test_a_failure_on_the_other_one_of_two_ranks_is_no_difference():
+    failed = {**PASSED, "outcome": "failed"}
+    ddp = {"t on rank 0": PASSED, "t on rank 1": failed}
+    assert run.differences(ddp, {"t on rank 0": failed, "t on rank 1": PASSED}, is_exact=True) == {}
+    assert run.differences(ddp, {"t on rank 0": failed, "t on rank 1": failed}, is_exact=True) != {}
+
+
 def test_a_difference_is_explained_by_its_test_or_its_error(monkeypatch, tmp_path):
     known = tmp_path / "known.txt"
     known.write_text("# comment\nddp2 | tests/a.py::one | a reason | with a bar\nddp2 | error: cannot save | another\n")
