@@ -19,6 +19,7 @@ from lightning_dp.collectives import CompressionState, compression_hook
 from lightning_dp.collectives.compression.parameters import BLOCK
 from lightning_dp.strategies import LayeredSGDStrategy, PowerSGD
 from support.comm_hooks import POWER_SGD_BUCKET_MB, POWER_SGD_RANK, HookedDDPStrategy, bf16_hook, power_sgd_state
+from support.dear import DeARStrategy
 from support.sharded_strategies import ShardedStrategy
 
 FLOAT_BYTES = 4
@@ -176,6 +177,7 @@ def _rivals() -> dict[str, Method]:
             f"gradients averaged inside a host only, parameters over all ranks every {LOCAL_STEPS} steps",
         ),
         "FSDP2": Method(ShardedStrategy, full_bytes),
+        "DeAR's order": Method(DeARStrategy, full_bytes),
     }
 
 
@@ -186,3 +188,17 @@ def inter_host_bytes(payload_bytes: float, num_hosts: int) -> float:
     all ranks, as gloo's, sends more.
     """
     return payload_bytes * 2 * (num_hosts - 1) / num_hosts
+
+
+def all_reduce_s(payload_bytes: float, rates_bytes_per_s: Sequence[float]) -> float:
+    """Return the least time of an all-reduce of ``payload_bytes`` between hosts whose links have these rates (s).
+
+    Every host must send all bytes once, its own or a sum of them, so the slowest link takes at least ``payload_bytes``
+    over its rate. And all hosts together send 2 (G-1) times the payload, at most at the sum of their rates; for equal
+    rates that is the time of `inter_host_bytes`. A ring ignores which link is slow, and sends 2 (G-1)/G over each.
+    """
+    num_hosts = len(rates_bytes_per_s)
+    if num_hosts == 1:
+        return 0.0
+    together = 2 * (num_hosts - 1) * payload_bytes / sum(rates_bytes_per_s)
+    return max(payload_bytes / min(rates_bytes_per_s), together)

@@ -4,6 +4,10 @@
         hosts.torchrun(2, ["script.py", "--option"])
 
     python benchmarks/support/emulated_hosts.py --hosts 2 --per-host 2 --rate 1gbit -- script.py --option
+    python benchmarks/support/emulated_hosts.py --hosts 2 --rate 1gbit --slow-host 100mbit --delay-ms 5 -- script.py
+
+The last host may have a slower link than the others. With a delay, a process in the place of the bridge holds each
+frame (`delayed_switch.py`), and takes a part of a core for it; what it took is printed at the end.
 
 Needs Linux, root, and iproute2 (`ip`, `tc`). The commands on the hosts get ``GLOO_SOCKET_IFNAME`` and
 ``OMP_NUM_THREADS=1``. Everything that was made is removed at the end. The hosts share a file system, so Unix sockets
@@ -28,6 +32,7 @@ from types import FrameType, TracebackType
 RATE_UNITS_BITS_PER_S = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 UNLIMITED = "none"
 NIC = "nic0"  # on every host
+SWITCH = Path(__file__).with_name("delayed_switch.py")
 
 
 def bytes_per_s(rate: str) -> float:
@@ -48,6 +53,18 @@ def bytes_per_s(rate: str) -> float:
 def rate_name(rate: str) -> str:
     """Return the rate for people to read: ``"200mbit"`` is "200 Mbit/s"."""
     return "unlimited rate" if rate == UNLIMITED else f"{rate[:-4]} {rate[-4].upper()}{rate[-3:]}/s"
+
+
+def host_rates(num_hosts: int, rate: str, slow_host: str | None) -> list[str]:
+    """Return the rate of each host's link; the last host is the slow one."""
+    return [rate] * (num_hosts - 1) + [rate if slow_host is None else slow_host]
+
+
+def network_name(rate: str, slow_host: str | None = None, delay_ms: float = 0.0) -> str:
+    """Return the arguments of `Hosts` for people to read: "1 Gbit/s, last host 100 Mbit/s, delay 5 ms"."""
+    slow = [] if slow_host is None else [f"last host {rate_name(slow_host)}"]
+    delay = [f"delay {delay_ms:g} ms"] if delay_ms else []
+    return ", ".join([rate_name(rate), *slow, *delay])
 
 
 def why_no_hosts() -> str | None:
@@ -79,14 +96,18 @@ class Hosts:
     Args:
         num_hosts: 1 to 250.
         rate: of each host, in each direction, as `tc` writes it ("200mbit"); "none" leaves it unlimited.
+        slow_host: rate of the last host in place of ``rate``; None: it is as the others.
+        delay_ms: from one host to another, one way, before the time that the frame takes at the rate.
 
     Raises:
         RuntimeError: on entry, where the machine cannot do it, saying what it lacks.
     """
 
-    def __init__(self, num_hosts: int, rate: str) -> None:
+    def __init__(self, num_hosts: int, rate: str, slow_host: str | None = None, delay_ms: float = 0.0) -> None:
         self.num_hosts = num_hosts
-        self.rate = rate
+        self.rates = host_rates(num_hosts, rate, slow_host)
+        self._delay_ms = delay_ms
+        self._switch: subprocess.Popen[str] | None = None
         # Names must not collide with those of another instance, in this process or in another one.
         self._tag = f"h{os.getpid() % 10**6:x}{time.monotonic_ns() % 4096:x}"
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -102,10 +123,13 @@ class Hosts:
         # A `kill` of this process must not leave namespaces behind: turned into an exception, it leads to `__exit__`.
         self._handler = signal.signal(signal.SIGTERM, _exit)
         try:
-            _ip("link", "add", f"{self._tag}b", "type", "bridge")
-            _ip("link", "set", f"{self._tag}b", "up")
+            if not self._delay_ms:
+                _ip("link", "add", f"{self._tag}b", "type", "bridge")
+                _ip("link", "set", f"{self._tag}b", "up")
             for host in range(self.num_hosts):
                 self._add(host)
+            if self._delay_ms:
+                self._start_switch()
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -113,20 +137,37 @@ class Hosts:
 
     def _add(self, host: int) -> None:
         name = self.namespace(host)
-        port = f"{self._tag}p{host}"
+        port = self._port(host)
         _ip("netns", "add", name)
         _ip("link", "add", port, "type", "veth", "peer", "name", NIC, "netns", name)
-        _ip("link", "set", port, "master", f"{self._tag}b", "up")
+        _ip("link", "set", port, *([] if self._delay_ms else ["master", f"{self._tag}b"]), "up")
         _ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", NIC)
         _ip("-n", name, "link", "set", "lo", "up")
         _ip("-n", name, "link", "set", NIC, "up")
-        if self.rate != UNLIMITED:
+        rate = self.rates[host]
+        if rate != UNLIMITED:
             # The content of the bucket leaves at once, beyond the rate. It is kept to 4 ms of the rate, but one
             # offloaded packet (64 KiB) must fit in, else that packet is dropped each time that it is sent.
-            burst = max(64 * 1024, int(bytes_per_s(self.rate) * 0.004))
-            limit = ["root", "tbf", "rate", self.rate, "burst", str(burst), "latency", "100ms"]
+            burst = max(64 * 1024, int(bytes_per_s(rate) * 0.004))
+            limit = ["root", "tbf", "rate", rate, "burst", str(burst), "latency", "100ms"]
             _call("ip", "netns", "exec", name, "tc", "qdisc", "replace", "dev", NIC, *limit)  # out of the host
             _call("tc", "qdisc", "replace", "dev", port, *limit)  # into the host
+
+    def _start_switch(self) -> None:
+        command = [sys.executable, str(SWITCH), "--delay-ms", str(self._delay_ms)]
+        self._switch = subprocess.Popen(
+            [*command, *map(self._port, range(self.num_hosts))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._switch.stdout is not None
+        if self._switch.stdout.readline() != "ready\n":
+            raise RuntimeError("the switch that delays frames did not start; its error stands above")
+
+    def _port(self, host: int) -> str:
+        """Return the name of the outer end of a host's link."""
+        return f"{self._tag}p{host}"
 
     def namespace(self, host: int) -> str:
         """Return the name of the network namespace of a host."""
@@ -145,6 +186,8 @@ class Hosts:
             for host, command in enumerate(commands):
                 self._start(host, command, environment, logs / f"host{host}.log")
             while None in (status := [process.poll() for process in self._processes]) and not any(status):
+                if self._switch is not None and self._switch.poll() is not None:
+                    raise RuntimeError("the switch that delays frames has ended; its error stands above")
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"not finished after {timeout_s} s; the hosts' output is in {logs}")
                 time.sleep(0.05)
@@ -187,9 +230,14 @@ class Hosts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop()
+        if self._switch is not None:
+            took, _ = self._switch.communicate()  # it ends with its standard input
+            if took:  # nothing if it has failed
+                print(f"switch with a delay of {self._delay_ms:g} ms: {took.strip()}", flush=True)
+            self._switch = None
         for host in range(self.num_hosts):
             # The NIC of a deleted namespace disappears only a while later, so it is deleted first.
-            subprocess.run(["ip", "link", "del", f"{self._tag}p{host}"], capture_output=True, check=False)
+            subprocess.run(["ip", "link", "del", self._port(host)], capture_output=True, check=False)
             subprocess.run(["ip", "netns", "del", self.namespace(host)], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", f"{self._tag}b"], capture_output=True, check=False)
         signal.signal(signal.SIGTERM, self._handler)
@@ -215,10 +263,12 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--per-host", type=int, default=2, help="processes on each host")
     parser.add_argument("--rate", default="1gbit", help="of each host in each direction, or none")
+    parser.add_argument("--slow-host", help="rate of the last host")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="between hosts, one way")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds")
     parser.add_argument("script", nargs="+", help="the script and its arguments, after --")
     arguments = parser.parse_args()
-    with Hosts(arguments.hosts, arguments.rate) as hosts:
+    with Hosts(arguments.hosts, arguments.rate, arguments.slow_host, arguments.delay_ms) as hosts:
         hosts.torchrun(arguments.per_host, arguments.script, timeout_s=arguments.timeout)
 
 

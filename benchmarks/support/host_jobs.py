@@ -14,24 +14,31 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from support.emulated_hosts import Hosts, why_no_hosts
+from support.emulated_hosts import Hosts, network_name, why_no_hosts
 
 SKIPPED = "skipped: this machine cannot make hosts"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks are to measure, and on which hosts."""
+    """What the ranks are to measure, and on which hosts. The last three fields are those of `Hosts`."""
 
     options: argparse.Namespace
     num_hosts: int
     per_host: int
-    rate: str  # as for `Hosts`
+    rate: str
+    slow_host: str | None = None
+    delay_ms: float = 0.0
 
     @property
     def world_size(self) -> int:
         """Ranks on all hosts."""
         return self.num_hosts * self.per_host
+
+    @property
+    def network(self) -> str:
+        """Name of the hosts' links, for people to read."""
+        return network_name(self.rate, self.slow_host, self.delay_ms)
 
     def write(self, path: Path) -> None:
         """Write it for the ranks."""
@@ -84,6 +91,6 @@ def measure_on_hosts(script: str, job: Job, folder: Path, timeout_s: float = 720
         path.unlink(missing_ok=True)  # of an earlier run: it must not pass for this one's
     job_file = folder / "job.json"
     job.write(job_file)
-    with Hosts(job.num_hosts, job.rate) as hosts:
+    with Hosts(job.num_hosts, job.rate, job.slow_host, job.delay_ms) as hosts:
         hosts.torchrun(job.per_host, [script, "--worker", str(job_file)], timeout_s=timeout_s, logs=folder)
     return [json.loads(path.read_text()) for path in results]

@@ -14,7 +14,8 @@ def peak_bytes(run: Callable[[], None], device: torch.device) -> int | None:
     """Return how far memory rises above its level before ``run``; None where the system does not tell.
 
     On a GPU that is what PyTorch has allocated. On a CPU it is the resident memory of the process, so it also counts
-    what libraries need for themselves. The kernel keeps the peak, and forgets it when asked to (Linux only).
+    what libraries need for themselves, but not their code and other pages of files, which are loaded when they are
+    first used. The kernel keeps the peak, and forgets it when asked to (Linux only).
     """
     gc.collect()
     if device.type == "cuda":
@@ -30,9 +31,10 @@ def peak_bytes(run: Callable[[], None], device: torch.device) -> int | None:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return None
-    before = _status_bytes("VmRSS")
+    before = _status_bytes("VmRSS") - _status_bytes("RssFile")
     run()
-    return _status_bytes("VmHWM") - before
+    # Pages of files stay once they are loaded, so there were as many, or fewer, at the peak.
+    return _status_bytes("VmHWM") - _status_bytes("RssFile") - before
 
 
 def _status_bytes(name: str) -> int:

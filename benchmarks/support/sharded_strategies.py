@@ -29,8 +29,11 @@ class ShardedStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         module = self.lightning_module
         assert module is not None
-        shape = (self.num_nodes, self.num_processes) if self._shards_inside_hosts else (self.world_size,)
-        mesh = init_device_mesh("cpu", shape)
+        if self._shards_inside_hosts:
+            shape = (self.num_nodes, self.num_processes)
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))  # without names it is refused
+        else:
+            mesh = init_device_mesh("cpu", (self.world_size,))
         (net,) = module.children()
         layers = [layer for layer in net.modules() if next(layer.parameters(recurse=False), None) is not None]
         for part in dict.fromkeys([*layers, net]):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from support.data_parallel_methods import (
     LOCAL_STEPS,
     REFERENCE,
+    all_reduce_s,
     full_bytes,
     int8_bytes,
     inter_host_bytes,
@@ -46,8 +47,8 @@ class Steps(pl.Callback):
             self.compressed.append(strategy.compressed_bytes_sent or 0)
 
 
-def train(rank: int, names: list[str], width: int = WIDTH) -> dict:
-    """Train by each method; return parameters before and after, and the bytes all-reduced in each step."""
+def train(rank: int, names: list[str], width: int = WIDTH, per_host: int = 1, clip: float | None = None) -> dict:
+    """Train by each method on two ranks; return parameters before and after, and the bytes all-reduced in each step."""
     quiet()
     results = {}
     for name in names:
@@ -62,10 +63,10 @@ def train(rank: int, names: list[str], width: int = WIDTH) -> dict:
         steps = Steps(sent)
         dist.all_reduce = counted
         try:
-            method = methods(per_host=1)[name]
+            method = methods(per_host)[name]
             strategy = method.make()
-            options = {"max_steps": STEPS, **method.trainer_options}
-            trainer = make_trainer(strategy, per_host=1, num_hosts=2, callbacks=[steps], **options)
+            options = {"max_steps": STEPS, "gradient_clip_val": clip, **method.trainer_options}
+            trainer = make_trainer(strategy, per_host=per_host, num_hosts=2 // per_host, callbacks=[steps], **options)
             module = TimedModule("emulated", FAST, width)
             before = flat_parameters(module)
             trainer.fit(module, slow_loader(STEPS, 2, "emulated", FAST))
@@ -107,6 +108,15 @@ def test_exact_methods_compute_what_ddp_computes_and_the_others_do_not(trained):
             assert difference > 1e-4, name
         else:
             assert difference < 1e-5, name
+
+
+def test_sharded_methods_compute_what_ddp_computes_with_clipping():
+    names = [REFERENCE, "FSDP2", "HSDP"]
+    (results, _) = run_processes(2, train, names, WIDTH, 2, 0.1)
+    reference = torch.tensor(results[REFERENCE]["after"])
+    moved = (reference - torch.tensor(results[REFERENCE]["before"])).abs().max()
+    for name in names:
+        assert (torch.tensor(results[name]["after"]) - reference).abs().max() < 1e-5 * moved, name
 
 
 def test_all_ranks_agree_after_every_method_that_reduces_all_gradients(trained):
@@ -170,3 +180,15 @@ def test_a_host_sends_twice_its_share_of_the_payload():
     assert inter_host_bytes(100.0, 1) == 0.0
     assert inter_host_bytes(100.0, 2) == 100.0
     assert inter_host_bytes(100.0, 4) == 150.0
+
+
+def test_equal_links_take_the_time_of_a_ring_over_the_hosts():
+    for num_hosts in (1, 2, 4):
+        assert all_reduce_s(100.0, [10.0] * num_hosts) == inter_host_bytes(100.0, num_hosts) / 10.0
+    assert all_reduce_s(100.0, [float("inf")] * 2) == 0.0
+
+
+def test_a_slow_link_carries_every_byte_once_and_all_links_together_carry_the_rest():
+    assert all_reduce_s(100.0, [10.0, 5.0]) == 20.0
+    assert all_reduce_s(100.0, [10.0, 10.0, 10.0, 5.0]) == 20.0
+    assert all_reduce_s(100.0, [10.0, 10.0, 10.0, 9.0]) == 600.0 / 39.0
