@@ -18,6 +18,7 @@ from lightning_dp.collectives.compression.stages import CompressedAllReduce
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
 from lightning_dp.collectives.tracing import OnStage
 from lightning_dp.strategies.layered_sgd.bucket import BucketReduction, blame
+from lightning_dp.strategies.layered_sgd.issue_order import IssueOrder
 
 NO_BUCKET = -1
 # How long `close` waits for the thread, and for what is queued on the device. With a dead peer neither need ever end.
@@ -62,6 +63,8 @@ class Communicator:
         on_stage: called with name, start and end of each stage, and of the time that the training thread waits.
         compressed: performs the stages in place of ``collective``, with a compressed stage between groups.
     """
+
+    issue_order: IssueOrder | None = None  # what has arrived decides
 
     def __init__(
         self,

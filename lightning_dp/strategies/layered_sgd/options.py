@@ -25,6 +25,7 @@ from lightning_dp.collectives.tracing import OnStage
 from lightning_dp.strategies.layered_sgd.communicator import Communicator
 from lightning_dp.strategies.layered_sgd.device_communicator import DeviceCommunicator
 from lightning_dp.strategies.layered_sgd.gradient_sum import GradientCommunicator
+from lightning_dp.strategies.layered_sgd.issue_order import IssueOrder
 from lightning_dp.strategies.layered_sgd.policy import check_options
 
 log = logging.getLogger(__name__)
@@ -151,7 +152,11 @@ class CommunicatorOptions:
             # Backward fills the buckets of unused parameters at times that differ between ranks. A collective in
             # backward, such as that of a batch norm layer, would come before a bucket on one rank and after it on
             # another.
-            return DeviceCommunicator(on_device, prioritized and not find_unused_parameters, device, on_stage)
+            early = prioritized and not find_unused_parameters
+            # With overlap="load" the whole update waits for all sums, and no order is better than another.
+            late = prioritized and not early
+            order = IssueOrder(module.parameters(), on_device.broadcast, device) if late else None
+            return DeviceCommunicator(on_device, early, device, on_stage, order)
         if rank == 0 and log.isEnabledFor(logging.INFO):  # looking up the host's name can take a while
             log.info(f"{strategy_name}: gloo sends over {gloo_interface()}; set GLOO_SOCKET_IFNAME to use another")
         on_host = device.type != "cpu"
