@@ -29,10 +29,15 @@ class Collective:
 
 
 class GradBucket:
+    """Holds the gradients of a layer, as views."""
+
     def __init__(self, index: int, layer: nn.Linear) -> None:
+        buffer = torch.full((6,), float(index))
+        layer.weight.grad = buffer[:4].view(2, 2)
+        layer.bias.grad = buffer[4:]
         self.index = lambda: index
         self.parameters = lambda: list(layer.parameters())
-        self.buffer = lambda: torch.full((1,), float(index))
+        self.buffer = lambda: buffer
 
 
 class Training:
@@ -65,8 +70,6 @@ class Training:
         assert not any(map(is_watched, self.layers.parameters()))
         self.collective.issued.clear()
         for index, layer in enumerate(reversed(self.layers)):
-            for parameter in layer.parameters():
-                parameter.grad = torch.ones_like(parameter)
             self.reduction._reduce_bucket(None, GradBucket(index, layer))
         self.reduction.end_backward()
         self.reduction.stage(self.optimizer, None)
