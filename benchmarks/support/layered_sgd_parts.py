@@ -122,6 +122,7 @@ class _Communicator:
     """In place of the communicator: takes each bucket through all stages at once."""
 
     compressed = None
+    issue_order = None
 
     def __init__(self) -> None:
         self.have_arrived = True

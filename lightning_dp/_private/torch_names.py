@@ -29,6 +29,7 @@ __all__ = [
     "activation_memory_budget",
     "assert_async",
     "backend_name",
+    "call_after_backward",
     "check_input_dim",
     "child_entries",
     "ddp_ignored_names",
@@ -234,6 +235,11 @@ def on_compile_start(callback: Callable[[], None]) -> Callable[[], None]:
 def is_in_backward() -> bool:
     """Return whether this code runs inside of a backward pass, in whichever thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward pass inside of which this code runs has ended, before it returns."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def next_sequence_number() -> int:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from lightning_dp._private.torch_names import backend_name, device_types, group_timeout
+from lightning_dp.collectives import streams
 from lightning_dp.collectives.groups import destroy_group, resolve_group, unbound_default_group
 
 
@@ -49,7 +50,7 @@ class BucketQueue(ABC):
         self._queue: deque[Callable[[], None]] = deque()
         self._worker: threading.Thread | None = None
         self._error: Exception | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: streams.Stream | None = None
 
     @abstractmethod
     def _average(self, buffer: torch.Tensor, parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
@@ -63,18 +64,17 @@ class BucketQueue(ABC):
             parameters: whose gradients they are, in order.
         """
         group = self._require_group()
-        future: Future[torch.Tensor] = Future()
+        future = streams.new_future(buffer.device)
         stream = None
-        if buffer.is_cuda:
-            future = Future(devices=[buffer.device])
+        if streams.has_streams(buffer.device):
             stream = self._side_stream(buffer.device)
-            stream.wait_stream(torch.cuda.current_stream(buffer.device))
+            stream.wait_stream(streams.current_stream(buffer.device))
 
         def work() -> None:
-            if buffer.is_cuda:
+            if stream is not None:
                 # A new thread is on device 0. Without this line each rank would make a CUDA context there.
-                torch.cuda.set_device(buffer.device)
-            with torch.cuda.stream(stream):  # does nothing if stream is None
+                streams.set_device(buffer.device)
+            with streams.on_stream(stream):  # does nothing if stream is None
                 try:
                     if self._error is not None:
                         raise self._error
@@ -85,6 +85,9 @@ class BucketQueue(ABC):
                     future.set_exception(error)  # type: ignore[arg-type]  # torch annotates a result
                 else:
                     future.set_result(buffer)
+                if stream is not None:
+                    # A rank whose backward raises drops the buffer while its messages are under way.
+                    streams.keep_until_done(buffer, stream)
 
         # DDP raises an exception that is raised inside `then`. One from `set_exception` it would take for a result.
         result = future.then(lambda done: done.value())
@@ -98,13 +101,13 @@ class BucketQueue(ABC):
                 self._worker.start()
         return result
 
-    def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
+    def _side_stream(self, device: torch.device) -> streams.Stream:
         """Return the stream for messages. On the current one, the next kernels of backward would wait for them.
 
         All buckets share one stream, so that the GPU, too, keeps the order in which they were issued.
         """
         if self._stream is None or self._stream.device != device:
-            self._stream = torch.cuda.Stream(device)
+            self._stream = streams.new_stream(device)
         return self._stream
 
     def _run_queue(self) -> None:

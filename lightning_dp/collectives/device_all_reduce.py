@@ -78,6 +78,13 @@ class DeviceAllReduce:
             if rest.numel():
                 dist.broadcast(rest, group=group, group_src=last)
 
+    def broadcast(self, tensor: Tensor) -> None:
+        """Replace ``tensor`` by global rank 0's, on all ranks, in place."""
+        if self.topology.group_rank(self.rank) == 0:
+            dist.broadcast(tensor, group=self._inter_group, group_src=0)
+        if self._intra_group is not None:
+            dist.broadcast(tensor, group=self._intra_group, group_src=0)
+
     def describe(self) -> str:
         """Return the ranks that take part, worded for an error message."""
         return describe_ranks(self.topology, self.rank, "all")

@@ -47,6 +47,8 @@ class HierarchicalAllReduce:
         backend: of the process groups. None: the backend of the default group. ``"gloo"`` reduces buffers in host
             memory; use `HostCopy` for buffers on a GPU.
         all_reduce: algorithm of the inter-group all-reduce.
+        reduce_on_device: reduce within the group with the default group's backend, by `reduce_on_device`, before
+            anything is copied to host memory. `intra_group_reduce` has nothing to do then.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class HierarchicalAllReduce:
         timeout: timedelta | None = None,
         backend: str | None = None,
         all_reduce: AllReduce = native_all_reduce,
+        reduce_on_device: bool = False,
     ) -> None:
         self.topology = topology
         self.rank = rank
@@ -71,6 +74,12 @@ class HierarchicalAllReduce:
         self._reduce_group = create_groups(intra_group, rank, timeout, backend) if has_intra_group else None
         self._broadcast_group = create_groups(intra_group, rank, timeout, backend) if has_intra_group else None
         self._inter_group = create_groups(inter_group, rank, timeout, backend)
+        self._device_group = create_groups(intra_group, rank, timeout) if reduce_on_device and has_intra_group else None
+
+    @property
+    def reduces_on_device(self) -> bool:
+        """Whether `reduce_on_device` takes the place of `intra_group_reduce`."""
+        return self._device_group is not None
 
     @property
     def inter_group(self) -> dist.ProcessGroup | None:
@@ -86,7 +95,33 @@ class HierarchicalAllReduce:
         Returns:
             The handles to wait for before `inter_group_all_reduce`.
         """
-        return self.reduce_shards(self._shards(buffer))
+        return [] if self.reduces_on_device else self.reduce_shards(self._shards(buffer))
+
+    def reduce_on_device(self, buffer: Tensor) -> slice:
+        """Reduce ``buffer`` within the group, where it is: group rank k gets the sum of shard k.
+
+        The collectives are queued on the current stream; nothing waits on the host. All members of the group call it
+        for the same buffers in the same order, also relative to their collectives on other groups.
+
+        Args:
+            buffer: (numel,), of the same size and dtype on all ranks.
+
+        Returns:
+            The part of ``buffer`` that this rank carries between groups. The other parts are not to be used.
+        """
+        return self.reduce_shards_on_device(self._shards(buffer))
+
+    def reduce_shards_on_device(self, shards: Sequence[Tensor]) -> slice:
+        """Reduce shard k to group rank k, for all shards, as `reduce_on_device` does. They follow each other."""
+        for member, shard in enumerate(shards):
+            if shard.numel():
+                # NCCL has no complex numbers.
+                real = torch.view_as_real(shard) if shard.is_complex() else shard
+                dist.reduce(real, group=self._device_group, group_dst=member)
+        sizes = [shard.numel() for shard in shards]
+        member = self.topology.group_rank(self.rank)
+        begin = sum(sizes[:member])
+        return slice(begin, begin + sum(sizes[member : member + 1]))
 
     def reduce_shards(self, shards: Sequence[Tensor]) -> list[dist.Work]:
         """Start to reduce shard k to group rank k, for all shards; all members of the group call it."""
@@ -144,7 +179,7 @@ class HierarchicalAllReduce:
 
     def close(self) -> None:
         """Destroy the process groups."""
-        for group in (self._reduce_group, self._broadcast_group, self._inter_group):
+        for group in (self._reduce_group, self._broadcast_group, self._inter_group, self._device_group):
             destroy_group(group)
 
 

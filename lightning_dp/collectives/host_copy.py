@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -20,24 +22,44 @@ class HostCopy:
     Args:
         buffer: any dense tensor. Work already queued on the current stream is finished before the copy reads it.
         stream: stream of the copy. None for a buffer on the CPU.
+        reduce: called on ``stream`` before the copy. It reduces the buffer in place with those of other ranks, and
+            returns the part to copy; the rest of ``tensor`` is uninitialized. None: the whole buffer is copied.
 
     Attributes:
         tensor: the copy. Valid after `wait`.
     """
 
-    def __init__(self, buffer: Tensor, stream: streams.Stream | None = None) -> None:
+    def __init__(
+        self,
+        buffer: Tensor,
+        stream: streams.Stream | None = None,
+        reduce: Callable[[Tensor], slice] | None = None,
+    ) -> None:
         self._buffer = buffer  # and so its memory is not reused while the copy reads it
         self._copied: streams.Event | None = None
         if stream is None:
-            self.tensor = torch.empty_like(buffer, device="cpu").copy_(buffer)
+            self.tensor = torch.empty_like(buffer, device="cpu")
+            self._fill(reduce)
             return
         self.tensor = streams.pinned_like(buffer)
         # Backward fills the buffer on the current stream: without this the copy could read half of it.
         stream.wait_stream(streams.current_stream(buffer.device))
         with streams.on_stream(stream):
-            self.tensor.copy_(buffer, non_blocking=True)
+            self._fill(reduce)
+        if reduce is not None:
+            # A rank that gives up after an error drops the buffer, of which its neighbors still need the values.
+            streams.keep_until_done(buffer, stream)
         # A thread waits for it. Without `blocking` that thread would keep a core busy, which loader workers need.
         self._copied = streams.record_event(stream, blocking=True)
+
+    def _fill(self, reduce: Callable[[Tensor], slice] | None) -> None:
+        source = self._buffer
+        target = self.tensor
+        if reduce is not None:
+            part = reduce(source)
+            source = source[part]
+            target = target[part]
+        target.copy_(source, non_blocking=True)
 
     @property
     def is_done(self) -> bool:

@@ -1,4 +1,4 @@
-"""Streams, events and pinned memory of a CUDA device: the only place where layered SGD asks for them.
+"""Streams, events, futures and pinned memory of a CUDA device: where layered SGD and communication hooks ask for them.
 
 Import the module and not its functions (``from lightning_dp.collectives import streams``): the tests put an emulated
 device in place of these functions, and run the code that uses them without a GPU.
@@ -6,10 +6,12 @@ device in place of these functions, and run the code that uses them without a GP
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 Stream = torch.cuda.Stream
 Event = torch.cuda.Event
@@ -50,6 +52,25 @@ def record_event(stream: Stream, blocking: bool = False) -> Event:
     event = torch.cuda.Event(blocking=blocking)
     event.record(stream)
     return event
+
+
+def is_done_within(stream: Stream, limit_s: float) -> bool:
+    """Wait on the host until ``stream`` has done its work, but at most ``limit_s``. Return whether it has."""
+    end_s = time.monotonic() + limit_s
+    while not stream.query():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def new_future(device: torch.device) -> Future[Tensor]:
+    """Return a future of a tensor on ``device``.
+
+    If work on the device is queued, the result may be set while the work that computes it is still queued on the
+    current stream. Whoever waits for the future lets his own stream wait for that work, and not the host.
+    """
+    return Future(devices=[device] if has_streams(device) else None)
 
 
 def keep_until_done(tensor: Tensor, stream: Stream) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from lightning_dp.collectives import streams
+from tests.emulated_device.futures import LazyFuture
 
 
 class WaitsForEver(AssertionError):
@@ -99,6 +100,7 @@ class Machine:
     Attributes:
         contexts: indices of the devices on which some thread has created a context.
         host_waits: how often each thread, by name, has waited for a device.
+        copied_to_host: number of elements, by index of the device.
         reused_too_early: numbers of elements of freed memory that was in use.
     """
 
@@ -107,6 +109,7 @@ class Machine:
         self.streams: list[Stream] = []
         self.contexts: set[int] = set()
         self.host_waits: Counter[str] = Counter()
+        self.copied_to_host: Counter[int] = Counter()
         self.reused_too_early: list[int] = []
         self._random = None if seed is None else random.Random(seed)
         self._defaults: dict[int, Stream] = {}
@@ -118,6 +121,7 @@ class Machine:
         for name in ("set_device", "new_stream", "current_stream", "on_stream", "record_event", "keep_until_done"):
             monkeypatch.setattr(streams, name, getattr(self, name))
         monkeypatch.setattr(streams, "pinned_like", self.pinned_like)
+        monkeypatch.setattr(streams, "new_future", lambda device: LazyFuture(self, device))
 
     def set_device(self, device: torch.device) -> None:
         self._of_thread.index = device.index

@@ -13,7 +13,7 @@ from typing import Any
 # Calls by the name of the function or method.
 NAMES = {
     *("wait", "wait_event", "wait_stream", "wait_for_copy", "_wait_for_works", "synchronize", "query"),
-    *("record_event", "keep_until_done", "set_device", "on_stream", "copy_back"),
+    *("is_done_within", "record_event", "keep_until_done", "set_device", "on_stream", "copy_back"),
 }
 # Arguments that are left out.
 KEYWORDS = {"blocking", "non_blocking"}
@@ -83,7 +83,7 @@ class _Mutator(ast.NodeTransformer):
                 node.keywords.remove(keyword)
         # Not every `x.wait_for(...)`: only the names above. What asks whether something is done is told that it is.
         if _name(node) in NAMES and self._is_site(node):
-            return ast.Constant(True if _name(node) == "query" else None)
+            return ast.Constant(True if _name(node) in ("query", "is_done_within") else None)
         return node
 
 

@@ -11,7 +11,7 @@ import torch
 from tests.emulated_device.machine import Event, Machine, Op, Stream
 
 _IN_PLACE = {getattr(torch.Tensor, name) for name in ("copy_", "add_", "mul_", "div_", "fill_")}
-_VIEWS = {getattr(torch.Tensor, name) for name in ("__getitem__", "view", "detach")}
+_VIEWS = {getattr(torch.Tensor, name) for name in ("__getitem__", "view", "detach", "tensor_split")}
 _HARMLESS = {getattr(torch.Tensor, name) for name in ("numel", "is_complex", "size", "dim", "__len__")}
 
 
@@ -46,7 +46,9 @@ class DeviceTensor(torch.Tensor):
             return _queue_in_place(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if func in _VIEWS:
-                return _like(func(*args, **kwargs), args[0])
+                views = func(*args, **kwargs)
+                several = isinstance(views, tuple)
+                return tuple(_like(view, args[0]) for view in views) if several else _like(views, args[0])
             if func in _HARMLESS or getattr(func, "__name__", "") == "__get__":
                 return func(*args, **kwargs)
         raise NotImplementedError(f"{func} on the emulated device")
@@ -75,6 +77,8 @@ def _queue_in_place(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     stream = machine.current_stream(on_device[0].device)
     plain = [raw(each) if isinstance(each, torch.Tensor) else each for each in args]
     machine.queue(stream, Op(lambda: func(*plain, **kwargs), uses=[each.memory for each in on_device]))
+    if not isinstance(args[0], DeviceTensor):
+        machine.copied_to_host[on_device[0].device.index] += args[0].numel()
     if to_or_from_host and not does_not_block:
         stream.synchronize()
     return args[0]

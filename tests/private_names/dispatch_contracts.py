@@ -45,6 +45,17 @@ def check_backward_is_seen_from_inside() -> None:
     assert [*found, torch_names.is_in_backward()] == [True, False]
 
 
+@contract(torch.autograd.Variable, "_execution_engine")
+def check_a_callback_runs_when_all_of_backward_has_run_and_before_it_returns() -> None:
+    calls = []
+    first = torch.ones(1, requires_grad=True)
+    first.register_hook(lambda gradient: calls.append("first"))
+    second = first * 2
+    second.register_hook(lambda gradient: torch_names.call_after_backward(lambda: calls.append("callback")))
+    second.sum().backward()
+    assert calls == ["first", "callback"]
+
+
 @contract(torch._C, "_SetExcludeDispatchKeyGuard")
 def check_an_alias_below_autograd_has_the_version_of_its_tensor() -> None:
     aliases = []

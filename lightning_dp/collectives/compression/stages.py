@@ -113,9 +113,20 @@ class CompressedStages:
     def _shards(self, buffer: Tensor) -> tuple[Tensor, ...]:
         return torch.tensor_split(buffer, self._bounds)
 
+    @property
+    def reduces_on_device(self) -> bool:
+        """Whether `reduce_on_device` reduces the gradients, and `intra_group_reduce` only moves residuals."""
+        return self._collective.reduces_on_device
+
+    def reduce_on_device(self, buffer: Tensor) -> slice:
+        """Reduce ``buffer`` within the group, where it is; see `HierarchicalAllReduce.reduce_on_device`."""
+        return self._collective.reduce_shards_on_device(self._shards(buffer))
+
     def intra_group_reduce(self, buffer: Tensor) -> list[dist.Work]:
         """Start to reduce ``buffer`` within the group; also the residuals, if other members are to carry them now."""
-        works = self._collective.reduce_shards(self._shards(buffer))
+        works = []
+        if not self.reduces_on_device:
+            works += self._collective.reduce_shards(self._shards(buffer))
         residuals = self._owner.compressor.residuals
         if self._owner.note_places(self._places) and self._keeps_residuals:
             parts = [residuals.expanded(part.info)[part.begin : part.end] for p in self._pieces for part in p.parts]

@@ -51,8 +51,8 @@ _FOLLOWS = {
 class BucketReduction:
     """The sum of one gradient bucket over all ranks: three collectives, started on one thread and awaited on another.
 
-    The training thread calls the constructor and `wait`, the communicator's thread the other methods. The stage is the
-    only state that both read; only `_advance` and `fail` change it.
+    The training thread calls the constructor, every thread that needs the sum `wait`, and the communicator's thread the
+    other methods. The stage is the only state that all of them read; only `_advance` and `fail` change it.
 
     Args:
         index: DDP's number of the bucket; the highest index holds the layers nearest the input.
@@ -86,9 +86,11 @@ class BucketReduction:
         self._works: list[dist.Work] = []  # of the collective that is under way inside the group
         self._delivered: streams.Event | None = None  # the sum is on the GPU again
         self._settled_or_failed = threading.Event()
+        self._delivery = threading.Lock()
         self._error: Exception | None = None
         if on_host:
-            self._host_copy = HostCopy(buffer, stream)
+            # What NCCL has summed within the node need not be copied by each of its ranks, and gloo has less to sum.
+            self._host_copy = HostCopy(buffer, stream, self._reduce_on_device if collective.reduces_on_device else None)
         if stream is None:
             # The data is complete. The copy of a GPU's buffer is not: this thread would have to wait for it, so the
             # communicator starts the reduce.
@@ -105,6 +107,13 @@ class BucketReduction:
 
     def _start_intra_group_reduce(self) -> None:
         self._works = self._collective.intra_group_reduce(self._payload)
+
+    def _reduce_on_device(self, buffer: Tensor) -> slice:
+        try:
+            return self._collective.reduce_on_device(buffer)
+        except RuntimeError:
+            with self._named(self._collective.describe("inside")):
+                raise
 
     @property
     def copy_is_done(self) -> bool:
@@ -166,11 +175,12 @@ class BucketReduction:
         self._settled_or_failed.wait()
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
-        if self._delivered is not None:
-            # In each call, not only in the first: the current stream may be another one.
-            streams.current_stream(self.buffer.device).wait_event(self._delivered)
-        if self.stage is Stage.SETTLED:
-            self._finish_delivery()
+        with self._delivery:  # a second thread must not see half of it, nor deliver again
+            if self._delivered is not None:
+                # In each call, not only in the first: the current stream may be another one.
+                streams.current_stream(self.buffer.device).wait_event(self._delivered)
+            if self.stage is Stage.SETTLED:
+                self._finish_delivery()
         if self._on_stage is not None:
             self._on_stage(WAIT, start_s, time.perf_counter())
 

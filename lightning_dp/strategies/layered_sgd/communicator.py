@@ -18,8 +18,11 @@ from lightning_dp.collectives.compression.stages import CompressedAllReduce
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
 from lightning_dp.collectives.tracing import OnStage
 from lightning_dp.strategies.layered_sgd.bucket import BucketReduction, blame
+from lightning_dp.strategies.layered_sgd.issue_order import IssueOrder
 
 NO_BUCKET = -1
+# How long `close` waits for the thread, and for what is queued on the device. With a dead peer neither need ever end.
+CLOSE_LIMIT_S = 5.0
 
 
 class _Choice:
@@ -60,6 +63,8 @@ class Communicator:
         on_stage: called with name, start and end of each stage, and of the time that the training thread waits.
         compressed: performs the stages in place of ``collective``, with a compressed stage between groups.
     """
+
+    issue_order: IssueOrder | None = None  # what has arrived decides
 
     def __init__(
         self,
@@ -118,13 +123,15 @@ class Communicator:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop the thread once it has summed the buckets that it has. Destroy the groups if that takes at most 5 s."""
+        """Stop the thread once it has summed the buckets that it has. Destroy the groups if that does not take long."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         # A thread that waits for a dead peer ends when its collective times out; do not wait for that.
-        self._thread.join(timeout=5.0)
-        if not self._thread.is_alive():
+        self._thread.join(timeout=CLOSE_LIMIT_S)
+        # The device may still reduce buckets that were never released.
+        is_idle = self._stream is None or streams.is_done_within(self._stream, CLOSE_LIMIT_S)
+        if is_idle and not self._thread.is_alive():
             self._collective.close()
             if self._order_group is not None:
                 dist.destroy_process_group(self._order_group)

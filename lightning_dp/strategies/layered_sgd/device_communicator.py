@@ -19,6 +19,7 @@ from lightning_dp.collectives.compression.stages import CompressedAllReduce
 from lightning_dp.collectives.device_all_reduce import DeviceAllReduce
 from lightning_dp.collectives.tracing import OnStage
 from lightning_dp.strategies.layered_sgd.bucket import WAIT, blame
+from lightning_dp.strategies.layered_sgd.issue_order import IssueOrder
 
 # How long `close` waits for collectives that are under way. With a dead peer they never end.
 CLOSE_LIMIT_S = 5.0
@@ -88,7 +89,7 @@ class DeviceSum:
 
 
 class DeviceCommunicator:
-    """Sums the submitted buckets on the device, in the order of submission; every rank of the job has one.
+    """Sums the submitted buckets on the device, in one order on all ranks; every rank of the job has one.
 
     On tensors in host memory, where there are no streams, each sum is complete when it has been issued.
 
@@ -97,45 +98,46 @@ class DeviceCommunicator:
         early: issue the collectives of a bucket when it is submitted, in backward. False: after backward.
         device: where the buckets are.
         on_stage: called with name, start and end of the time that the host spends in `DeviceSum.wait`.
+        issue_order: of the buckets that are issued after backward. None: the order of submission.
     """
 
     compressed: CompressedAllReduce | None = None
 
     def __init__(
-        self, collective: DeviceAllReduce, early: bool, device: torch.device, on_stage: OnStage | None = None
+        self,
+        collective: DeviceAllReduce,
+        early: bool,
+        device: torch.device,
+        on_stage: OnStage | None = None,
+        issue_order: IssueOrder | None = None,
     ) -> None:
+        self.issue_order = issue_order
         self._collective = collective
         self._early = early
         self._on_stage = on_stage
         # Urgent: its few small kernels wait for the network, and should start to do so as soon as they can.
         self._stream = streams.new_stream(device, urgent=True) if streams.has_streams(device) else None
-        self._held: list[DeviceSum] = []
+        self._held: list[tuple[DeviceSum, Sequence[Tensor]]] = []
 
     def submit(self, index: int, buffer: Tensor, parameters: Sequence[Tensor] = ()) -> DeviceSum:
         """Issue the sum of ``buffer`` over all ranks, in place: immediately if ``early``, else in `release`."""
         bucket = DeviceSum(index, buffer, self._on_stage)
-        self._held.append(bucket)
+        self._held.append((bucket, parameters))
         if self._early:
             self.release()
         return bucket
 
     def release(self) -> None:
-        """Issue the sums of all buckets that were submitted so far, in that order."""
+        """Issue the sums of all buckets that were submitted so far."""
         held, self._held = self._held, []
-        for bucket in held:
+        if self.issue_order is not None and held:
+            order = self.issue_order.sort([(bucket.index, parameters) for bucket, parameters in held])
+            held = [held[position] for position in order]
+        for bucket, _ in held:
             bucket.issue(self._collective, self._stream)
 
     def close(self) -> None:
         """Destroy the groups, if what was issued ends within `CLOSE_LIMIT_S`: NCCL would wait for dead peers."""
         self._held.clear()
-        if self._stream is None or _is_done_within(CLOSE_LIMIT_S, self._stream):
+        if self._stream is None or streams.is_done_within(self._stream, CLOSE_LIMIT_S):
             self._collective.close()
-
-
-def _is_done_within(limit_s: float, stream: streams.Stream) -> bool:
-    end_s = time.monotonic() + limit_s
-    while not stream.query():
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.01)
-    return True

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from lightning_dp.collectives.compression.stages import CompressedAllReduce
+from lightning_dp.strategies.layered_sgd.issue_order import IssueOrder
 
 
 class GradientSum(Protocol):
@@ -35,6 +36,8 @@ class GradientCommunicator(Protocol):
     """Sums gradient buckets over all ranks while the rank computes: `Communicator`, or `DeviceCommunicator`."""
 
     compressed: CompressedAllReduce | None
+    issue_order: IssueOrder | None
+    """What is to be told of the parameters' uses in a forward, until it has been measured."""
 
     def submit(self, index: int, buffer: Tensor, parameters: Sequence[Tensor] = ()) -> GradientSum:
         """Begin with a bucket that backward has filled; on a GPU, whose kernels backward has launched.

@@ -25,6 +25,7 @@ from lightning_dp.collectives.tracing import OnStage
 from lightning_dp.strategies.layered_sgd.communicator import Communicator
 from lightning_dp.strategies.layered_sgd.device_communicator import DeviceCommunicator
 from lightning_dp.strategies.layered_sgd.gradient_sum import GradientCommunicator
+from lightning_dp.strategies.layered_sgd.issue_order import IssueOrder
 from lightning_dp.strategies.layered_sgd.policy import check_options
 
 log = logging.getLogger(__name__)
@@ -91,14 +92,14 @@ class CommunicatorOptions:
             )
 
     def prepare_environment(self, devices: Sequence[torch.device], backend: str | None) -> None:
-        """Set what NCCL reads when a process starts to use it, if gradients will be summed by NCCL.
+        """Set what NCCL reads when a process starts to use it, if it will sum gradients, be it only within nodes.
 
         Args:
             devices: of this node's ranks.
             backend: of the default process group; None if the user leaves the choice to Lightning.
         """
         on_gpus = any(device.type == "cuda" for device in devices)
-        uses_nccl = on_gpus and "nccl" in (backend or "nccl") and self.sums_on_device("nccl")
+        uses_nccl = on_gpus and "nccl" in (backend or "nccl")
         if uses_nccl and not nccl.request_launch_order():
             log.warning(
                 f"LayeredSGDStrategy: a process group exists already, so NCCL may not read {nccl.LAUNCH_ORDER} any "
@@ -151,13 +152,18 @@ class CommunicatorOptions:
             # Backward fills the buckets of unused parameters at times that differ between ranks. A collective in
             # backward, such as that of a batch norm layer, would come before a bucket on one rank and after it on
             # another.
-            return DeviceCommunicator(on_device, prioritized and not find_unused_parameters, device, on_stage)
+            early = prioritized and not find_unused_parameters
+            # With overlap="load" the whole update waits for all sums, and no order is better than another.
+            late = prioritized and not early
+            order = IssueOrder(module.parameters(), on_device.broadcast, device) if late else None
+            return DeviceCommunicator(on_device, early, device, on_stage, order)
         if rank == 0 and log.isEnabledFor(logging.INFO):  # looking up the host's name can take a while
             log.info(f"{strategy_name}: gloo sends over {gloo_interface()}; set GLOO_SOCKET_IFNAME to use another")
         on_host = device.type != "cpu"
         collective = HierarchicalAllReduce(
-            topology, rank, self.communicator, timeout, "gloo" if on_host else None, ALL_REDUCES[self.all_reduce]
-        )
+            topology, rank, self.communicator, timeout, "gloo" if on_host else None, ALL_REDUCES[self.all_reduce],
+            on_host and _may_reduce_on_device(backend, find_unused_parameters),
+        )  # fmt: skip
         compressed = None
         if self.compression is not None:
             compressor = make_compressor(self.compression)
@@ -177,6 +183,14 @@ class CommunicatorOptions:
                 "communicator='leader' concerns sums in host memory"
             )
         return lambda: nccl.limited_options(MAX_CTAS)
+
+
+def _may_reduce_on_device(backend: str | None, find_unused_parameters: bool) -> bool:
+    """Return whether the communication hook may sum within a node on the GPUs, before the host sums between nodes.
+
+    NCCL must keep the order in which the hook issues the sums, and this order must be the same on all ranks.
+    """
+    return "nccl" in str(backend) and not find_unused_parameters and nccl.why_order_may_differ() is None
 
 
 def _compressible(module: nn.Module, compression: Compression) -> ParameterTable:

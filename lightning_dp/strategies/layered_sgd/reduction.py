@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_dp._private.torch_names import without_torch_function
+from lightning_dp._private.torch_names import call_after_backward, is_in_backward, without_torch_function
+from lightning_dp.collectives import streams
 from lightning_dp.collectives.compression.stages import CompressedAllReduce
 from lightning_dp.strategies.layered_sgd.fork_guard import ForkGuard
 from lightning_dp.strategies.layered_sgd.gradient_sum import GradientCommunicator, GradientSum
@@ -44,6 +45,10 @@ class LayeredReduction:
         self._stale_uses = StaleUseDetector()
         self._of_this_backward = ExitStack()
         self.is_in_backward = False
+        self._will_release = False
+        self._issue_order = communicator.issue_order
+        # In one forward parameters stay watched until they are used, also if another use has updated them.
+        self._is_measuring = False
         self._fork_guard = ForkGuard(self.updates.lock, self.bring_up_to_date)
         self._load_hooks: dict[Optimizer, Any] = {}
 
@@ -66,16 +71,26 @@ class LayeredReduction:
         reduction = self._communicator.submit(bucket.index(), buffer, parameters)
         self._reductions.update(dict.fromkeys(parameters, reduction))
         self._watch.add(parameters)
-        done: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=[buffer.device] if buffer.device.type == "cuda" else None
-        )
+        if not self._will_release and is_in_backward():
+            # Not as late as `end_backward`: before that Lightning calls `on_after_backward`, which may read gradients.
+            self._will_release = True
+            call_after_backward(self._release)
+        done = streams.new_future(buffer.device)
         done.set_result(buffer)
         return done
+
+    @torch.compiler.disable
+    def _release(self) -> None:
+        """Release the buckets that the communicator has held back until the end of backward."""
+        self._will_release = False
+        self._communicator.release()
 
     @torch.compiler.disable
     def begin_backward(self, loss: Tensor) -> None:
         """Free the buckets, which backward is going to refill, and start to check for uses of stale parameters."""
         self._of_this_backward.close()  # an earlier backward may have raised
+        self._is_measuring = False
+        self._will_release = False
         self.bring_up_to_date()
         self._reductions.clear()
         with self.updates.lock:  # another thread may be about to use a suspect
@@ -84,10 +99,10 @@ class LayeredReduction:
 
     @torch.compiler.disable
     def end_backward(self) -> None:
-        """Release the buckets that the communicator has held back until the end of backward (``overlap="load"``)."""
+        """End what `begin_backward` has begun."""
         self._of_this_backward.close()
         self.is_in_backward = False
-        self._communicator.release()
+        self._release()
 
     def stage(self, optimizer: Optimizer, whole_step: Callable[[], Any] | None) -> None:
         """Postpone a step of ``optimizer`` until its parameters are used; see `PendingUpdates.stage`."""
@@ -136,6 +151,9 @@ class LayeredReduction:
         with self.updates.lock:  # another thread may use a suspect meanwhile
             self._watch.remove(parameter for parameter in self._stale_uses.suspects if parameter not in self.updates)
             self._stale_uses.begin_forward()
+            if self.updates and self._issue_order is not None and not self._issue_order.is_measured:
+                self._is_measuring = True
+                self._watch.add(self._reductions)
 
     def before_forward(self) -> None:
         """Prepare for DDP rebuilding its buckets.
@@ -188,6 +206,8 @@ class LayeredReduction:
 
     def _before_use(self, parameter: Tensor) -> None:
         with self.updates.lock:
+            if self._is_measuring and self._issue_order is not None:
+                self._issue_order.note_use(parameter)
             if parameter in self.updates:
                 self._apply_for(parameter)
             elif parameter not in self._stale_uses.suspects and parameter in self._reductions:
@@ -200,6 +220,8 @@ class LayeredReduction:
 
     def _apply_for(self, parameter: Tensor) -> None:
         updated = self.updates.apply_for(parameter)
+        if self._is_measuring:
+            self._watch.add(parameter for parameter in updated if parameter in self._reductions)
         # Suspects stay watched until they are used: an unseen use before this has read old values.
         suspects = self._stale_uses.suspects
         if suspects:

@@ -51,8 +51,9 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         all_reduce: the algorithm between groups: ``"native"``, the backend's, or ``"ring"``, this package's.
         communicator_device: where gradients are summed. ``"gpu"``: where they are, by the job's backend: reduce-scatter
             in the group, all-reduce of each rank's shard between groups, all-gather. ``"cpu"``: in host memory, over
-            gloo, as published; a GPU's buckets are copied to pinned memory. ``"auto"``: ``"gpu"`` on NCCL, without
-            ``compression`` and ring; else ``"cpu"``.
+            gloo, as published; what a GPU's rank sums between groups is copied to pinned memory, after NCCL, if it is
+            used, has reduced within groups. ``"auto"``: ``"gpu"`` on NCCL, without ``compression`` and ring; else
+            ``"cpu"``.
         compression: of the stage between groups: None, exact; ``"bf16"`` or ``"fp16"``, rounded to 16 bits; ``"int8"``
             or `PowerSGD`, with error feedback, which is in checkpoints. All but None give up synchronous SGD's result.
         **ddp_kwargs: options of DDPStrategy and DistributedDataParallel. With several groups, ``bucket_cap_mb``

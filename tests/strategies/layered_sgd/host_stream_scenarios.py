@@ -46,6 +46,7 @@ class Stages:
     """In place of `HierarchicalAllReduce`: multiplies by 2, 3 and 5. Notes the order, and holds until let go."""
 
     FACTOR = 30
+    reduces_on_device = False
 
     def __init__(self) -> None:
         self.may_reduce = threading.Event()

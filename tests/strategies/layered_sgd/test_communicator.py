@@ -19,6 +19,8 @@ CPU = torch.device("cpu")
 class Recorder:
     """In place of the hierarchical all-reduce: notes the order, and holds the first bucket until it is let go."""
 
+    reduces_on_device = False
+
     def __init__(self) -> None:
         self.let_go = threading.Event()
         self.order: list[int] = []
@@ -160,4 +162,33 @@ def test_a_sum_comes_back_once_so_that_what_is_done_to_it_stays():
     bucket.buffer.fill_(1)  # clipped, say
     bucket.wait()
     assert bucket.buffer == 1
+    communicator.close()
+
+
+def test_two_threads_may_wait_for_one_bucket():
+    """A callback may use a parameter in a thread of its own, while the training thread waits for the gradients."""
+    others: list[threading.Thread] = []
+
+    class Broadcast:
+        """While the first thread waits for it, a second one comes."""
+
+        def wait(self):
+            if not others:
+                others.append(threading.Thread(target=bucket.wait))
+                others[0].start()
+                others[0].join(0.2)  # ends if nobody holds it up
+
+        def get_future(self):
+            return torch.futures.Future()
+
+    class Broadcasting(Passing):
+        def intra_group_broadcast(self, buffer):
+            return [Broadcast()]
+
+    communicator = Communicator(Broadcasting(), False, timedelta(seconds=20), CPU, on_host=True)
+    bucket = communicator.submit(0, torch.tensor(3.0))
+    communicator.release()
+    bucket.wait()
+    others[0].join(10)
+    assert bucket.buffer == 30
     communicator.close()

@@ -19,7 +19,7 @@ from lightning_dp.strategies.layered_sgd.compression_checkpoint import KEY
 from tests.collectives.compression import oracle
 from tests.ranks import RankError, run_processes
 from tests.strategies.layered_sgd.modules import fit, layered
-from tests.strategies.layered_sgd.test_host_communicator import OnHost
+from tests.strategies.layered_sgd.test_host_communicator import OnHost, ReducesFirst
 from tests.strategies.modules import Net, assert_same, data, trainer
 
 STEPS = 8
@@ -66,13 +66,16 @@ def compare(rank, drop_feedback=False):
     if drop_feedback:
         Int8.__init__.__defaults__ = (False,)
     expected = {choice: dict(play(choice, 4, 2).state_dict()) for choice in ("int8", POWER_SGD)}
-    for choice, communicator, overlap, on_host in (
-        ("int8", "leader", "step", False),
-        ("int8", "sharded", "load", False),
-        ("int8", "sharded", "step", True),
-        (POWER_SGD, "leader", "step", False),
+    for choice, communicator, overlap, on_host, reduces_first in (
+        ("int8", "leader", "step", False, False),
+        ("int8", "sharded", "load", False, False),
+        ("int8", "sharded", "step", True, False),
+        ("int8", "sharded", "step", True, True),
+        (POWER_SGD, "leader", "step", False, False),
+        (POWER_SGD, "leader", "load", True, True),
     ):
         options.Communicator = OnHost if on_host else OnHost.__base__
+        options.HierarchicalAllReduce = ReducesFirst if reduces_first else ReducesFirst.__base__
         strategy = layered(2, communicator, overlap, compression=choice)
         module, _ = fit(strategy, 4, max_steps=STEPS)
         assert_same(dict(module.state_dict()), expected[choice], rtol=1e-9)

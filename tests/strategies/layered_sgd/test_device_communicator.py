@@ -156,10 +156,10 @@ GPUS = [torch.device("cuda", index) for index in range(2)]
         ({}, GPUS, "nccl", "1"),
         ({}, GPUS, "gloo", None),
         ({}, [CPU, CPU], None, None),
-        ({"communicator_device": "cpu"}, GPUS, None, None),
+        ({"communicator_device": "cpu"}, GPUS, None, "1"),
     ],
 )
-def test_the_launch_order_is_requested_where_nccl_sums(options, devices, backend, expected, monkeypatch):
+def test_the_launch_order_is_requested_where_nccl_takes_part(options, devices, backend, expected, monkeypatch):
     monkeypatch.delenv(nccl.LAUNCH_ORDER, raising=False)
     LayeredSGDStrategy(**options)._options.prepare_environment(devices, backend)
     assert os.environ.get(nccl.LAUNCH_ORDER) == expected

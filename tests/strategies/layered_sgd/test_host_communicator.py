@@ -14,6 +14,8 @@ import torch
 from lightning_fabric.utilities.warnings import PossibleUserWarning
 from pytorch_lightning.strategies import DDPStrategy
 
+from lightning_dp.collectives import nccl
+from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
 from lightning_dp.collectives.host_copy import HostCopy
 from lightning_dp.strategies import LayeredSGDStrategy
 from lightning_dp.strategies.layered_sgd import options as layered_sgd
@@ -34,6 +36,13 @@ class OnHost(Communicator):
     def __init__(self, collective, prioritized, timeout, device, on_host, on_stage, compressed):
         assert not on_host, "on a CPU there is nothing to copy"
         super().__init__(collective, prioritized, timeout, device, True, on_stage, compressed)
+
+
+class ReducesFirst(HierarchicalAllReduce):
+    """Reduces within groups in the communication hook, as NCCL does it. The rest is done by gloo in a thread."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments[:-1], True)
 
 
 def layered(group_size: int = 1, **options: Any) -> LayeredSGDStrategy:
@@ -94,6 +103,41 @@ def compare_with_ddp(rank, world_size, group_size, case):
 @pytest.mark.parametrize("case", CASES)
 def test_equals_ddp(case):
     run_processes(4, compare_with_ddp, 4, 2, case, timeout=120)
+
+
+def compare_reduced_first(rank, lost):
+    layered_sgd.HierarchicalAllReduce = ReducesFirst
+    if lost:
+        ReducesFirst.reduce_on_device = lambda self, buffer: slice(None)
+    compare_with_ddp(rank, 4, 2, "clip, accumulate")
+
+
+def test_equals_ddp_if_groups_are_reduced_before_the_carriers_copy_their_part():
+    run_processes(4, compare_reduced_first, False, timeout=120)
+
+
+def test_differs_from_ddp_if_groups_are_not_reduced():
+    with pytest.raises(RankError, match="first.weight"):
+        run_processes(4, compare_reduced_first, True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("backend", "find_unused_parameters", "version", "expected"),
+    [
+        ("nccl", False, (2, 26, 2), True),
+        ("cpu:gloo,cuda:nccl", False, (2, 26, 2), True),
+        ("gloo", False, (2, 26, 2), False),
+        (None, False, (2, 26, 2), False),
+        ("nccl", True, (2, 26, 2), False),
+        ("nccl", False, (2, 25, 1), False),
+    ],
+)
+def test_groups_are_reduced_on_gpus_where_nccl_keeps_the_order_of_the_hooks(
+    backend, find_unused_parameters, version, expected, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    monkeypatch.setenv(nccl.LAUNCH_ORDER, "1")
+    assert layered_sgd._may_reduce_on_device(backend, find_unused_parameters) == expected
 
 
 def compare_without_copying_back(rank):

@@ -23,6 +23,7 @@ class Communicator:
     """Makes buckets whose sums are there when somebody waits for them, or have arrived before."""
 
     compressed = None
+    issue_order = None
 
     def __init__(self) -> None:
         self.buckets: list[AskedBucket] = []

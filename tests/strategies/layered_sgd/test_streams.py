@@ -12,6 +12,11 @@ from lightning_dp.strategies.layered_sgd import bucket, communicator, device_com
 from tests.emulated_device.machine import Machine
 from tests.emulated_device.mutations import Mutation, applied, mutations
 from tests.strategies.layered_sgd.device_stream_scenarios import close_in_flight, drop_in_flight, sum_on_the_device
+from tests.strategies.layered_sgd.group_stream_scenarios import (
+    close_while_reducing,
+    drop_what_is_reduced,
+    reduce_on_the_devices,
+)
 from tests.strategies.layered_sgd.host_stream_scenarios import (
     free_what_is_copied_back,
     sum_on_the_host,
@@ -22,6 +27,10 @@ SCENARIOS: dict[str, Callable[[Machine, Any], None]] = {
     "host, after backward": lambda machine, patch: sum_on_the_host(machine, patch, False),
     "host, by priority": lambda machine, patch: sum_on_the_host(machine, patch, True),
     "host, freed": free_what_is_copied_back,
+    "host, leaders' copies": lambda machine, patch: reduce_on_the_devices(machine, patch, "leader"),
+    "host, shards' copies": lambda machine, patch: reduce_on_the_devices(machine, patch, "sharded"),
+    "host, dropped": drop_what_is_reduced,
+    "host, closed": close_while_reducing,
     "device, in backward": lambda machine, patch: sum_on_the_device(machine, patch, True),
     "device, after backward": lambda machine, patch: sum_on_the_device(machine, patch, False),
     "device, dropped": drop_in_flight,
@@ -67,4 +76,4 @@ def test_every_wait_matters(mutation: Mutation):
 
 def test_the_mutations_are_those_that_are_expected():
     """A wait that is written in another way would not be found."""
-    assert len(MUTATIONS) == 33
+    assert len(MUTATIONS) == 35
