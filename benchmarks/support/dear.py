@@ -26,6 +26,7 @@ from lightning_dp.collectives.ring_schedule import run_ring
 from lightning_dp.collectives.topology import RankTopology
 from lightning_dp.strategies import LayeredSGDStrategy
 from lightning_dp.strategies.layered_sgd.gradient_sum import GradientCommunicator
+from lightning_dp.strategies.layered_sgd.issue_order import IssueOrder
 from lightning_dp.strategies.layered_sgd.options import CommunicatorOptions
 
 
@@ -71,6 +72,7 @@ class RingHalves:
     """
 
     compressed: CompressedAllReduce | None = None  # sums are exact
+    issue_order: IssueOrder | None = None  # the order of `release` is fixed
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
