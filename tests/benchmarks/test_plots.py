@@ -13,7 +13,9 @@ import layered_sgd_throughput
 import pytest
 from support.bars import Bar, draw_bars
 from support.data_parallel_methods import methods
+from support.data_parallel_report import Measured, draw_step_times
 from support.headless import pyplot
+from support.host_jobs import Job
 from support.hybrid_stages import COLORS, draw_step
 from support.layered_sgd_parts import INTER_GROUP_ALL_REDUCE, WAIT
 from support.spread import Spread, min_max
@@ -87,8 +89,9 @@ def test_layered_sgd_throughput_marks_what_is_not_exact(figures, tmp_path):
         "difference": {name: [1e-6] for name in rows},
         "shapes": [[1024, 1024], [1024]],
     }
-    results = dict.fromkeys(("200mbit", "1gbit", "none"), result)
-    layered_sgd_throughput.draw(options, 2, 2, results, tmp_path / "plot.png", "title")
+    jobs = [Job(options, 2, 2, rate) for rate in ("200mbit", "1gbit", "none")]
+    measured = {job.network: Measured(job, result, local_s=0.25) for job in jobs}
+    draw_step_times(measured, rows, tmp_path / "plot.png", "title")
     (figure,) = figures
     shown = [axes for axes in figure.axes if axes.get_visible()]
     assert [axes.get_title() for axes in shown] == ["200 Mbit/s", "1 Gbit/s", "unlimited rate"]
