@@ -150,7 +150,8 @@ def test_60_random_programs():
     assert min(counts) > 60 * 20, "the programs issue many collectives"
 
 
-SEEN = "the ranks wait for each other|Timed out|Application timeout|Connection closed|died with exit code"
+# Depending on which ranks are ahead, gloo also adds two collectives of one size to each other: then the numbers differ.
+SEEN = "the ranks wait for each other|Timed out|Application timeout|Connection closed|died with exit code|are not close"
 
 
 @pytest.mark.parametrize(
