@@ -145,7 +145,7 @@ def assert_close_in_16_bits(actual: Result, expected: Result) -> None:
 
 @pytest.mark.filterwarnings("ignore:Found .* in eval mode")
 def test_each_equals_one_process():
-    of_ranks = run_processes(2, _cases, 2, timeout=120)
+    of_ranks = run_processes(2, _cases, 2, timeout=600)
     plain = fit_with(all_batches(2), "auto", 1, StepNet, {})
     for name, (net, options) in CASES.items():
         expected = fit_with(all_batches(2), "auto", 1, net, options)
