@@ -234,8 +234,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.error(f"--hosts {arguments.hosts} and --per-host {arguments.per_host} must be of equal length")
     for rate in [*arguments.rates, *filter(None, [arguments.slow_host])]:
         bytes_per_s(rate)  # raises for one that tc would not take
-    if arguments.delay_ms < 0:
-        options.error(f"--delay-ms {arguments.delay_ms:g} is negative; use 0 for none")
+    if not 0 <= arguments.delay_ms < float("inf"):
+        options.error(f"--delay-ms {arguments.delay_ms:g} is not a time of 0 or more; use 0 for none")
     run_benchmark(arguments, worker, report)
 
 

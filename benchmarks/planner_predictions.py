@@ -235,10 +235,11 @@ def simulation_s(num_ranks: int) -> dict[str, float]:
     workload = Workload.uniform(gradient_bytes=25.5e6, forward_s=0.05, backward_s=0.1, load_s=0.1)
     workload = replace(workload, jitter=0.05)
     seconds = {}
-    for name in (name for name, method in METHODS.items() if method.family != "hybrid"):
-        start_s = time.process_time()
-        simulate(workload, network, num_ranks, name)
-        seconds[name] = time.process_time() - start_s
+    for name, method in METHODS.items():
+        if method.family != "hybrid":
+            start_s = time.process_time()
+            simulate(workload, network, num_ranks, name)
+            seconds[name] = time.process_time() - start_s
     return seconds
 
 
@@ -266,7 +267,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = parse(parser(), SMOKE, argv)
+    options = parser()
+    arguments = parse(options, SMOKE, argv)
+    if arguments.ranks < 1:
+        options.error(f"--ranks {arguments.ranks} is not a number of ranks; give 1 or more")
     folder = output_folder(arguments)
     points = all_points()
     rows = []

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
+
+import pytest
+
+from tests.emulated_device.machine import Machine
 
 # Calls by the name of the function or method.
 NAMES = {
@@ -127,3 +131,13 @@ def _function(module: ModuleType, name: str) -> FunctionType:
         found = inspect.getattr_static(found, part)
     found = getattr(found, "fget", found)
     return inspect.unwrap(found)
+
+
+def fails(scenario: Callable[[Machine, Any], None]) -> bool:
+    """Return whether the scenario fails on a device that is as late as it may be."""
+    with pytest.MonkeyPatch.context() as patch:
+        try:
+            scenario(Machine(), patch)
+        except Exception:  # whatever a wait that is missing leads to
+            return True
+    return False

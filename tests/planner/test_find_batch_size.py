@@ -47,14 +47,14 @@ def trials_of_rank(rank, group, limits):
 
 
 def test_ranks_agree_if_one_of_them_is_out_of_memory():
-    first, second, third = run_threads(3, trials_of_rank, (1000, 32, 64), timeout=60)
+    first, second, third = run_threads(3, trials_of_rank, (1000, 32, 64))
     assert first == second == third
     assert (list(first.images_per_s), first.too_large) == ([8, 16], 32)
 
 
 def test_if_nothing_fits_all_ranks_say_so():
     with pytest.raises(RankError) as caught:
-        run_threads(2, trials_of_rank, (1000, 8), timeout=60)
+        run_threads(2, trials_of_rank, (1000, 8))
     assert str(caught.value).count("not even 8 images per rank fit") >= 2
 
 
@@ -68,7 +68,7 @@ def failing(rank, group):
 
 def test_another_error_ends_the_trials_of_all_ranks():
     with pytest.raises(RankError) as caught:
-        run_threads(2, failing, timeout=60)
+        run_threads(2, failing)
     assert "batch size 16 raised an error on another rank" in str(caught.value)
     assert "KeyError: 'a mistake'" in str(caught.value)
 
@@ -79,7 +79,7 @@ def different(rank, group):
 
 def test_different_sizes_are_refused_on_all_ranks():
     with pytest.raises(RankError) as caught:
-        run_threads(2, different, timeout=60)
+        run_threads(2, different)
     assert str(caught.value).count("differ between the ranks") >= 2
 
 

@@ -6,11 +6,14 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_dp.recompute import tape
 
 
 class OperatorCounts(TorchDispatchMode):
@@ -47,6 +50,20 @@ class Operators(OperatorCounts):
     def living_bytes(self) -> int:
         self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
         return sum(num_bytes for _, num_bytes in self.storages.values())
+
+
+def count_closures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets, for each search for what must run again, the number of calls that it found."""
+    visited: list[int] = []
+    closure = tape.closure
+
+    def counted(*args: Any) -> Any:
+        calls, sources = closure(*args)
+        visited.append(len(calls))
+        return calls, sources
+
+    monkeypatch.setattr(tape, "closure", counted)
+    return visited
 
 
 def counted_step(model: nn.Module, loss_of: Any) -> tuple[Counter[str], Counter[str], int, int]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_dp.recompute import RecomputePlan, apply_recompute, plan_recompute
 from tests.ranks import run_processes
-from tests.recompute.counting import Operators, differing, recomputed, state_of
+from tests.recompute.counting import Operators, count_closures, differing, recomputed, state_of
 
 
 class Model(nn.Module):
@@ -159,17 +159,7 @@ def test_several_backward_passes_in_one_step_hold_the_memory_of_one(policy):
 
 
 def test_a_long_loop_is_recorded_in_linear_time(monkeypatch):
-    from lightning_dp.recompute import tape
-
-    visited = []
-    closure = tape.closure
-
-    def counted(*args):
-        calls, sources = closure(*args)
-        visited.append(len(calls))
-        return calls, sources
-
-    monkeypatch.setattr(tape, "closure", counted)
+    visited = count_closures(monkeypatch)
     model = nn.GRUCell(8, 8)
     model.forward = lambda x: _loop(model, x)
     apply_recompute(model, "sublinear")

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from lightning_dp.recompute import activation_bytes, apply_recompute, plan_recompute, tape
+from lightning_dp.recompute import activation_bytes, apply_recompute, plan_recompute
 from lightning_dp.recompute.policies import Cheap
-from tests.recompute.counting import OperatorCounts, differing, state_of
+from tests.recompute.counting import OperatorCounts, count_closures, differing, state_of
 from tests.recompute.models import batch, build
 
 POLICIES = ("cheap", "sublinear")
@@ -148,13 +148,7 @@ def test_a_loop_that_backward_reads_at_each_step_runs_again_in_linear_time():
 
 
 def test_a_long_chain_that_backward_does_not_need_is_searched_to_its_limit_alone(monkeypatch):
-    visited = []
-    closure = tape.closure
-
-    def counted(*args):
-        calls, sources = closure(*args)
-        visited.append(len(calls))
-        return calls, sources
+    visited = count_closures(monkeypatch)
 
     def chain(model: Model, x: Tensor) -> Tensor:
         for _ in range(60):
@@ -162,7 +156,6 @@ def test_a_long_chain_that_backward_does_not_need_is_searched_to_its_limit_alone
             out = torch.sigmoid(x + model.first.bias)
         return out
 
-    monkeypatch.setattr(tape, "closure", counted)
     model = Model(chain)
     apply_recompute(model, "cheap")
     model(numbers(0, 64, 16))

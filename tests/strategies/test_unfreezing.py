@@ -141,7 +141,7 @@ def test_equals_one_process(name):
     make, callback, _ = CASES[name]
     module = make()
     t = fit_on_one_process(module, [] if callback is None else [callback()])
-    run_processes(2, compare, name, snapshot(module, t), timeout=120)
+    run_processes(2, compare, name, snapshot(module, t))
 
 
 def drift(rank):
@@ -190,7 +190,7 @@ def unfreeze_on_one_rank(rank):
 
 def test_unfreezing_on_one_rank_alone_ends_with_an_error_within_the_timeout():
     with pytest.raises(RankError, match="failed: one of these ranks has died, or has been silent"):
-        run_processes(2, unfreeze_on_one_rank, timeout=60)
+        run_processes(2, unfreeze_on_one_rank)
 
 
 def test_a_frozen_parameter_that_is_averaged_with_gradients_enabled_is_not_unfrozen():

@@ -18,11 +18,10 @@ from lightning_dp.collectives.compression.stages import CompressedAllReduce
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
 from lightning_dp.collectives.tracing import OnStage
 from lightning_dp.strategies.layered_sgd.bucket import BucketReduction, blame
+from lightning_dp.strategies.layered_sgd.gradient_sum import CLOSE_LIMIT_S
 from lightning_dp.strategies.layered_sgd.issue_order import IssueOrder
 
 NO_BUCKET = -1
-# How long `close` waits for the thread, and for what is queued on the device. With a dead peer neither need ever end.
-CLOSE_LIMIT_S = 5.0
 
 
 class _Choice:

@@ -19,10 +19,8 @@ from lightning_dp.collectives.compression.stages import CompressedAllReduce
 from lightning_dp.collectives.device_all_reduce import DeviceAllReduce
 from lightning_dp.collectives.tracing import OnStage
 from lightning_dp.strategies.layered_sgd.bucket import WAIT, blame
+from lightning_dp.strategies.layered_sgd.gradient_sum import CLOSE_LIMIT_S
 from lightning_dp.strategies.layered_sgd.issue_order import IssueOrder
-
-# How long `close` waits for collectives that are under way. With a dead peer they never end.
-CLOSE_LIMIT_S = 5.0
 
 
 class DeviceSum:

@@ -10,6 +10,10 @@ from torch import Tensor
 from lightning_dp.collectives.compression.stages import CompressedAllReduce
 from lightning_dp.strategies.layered_sgd.issue_order import IssueOrder
 
+# How long `GradientCommunicator.close` waits for what is under way, in its thread and on the device. With a dead peer
+# it need never end.
+CLOSE_LIMIT_S = 5.0
+
 
 class GradientSum(Protocol):
     """The sum of one gradient bucket over all ranks, which may be under way."""

@@ -167,7 +167,7 @@ def _unequal(rank: int, shorter: int) -> str:
 @pytest.mark.parametrize("shorter", [0, 1])
 def test_ranks_with_different_numbers_of_batches_are_told_so_at_once(shorter):
     # Long before the strategy's timeout. Where one rank raises first, the other may find it gone.
-    said = run_processes(2, _unequal, shorter, timeout=60)
+    said = run_processes(2, _unequal, shorter)
     assert any("Ranks whose loaders have different numbers of batches do so, too" in text for text in said)
 
 

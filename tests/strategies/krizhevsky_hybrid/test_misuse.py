@@ -177,7 +177,7 @@ def _refused(rank: int, scheme: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("scheme", ["a", "c"])
 def test_what_would_go_wrong_silently(scheme):
-    for said in run_processes(2, _refused, scheme, timeout=120):
+    for said in run_processes(2, _refused, scheme):
         for name, (_, message) in REFUSED.items():
             assert message in said[name]
 

@@ -194,10 +194,10 @@ def check_on_gpus(of_ranks: list[list[dict[str, Tensor]]], world_size: int) -> N
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_several_ranks_on_one_gpu():
     """Over gloo, for NCCL refuses two ranks on one device; each rank is a node of its own."""
-    check_on_gpus(run_processes(2, _on_gpus, 2, "gloo", 2, num_nodes=2, timeout=180), 2)
+    check_on_gpus(run_processes(2, _on_gpus, 2, "gloo", 2, num_nodes=2), 2)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_gpus_over_nccl():
-    check_on_gpus(run_processes(2, _on_gpus, 2, "nccl", 1, timeout=180), 2)
+    check_on_gpus(run_processes(2, _on_gpus, 2, "nccl", 1), 2)

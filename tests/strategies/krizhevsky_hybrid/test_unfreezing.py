@@ -90,7 +90,7 @@ def _all(rank: int) -> list[Result]:
 
 
 def test_equals_one_process():
-    of_ranks = run_processes(2, _all, timeout=120)
+    of_ranks = run_processes(2, _all)
     for index, net in enumerate(NETS):
         expected = run("auto", 1, net, all_batches(2, STEPS))
         for of_rank in of_ranks:

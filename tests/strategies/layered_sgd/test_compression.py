@@ -86,12 +86,12 @@ def compare(rank, drop_feedback=False):
 
 
 def test_parameters_are_those_of_one_process_that_plays_all_groups():
-    run_processes(4, compare, timeout=120)
+    run_processes(4, compare)
 
 
 def test_they_are_not_if_error_feedback_is_dropped():
     with pytest.raises(RankError, match="first.weight"):
-        run_processes(4, compare, True, timeout=120)
+        run_processes(4, compare, True)
 
 
 # --- checkpoints ---
@@ -160,12 +160,12 @@ def resume(rank, folder, restore=True):
 
 
 def test_a_resumed_training_continues_with_the_same_bits(tmp_path):
-    run_processes(2, resume, str(tmp_path), timeout=120)
+    run_processes(2, resume, str(tmp_path))
 
 
 def test_it_does_not_if_residuals_are_not_restored(tmp_path):
     with pytest.raises(RankError, match="int8: .* is not bitwise identical"):
-        run_processes(2, resume, str(tmp_path), False, timeout=120)
+        run_processes(2, resume, str(tmp_path), False)
 
 
 # --- refusals ---

@@ -97,7 +97,7 @@ def compare_with_ddp(rank):
 
 
 def test_equals_ddp():
-    run_processes(4, compare_with_ddp, timeout=120)
+    run_processes(4, compare_with_ddp)
 
 
 class Peeking(Net):

@@ -42,14 +42,14 @@ def compare_with_ddp(rank, world_size, group_size, variants, overlaps=OVERLAPS, 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_equals_ddp(variant):
-    run_processes(4, compare_with_ddp, 4, 2, [variant], timeout=120)
+    run_processes(4, compare_with_ddp, 4, 2, [variant])
 
 
 @pytest.mark.parametrize(
     ("world_size", "group_size"), [(2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 4)], ids=lambda n: str(n)
 )
 def test_equals_ddp_in_every_topology(world_size, group_size):
-    run_processes(world_size, compare_with_ddp, world_size, group_size, ["momentum", "adamw"], timeout=120)
+    run_processes(world_size, compare_with_ddp, world_size, group_size, ["momentum", "adamw"])
 
 
 @pytest.mark.slow

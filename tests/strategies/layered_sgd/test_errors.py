@@ -33,7 +33,7 @@ def outlive_a_peer(rank, group_size):
 
 def test_a_dead_peer_is_named():
     with pytest.raises(RankError) as caught:
-        run_processes(2, outlive_a_peer, 1, timeout=60)
+        run_processes(2, outlive_a_peer, 1)
     # Which of the two it is is a matter of time: the reduction, or the agreement on the next bucket.
     said = (
         r"survived: the (sum|order) of .*, between rank 0 and rank 1 \(group 1\), failed: one of these ranks has died"

@@ -102,7 +102,7 @@ def compare_with_ddp(rank, world_size, group_size, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_equals_ddp(case):
-    run_processes(4, compare_with_ddp, 4, 2, case, timeout=120)
+    run_processes(4, compare_with_ddp, 4, 2, case)
 
 
 def compare_reduced_first(rank, lost):
@@ -113,12 +113,12 @@ def compare_reduced_first(rank, lost):
 
 
 def test_equals_ddp_if_groups_are_reduced_before_the_carriers_copy_their_part():
-    run_processes(4, compare_reduced_first, False, timeout=120)
+    run_processes(4, compare_reduced_first, False)
 
 
 def test_differs_from_ddp_if_groups_are_not_reduced():
     with pytest.raises(RankError, match="first.weight"):
-        run_processes(4, compare_reduced_first, True, timeout=120)
+        run_processes(4, compare_reduced_first, True)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def outlive_a_peer(rank):
 
 def test_a_dead_peer_is_named():
     with pytest.raises(RankError) as caught:
-        run_processes(2, outlive_a_peer, timeout=60)
+        run_processes(2, outlive_a_peer)
     said = (
         r"survived: the (sum|order) of .*, between rank 0 and rank 1 \(group 1\), failed: one of these ranks has died"
     )
@@ -210,13 +210,11 @@ def compare_on_gpus(rank, world_size, backend, communicator_device, one_device):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_equals_ddp_on_one_gpu(world_size, communicator_device):
     """Over gloo, for NCCL refuses two ranks on one device."""
-    run_processes(
-        world_size, compare_on_gpus, world_size, "gloo", communicator_device, True, num_nodes=world_size, timeout=180
-    )
+    run_processes(world_size, compare_on_gpus, world_size, "gloo", communicator_device, True, num_nodes=world_size)
 
 
 @gpu
 @needs_two_gpus
 @pytest.mark.parametrize("communicator_device", ["cpu", "auto"])
 def test_equals_ddp_with_nccl(communicator_device):
-    run_processes(2, compare_on_gpus, 2, "nccl", communicator_device, False, timeout=180)
+    run_processes(2, compare_on_gpus, 2, "nccl", communicator_device, False)

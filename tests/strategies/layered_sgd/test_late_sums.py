@@ -11,15 +11,14 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import WeightAveraging
-from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 
 from lightning_dp.strategies.layered_sgd.reduction import LayeredReduction
 from tests.ranks import RankError, run_processes
 from tests.strategies.layered_sgd.late_sums import sum_late
-from tests.strategies.layered_sgd.modules import OVERLAPS, Unused, layered
-from tests.strategies.layered_sgd.user_cases import Case, Manual, fit
-from tests.strategies.modules import Net, assert_same, data, snapshot
+from tests.strategies.layered_sgd.modules import OVERLAPS, Unused
+from tests.strategies.layered_sgd.user_cases import Case, Manual, compare
+from tests.strategies.modules import Net, data
 
 UNUSED = {"ddp": {"find_unused_parameters": True}}
 
@@ -112,34 +111,22 @@ CASES: dict[str, Case] = {
 }
 
 
-def compare(rank, names, break_it=False):
+def compare_late(rank, names, break_it=False):
     made = sum_late()
     if break_it:
         LayeredReduction.wait_for_gradients = lambda self: None
     for name in names:
         try:
-            compare_case(CASES[name])
+            compare(CASES[name])
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
     assert len(made) == len(names) * len(OVERLAPS)
 
 
-def compare_case(case):
-    make, callbacks, options = case
-    options = dict(options)
-    ddp_options = options.pop("ddp", {})
-    module = make()
-    expected = snapshot(module, fit(DDPStrategy(**ddp_options), module, [each() for each in callbacks], **options))
-    for overlap in OVERLAPS:
-        module = make()
-        t = fit(layered(overlap=overlap, **ddp_options), module, [each() for each in callbacks], **options)
-        assert_same(snapshot(module, t), expected)
-
-
 def test_equals_ddp():
-    run_processes(2, compare, list(CASES), timeout=120)
+    run_processes(2, compare_late, list(CASES))
 
 
 def test_a_wait_that_is_left_out_is_seen():
     with pytest.raises(RankError, match="first.weight|was changed while it was summed"):
-        run_processes(2, compare, ["in place"], True, timeout=120)
+        run_processes(2, compare_late, ["in place"], True)

@@ -209,5 +209,5 @@ def compare_compiled(rank, make):
 
 @pytest.mark.parametrize("make", [Net, ManualNet])
 def test_a_compiled_lightning_module(make):
-    for counts in run_processes(2, compare_compiled, make, timeout=120):
+    for counts in run_processes(2, compare_compiled, make):
         assert min(counts) >= 5, "nothing compiled was run"

@@ -169,4 +169,4 @@ def compare_compiled(rank):
 
 
 def test_compiled_parts():
-    run_processes(2, compare_compiled, timeout=120)
+    run_processes(2, compare_compiled)

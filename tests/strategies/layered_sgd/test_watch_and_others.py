@@ -86,7 +86,7 @@ def read_in_workers(rank):
 
 
 def test_forked_loader_workers_find_the_module_up_to_date_and_wait_for_nobody():
-    run_processes(2, read_in_workers, timeout=120)
+    run_processes(2, read_in_workers)
 
 
 def test_a_dead_end_is_named():
