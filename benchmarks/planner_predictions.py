@@ -236,7 +236,7 @@ def simulation_s(num_ranks: int) -> dict[str, float]:
     workload = replace(workload, jitter=0.05)
     seconds = {}
     for name, method in METHODS.items():
-        if method.family != "hybrid":
+        if method.applies_to(workload):  # without a head, batch norm and Memonger's plan
             start_s = time.process_time()
             simulate(workload, network, num_ranks, name)
             seconds[name] = time.process_time() - start_s

@@ -2,9 +2,10 @@
 
 python recipes/plan.py experiment=digits_resnet20 trainer.devices=2
 python recipes/plan.py experiment=cifar10_alexnet plan.gbit_per_s=1 plan.world_size=4
+python recipes/plan.py plan.gbit_per_s=0.2 plan.world_size=4 plan.method=layered_sgd_step_int8
 
-The run folder then holds plan.md, what is printed; plan.yaml, the fastest strategy that computes what DDP computes; and
-plan.png, step time against number of ranks.
+The run folder then holds plan.md, what is printed; plan.yaml, the fastest strategy that computes what DDP computes (or
+plan.method); and plan.png, step time against number of ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +51,16 @@ def make_callback(config: Config) -> Any:
         inter = Link(plan["latency_s"], 1e9 / 8 * plan["gbit_per_s"])
         intra = Link(plan["intra_latency_s"], 1e9 / 8 * plan["intra_gbit_per_s"])
         network = Network(inter, intra, plan["ranks_per_node"])
-    return Diagnose(plan["num_steps"], plan["max_s"], network, plan["world_size"], config["run_dir"], stop=True)
+    return Diagnose(
+        plan["num_steps"],
+        plan["max_s"],
+        network,
+        plan["world_size"],
+        config["run_dir"],
+        stop=True,
+        method=plan["method"],
+        memonger=plan["memonger"],
+    )
 
 
 def measure(config: Config, logging_config: Config | None) -> str:

@@ -35,7 +35,7 @@ CONFIGURATION = {"hydra", "omegaconf"}
 NO_TORCH = {
     f"planner/{name}.py"
     for name in ("advice", "batch_size", "checks", "convolution", "events", "methods", "network", "profile", "scaling")
-} | {"planner/simulation.py", "planner/workload.py"}
+} | {f"planner/{name}.py" for name in ("messages", "overrides", "reasons", "simulation", "workload")}
 ONLY_TORCH = {"_private", "collectives", "layers", "recompute", "optim", "launch", "_rank_report"}
 
 

@@ -23,7 +23,7 @@ from lightning_dp.planner.scaling import (
 from lightning_dp.planner.simulation import StepTime, simulate
 from lightning_dp.planner.trace import Layer, LayerKind, trace_layers
 from lightning_dp.planner.trials import BatchSizeTrials, try_batch_sizes
-from lightning_dp.planner.workload import Block, Head, Workload
+from lightning_dp.planner.workload import Block, Head, Recomputation, Workload
 
 __all__ = [
     "METHODS",
@@ -46,6 +46,7 @@ __all__ = [
     "Method",
     "Network",
     "Prediction",
+    "Recomputation",
     "StepProfile",
     "StepTime",
     "Workload",

@@ -9,25 +9,13 @@ from pathlib import Path
 
 from lightning_dp.planner.methods import METHODS
 from lightning_dp.planner.network import Network
+from lightning_dp.planner.overrides import overrides_of
 from lightning_dp.planner.profile import StepProfile
+from lightning_dp.planner.reasons import reason
 from lightning_dp.planner.scaling import amdahl_efficiency
 from lightning_dp.planner.simulation import StepTime, simulate
-from lightning_dp.planner.workload import Workload
 
-# What `recipes/train.py` is told to use a method. The others are no option of the recipes.
-OVERRIDES = {
-    "ddp": ["strategy=ddp"],
-    "ddp_accumulate_4": ["strategy=ddp", "trainer.accumulate_grad_batches=4"],
-    "layered_sgd_load": ["strategy=layered_sgd", "strategy.overlap=load"],
-    "layered_sgd_step": ["strategy=layered_sgd", "strategy.overlap=step"],
-    "layered_sgd_step_sharded": ["strategy=layered_sgd", "strategy.overlap=step", "strategy.communicator=sharded"],
-    "hybrid_a": ["strategy=krizhevsky_hybrid", "strategy.scheme=a"],
-    "hybrid_b": ["strategy=krizhevsky_hybrid", "strategy.scheme=b"],
-    "hybrid_c": ["strategy=krizhevsky_hybrid", "strategy.scheme=c"],
-}
 PLAN_VERSION = 1
-# These change what is computed: larger batches, rounded gradients. They are compared, and not chosen.
-INEXACT = {"ddp_accumulate_4", "ddp_bf16", "layered_sgd_step_bf16"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +41,7 @@ class Diagnosis:
         profile: what was measured.
         network: the links, measured or given. None if one rank is asked about.
         world_size: number of ranks that the predictions are for.
-        predictions: the fastest first.
+        predictions: the most images per second first.
     """
 
     profile: StepProfile
@@ -64,8 +52,11 @@ class Diagnosis:
     @property
     def best(self) -> Prediction | None:
         """The fastest of the methods that compute what DDP computes, and that the recipes have."""
-        usable = [p for p in self.predictions if p.method in OVERRIDES and p.method not in INEXACT]
+        usable = [p for p in self.predictions if METHODS[p.method].is_exact and self._overrides(p.method)]
         return usable[0] if usable else None
+
+    def _overrides(self, method: str) -> list[str] | None:
+        return overrides_of(method, self.profile, self.world_size)
 
     def __str__(self) -> str:
         profile = self.profile
@@ -93,6 +84,8 @@ class Diagnosis:
         ]
         for p in self.predictions:
             lines.append(f"| {p.method} | {1e3 * p.time.step_s:.1f} | {p.time.images_per_s:.1f} | {p.reason} |")
+        if profile.why_no_recomputation:
+            lines += ["", f"Memonger is not among them: {profile.why_no_recomputation}"]
         if self.best is not None:
             lines += ["", f"Use {self.best.method}. {self.best.reason}"]
         return "\n".join(lines)
@@ -111,21 +104,31 @@ class Diagnosis:
         values = ", ".join(f"{amdahl_efficiency(size, ratio):.0%} on {size}" for size in sizes)
         return f"If it stayed so, efficiency would be {values} GPUs."
 
-    def save(self, path: str | Path) -> None:
-        """Write the plan: what to override in the recipes for the best method, and the figures behind it.
+    def save(self, path: str | Path, method: str | None = None) -> None:
+        """Write the plan: what to override in the recipes for a method, and the figures behind it.
 
         The file is YAML, in the part of it that is also JSON.
 
+        Args:
+            path: of the file.
+            method: one of the predicted methods, also one that changes what is computed. None: `best`.
+
         Raises:
-            ValueError: no method was predicted.
+            ValueError: no method was predicted, or not this one, or the recipes do not have it.
         """
         if self.best is None:
             raise ValueError("there is no plan: no method was predicted; use Diagnose(network=..., world_size=...)")
+        chosen = self.best
+        if method is not None:
+            known = {p.method: p for p in self.predictions if self._overrides(p.method)}
+            if method not in known:
+                raise ValueError(f"there is no plan for method={method!r}; use one of {', '.join(known)}")
+            chosen = known[method]
         values = {
             "version": PLAN_VERSION,
-            "overrides": OVERRIDES[self.best.method],
-            "method": self.best.method,
-            "reason": self.best.reason,
+            "overrides": self._overrides(chosen.method),
+            "method": chosen.method,
+            "reason": chosen.reason,
             "world_size": self.world_size,
             "measured_ms": {name: round(1e3 * seconds, 3) for name, seconds in self.profile.parts().items()},
             "predicted_ms": {p.method: round(1e3 * p.time.step_s, 3) for p in self.predictions},
@@ -134,6 +137,8 @@ class Diagnosis:
 
     def plot(self, path: str | Path, world_sizes: Sequence[int] | None = None) -> None:
         """Draw step time against number of ranks for each method. Needs matplotlib.
+
+        For a method with larger batches it is the time for as many images as the others have in a step.
 
         Raises:
             ValueError: no network is known.
@@ -147,14 +152,15 @@ class Diagnosis:
         figure = Figure(figsize=(7.2, 4.4), layout="constrained")
         axes = figure.subplots()
         for prediction in self.predictions:
-            times = [
-                1e3 * simulate(self.profile.workload(), self.network, size, prediction.method).step_s for size in sizes
+            rates = [
+                simulate(self.profile.workload(), self.network, size, prediction.method).images_per_s for size in sizes
             ]
+            times = [1e3 * size * self.profile.batch_size / rate for size, rate in zip(sizes, rates, strict=True)]
             axes.plot(sizes, times, "o-", markersize=3, label=prediction.method)
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.set_xlabel("ranks")
-        axes.set_ylabel("simulated step time (ms)")
+        axes.set_ylabel(f"simulated step time (ms), {self.profile.batch_size} images per rank")
         axes.set_ylim(bottom=0)
         axes.legend(fontsize=7)
         figure.savefig(path, dpi=120)
@@ -192,30 +198,9 @@ def make_diagnosis(profile: StepProfile, network: Network | None, world_size: in
     if network is None or size == 1:
         return Diagnosis(profile, network if size > 1 else None, size, ())
     workload = profile.workload()
-    names = [name for name, method in METHODS.items() if method.family != "hybrid" or workload.head is not None]
+    names = [name for name, method in METHODS.items() if method.applies_to(workload)]
     if network.num_nodes(size) == 1:
         names = [name for name in names if METHODS[name].family != "layered_sgd"]
     times = {name: simulate(workload, network, size, name) for name in names}
     predictions = [Prediction(name, time, reason(name, workload, network, size, time)) for name, time in times.items()]
-    return Diagnosis(profile, network, size, tuple(sorted(predictions, key=lambda p: p.time.step_s)))
-
-
-def reason(name: str, workload: Workload, network: Network, world_size: int, time: StepTime) -> str:
-    """Return a sentence: why a step of this method takes as long as it does."""
-    method = METHODS[name]
-    waits = f"waits {1e3 * time.waiting_s:.0f} ms of {1e3 * time.step_s:.0f} ms"
-    if method.family == "hybrid":
-        head = workload.head
-        assert head is not None
-        sent = 2 * (world_size - 1) * (head.feature_bytes + head.hidden_bytes)
-        return f"Sends {sent / 1e6:.1f} MB of activations for {head.num_bytes / 1e6:.1f} MB of gradients; {waits}."
-    num_bytes = workload.gradient_bytes * method.compression
-    if method.family == "layered_sgd":
-        between_s = network.inter_group_all_reduce_s(num_bytes, world_size)
-        behind = "loading" if method.overlap == "load" else "loading, backward and the next forward"
-        return f"Hides {1e3 * between_s:.0f} ms between nodes behind {behind}; {waits}."
-    network_s = network.all_reduce_s(num_bytes, world_size)
-    if method.accumulate > 1:
-        return f"Sends {num_bytes / 1e6:.1f} MB once in {method.accumulate} batches, a larger batch; {waits}."
-    rounded = ", rounded to 16 bits" if method.compression < 1 else ""
-    return f"All-reduces {num_bytes / 1e6:.1f} MB{rounded} in {1e3 * network_s:.0f} ms, behind backward; {waits}."
+    return Diagnosis(profile, network, size, tuple(sorted(predictions, key=lambda p: -p.time.images_per_s)))

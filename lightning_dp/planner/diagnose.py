@@ -18,9 +18,11 @@ from lightning_dp.collectives.small_all_gather import waited_s
 from lightning_dp.planner.advice import Diagnosis, make_diagnosis
 from lightning_dp.planner.checks import require_count, require_positive
 from lightning_dp.planner.layer_times import LayerTimes
+from lightning_dp.planner.methods import METHODS
 from lightning_dp.planner.network import Network
 from lightning_dp.planner.probe import probe_network
 from lightning_dp.planner.profile import StepProfile
+from lightning_dp.planner.recompute_times import RecomputeTimes
 from lightning_dp.recompute.tensors import tensors_in
 
 log = logging.getLogger(__name__)
@@ -45,6 +47,9 @@ class Diagnose(StepTimer):
         world_size: number of ranks to predict for. None: those of this job.
         folder: where rank 0 writes ``plan.md``, ``plan.yaml`` and ``plan.png``. None: nothing is written.
         stop: end training when the steps are measured.
+        method: the one that ``plan.yaml`` is for, also one that changes what is computed. None: the fastest that
+            computes what DDP computes.
+        memonger: plan recomputation from one of the first steps, for the rows of `Memonger`. Takes up to 12 s (SciPy).
 
     Attributes:
         diagnosis: the result, None before it is there.
@@ -58,6 +63,8 @@ class Diagnose(StepTimer):
         world_size: int | None = None,
         folder: str | Path | None = None,
         stop: bool = False,
+        method: str | None = None,
+        memonger: bool = True,
     ) -> None:
         super().__init__()
         require_count("num_steps", num_steps)
@@ -66,7 +73,11 @@ class Diagnose(StepTimer):
             require_count("world_size", world_size)
             if network is not None:
                 network.num_nodes(world_size)  # raises if the last node would not be full
+        if method is not None and method not in METHODS:
+            raise ValueError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}")
         self.diagnosis: Diagnosis | None = None
+        self._method = method
+        self._memonger = memonger
         self._num_steps = num_steps
         self._max_s = max_s
         self._stop = stop
@@ -79,6 +90,7 @@ class Diagnose(StepTimer):
         self._start_s = 0.0
         self._marks: dict[str, float] = {}
         self._layers = LayerTimes()
+        self._recomputation = RecomputeTimes()
         self._batch_size = 1
 
     @override
@@ -88,6 +100,7 @@ class Diagnose(StepTimer):
         # A second fit is measured anew.
         self.diagnosis = None
         self._layers = LayerTimes()
+        self._recomputation = RecomputeTimes()
         self._steps = []
         self._seen = 0
         self._wanted = self._num_steps
@@ -103,6 +116,9 @@ class Diagnose(StepTimer):
         if self._seen == WARM_UP - 1:
             self._batch_size = max((len(t) for t in tensors_in(batch) if t.dim()), default=1)
             self._layers.start(pl_module)
+        # Not the step in which layers are timed: recording takes time of its own.
+        if self._memonger and self._seen == WARM_UP - 2:
+            self._recomputation.start(pl_module)
 
     @override
     def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: torch.Tensor) -> None:
@@ -125,6 +141,7 @@ class Diagnose(StepTimer):
         if self.diagnosis is not None:
             return
         self._layers.stop()
+        self._recomputation.stop()
         self._seen += 1
         if self._seen > WARM_UP and {"forward", "backward"} <= self._marks.keys():
             self._steps.append(self._parts())
@@ -187,6 +204,8 @@ class Diagnose(StepTimer):
             num_steps=len(self._steps),
             num_batch_norms=sum(isinstance(module, BatchNorm) for module in pl_module.modules()),
             layers=self._layers.profiles(),
+            recomputation=self._recomputation.plan(),
+            why_no_recomputation=self._recomputation.why_not,
             **parts,
         )
         network = self._network
@@ -208,7 +227,10 @@ class Diagnose(StepTimer):
         if diagnosis.best is None:
             log.warning("Diagnose: no plan is written, because no method was predicted; give network=Network(...)")
             return
-        diagnosis.save(self._folder / "plan.yaml")
+        try:
+            diagnosis.save(self._folder / "plan.yaml", self._method)
+        except ValueError as error:  # the method needs a head, several nodes, or batch norm layers
+            log.warning(f"Diagnose: no plan is written: {error}")
         try:
             diagnosis.plot(self._folder / "plan.png")
         except ModuleNotFoundError:
@@ -217,7 +239,7 @@ class Diagnose(StepTimer):
     @override
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Diagnose a training that ended early, from the steps that there were."""
-        self._layers.stop()
+        self._stop_recording()
         if self.diagnosis is None and self._steps:
             self._finish(trainer, pl_module)
         elif self.diagnosis is None and trainer.is_global_zero:
@@ -225,3 +247,12 @@ class Diagnose(StepTimer):
                 f"Diagnose: nothing is measured in {self._seen} steps, the first {WARM_UP} do not count, and manual "
                 "optimization has no backward that the callback could see; train for longer"
             )
+
+    @override
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        """Take the hooks off: Lightning does not end a training that failed."""
+        self._stop_recording()
+
+    def _stop_recording(self) -> None:
+        self._layers.stop()
+        self._recomputation.stop()

@@ -61,6 +61,7 @@ class LayerTimes:
                 forward_s=forward_s,
                 is_linear=isinstance(module, nn.Linear),
                 input_bytes=sum(map(num_bytes, tensors_in(args))),
+                shapes=tuple(tuple(parameter.shape) for parameter in parameters),
             )
 
         return leave

@@ -96,8 +96,8 @@ class Network:
         """Return the link that limits a message between any two of ``world_size`` ranks."""
         return self.inter if self.num_nodes(world_size) > 1 else self.intra
 
-    def all_reduce_s(self, num_bytes: float, world_size: int) -> float:
-        """Return the time of DDP's all-reduce over all ranks.
+    def all_reduce_s(self, num_bytes: float, world_size: int, algorithm: str | None = None) -> float:
+        """Return the time of DDP's all-reduce over all ranks; ``algorithm`` takes the place of the network's.
 
         A ring visits each node once, so that every link carries 2(N-1)/N of the bytes, in 2(N-1) steps. A tree takes
         about 2 log2(N) steps, and each link carries the bytes twice; between two nodes once, because NCCL has two
@@ -109,7 +109,7 @@ class Network:
         ring_s = ring_all_reduce_s(num_bytes, world_size, link)
         copies = 1 if self.num_nodes(world_size) == 2 else 2
         tree_s = 2 * math.ceil(math.log2(world_size)) * link.latency_s + copies * num_bytes / link.bytes_per_s
-        return {"ring": ring_s, "tree": tree_s, "auto": min(ring_s, tree_s)}[self.all_reduce]
+        return {"ring": ring_s, "tree": tree_s, "auto": min(ring_s, tree_s)}[algorithm or self.all_reduce]
 
     def inter_group_all_reduce_s(self, num_bytes: float, world_size: int) -> float:
         """Return the time of layered SGD's all-reduce between nodes (a ring, Algorithm 3, line 8).
@@ -118,6 +118,23 @@ class Network:
         """
         num_nodes = self.num_nodes(world_size)
         return ring_all_reduce_s(num_bytes, num_nodes, self.inter)
+
+    def compressed_all_reduce_s(self, num_bytes: float, world_size: int, num_rounds: int = 1) -> float:
+        """Return the time of layered SGD's compressed all-reduce between nodes.
+
+        Carriers send to each other directly, first to the owners of the parts, then the owners' sums to all: 2(G-1)/G
+        of the bytes as in a ring, in two steps a round. It is the same with the sharded communicator.
+
+        Args:
+            num_bytes: of the compressed gradients, in all rounds.
+            world_size: number of ranks.
+            num_rounds: all-reduces that wait for each other: PowerSGD's second factor depends on the first one's sum.
+        """
+        num_nodes = self.num_nodes(world_size)
+        if num_nodes == 1:
+            return 0.0
+        sent = 2 * (num_nodes - 1) / num_nodes * num_bytes
+        return 2 * num_rounds * self.inter.latency_s + sent / self.inter.bytes_per_s
 
     def intra_group_s(self, num_bytes: float, world_size: int, communicator: str = "leader") -> float:
         """Return the time of layered SGD's reduce, or of its broadcast, within a node (lines 6 and 9)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_dp.planner.workload import Block, Head, Workload
+from lightning_dp.planner.workload import Block, Head, Recomputation, Workload, join_shapes
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class LayerProfile:
         forward_s: time of its forward.
         is_linear: whether it is a fully-connected layer.
         input_bytes: of its input, for one rank's batch.
+        shapes: of its parameters.
     """
 
     name: str
@@ -25,6 +26,7 @@ class LayerProfile:
     forward_s: float
     is_linear: bool
     input_bytes: int
+    shapes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class StepProfile:
         batch_norm_s: wait for the statistics of global batch norm.
         num_batch_norms: number of batch norm layers.
         layers: those with parameters, as the forward meets them.
+        recomputation: what `Memonger` would make of the step, None if it was not planned.
+        why_no_recomputation: a reason for None, "" if nobody asked for a plan.
     """
 
     strategy: str
@@ -60,6 +64,8 @@ class StepProfile:
     batch_norm_s: float
     num_batch_norms: int
     layers: tuple[LayerProfile, ...]
+    recomputation: Recomputation | None = None
+    why_no_recomputation: str = ""
 
     @property
     def compute_s(self) -> float:
@@ -98,6 +104,7 @@ class StepProfile:
                 layer.num_bytes,
                 self.forward_s * layer.forward_s / total_s,
                 self.backward_s * layer.forward_s / total_s,
+                shapes=layer.shapes,
             )
             for layer in self.layers
         ]
@@ -111,6 +118,7 @@ class StepProfile:
                 sum(part.backward_s for part in parts),
                 layers[0].input_bytes,
                 sum(layer.input_bytes for layer in layers[1:]),
+                shapes=join_shapes(parts),
             )
             blocks = blocks[:first]
         return Workload(
@@ -120,6 +128,7 @@ class StepProfile:
             update_s=self.update_s,
             head=head,
             num_batch_norms=self.num_batch_norms,
+            recomputation=self.recomputation,
         )
 
     def _head_begins(self) -> int | None:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 from lightning_dp.planner.checks import require_count
 from lightning_dp.planner.events import Schedule
-from lightning_dp.planner.methods import MEBIBYTE, METHODS, Method
+from lightning_dp.planner.messages import num_rounds, sent_bytes
+from lightning_dp.planner.methods import LARGER_BATCH, METHODS, Method
 from lightning_dp.planner.network import Network
 from lightning_dp.planner.workload import Block, Workload, fill_buckets
 
-# Capacity of the bucket that backward fills first; DDP's constant.
-FIRST_BUCKET_BYTES = MEBIBYTE
 # Steps before a method that postpones work has its steady rhythm.
 WARM_UP = 2
 
@@ -55,7 +54,8 @@ def simulate(
         seed: of the ranks' jitter.
 
     Raises:
-        ValueError: an argument is out of range, the method is unknown, or the hybrid has no head to shard.
+        ValueError: an argument is out of range, the method is unknown, the hybrid has no head to shard, or `Memonger`
+            has no plan.
     """
     require_count("num_steps", num_steps, least=WARM_UP + 1)
     method = find_method(method)
@@ -66,7 +66,7 @@ def simulate(
     marks = [max(ends[task] for task in tasks) for tasks in job.marks]
     step_s = (marks[-1] - marks[WARM_UP - 1]) / (num_steps - WARM_UP) / method.accumulate
     busy_s = job.busy_s / num_steps / method.accumulate
-    rate = world_size * workload.batch_size / step_s if step_s else float("inf")
+    rate = world_size * job.workload.batch_size / step_s if step_s else float("inf")
     return StepTime(step_s, min(busy_s, step_s), rate)
 
 
@@ -81,6 +81,21 @@ def find_method(method: Method | str) -> Method:
     if method not in METHODS:
         raise ValueError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}, or a Method")
     return METHODS[method]
+
+
+def all_reduce_s(block: Block, method: Method, network: Network, world_size: int) -> float:
+    """Return the time of DDP's all-reduces of a bucket."""
+    algorithm = None if method.all_reduce == "native" else method.all_reduce
+    data_s = network.all_reduce_s(sent_bytes(block, method.compression), world_size, algorithm)
+    return data_s + (num_rounds(method) - 1) * network.all_reduce_s(0.0, world_size, algorithm)
+
+
+def inter_group_s(block: Block, method: Method, network: Network, world_size: int) -> float:
+    """Return the time of layered SGD's all-reduces of a bucket between the nodes."""
+    num_bytes = sent_bytes(block, method.compression)
+    if method.compression == 1.0:
+        return network.inter_group_all_reduce_s(num_bytes, world_size)
+    return network.compressed_all_reduce_s(num_bytes, world_size, num_rounds(method))
 
 
 class _Job:
@@ -98,9 +113,11 @@ class _Job:
             raise ValueError("the workload has no head to shard; give Workload(head=Head(...)), or another method")
         if method.family == "layered_sgd" and num_nodes == 1:
             method = METHODS["ddp"]  # as the strategy does it: a single group has nothing to layer
+        if method.recompute:
+            workload = workload.recomputed(larger_batch=method.recompute == LARGER_BATCH)
         self.workload = workload if method.family == "hybrid" else workload.whole()
         self.network, self.world_size, self.method = network, world_size, method
-        self.buckets = fill_buckets(self.workload.blocks, method.bucket_bytes, FIRST_BUCKET_BYTES)
+        self.buckets = fill_buckets(self.workload.blocks, method.bucket_bytes, method.first_bucket_bytes)
         self.schedule = Schedule()
         self.marks: list[list[int]] = []
         self.busy_s = 0.0
@@ -197,8 +214,7 @@ class _Job:
         """DDP: all-reduce each bucket as backward fills it; then update."""
         reduced = []
         for place in reversed(range(len(self.buckets))):
-            num_bytes = self.buckets[place].num_bytes * self.method.compression
-            duration_s = self.network.all_reduce_s(num_bytes, self.world_size)
+            duration_s = all_reduce_s(self.buckets[place], self.method, self.network, self.world_size)
             reduced.append(self.schedule.add(duration_s, ready[place], self._net))
         for lane in range(len(self._last)):
             self._add(lane, self._count(lane, self.workload.update_s), reduced)
@@ -218,7 +234,7 @@ class _Job:
             ]
             # "load" begins after backward, in the order of submission; "step" at once.
             between = self.schedule.add(
-                network.inter_group_all_reduce_s(num_bytes * method.compression, self.world_size),
+                inter_group_s(self.buckets[place], method, network, self.world_size),
                 sums if is_step else [*sums, *ready[0]],
                 self._net,
                 priority=priority,

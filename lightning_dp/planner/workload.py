@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_dp.planner.checks import require_count, require_not_negative
+from lightning_dp.planner.checks import require_count, require_not_negative, require_positive
 
 
 @dataclass(frozen=True)
@@ -17,15 +17,18 @@ class Block:
         num_bytes: of the gradients.
         forward_s: time of their forward.
         backward_s: time of their backward.
+        shapes: of their parameters, on which the bytes of compressed gradients depend; () if they are not known.
     """
 
     num_bytes: float
     forward_s: float
     backward_s: float
+    shapes: tuple[tuple[int, ...], ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            require_not_negative(name, value)
+            if name != "shapes":
+                require_not_negative(name, value)
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,37 @@ class Head(Block):
 
 
 @dataclass(frozen=True)
+class Recomputation:
+    """What `Memonger` would make of a step, as `lightning_dp.recompute` plans it.
+
+    Attributes:
+        plain_bytes: activations that are kept between forward and backward without it.
+        held_bytes: the most that the plan holds in backward.
+        recompute_s: time of what runs again.
+    """
+
+    plain_bytes: float
+    held_bytes: float
+    recompute_s: float
+
+    def __post_init__(self) -> None:
+        require_positive("held_bytes", self.held_bytes)
+        require_not_negative("recompute_s", self.recompute_s)
+        if self.plain_bytes < self.held_bytes:
+            raise ValueError(
+                f"plain_bytes={self.plain_bytes} must be at least held_bytes={self.held_bytes}: a plan never holds more"
+            )
+
+    @property
+    def batch_factor(self) -> int:
+        """How many times as large a batch fits into the memory of the present batch's activations.
+
+        Activations grow with the batch. Only whole multiples count, so that the batch has images for all ranks.
+        """
+        return int(self.plain_bytes // self.held_bytes)
+
+
+@dataclass(frozen=True)
 class Workload:
     """A training step of one rank.
 
@@ -56,6 +90,7 @@ class Workload:
         head: the fully-connected layers, if hybrid parallelism is to be simulated.
         num_batch_norms: number of batch norm layers, each of which gathers statistics if they are global.
         jitter: standard deviation of a rank's compute time over its mean. Ranks wait for the slowest.
+        recomputation: of activations, if `Memonger` is to be simulated.
     """
 
     blocks: tuple[Block, ...]
@@ -66,6 +101,7 @@ class Workload:
     head: Head | None = None
     num_batch_norms: int = 0
     jitter: float = 0.0
+    recomputation: Recomputation | None = None
 
     def __post_init__(self) -> None:
         require_count("batch_size", self.batch_size)
@@ -106,8 +142,39 @@ class Workload:
         """Return the workload with the head as its last block, as data parallelism treats it."""
         if self.head is None:
             return self
-        last = Block(self.head.num_bytes, self.head.forward_s, self.head.backward_s)
+        head = self.head
+        last = Block(head.num_bytes, head.forward_s, head.backward_s, shapes=head.shapes)
         return replace(self, blocks=(*self.blocks, last), head=None)
+
+    def recomputed(self, larger_batch: bool) -> Workload:
+        """Return the step as data parallelism with `Memonger` does it.
+
+        Args:
+            larger_batch: whether the batch grows by `Recomputation.batch_factor`. Loading, compute and recomputation
+                take that many times as long; the update and the gradients stay as they are.
+
+        Raises:
+            ValueError: there is no `recomputation`.
+        """
+        if self.recomputation is None:
+            raise ValueError("the workload has no recomputation; give Workload(recomputation=...), or another method")
+        factor = self.recomputation.batch_factor if larger_batch else 1
+        blocks = self.whole().blocks
+        forward_s = sum(block.forward_s for block in blocks)
+        # What runs again are parts of the forward: each block's share is that of its forward.
+        shares = [block.forward_s / forward_s if forward_s else 1 / len(blocks) for block in blocks]
+        added = [share * self.recomputation.recompute_s for share in shares]
+        return replace(
+            self,
+            blocks=tuple(
+                replace(block, forward_s=factor * block.forward_s, backward_s=factor * (block.backward_s + extra_s))
+                for block, extra_s in zip(blocks, added, strict=True)
+            ),
+            batch_size=factor * self.batch_size,
+            load_s=factor * self.load_s,
+            head=None,
+            recomputation=None,
+        )
 
 
 def fill_buckets(blocks: Sequence[Block], bucket_bytes: float, first_bucket_bytes: float) -> list[Block]:
@@ -130,9 +197,16 @@ def fill_buckets(blocks: Sequence[Block], bucket_bytes: float, first_bucket_byte
     return buckets[::-1]
 
 
+def join_shapes(blocks: Sequence[Block]) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of all parameters of these blocks; () if those of one of them are not known."""
+    is_known = all(block.shapes or not block.num_bytes for block in blocks)
+    return tuple(shape for block in blocks for shape in block.shapes) if is_known else ()
+
+
 def _joined(blocks: Sequence[Block]) -> Block:
     return Block(
         sum(block.num_bytes for block in blocks),
         sum(block.forward_s for block in blocks),
         sum(block.backward_s for block in blocks),
+        shapes=join_shapes(blocks),
     )

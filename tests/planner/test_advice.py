@@ -66,16 +66,15 @@ def test_fully_connected_layers_at_the_end_are_a_head_if_they_have_most_bytes():
 
 def test_methods_are_ranked_by_their_simulated_time():
     found = make_diagnosis(PROFILE, TWO_NODES)
-    times = [prediction.time.step_s for prediction in found.predictions]
-    assert times == sorted(times)
+    rates = [prediction.time.images_per_s for prediction in found.predictions]
+    assert rates == sorted(rates, reverse=True)
     assert {prediction.method for prediction in found.predictions} == {
-        name for name, method in METHODS.items() if method.family != "hybrid"
+        name for name, method in METHODS.items() if method.family != "hybrid" and not method.recompute
     }
     for prediction in found.predictions:
         assert prediction.time == simulate(PROFILE.workload(), TWO_NODES, 4, prediction.method)
         assert prediction.reason.endswith(".")
-    assert found.best.method.startswith("layered_sgd_step")
-    assert "bf16" not in found.best.method, "a plan does not change what is computed"
+    assert found.best.method in ("layered_sgd_step", "layered_sgd_step_sharded"), "a plan does not change gradients"
 
 
 def test_a_head_brings_the_hybrid_and_one_node_takes_layered_sgd_away():
@@ -83,7 +82,7 @@ def test_a_head_brings_the_hybrid_and_one_node_takes_layered_sgd_away():
     found = make_diagnosis(big, Network(SLOW, FAST, ranks_per_node=1))
     assert found.best.method.startswith("hybrid")
     names = {prediction.method for prediction in make_diagnosis(PROFILE, Network(FAST, FAST, 4)).predictions}
-    assert names == {"ddp", "ddp_bf16", "ddp_accumulate_4"}
+    assert names == {"ddp", "ddp_ring", "ddp_bf16", "ddp_power_sgd", "ddp_accumulate_4", "ddp_global_batch_norm"}
 
 
 def test_the_text_names_the_largest_part_and_the_choice():
@@ -135,23 +134,6 @@ def test_a_plan_file_can_be_read_and_anything_else_is_refused(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             read_overrides(path)
-
-
-def test_overrides_compose(monkeypatch):
-    from hydra import compose, initialize_config_dir
-
-    from lightning_dp.planner.advice import OVERRIDES
-    from tests.docs.pages import ROOT
-
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        for overrides in OVERRIDES.values():
-            config = compose("train", [*overrides, "run_dir=somewhere"])
-            for override in overrides[1:]:
-                key, _, value = override.partition("=")
-                node = config
-                for part in key.split("."):
-                    node = node[part]
-                assert str(node) == value
 
 
 def test_the_plot_is_drawn(tmp_path):

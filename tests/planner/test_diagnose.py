@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dp.planner import Diagnose, Link, Network, probe_network
+from lightning_dp.planner import Diagnose, Link, Network, make_diagnosis, probe_network
 from lightning_dp.planner.diagnose import WARM_UP
+from tests.planner.test_rows import PROFILE
 from tests.ranks import run_processes
 
+NETWORK = Network(Link(1e-4, 1e8), Link(1e-5, 1e10))
 LOAD_S, FORWARD_S, BACKWARD_S = 0.01, 0.015, 0.02
 
 
@@ -54,7 +56,7 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-9)
 
 
-def fit(callback: Diagnose, **options) -> pl.Trainer:
+def fit(callback: Diagnose, module: pl.LightningModule | None = None, **options) -> pl.Trainer:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = pl.Trainer(
@@ -67,7 +69,7 @@ def fit(callback: Diagnose, **options) -> pl.Trainer:
             max_epochs=1,
             **options,
         )
-        trainer.fit(Net(), DataLoader(Items(), batch_size=4, num_workers=0))
+        trainer.fit(module or Net(), DataLoader(Items(), batch_size=4, num_workers=0))
     return trainer
 
 
@@ -87,6 +89,7 @@ def test_one_process_is_told_where_its_steps_go(caplog):
     assert parts == pytest.approx(profile.step_s, rel=0.2)
     assert [layer.name for layer in profile.layers] == ["conv", "norm", "head"]
     assert profile.layers[0].num_bytes == 4 * (4 * 27 + 4)
+    assert profile.layers[0].shapes == ((4, 3, 3, 3), (4,))
     assert profile.layers[2].input_bytes == 4 * 64 * 4
     assert "of a step is compute" in caplog.text
     assert not any(module._forward_hooks for module in trainer.lightning_module.modules())
@@ -103,11 +106,72 @@ def test_each_fit_is_measured_anew():
 
 def test_a_given_network_predicts_for_more_ranks(tmp_path):
     network = Network(Link(1e-4, 1e8), Link(1e-5, 1e10))
-    callback = Diagnose(num_steps=2, network=network, world_size=4, folder=tmp_path / "new", stop=True)
+    method = "layered_sgd_step_int8"
+    callback = Diagnose(num_steps=2, network=network, world_size=4, folder=tmp_path / "new", stop=True, method=method)
     fit(callback)
     assert callback.diagnosis.world_size == 4
-    assert (tmp_path / "new" / "plan.yaml").exists()
+    assert '"strategy.compression=int8"' in (tmp_path / "new" / "plan.yaml").read_text()
     assert (tmp_path / "new" / "plan.png").exists()
+
+
+class Convolutions(Net):
+    """Keeps enough for backward that some of it is worth computing again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 3), *layers, *layers, nn.Conv2d(16, 16, 3, padding=1))
+
+    def training_step(self, batch, batch_idx):
+        return self.body(batch.repeat(8, 1, 4, 4)).square().mean()
+
+
+def test_memonger_is_planned_from_a_step_and_leaves_the_training_as_it_was():
+    states = []
+    for memonger in (True, False):
+        torch.manual_seed(0)
+        callback = Diagnose(num_steps=1, network=NETWORK, world_size=2, memonger=memonger)
+        trainer = fit(callback, Convolutions(), limit_train_batches=5)
+        states.append(trainer.lightning_module.state_dict())
+        assert "training_step" not in vars(trainer.lightning_module)
+        plan = callback.diagnosis.profile.recomputation
+        rows = {prediction.method for prediction in callback.diagnosis.predictions}
+        assert (plan is not None) == ("ddp_memonger" in rows) == memonger
+        if plan is not None:
+            assert 0 < plan.held_bytes < 0.7 * plan.plain_bytes
+            assert plan.recompute_s > 0
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+class Unrecordable(Net):
+    """Calls what Memonger refuses within a step."""
+
+    num_calls = 0
+
+    def training_step(self, batch, batch_idx):
+        type(self).num_calls += 1
+        torch.func.grad(lambda x: x.square().sum())(batch)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_cannot_be_recorded_runs_all_the_same(caplog):
+    callback = Diagnose(num_steps=1, network=NETWORK, world_size=2, stop=True)
+    with caplog.at_level(logging.INFO, logger="lightning_dp.planner.diagnose"):
+        fit(callback, Unrecordable())
+    assert Unrecordable.num_calls == WARM_UP + 1 + 1, "one step ran twice"
+    assert callback.diagnosis.profile.recomputation is None
+    assert (
+        "Memonger is not among them: training_step of Unrecordable, which recomputes, calls torch.func" in caplog.text
+    )
+
+
+def test_a_method_without_a_plan_is_named(tmp_path, caplog):
+    (tmp_path / "new").mkdir()
+    callback = Diagnose(folder=tmp_path / "new", method="ddp_bf16")
+    with caplog.at_level(logging.WARNING, logger="lightning_dp.planner.diagnose"):
+        callback._write(make_diagnosis(PROFILE, NETWORK))
+    assert "no plan is written: there is no plan for method='ddp_bf16'; use one of" in caplog.text
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"plan.md", "plan.png"}
 
 
 def test_measuring_stops_when_the_time_is_up():
@@ -132,6 +196,7 @@ def test_a_short_training_is_diagnosed_from_the_steps_that_it_has(caplog):
         ({"num_steps": 0}, "num_steps=0"),
         ({"max_s": 0}, "max_s=0"),
         ({"world_size": 0}, "world_size=0"),
+        ({"method": "zero"}, "method='zero' is unknown; use one of ddp, ddp_ring"),
         ({"world_size": 3, "network": Network(Link(0, 1), Link(0, 1), 2)}, "world_size=3 is not a multiple"),
     ],
 )
@@ -170,7 +235,9 @@ def test_two_ranks_measure_their_network_and_agree_on_it():
     assert 0 < first.network.intra.bytes_per_s < 1e12
     assert first.profile.batch_norm_s > 0
     methods = {prediction.method for prediction in first.predictions}
-    assert methods == {"ddp", "ddp_bf16", "ddp_accumulate_4", "hybrid_a", "hybrid_b", "hybrid_c"}
+    # All but layered SGD, for it is one node; and tiny layers keep nothing that could be computed again.
+    assert methods >= {"ddp", "ddp_power_sgd", "ddp_global_batch_norm", "hybrid_a", "hybrid_b", "hybrid_c"}
+    assert not any(name.startswith("layered_sgd") for name in methods)
     assert results[0][2] == results[1][2]
     assert results[0][2].num_nodes(2) == 2
 

@@ -34,6 +34,10 @@ def test_the_chosen_method_is_within_five_percent_of_the_best_measured_one():
     assert [rate for rate, (_, _, loss) in choices.items() if loss > 0.05] == []
 
 
+def test_each_method_that_applies_is_timed():
+    assert {"ddp", "ddp_power_sgd", "layered_sgd_step_int8"} <= set(predictions.simulation_s(16))
+
+
 def test_without_the_network_the_simulation_would_be_wrong(points, monkeypatch):
     """The twin: with links that cost nothing the predictions fail."""
     monkeypatch.setattr(predictions.Network, "all_reduce_s", lambda *_: 0.0)

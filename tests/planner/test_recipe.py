@@ -27,7 +27,13 @@ def composed(*overrides: str) -> dict[str, Any]:
 
 
 def test_a_run_says_what_to_use_and_leaves_its_files(tmp_path):
-    config = composed("plan.gbit_per_s=1", "plan.world_size=4", "plan.num_steps=1", "trainer.enable_progress_bar=false")
+    config = composed(
+        "plan.gbit_per_s=1",
+        "plan.world_size=4",
+        "plan.num_steps=1",
+        "plan.memonger=false",
+        "trainer.enable_progress_bar=false",
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         text = recipe.measure(config, None)
@@ -47,6 +53,12 @@ def test_a_network_is_made_from_the_configuration():
     assert recipe.make_callback(composed())._network is None
 
 
+def test_a_method_is_asked_for_and_memonger_left_out():
+    callback = recipe.make_callback(composed("plan.method=layered_sgd_step_int8", "plan.memonger=false"))
+    assert (callback._method, callback._memonger) == ("layered_sgd_step_int8", False)
+    assert recipe.make_callback(composed())._memonger
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -54,6 +66,7 @@ def test_a_network_is_made_from_the_configuration():
         ("plan.num_steps=0", "num_steps=0"),
         ("plan.max_s=-2", "max_s=-2"),
         ("plan.world_size=0", "world_size=0"),
+        ("plan.method=zero", "method='zero' is unknown; use one of ddp, ddp_ring"),
     ],
 )
 def test_mistakes_are_refused_by_name(override, message):

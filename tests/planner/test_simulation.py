@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_dp.planner import METHODS, Block, Head, Link, Method, Network, Workload, simulate
+from lightning_dp.planner import METHODS, Block, Head, Link, Method, Network, Recomputation, Workload, simulate
 from lightning_dp.planner.events import FREE, Schedule
 from lightning_dp.planner.workload import fill_buckets
 
@@ -204,7 +204,8 @@ def test_ranks_wait_for_the_slowest():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_without_jitter_one_rank_stands_for_all(name):
-    workload = Workload.uniform(4e7, 0.1, 0.2, load_s=0.05, update_s=0.01, head=HEAD)
+    workload = Workload.uniform(4e7, 0.1, 0.2, load_s=0.05, update_s=0.01, head=HEAD, num_batch_norms=2)
+    workload = replace(workload, recomputation=Recomputation(9e6, 3e6, 0.02))
     network = Network(SLOW, FAST, ranks_per_node=2)
     one = simulate(workload, network, 8, name)
     all_ranks = simulate(replace(workload, jitter=1e-12), network, 8, name)
@@ -249,7 +250,7 @@ def test_buckets_are_filled_as_ddp_fills_them():
         (lambda: Method(scheme="d"), "scheme='d' must be one of 'a', 'b', 'c'"),
         (lambda: Method("fsdp"), "family='fsdp' must be one of 'ddp'"),
         (lambda: Method(accumulate=0), "accumulate=0"),
-        (lambda: step_s(ONE_BLOCK, "zero"), "method='zero' is unknown; use one of ddp, ddp_bf16"),
+        (lambda: step_s(ONE_BLOCK, "zero"), "method='zero' is unknown; use one of ddp, ddp_ring"),
         (lambda: simulate(ONE_BLOCK, Network(SLOW, FAST), 0, "ddp"), "world_size=0"),
         (lambda: simulate(ONE_BLOCK, Network(SLOW, FAST), 2, "ddp", num_steps=2), "num_steps=2"),
     ],

@@ -6,8 +6,14 @@ import json
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
-from lightning_dp.planner.advice import OVERRIDES, PLAN_VERSION
+from lightning_dp.planner.advice import PLAN_VERSION
+from lightning_dp.planner.overrides import MEMONGER, OVERRIDES, overrides_of
+from lightning_dp.strategies import PowerSGD
+from tests.planner.test_rows import PROFILE
 from tests.recipes.conftest import ROOT
 
 import plan_file  # isort: skip  the recipes are scripts, and conftest has put their folder on the path
@@ -40,18 +46,23 @@ def test_the_overrides_take_its_place_and_a_line_names_them(plan):
     )
 
 
-@pytest.mark.parametrize("method", OVERRIDES)
+@pytest.mark.parametrize("method", [*OVERRIDES, *MEMONGER])
 def test_what_the_planner_writes_composes(plan, method):
-    arguments, _ = plan_file.with_plan([plan(*OVERRIDES[method])])
+    overrides = overrides_of(method, PROFILE, world_size=2)
+    arguments, _ = plan_file.with_plan([plan(*overrides)])
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("train", arguments)
-    for override in OVERRIDES[method]:
-        key, _, value = override.partition("=")
-        if "." in key:
-            node = config
-            for part in key.split("."):
-                node = node[part]
-            assert str(node) == value
+    parser = OverridesParser.create()
+    for override in map(parser.parse_override, overrides):
+        if "." in override.key_or_group:
+            assert OmegaConf.select(config, override.key_or_group) == override.value()
+
+
+def test_a_plan_with_factors_makes_the_compressor(plan):
+    arguments, _ = plan_file.with_plan([plan(*OVERRIDES["layered_sgd_step_power_sgd"])])
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("train", arguments)
+    assert instantiate(config.strategy.compression) == PowerSGD(rank=4)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,12 @@ class PowerSGD:
                 "the factors would be larger than the gradient"
             )
 
+    def rank_of(self, rows: int, columns: int) -> int | None:
+        """Return the rank of the factors of a matrix, or None if it is sent whole: torch's ``_should_compress``."""
+        rank = min(rows, columns, self.rank)
+        num_elements = (rows + columns) * rank
+        return rank if num_elements * self.min_compression_rate < rows * columns else None
+
 
 Compression = Literal["bf16", "fp16", "int8"] | PowerSGD
 """What a user may ask for. None, where it is allowed, is the exact sum."""

@@ -75,13 +75,9 @@ class PowerSGDCompressor(Compressor):
         return True
 
     def rank_of(self, info: ParameterInfo) -> int | None:
-        """Return the rank of the factors, or None if the gradient is sent whole: torch's ``_should_compress``."""
+        """Return the rank of the factors, or None if the gradient is sent whole."""
         shape = info.matrix_shape
-        if shape is None:
-            return None
-        rank = min(*shape, self._options.rank)
-        compressed = sum(shape) * rank
-        return rank if compressed * self._options.min_compression_rate < info.numel else None
+        return None if shape is None else self._options.rank_of(*shape)
 
     def _begin(self, part: Part, here: Tensor) -> _Matrix:
         info = part.info

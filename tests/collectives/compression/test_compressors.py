@@ -12,6 +12,7 @@ from lightning_dp.collectives.compression import PowerSGD, make_compressor
 from lightning_dp.collectives.compression.int8 import Int8
 from lightning_dp.collectives.compression.parameters import ParameterTable, cut, whole_piece
 from lightning_dp.collectives.compression.power_sgd import PowerSGDCompressor
+from lightning_dp.collectives.compression.sizes import message_bytes
 from tests.collectives.compression import oracle
 
 SHAPES = [(40, 30), (7,), (3, 100), (600,), (1,)]
@@ -220,6 +221,8 @@ def test_bytes_are_counted_as_they_are_sent():
                 bytes_sent for *_, bytes_sent, _ in summed(lambda c=choice: make_compressor(c), num_groups, one_bucket)
             )
             assert sent == steps * 2 * (num_groups - 1) / num_groups * per_step
+            assert message_bytes(SHAPES, choice) == per_step
+    assert message_bytes(SHAPES, None) == 4 * numel
 
 
 def test_a_matrix_is_compressed_only_where_that_saves_enough():
