@@ -52,7 +52,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from support.command_line import benchmark_parser, output_folder, parse
-from support.data_parallel_methods import REFERENCE, Method, methods
+from support.data_parallel_methods import REFERENCE, Method, method_trainer, methods
 from support.data_parallel_report import Measured, RateResult, draw_step_times, memory_table, rate_table
 from support.emulated_compute import TimedModule, Timing, slow_loader
 from support.emulated_hosts import bytes_per_s
@@ -61,7 +61,7 @@ from support.peak_memory import peak_bytes
 from support.report import write_report
 from support.sharded_strategies import flat_parameters
 from support.spread import turn_order
-from support.training import StepClock, make_trainer, quiet
+from support.training import StepClock, quiet
 from torch import Tensor
 
 WARM_UP = 4  # so that the measured steps begin with a new window of accumulated batches
@@ -160,9 +160,9 @@ def peak_of_fit(job: Job, method: Method) -> int:
 def prepare(job: Job, method: Method, *callbacks: pl.Callback) -> tuple[TimedModule, Callable[[], None]]:
     """Return a module, and the function that trains it."""
     num_steps = job.options.steps + WARM_UP
-    options = {"max_steps": num_steps, "gradient_clip_val": job.options.clip, **method.trainer_options}
-    options["callbacks"] = list(callbacks)
-    trainer = make_trainer(method.make(), per_host=job.per_host, num_hosts=job.num_hosts, **options)
+    trainer = method_trainer(
+        method, job.num_hosts, job.per_host, num_steps, *callbacks, gradient_clip_val=job.options.clip
+    )
     module = module_of(job)
     loader = slow_loader(num_steps, job.world_size, job.options.compute, timing_of(job.options))
     return module, lambda: trainer.fit(module, loader)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from pytorch_lightning.strategies import DDPStrategy
@@ -21,6 +22,7 @@ from lightning_dp.strategies import LayeredSGDStrategy, PowerSGD
 from support.comm_hooks import POWER_SGD_BUCKET_MB, POWER_SGD_RANK, HookedDDPStrategy, bf16_hook, power_sgd_state
 from support.dear import DeARStrategy
 from support.sharded_strategies import ShardedStrategy
+from support.training import make_trainer
 
 FLOAT_BYTES = 4
 LOCAL_STEPS = 4  # of post-local SGD between two averages of the parameters
@@ -45,6 +47,14 @@ class Method:
     payload_bytes: Callable[[Shapes], float]
     departs: str = ""
     trainer_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def method_trainer(
+    method: Method, num_hosts: int, per_host: int, num_steps: int, *callbacks: pl.Callback, **options: Any
+) -> pl.Trainer:
+    """Return a Trainer that trains with a method for ``num_steps`` batches; ``options`` are the Trainer's."""
+    settings = {"max_steps": num_steps, **options, **method.trainer_options, "callbacks": list(callbacks)}
+    return make_trainer(method.make(), per_host=per_host, num_hosts=num_hosts, **settings)
 
 
 class PostLocalSGD(DDPStrategy):

@@ -42,6 +42,25 @@ class _Sleep(torch.autograd.Function):
         return grads[0], None, None
 
 
+class TimedLinear(nn.Module):
+    """A fully-connected layer, (N, inputs) to (N, outputs), that also takes the time of ``timing``.
+
+    It is no `nn.Linear`, so that a planner that looks for fully-connected layers takes it for a layer of another kind;
+    and it sleeps itself, so that a timer of layers sees the time where the parameters are.
+    """
+
+    def __init__(self, inputs: int, outputs: int, timing: Timing) -> None:
+        super().__init__()
+        like = nn.Linear(inputs, outputs)
+        self.weight = like.weight
+        self.bias = like.bias
+        self._timing = timing
+
+    def forward(self, x: Tensor) -> Tensor:
+        sleep: Callable[[Tensor, float, float], Tensor] = _Sleep.apply
+        return F.linear(sleep(x, self._timing.forward_s, self._timing.backward_s), self.weight, self.bias)
+
+
 class EmulatedNet(nn.Module):
     """Eight linear layers, (N, 64) to (N, 10), which take no time but the emulated one.
 
