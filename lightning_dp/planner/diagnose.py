@@ -50,6 +50,7 @@ class Diagnose(StepTimer):
         method: the one that ``plan.yaml`` is for, also one that changes what is computed. None: the fastest that
             computes what DDP computes.
         memonger: plan recomputation from one of the first steps, for the rows of `Memonger`. Takes up to 12 s (SciPy).
+            The error of a step that cannot be recorded says so. A model with compiled parts is not recorded.
 
     Attributes:
         diagnosis: the result, None before it is there.

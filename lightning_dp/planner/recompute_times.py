@@ -22,7 +22,8 @@ TIME_LIMIT_S = 2.0
 class RecomputeTimes:
     """Records one training step as `Memonger` does, and plans from it what a budget of memory would cost.
 
-    Nothing of the step changes but its time and memory: recorded operators run as before.
+    Nothing of the step changes but its time and memory: recorded operators run as before. A step that cannot be
+    recorded raises.
 
     Attributes:
         why_not: a reason for which there is no plan; "" if there is one, or no step was recorded.
@@ -40,14 +41,13 @@ class RecomputeTimes:
         except ValueError as error:
             self.why_not = str(error)
             return
-        self._handle = _Recording(module)
+        self._handle = _Recording(module, METHOD, Sublinear())
         self._profiler = self._handle.start_profiling()
 
     def stop(self) -> None:
         """Take the recording off the module. A second call does nothing."""
         if self._handle is not None:
             self._handle.remove()
-            self.why_not = self._handle.why_not
             self._handle = None
 
     def plan(self) -> Recomputation | None:
@@ -71,18 +71,15 @@ class RecomputeTimes:
 
 
 class _Recording(RecomputeHandle):
-    """Records a step, and lets it run unrecorded if it cannot be recorded. A diagnosis must not end a training."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module, METHOD, Sublinear())
-        self.why_not = ""
+    """Says what to do about a step that cannot be recorded. It must not run again: its statistics would move twice."""
 
     @override
     def run(self, function: Any, args: Any, kwargs: Any) -> Any:
         try:
             return super().run(function, args, kwargs)
-        except (ValueError, RuntimeError) as error:
-            # The step may have failed for another reason: then it fails again, without a tape around it.
-            self.why_not = str(error)
-            self.is_removed = True
-            return function(*args, **kwargs)
+        except Exception as error:
+            error.add_note(
+                f"Diagnose has recorded this {METHOD}, to plan recomputation. If it works without Diagnose, use "
+                "Diagnose(memonger=False), or plan.memonger=false in a recipe"
+            )
+            raise

@@ -154,15 +154,14 @@ class Unrecordable(Net):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_step_that_cannot_be_recorded_runs_all_the_same(caplog):
-    callback = Diagnose(num_steps=1, network=NETWORK, world_size=2, stop=True)
-    with caplog.at_level(logging.INFO, logger="lightning_dp.planner.diagnose"):
-        fit(callback, Unrecordable())
-    assert Unrecordable.num_calls == WARM_UP + 1 + 1, "one step ran twice"
+def test_a_step_that_cannot_be_recorded_raises_and_does_not_run_again():
+    with pytest.raises(RuntimeError, match=r"calls torch.func") as error:
+        fit(Diagnose(num_steps=1, network=NETWORK, world_size=2, stop=True), Unrecordable())
+    assert "use Diagnose(memonger=False), or plan.memonger=false" in error.value.__notes__[0]
+    assert Unrecordable.num_calls == WARM_UP - 1
+    callback = Diagnose(num_steps=1, network=NETWORK, world_size=2, stop=True, memonger=False)
+    fit(callback, Unrecordable())
     assert callback.diagnosis.profile.recomputation is None
-    assert (
-        "Memonger is not among them: training_step of Unrecordable, which recomputes, calls torch.func" in caplog.text
-    )
 
 
 def test_a_method_without_a_plan_is_named(tmp_path, caplog):
