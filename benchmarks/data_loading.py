@@ -2,6 +2,7 @@
 
     python benchmarks/data_loading.py
     python benchmarks/data_loading.py --imagenet DIR     # with DIR/train/CLASS/*.JPEG
+    python benchmarks/data_loading.py --imagenet DIR --shards
 
 CIFAR-10: our loader, loaders that work image by image, and a training step of ResNet-20, all on one core, with
 augmentation, random pixels (their values do not change the time). A loader must only be much faster than what it feeds.
@@ -11,6 +12,10 @@ ImageNet: one worker process of a DataLoader, random resized crops and flips, 22
 image, crops and resizes with Pillow and normalizes image by image, as is usual; "as bytes" leaves normalizing to the
 batch, as ours does. From our figure follows how many cores feed a GPU that trains on 2,500 images a second.
 
+With --shards: the same files, written into tar shards first, are read by our two data modules and, if it is installed,
+by WebDataset's own pipeline, with the same decoding and one worker process each. Seconds are CPU time,
+of the worker and the main process.
+
 The sides run in turn, round after round; a ratio compares two sides of one round, and its spread is the minimum and the
 maximum over the rounds. Writes results.json, table.md and images_per_s.png.
 """
@@ -19,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -56,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--imagenet", type=Path, metavar="DIR", help="measure ImageNet's loader, with these files")
     options.add_argument("--imagenet-images", type=int, default=512, help="files of an epoch")
+    options.add_argument("--shards", action="store_true", help="compare class folders and tar shards of ImageNet")
     options.add_argument("--image-size", type=int, default=224, help="of ImageNet")
     return options
 
@@ -166,16 +173,30 @@ def installed_decoders() -> list[Decoder]:
     return found
 
 
-def imagenet_table(images_per_s: dict[str, list[float]], ours: str) -> str:
+def imagenet_table(images_per_s: dict[str, list[float]], ours: str, unit: str = "images/s") -> str:
     """Return medians with their spread, ratios round by round, and how many cores feed a GPU."""
     rows = []
     for name, values in images_per_s.items():
         ratio = min_max(ratios(images_per_s[ours], values)).text() if name != ours else ""
         rows.append([name, min_max(values).text(0), ratio])
     rate = min_max(images_per_s[ours]).median
-    header = ["one worker", "images/s (minimum-maximum)", f"{ours}, over it (minimum-maximum)"]
+    header = ["one worker", f"{unit} (minimum-maximum)", f"{ours}, over it (minimum-maximum)"]
     cores = math.ceil(GPU_IMAGES_PER_S / rate)
     return f"{markdown_table(header, rows)}\n\n{GPU_IMAGES_PER_S:,} images/s for one GPU need {cores} such cores."
+
+
+def measure_shards(arguments: argparse.Namespace, folder: Path) -> None:
+    """Measure, report and plot the sides that read class folders and tar shards."""
+    with tempfile.TemporaryDirectory() as shards:
+        sides = imagenet_loaders.make_shard_sides(
+            arguments.imagenet, Path(shards), arguments.imagenet_images, arguments.batch_size, arguments.image_size
+        )
+        images_per_s = alternate(sides, arguments.rounds)
+    title = f"Loading ImageNet at {arguments.image_size} pixels from tar shards, one worker process"
+    table = imagenet_table(images_per_s, imagenet_loaders.SHARDS, "images/s of CPU time")
+    write_report(folder, arguments, title, table, {"images_per_cpu_s": images_per_s})
+    bars = [Bar(name, min_max(values)) for name, values in images_per_s.items()]
+    draw_bars({"": bars}, folder / "images_per_s.png", title=title, axis="images/s of CPU time")
 
 
 def measure_imagenet(arguments: argparse.Namespace, folder: Path) -> None:
@@ -194,11 +215,15 @@ def measure_imagenet(arguments: argparse.Namespace, folder: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(parser(), SMOKE, argv)
+    if arguments.shards and arguments.imagenet is None:
+        raise SystemExit("--shards needs --imagenet DIR, the files that are written into shards")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     folder = output_folder(arguments)
     if arguments.imagenet is None:
         measure_cifar10(arguments, folder)
+    elif arguments.shards:
+        measure_shards(arguments, folder)
     else:
         measure_imagenet(arguments, folder)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +17,21 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_dp.data import ImageNet
 from lightning_dp.data.augment import normalize
 from lightning_dp.data.image_files import ImageFiles
+from lightning_dp.data.image_sources import FilesInFolder, ImageSource
 from lightning_dp.data.imagenet_folders import list_train
-from lightning_dp.data.jpeg import Decoder
+from lightning_dp.data.jpeg import Decoder, resolve_decoder
 from lightning_dp.data.loading import TrainingSampler
 from lightning_dp.data.random_crops import RandomCrops
+from lightning_dp.data.shard_index import INDEX_FILE, index_shards
+from lightning_dp.data.shard_source import ImagesInShards
+from support import shard_loaders
 
 OURS = "ours"
 FULL = "in full"
 FULL_BYTES = "in full, as bytes"
+SHARDS = "ours, tar shards"
+FOLDERS = "ours, class folders"
+WEBDATASET = "WebDataset, same decoding"
 
 
 class OneByOne(Dataset[tuple[Tensor, int]]):
@@ -70,6 +78,15 @@ class OneByOne(Dataset[tuple[Tensor, int]]):
         return Image.fromarray(simplejpeg.decode_jpeg(data))
 
 
+def our_loader(
+    source: ImageSource, labels: Tensor, batch_size: int, size: int, decoder: Decoder, persistent: bool = False
+) -> DataLoader[Any]:
+    """Return this package's loader of training images, with one worker process."""
+    dataset = ImageFiles(source, labels, size, crop="resized", decoder=decoder, num_workers=1)
+    sampler = TrainingSampler(dataset, batch_size)
+    return DataLoader(dataset, None, sampler=sampler, num_workers=1, persistent_workers=persistent)
+
+
 def make_sides(
     root: Path, num_images: int, batch_size: int, size: int, decoders: list[Decoder]
 ) -> dict[str, Callable[[], float]]:
@@ -83,9 +100,7 @@ def make_sides(
     labels = labels[:num_images]
     files = [root / name.decode() for name in names]
     for decoder in decoders:
-        dataset = ImageFiles(root, names, labels, size, crop="resized", decoder=decoder, num_workers=1)
-        sampler = TrainingSampler(dataset, batch_size)
-        ours = DataLoader(dataset, None, sampler=sampler, num_workers=1, persistent_workers=True)
+        ours = our_loader(FilesInFolder(root, names), labels, batch_size, size, decoder, persistent=True)
         sides[f"{OURS}, {decoder}"] = _epochs(ours, normalized_later=True)
         for label, as_bytes in ((FULL, False), (FULL_BYTES, True)):
             loader = DataLoader(
@@ -97,6 +112,50 @@ def make_sides(
             )
             sides[f"{decoder} {label}"] = _epochs(loader, normalized_later=as_bytes)
     return sides
+
+
+def make_shard_sides(
+    root: Path, folder: Path, num_images: int, batch_size: int, size: int
+) -> dict[str, Callable[[], float]]:
+    """Return, for each side, a function that measures its images per second of CPU time, with one worker process.
+
+    All decode in the same way; they differ in where the bytes come from. That is a small part of the time, which other
+    programs on the machine would hide, and CPU time is hardly changed by them.
+
+    Args:
+        root: folder of the class folders.
+        folder: an empty folder, into which the images are written as shards.
+        num_images: number of images.
+        batch_size: number of images in a batch.
+        size: height and width of the images.
+    """
+    (names, labels), _ = list_train(root)
+    files = FilesInFolder(root, names[:num_images])
+    shards = shard_loaders.write_shards(folder, [files.path(index) for index in range(len(files))], labels)
+    index = index_shards(folder, shards, folder / INDEX_FILE)
+    in_shards = ImagesInShards(folder, shards, index)
+    options = batch_size, size, resolve_decoder("auto")
+    sides = {
+        SHARDS: our_loader(in_shards, torch.from_numpy(np.concatenate([s.members.labels for s in index])), *options),
+        FOLDERS: our_loader(files, labels[:num_images], *options),
+    }
+    if shard_loaders.webdataset_is_installed():
+        sides[WEBDATASET] = shard_loaders.webdataset_loader([folder / name for name in shards], *options)
+    return {name: _epochs_of_cpu_time(loader) for name, loader in sides.items()}
+
+
+def _epochs_of_cpu_time(loader: DataLoader[Any]) -> Callable[[], float]:
+    def cpu_s() -> float:
+        usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return sum(part.ru_utime + part.ru_stime for part in usage)
+
+    def images_per_cpu_s() -> float:
+        start_s = cpu_s()
+        # The workers end with the loop, and only then their time is known.
+        num_images = sum(len(labels) for _, labels in loader)
+        return num_images / (cpu_s() - start_s)
+
+    return images_per_cpu_s
 
 
 def _epochs(loader: DataLoader[Any], normalized_later: bool) -> Callable[[], float]:

@@ -1,11 +1,9 @@
-"""A dataset of image files, read and decoded by the batch."""
+"""A dataset of encoded images, read and decoded by the batch."""
 
 from __future__ import annotations
 
 import logging
-import os
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
+from lightning_dp.data.image_sources import ImageSource
 from lightning_dp.data.jpeg import BrokenImageError, Decoder, denominator_for, open_image
 from lightning_dp.data.loading import BatchSlice, require_slice
 from lightning_dp.data.random_crops import Crop, RandomCrops, central_square
@@ -22,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
-    """Image files, cropped and resized to squares, indexed by the batch.
+    """Images in files or tar shards, cropped and resized to squares, indexed by the batch.
 
     Training images are decoded at the smallest scale of 1, 1/2 and 1/4 at which the crop still has the required
     number of pixels, and with the decoder's faster arithmetic. Other images are decoded exactly.
@@ -31,9 +30,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
     worker is.
 
     Args:
-        root: folder of the files.
-        names: (N,) array of file names as bytes, relative to ``root``. One array and not N strings, because reading a
-            string in a worker process copies the memory that it was forked with.
+        source: the N encoded images.
         labels: (N,) int64.
         image_size: height and width of the images, unless the `BatchSlice` sets another size.
         crop: the random crops of training images, or None for the central square and no flips.
@@ -47,8 +44,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(
         self,
-        root: Path,
-        names: NDArray[np.bytes_],
+        source: ImageSource,
         labels: Tensor,
         image_size: int,
         crop: Crop | None = None,
@@ -57,20 +53,19 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         skip_broken: bool = False,
         num_workers: int = 0,
     ) -> None:
-        self.root = root
-        self.names = names
+        self.source = source
         self.labels = labels
         self.image_size = image_size
         self.crop = crop
         self.training = training
         self.decoder = decoder
         self.skip_broken = skip_broken
-        self.broken = torch.zeros(len(names), dtype=torch.bool).share_memory_()
+        self.broken = torch.zeros(len(source), dtype=torch.bool).share_memory_()
         # One row for each worker: images, and seconds spent on them. Only that worker writes to it.
         self._speed = torch.zeros(max(1, num_workers), 2, dtype=torch.float64).share_memory_()
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.source)
 
     def __getitem__(self, batch: BatchSlice) -> tuple[Tensor, Tensor]:
         """Return images (n, 3, H, W) uint8 in the channels-last memory format, and labels (n,) int64."""
@@ -96,13 +91,9 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         self._count(len(batch.indices), time.perf_counter() - start_s)
         return images.permute(0, 3, 1, 2), labels
 
-    def path(self, index: int) -> Path:
-        """Return the file of an image."""
-        return self.root / os.fsdecode(bytes(self.names[index]))
-
     def broken_files(self) -> list[str]:
-        """Return the files that could not be decoded so far, in any worker of this process."""
-        return [str(self.path(index)) for index in self.broken.nonzero()[:, 0].tolist()]
+        """Return the images that could not be decoded so far, in any worker of this process."""
+        return [self.source.name(index) for index in self.broken.nonzero()[:, 0].tolist()]
 
     def images_per_s(self) -> float | None:
         """Return the images per second that all workers together can deliver, or None if nothing was read so far.
@@ -115,7 +106,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
 
     def _read(self, index: int, size: int, crops: RandomCrops | None, place: int) -> Tensor:
         """Return one image, (size, size, 3) uint8."""
-        encoded = open_image(self.path(index).read_bytes(), self.decoder)
+        encoded = open_image(self.source.read(index), self.decoder)
         if crops is None:
             region = central_square(encoded.height, encoded.width).crop(encoded.decode())
             return resize(region, size)
@@ -125,10 +116,10 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         return image.flip(1) if crops.flip(place) else image
 
     def _mark_broken(self, index: int, error: BrokenImageError) -> None:
-        """Raise an error that names the file, or count it."""
-        message = f"{self.path(index)} cannot be decoded: {error}"
+        """Raise an error that names the image, or count it."""
+        message = f"{self.source.name(index)} cannot be decoded: {error}"
         if not self.skip_broken:
-            raise BrokenImageError(f"{message}; replace the file, or set on_broken=skip") from error
+            raise BrokenImageError(f"{message}; replace it, or set on_broken=skip") from error
         if not self.broken[index]:
             log.warning("%s; it is skipped", message)
         self.broken[index] = True
@@ -138,7 +129,9 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         if not self.training:
             return torch.tensor(intact, dtype=torch.int64)
         if not intact:
-            raise BrokenImageError(f"none of the {num_images} images of a training batch in {self.root} can be decoded")
+            raise BrokenImageError(
+                f"none of the {num_images} images of a training batch in {self.source.root} can be decoded"
+            )
         repeated = [intact[n % len(intact)] for n in range(num_images - len(intact))]
         return torch.tensor(sorted(intact + repeated), dtype=torch.int64)
 

@@ -10,7 +10,8 @@ from typing import Any, Literal
 from torch.utils.data import Dataset
 
 from lightning_dp.data.image_files import ImageFiles
-from lightning_dp.data.imagenet_folders import Listing, list_train, list_val
+from lightning_dp.data.image_sources import FilesInFolder, ImageSource
+from lightning_dp.data.imagenet_folders import list_train, list_val
 from lightning_dp.data.jpeg import Decoder, resolve_decoder
 from lightning_dp.data.module import ByteImageDataModule, Split
 from lightning_dp.data.random_crops import CROPS, Crop
@@ -93,7 +94,7 @@ class ImageNet(ByteImageDataModule):
         self.on_broken = on_broken
         self.decoder = decoder
         self.val_labels = None if val_labels is None else Path(val_labels)
-        self._listings: tuple[Listing, Listing] | None = None
+        self._found: tuple[Split, Split] | None = None
         self._datasets: dict[str, ImageFiles] = {}
 
     def check(self, world_size: int) -> None:
@@ -103,15 +104,15 @@ class ImageNet(ByteImageDataModule):
 
     def read_train(self) -> tuple[Split, Split]:
         """Return names and labels of the training images and of the official validation images."""
-        if self._listings is None:
+        if self._found is None:
             train, classes = list_train(self.root)
             if len(classes) > self.num_classes:
                 raise ValueError(
                     f"{self.root / 'train'} has {len(classes)} class folders, but num_classes={self.num_classes}; "
                     f"use num_classes={len(classes)} or more"
                 )
-            self._listings = train, list_val(self.root, classes, self.val_labels)
-        return self._listings
+            self._found = train, list_val(self.root, classes, self.val_labels)
+        return self._found
 
     def read_test(self) -> Split:
         """Return names and labels of the official validation images."""
@@ -143,13 +144,16 @@ class ImageNet(ByteImageDataModule):
         train = self._datasets.get("train")
         return None if train is None else train.images_per_s()
 
+    def _source(self, images: Any) -> ImageSource:
+        """Return the encoded images of a split, from the first part of what `read_train` returns for it."""
+        return FilesInFolder(self.root, images)
+
     def _dataset(self, split: str, augment: bool) -> Dataset[Any]:
         if split not in self._datasets:
             training = split == "train"
-            names, labels = self._splits[split]
+            images, labels = self._splits[split]
             self._datasets[split] = ImageFiles(
-                self.root,
-                names,
+                self._source(images),
                 labels,
                 self.image_size if training else self.eval_image_size,
                 crop=self.crop if training else None,

@@ -145,5 +145,6 @@ def _require_folder(folder: Path, root: Path) -> None:
     if not folder.is_dir():
         raise FileNotFoundError(
             f"ImageNet is not in {root.absolute()}: there is no folder {folder.name}; set data.root to the folder with "
-            "train/CLASS/*.JPEG and val/CLASS/*.JPEG, or val/*.JPEG with a label file (image-net.org has the archives)"
+            "train/CLASS/*.JPEG and val/CLASS/*.JPEG, or val/*.JPEG with a label file (image-net.org has the archives)."
+            " For tar shards, use data=imagenet_shards"
         )

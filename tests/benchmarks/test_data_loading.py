@@ -26,3 +26,18 @@ def test_a_smoke_run_on_files_writes_results(tmp_path):
     results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
     assert {"ours, pillow", "pillow in full", "pillow in full, as bytes"} <= results["images_per_s"].keys()
     assert (tmp_path / "out" / "images_per_s.png").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
+def test_a_smoke_run_on_shards_writes_results(tmp_path):
+    root = write_imagenet(tmp_path / "imagenet", num_train=8, num_val=1)
+    data_loading.main(["--smoke", "--imagenet", str(root), "--shards", "--output", str(tmp_path / "out")])
+    results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
+    assert {"ours, tar shards", "ours, class folders"} <= results["images_per_cpu_s"].keys()
+    assert all(value > 0 for values in results["images_per_cpu_s"].values() for value in values)
+
+
+def test_shards_need_the_files_that_are_written_into_them():
+    with pytest.raises(SystemExit, match="--shards needs --imagenet DIR"):
+        data_loading.main(["--shards"])

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from lightning_dp._lightning import LightningModule, Trainer
 from lightning_dp.data import ImageNet, SyntheticImageNet, smoke_data
 from lightning_dp.data.image_files import ImageFiles
+from lightning_dp.data.image_sources import FilesInFolder
 from lightning_dp.data.imagenet import image_size_at
 from lightning_dp.data.jpeg import BrokenImageError
 from lightning_dp.data.loading import BatchSlice, EvaluationSampler, TrainingSampler
@@ -33,7 +34,8 @@ def root(tmp_path_factory) -> Path:
 def files(root: Path, training: bool = True, **options) -> ImageFiles:
     module = ImageNet(root, **OPTIONS)
     names, labels = module.read_train()[0 if training else 1]
-    return ImageFiles(root, names, labels, SIZE, crop="resized" if training else None, training=training, **options)
+    source = FilesInFolder(root, names)
+    return ImageFiles(source, labels, SIZE, crop="resized" if training else None, training=training, **options)
 
 
 def batches(dataset: ImageFiles, world_size: int = 1) -> list[list[torch.Tensor]]:
@@ -91,7 +93,7 @@ def test_evaluation_images_are_the_central_square_decoded_exactly(root, decoder)
     images, labels = dataset[BatchSlice([0, 4], 0, 2, seed=0)]
     assert labels.tolist() == [0, 1]
     for image, index in zip(images, (0, 4), strict=True):
-        source = PIL.Image.open(dataset.path(index)).convert("RGB")
+        source = PIL.Image.open(dataset.source.path(index)).convert("RGB")
         side = round(min(source.size) * 224 / 256)
         left, top = (source.width - side) // 2, (source.height - side) // 2
         square = source.crop((left, top, left + side, top + side))
@@ -227,7 +229,7 @@ def test_a_training_batch_without_an_intact_image_is_an_error(tmp_path):
 def test_a_missing_file_is_not_a_broken_one(tmp_path):
     write_imagenet(tmp_path, 2, 1)
     dataset = files(tmp_path, skip_broken=True)
-    dataset.path(0).unlink()
+    dataset.source.path(0).unlink()
     with pytest.raises(FileNotFoundError):
         dataset[BatchSlice([0, 1], 0, 2, seed=1)]
 

@@ -71,6 +71,16 @@ def test_the_learning_rate_follows_the_batch_size():
     assert variant("experiment=imagenet_resnet50", "data=synthetic_imagenet")["data"]["num_workers"] == 0
 
 
+@pytest.mark.parametrize("experiment", [name for name in names("experiment") if name.startswith("imagenet")])
+def test_every_experiment_on_imagenet_takes_shards(experiment):
+    folders = variant(f"experiment={experiment}")["data"]
+    pattern = "imagenet-train-{000000..001281}.tar"
+    shards = variant(f"experiment={experiment}", "data=imagenet_shards", f"data.train_shards='{pattern}'")["data"]
+    assert shards.pop("_target_") == "lightning_dp.data.ImageNetShards"
+    assert (shards.pop("train_shards"), shards.pop("val_shards"), shards.pop("index_dir")) == (pattern, None, None)
+    assert shards == {key: value for key, value in folders.items() if key != "_target_"}
+
+
 HYBRID = ("strategy=krizhevsky_hybrid", "strategy.scheme=b")
 
 

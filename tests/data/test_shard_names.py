@@ -1,0 +1,97 @@
+"""Which files are the shards of a split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_dp.data.shard_names import expand_range, find_shards
+
+
+def touch(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+
+
+@pytest.mark.parametrize(
+    ("train", "val"),
+    [
+        (["train-000000.tar", "train-000001.tar"], ["val-000000.tar"]),
+        (["imagenet1k-train-0000.tar", "imagenet1k-train-0001.tar"], ["imagenet1k-validation-00.tar"]),
+        (["train/000.tar", "train/001.tar"], ["val/000.tar"]),
+        (["train/a.tar"], ["validation/a.tar"]),
+        (["ImageNet-Train-1.tar"], ["ImageNet-VAL-1.tar"]),
+    ],
+)
+def test_shards_are_found_by_the_names_that_people_give_them(tmp_path, train, val, caplog):
+    touch(tmp_path, *reversed(train), *val, "train.txt", ".train-hidden.tar", "_info.json")
+    assert find_shards(tmp_path, "train") == train
+    assert find_shards(tmp_path, "val") == val
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        ("a-{000..002}.tar", ["a-000.tar", "a-001.tar", "a-002.tar"]),
+        ("a-*.tar", ["a-000.tar", "a-001.tar", "a-002.tar", "a-010.tar"]),
+        (["b/{0..1}.tar", "a-010.tar"], ["b/0.tar", "b/1.tar", "a-010.tar"]),
+        ("{0..9}/*.tar", ["2/x.tar", "7/x.tar"]),
+    ],
+)
+def test_patterns_stand_for_shards_in_order(tmp_path, patterns, expected):
+    touch(tmp_path, "a-000.tar", "a-001.tar", "a-002.tar", "a-010.tar", "b/0.tar", "b/1.tar", "2/x.tar", "7/x.tar")
+    assert find_shards(tmp_path, "train", patterns) == expected
+    absolute = [str(tmp_path / pattern) for pattern in ([patterns] if isinstance(patterns, str) else patterns)]
+    assert find_shards(tmp_path / "other", "train", absolute) == [str(tmp_path / name) for name in expected]
+
+
+def test_several_ranges_in_a_name_are_nested():
+    assert expand_range("{1..2}/x-{09..10}.tar") == ["1/x-09.tar", "1/x-10.tar", "2/x-09.tar", "2/x-10.tar"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (
+            "a-{0..4}.tar",
+            r"2 of the 5 shards of train_shards=a-\{0..4\}.tar are missing, of which .*/a-3.tar is the first",
+        ),
+        ("b-*.tar", r"train_shards=b-\*.tar matches no file in"),
+        ("a-{2..0}.tar", r"ends before it begins; use \{0..2\}"),
+        (["a-*.tar", "a-1.tar"], r"a-1.tar is used twice"),
+        (["link.tar", "a-1.tar"], r"a-1.tar is used twice, also as link.tar"),
+        ("https://host/a-{0..2}.tar", r"https://host/.* is not a local file.*copy the shards to a local disk"),
+        ("pipe:cat a-0.tar", r"is not a local file"),
+        ("a-0.tar.gz", r"a-0.tar.gz is compressed.*decompress it \(gzip -d"),
+        (None, r"there are no shards for train in"),
+        ([], r"train_shards=\[\] names no shard"),
+    ],
+)
+def test_shards_that_cannot_be_read_are_refused(tmp_path, patterns, message):
+    touch(tmp_path, "a-0.tar", "a-1.tar", "a-2.tar", "a-0.tar.gz")
+    (tmp_path / "link.tar").symlink_to("a-1.tar")
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        find_shards(tmp_path, "train", patterns)
+
+
+def test_compressed_shards_are_refused_and_not_left_out(tmp_path):
+    touch(tmp_path, "train-0.tar", "train-1.tar.gz")
+    with pytest.raises(ValueError, match=r"train-1.tar.gz is compressed.*keep only the .tar file"):
+        find_shards(tmp_path, "train")
+
+
+def test_two_places_for_the_same_split_are_refused(tmp_path):
+    touch(tmp_path, "train-0.tar", "train/0.tar")
+    with pytest.raises(ValueError, match=r"both .*train-0.tar and .*train/0.tar look like shards; set train_shards"):
+        find_shards(tmp_path, "train")
+
+
+def test_a_gap_in_the_numbers_is_warned_of(tmp_path, caplog):
+    touch(tmp_path, *(f"i1k-train-{number:03}.tar" for number in range(10) if number not in (4, 7)))
+    find_shards(tmp_path, "train")
+    (record,) = caplog.records
+    assert "2 shards are missing" in record.getMessage()
+    assert "i1k-train-*.tar" in record.getMessage()
