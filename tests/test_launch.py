@@ -121,6 +121,7 @@ def test_ctrl_c_leaves_no_processes(tmp_path):
     assert_gone(ranks, 2)
 
 
+@pytest.mark.slow
 def test_a_worker_of_joblib_can_start_ranks():
     """Its start method is called "loky", which the ranks do not know."""
     pytest.importorskip("joblib.externals.loky.backend.context")

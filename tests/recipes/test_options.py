@@ -69,6 +69,7 @@ def test_a_run_without_progress_bar_and_checkpoints_trains(tmp_path):
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"curves.png", "hparams.yaml", "metrics.csv"}
 
 
+@pytest.mark.slow
 def test_the_best_weights_are_tested_and_then_tested_again_alone(tmp_path):
     """By the least validation accuracy, so that they are not the last."""
     best = tmp_path / "checkpoints" / "best.ckpt"

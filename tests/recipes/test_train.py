@@ -40,6 +40,7 @@ def test_a_run_leaves_one_folder_with_the_documented_files_and_prints_its_result
     assert [row["agbn/is_global"] for row in metrics(single.run_dir()) if row["agbn/is_global"]] == ["1.0", "1.0"]
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_each_job_once_in_a_folder_of_its_own(sweep):
     assert sweep.status == 0, sweep.err
     folders = sweep.files()
@@ -48,12 +49,14 @@ def test_a_sweep_runs_each_job_once_in_a_folder_of_its_own(sweep):
     assert len(re.findall(r"^test/acc=", sweep.out, re.MULTILINE)) == 2
 
 
+@pytest.mark.slow
 def test_a_job_of_a_sweep_is_bitwise_identical_to_a_single_run(sweep, single):
     (job,) = sweep.folder.glob("runs/tiny/sweep_*/1")
     assert metrics(job) == metrics(single.run_dir())
     assert same(weights(job), weights(single.run_dir()))
 
 
+@pytest.mark.slow
 def test_layered_sgd_trains_as_ddp_does(sweep):
     (ddp,), (layered,) = sweep.folder.glob("runs/tiny/sweep_*/0"), sweep.folder.glob("runs/tiny/sweep_*/1")
     torch.testing.assert_close(weights(ddp), weights(layered), rtol=1e-3, atol=1e-4)

@@ -46,7 +46,9 @@ def test_equals_ddp(variant):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "group_size"), [(2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 4)], ids=lambda n: str(n)
+    ("world_size", "group_size"),
+    [(2, 1), (2, 2), (3, 1), (4, 1), *(pytest.param(n, n, marks=pytest.mark.slow) for n in (3, 4))],
+    ids=lambda n: str(n),
 )
 def test_equals_ddp_in_every_topology(world_size, group_size):
     run_processes(world_size, compare_with_ddp, world_size, group_size, ["momentum", "adamw"])
