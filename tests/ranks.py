@@ -55,6 +55,9 @@ def thread_group(store: dist.Store, rank: int, world_size: int, timeout: float) 
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._threads = 1
     backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+    # A rank that went on, finished and dropped its group would close connections that its peers are still opening.
+    store.set(f"built by {rank}", "")
+    store.wait([f"built by {peer}" for peer in range(world_size)], timedelta(seconds=LIMIT_S))
     group = dist.ProcessGroup(store, rank, world_size)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
