@@ -17,14 +17,13 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dp.collectives import CompressionState, compression_hook
-from lightning_dp.collectives.compression.parameters import BLOCK
+from lightning_dp.collectives.compression.sizes import FLOAT_BYTES, message_bytes
 from lightning_dp.strategies import LayeredSGDStrategy, PowerSGD
 from support.comm_hooks import POWER_SGD_BUCKET_MB, POWER_SGD_RANK, HookedDDPStrategy, bf16_hook, power_sgd_state
 from support.dear import DeARStrategy
 from support.sharded_strategies import ShardedStrategy
 from support.training import make_trainer
 
-FLOAT_BYTES = 4
 LOCAL_STEPS = 4  # of post-local SGD between two averages of the parameters
 ACCUMULATED_STEPS = 4  # batches between two updates
 REFERENCE = "DDP"
@@ -87,7 +86,7 @@ class PostLocalSGD(DDPStrategy):
 
 def full_bytes(shapes: Shapes) -> float:
     """Return the bytes of float32 gradients."""
-    return float(FLOAT_BYTES * sum(math.prod(shape) for shape in shapes))
+    return float(message_bytes(shapes, None))
 
 
 def power_sgd_bytes(shapes: Shapes, rank: int = POWER_SGD_RANK, min_compression_rate: float = 2.0) -> float:
@@ -108,12 +107,12 @@ def power_sgd_bytes(shapes: Shapes, rank: int = POWER_SGD_RANK, min_compression_
 
 def half_bytes(shapes: Shapes) -> float:
     """Return the bytes of 16-bit gradients."""
-    return full_bytes(shapes) / 2
+    return float(message_bytes(shapes, "bf16"))
 
 
 def int8_bytes(shapes: Shapes) -> float:
     """Return the bytes of 8-bit gradients, with a float32 scale for each block of each parameter."""
-    return float(sum(-(-math.prod(shape) // BLOCK) * (BLOCK + FLOAT_BYTES) for shape in shapes))
+    return float(message_bytes(shapes, "int8"))
 
 
 def _layered(overlap: Any, communicator: Any, compression: Any = None) -> Callable[[], Any]:

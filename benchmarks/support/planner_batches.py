@@ -49,7 +49,7 @@ def compare_batch_sizes(options: argparse.Namespace) -> dict[str, Any]:
         model, images, options.batch_sizes, bound_bytes, recompute=POLICIES, repeats=options.repeats
     )
     chosen = choose_batch_size(candidates)
-    plans = {name_of(candidate): choose_batch_size([candidate]) for candidate in candidates if fits(candidate)}
+    plans = {name_of(c.batch_size, c.recompute): choose_batch_size([c]) for c in candidates if fits(c)}
     sides: dict[str, Callable[[], float]] = {
         name: partial(step_s, model, resized(images, plan.batch_size), plan) for name, plan in plans.items()
     }
@@ -57,15 +57,15 @@ def compare_batch_sizes(options: argparse.Namespace) -> dict[str, Any]:
     rates = {name: [plans[name].batch_size / value for value in times_s[name]] for name in plans}
     return {
         "bound_bytes": bound_bytes,
-        "chosen": f"{chosen.batch_size} {chosen.recompute or 'plain'}",
-        "predicted_images_per_s": {f"{s} {r or 'plain'}": rate for (s, r), rate in chosen.images_per_s.items()},
+        "chosen": name_of(chosen.batch_size, chosen.recompute),
+        "predicted_images_per_s": {name_of(*choice): rate for choice, rate in chosen.images_per_s.items()},
         "images_per_s": rates,
     }
 
 
-def name_of(candidate: Candidate) -> str:
+def name_of(batch_size: int, recompute: str | None) -> str:
     """Return batch size and recomputation, for a table."""
-    return f"{candidate.batch_size} {candidate.recompute or 'plain'}"
+    return f"{batch_size} {recompute or 'plain'}"
 
 
 def fits(candidate: Candidate) -> bool:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_dp.data.image_files import resize
-from lightning_dp.data.jpeg import Decoder, denominator_for, open_image
+from lightning_dp.data.image_files import training_image
+from lightning_dp.data.jpeg import Decoder, open_image
 from lightning_dp.data.random_crops import RandomCrops
 
 IMAGES_PER_SHARD = 125
@@ -45,12 +45,9 @@ def webdataset_loader(shards: Sequence[Path], batch_size: int, size: int, decode
     import webdataset
 
     def decode(sample: dict[str, Any]) -> tuple[Tensor, int]:
-        encoded = open_image(sample["jpg"], decoder)
-        drawn = RandomCrops(1, torch.default_generator)
-        box = drawn.box(0, encoded.height, encoded.width)
-        denominator = denominator_for(box, size)
-        image = resize(box.reduced(denominator).crop(encoded.decode(denominator, fast=True)), size)
-        return (image.flip(1) if drawn.flip(0) else image).permute(2, 0, 1), int(sample["cls"])
+        crops = RandomCrops(1, torch.default_generator)
+        image = training_image(open_image(sample["jpg"], decoder), size, crops, 0)
+        return image.permute(2, 0, 1), int(sample["cls"])
 
     dataset = (
         webdataset.WebDataset([str(shard) for shard in shards], shardshuffle=len(shards)).shuffle(1000).map(decode)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from lightning_dp.data.image_sources import ImageSource
-from lightning_dp.data.jpeg import BrokenImageError, Decoder, denominator_for, open_image
+from lightning_dp.data.jpeg import BrokenImageError, Decoder, EncodedImage, denominator_for, open_image
 from lightning_dp.data.loading import BatchSlice, require_slice
 from lightning_dp.data.random_crops import Crop, RandomCrops, central_square
 
@@ -110,10 +110,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         if crops is None:
             region = central_square(encoded.height, encoded.width).crop(encoded.decode())
             return resize(region, size)
-        box = crops.box(place, encoded.height, encoded.width)
-        denominator = denominator_for(box, size)
-        image = resize(box.reduced(denominator).crop(encoded.decode(denominator, fast=True)), size)
-        return image.flip(1) if crops.flip(place) else image
+        return training_image(encoded, size, crops, place)
 
     def _mark_broken(self, index: int, error: BrokenImageError) -> None:
         """Raise an error that names the image, or count it."""
@@ -139,6 +136,14 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         worker = get_worker_info()
         row = 0 if worker is None else worker.id % len(self._speed)
         self._speed[row] += torch.tensor([num_images, seconds], dtype=torch.float64)
+
+
+def training_image(encoded: EncodedImage, size: int, crops: RandomCrops, place: int) -> Tensor:
+    """Return a random crop of one image, (size, size, 3) uint8: that of ``crops`` for this place in the batch."""
+    box = crops.box(place, encoded.height, encoded.width)
+    denominator = denominator_for(box, size)
+    image = resize(box.reduced(denominator).crop(encoded.decode(denominator, fast=True)), size)
+    return image.flip(1) if crops.flip(place) else image
 
 
 def resize(pixels: NDArray[np.uint8], size: int) -> Tensor:

@@ -251,7 +251,7 @@ class Diagnose(StepTimer):
 
     @override
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Take the hooks off: Lightning does not end a training that failed."""
+        """Remove the hooks. Lightning does not call `on_train_end` after an exception."""
         self._stop_recording()
 
     def _stop_recording(self) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 from lightning_dp.collectives.compression.options import Compression, PowerSGD
-from lightning_dp.collectives.compression.sizes import message_bytes
+from lightning_dp.collectives.compression.sizes import FLOAT_BYTES, message_bytes
 from lightning_dp.planner.methods import Method
 from lightning_dp.planner.workload import Block
 
-FLOAT_BYTES = 4
 POWER_SGD = PowerSGD()  # of rank 4
 _CHOICES: dict[str, Compression] = {"bf16": "bf16", "int8": "int8", "power_sgd": POWER_SGD}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dp.collectives.compression.compressor import Compressor
-from lightning_dp.collectives.compression.parameters import BLOCK, ParameterInfo, Part, Piece
+from lightning_dp.collectives.compression.parameters import BLOCK, ParameterInfo, Part, Piece, num_blocks
 from lightning_dp.collectives.compression.wire import SEGMENT, Wire, run_in_turn
 
 LARGEST = 127  # -128 is not used, so that a gradient and its negative are rounded alike
@@ -70,7 +70,7 @@ class Int8(Compressor):
 
     def _with_residual(self, tensor: Tensor, piece: Piece) -> Tensor:
         """Return gradient plus residual, in blocks (R, `BLOCK`); each part begins a block and is padded with zeros."""
-        num_rows = sum(_num_rows(part) for part in piece.parts)
+        num_rows = sum(num_blocks(part.numel) for part in piece.parts)
         blocks = torch.zeros(num_rows, BLOCK, dtype=piece.parts[0].info.dtype)
         for part, rows, here in zip(piece.parts, _rows_of(piece.parts), piece.split(tensor), strict=True):
             place = blocks[rows].view(-1)[: part.numel]
@@ -126,23 +126,19 @@ def quantize(values: Tensor) -> Quantized:
     return Quantized(integers, scales.masked_fill_(is_bad, float("nan")))
 
 
-def _num_rows(part: Part) -> int:
-    return -(-part.numel // BLOCK)
-
-
 def _rows_of(parts: Sequence[Part]) -> list[slice]:
     """Return which rows of the blocks hold each part."""
     slices = []
     begin = 0
     for part in parts:
-        slices.append(slice(begin, begin + _num_rows(part)))
-        begin += _num_rows(part)
+        slices.append(slice(begin, begin + num_blocks(part.numel)))
+        begin += num_blocks(part.numel)
     return slices
 
 
 def _owner(parts: Sequence[Part], num_ranks: int) -> Tensor:
     """Return which rank owns each row."""
-    numbers = [torch.arange(_num_rows(part)) + (part.info.first_block + part.begin // BLOCK) for part in parts]
+    numbers = [torch.arange(num_blocks(part.numel)) + (part.info.first_block + part.begin // BLOCK) for part in parts]
     return torch.cat(numbers) % num_ranks
 
 

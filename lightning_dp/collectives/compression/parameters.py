@@ -20,6 +20,11 @@ BLOCK = 256
 """Elements that share a scale in 8-bit compression. A piece never ends within a block."""
 
 
+def num_blocks(numel: int) -> int:
+    """Return the number of blocks of ``numel`` elements; the last one may be smaller than the others."""
+    return -(-numel // BLOCK)
+
+
 @dataclass(frozen=True, eq=False)
 class ParameterInfo:
     """What compressors need to know of a parameter. There is one object per parameter, which serves as its key.
@@ -48,7 +53,7 @@ class ParameterInfo:
     @property
     def num_blocks(self) -> int:
         """Number of blocks; the last one may be smaller than the others."""
-        return -(-self.numel // BLOCK)
+        return num_blocks(self.numel)
 
     @property
     def matrix_shape(self) -> tuple[int, int] | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from lightning_dp.collectives.compression.int8 import SCALE_BYTES
 from lightning_dp.collectives.compression.options import Compression, PowerSGD
-from lightning_dp.collectives.compression.parameters import BLOCK
+from lightning_dp.collectives.compression.parameters import BLOCK, num_blocks
 
 FLOAT_BYTES = 4
 
@@ -30,7 +30,7 @@ def _parameter_bytes(shape: Sequence[int], compression: Compression | None) -> i
     if compression is None:
         return FLOAT_BYTES * numel
     if compression == "int8":
-        return -(-numel // BLOCK) * (BLOCK + SCALE_BYTES)
+        return num_blocks(numel) * (BLOCK + SCALE_BYTES)
     if not isinstance(compression, PowerSGD):
         return 2 * numel
     if len(shape) < 2 or numel == 0:
