@@ -13,14 +13,16 @@ from lightning_dp.collectives.groups import create_groups, destroy_group
 from lightning_dp.planner.checks import require_count
 from lightning_dp.planner.network import Link, Network
 
-# From a message that only latency matters to, to one that only bandwidth does.
-SIZES_BYTES = (1024, 64 * 1024, 512 * 1024, 4 * 1024 * 1024)
+SMALLEST_BYTES = 1024  # only latency matters
+# Larger and larger messages, until one takes this long: what a limited link lets pass at once no longer matters then.
+LONG_ENOUGH_S = 0.2
+LARGEST_BYTES = 64 * 1024 * 1024
 
 
 def probe_network(
     device: torch.device | str = "cpu", ranks_per_node: int | None = None, repeats: int = 4, num_elements: int = 0
 ) -> Network:
-    """Time all-reduces of a few sizes, and return the network that explains them. All ranks must call it.
+    """Time all-reduces of growing size, and return the network that explains them. All ranks must call it.
 
     The links are those that a ring all-reduce would need to take as long. With several nodes, an all-reduce over all
     ranks gives the NIC's, and one within each node the inner link. All ranks return the same.
@@ -29,7 +31,7 @@ def probe_network(
         device: of the messages; CUDA for NCCL.
         ranks_per_node: by default, ``LOCAL_WORLD_SIZE``, or all ranks.
         repeats: all-reduces of each size that are timed; the median counts.
-        num_elements: ignored if 0; else the largest message, for tests.
+        num_elements: ignored if 0; else the only large message, for tests.
 
     Raises:
         ValueError: there is one rank only, or ``ranks_per_node`` does not divide the number of ranks.
@@ -42,46 +44,54 @@ def probe_network(
             f"world_size={world_size} and ranks_per_node={per_node}: the probe needs two ranks or more, and the same "
             "number on each node"
         )
-    sizes = SIZES_BYTES if not num_elements else (256, 4 * num_elements)
-    all_ranks = _measure(None, sizes, device, repeats)
+    bounds = (4 * num_elements, 4 * num_elements) if num_elements else (64 * SMALLEST_BYTES, LARGEST_BYTES)
+    all_ranks = _measure(None, bounds, device, repeats)
     if per_node == world_size:
         return Network(all_ranks, all_ranks, per_node)
     if per_node == 1:
         return Network(all_ranks, all_ranks, 1)
     nodes = [range(first, first + per_node) for first in range(0, world_size, per_node)]
     own = create_groups(nodes, dist.get_rank())
-    inner = _measure(own, sizes, device, repeats)
+    inner = _measure(own, bounds, device, repeats)
     destroy_group(own)
     return Network(all_ranks, _slowest(inner, device), per_node)
 
 
-def _measure(group: dist.ProcessGroup | None, sizes: tuple[int, ...], device: torch.device | str, repeats: int) -> Link:
+def _measure(
+    group: dist.ProcessGroup | None, bounds: tuple[int, int], device: torch.device | str, repeats: int
+) -> Link:
     """Return the link of a ring over ``group``. All its ranks get the same."""
     size = dist.get_world_size(group)
-    times_s = []
-    for num_bytes in sizes:
-        message = torch.zeros(num_bytes // 4, device=device)
-        measured = []
-        for _ in range(repeats + 1):
-            _synchronize(device)
-            begin_s = time.perf_counter()
-            dist.all_reduce(message, group=group)
-            _synchronize(device)
-            measured.append(time.perf_counter() - begin_s)
-        times_s.append(median(measured[1:]))  # the first one sets connections up
-    shared = torch.tensor(times_s, dtype=torch.float64, device=device)
-    dist.all_reduce(shared, group=group)
-    # 2(N-1) messages, each with an N-th of the bytes.
-    steps = 2 * (size - 1)
-    return _fit([num_bytes / size for num_bytes in sizes], [time_s / size / steps for time_s in shared.tolist()])
+    steps = 2 * (size - 1)  # messages one after the other, each with one of as many parts as there are ranks
 
+    def message_s(num_bytes: int) -> float:
+        return _all_reduce_s(group, num_bytes, device, repeats) / steps
 
-def _fit(sizes: list[float], times_s: list[float]) -> Link:
+    smallest_s = message_s(SMALLEST_BYTES)
+    num_bytes, largest_bytes = bounds
+    while (largest_s := message_s(num_bytes)) * steps < LONG_ENOUGH_S and num_bytes < largest_bytes:
+        num_bytes = min(4 * num_bytes, largest_bytes)
     try:
-        return Link.fit(sizes, times_s)
+        return Link.fit([SMALLEST_BYTES / size, num_bytes / size], [smallest_s, largest_s])
     except ValueError:
-        # On a busy machine a large message may be as fast as a small one: then the largest tells all.
-        return Link(min(times_s), sizes[-1] / times_s[-1])
+        # On a busy machine a large message may be as fast as a small one: then the large one tells all.
+        return Link(largest_s, num_bytes / size / largest_s)
+
+
+def _all_reduce_s(group: dist.ProcessGroup | None, num_bytes: int, device: torch.device | str, repeats: int) -> float:
+    """Return the time of one all-reduce: the mean over the ranks of their medians, which all of them get."""
+    message = torch.zeros(num_bytes // 4, device=device)
+    measured = []
+    for _ in range(repeats + 1):
+        _synchronize(device)
+        begin_s = time.perf_counter()
+        dist.all_reduce(message, group=group)
+        _synchronize(device)
+        measured.append(time.perf_counter() - begin_s)
+    # The first one sets connections up, and takes what the link lets pass at once.
+    shared = torch.tensor(median(measured[1:]), dtype=torch.float64, device=device)
+    dist.all_reduce(shared, group=group)
+    return shared.item() / dist.get_world_size(group)
 
 
 def _slowest(link: Link, device: torch.device | str) -> Link:
