@@ -21,7 +21,8 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("framework", ["pytorch_lightning", "lightning.pytorch"])
+# Most other tests follow `pytorch_lightning`.
+@pytest.mark.parametrize("framework", [pytest.param("pytorch_lightning", marks=pytest.mark.slow), "lightning.pytorch"])
 def test_follows_what_the_user_has_loaded(framework):
     code = f"""
         import {framework} as L

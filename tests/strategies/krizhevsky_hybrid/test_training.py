@@ -222,7 +222,10 @@ def _dropout(rank: int, net: type[HybridNet]) -> list[Result]:
     return results
 
 
-@pytest.mark.parametrize("net", [HybridNet, StepNet], ids=lambda net: net.__name__)
+NETS = [pytest.param(HybridNet, marks=pytest.mark.slow), StepNet]
+
+
+@pytest.mark.parametrize("net", NETS, ids=lambda net: net.__name__)
 def test_seeds_make_dropout_reproducible(net):
     first, second = run_processes(2, _dropout, net)
     assert_same(first[0], first[1], 0.0)
