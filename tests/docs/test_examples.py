@@ -19,6 +19,7 @@ RUNS = {
     "vgg16.py": r"train_loss=\d",
     "segmentation.py": r"train_loss=0\.\d",
     "notebook.py": r"changed by 0\.\d*[1-9]",
+    "ray_train.py": r"train_loss=\d",
     "lightning_cli.py fit --config docs/examples/lightning_cli.yaml": None,
     "hydra_project/train.py": r"DDPStrategy: ModelSummary",
     "hydra_project/train.py callbacks=agbn +strategy@trainer.strategy=layered_sgd_single": (
@@ -39,6 +40,8 @@ def test_every_example_is_run_and_named_in_the_page():
 def test_an_example_runs(command, tmp_path):
     if "cli" in command:
         pytest.importorskip("jsonargparse", reason='pip install "jsonargparse[signatures]"')
+    if "ray" in command:
+        pytest.importorskip("ray", reason='pip install "ray[train]"')
     script, *arguments = command.split()
     arguments = [str(ROOT / text) if text.startswith("docs/") else text for text in arguments]
     # recipes/ has the plugin that an installation puts beside the package.
