@@ -54,14 +54,20 @@ def thread_group(store: dist.Store, rank: int, world_size: int, timeout: float) 
     options._timeout = timedelta(seconds=timeout)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._threads = 1
+    _meet(store, "begun", rank, world_size)  # a short timeout is for the test, not for peers that start late
     backend = dist.ProcessGroupGloo(store, rank, world_size, options)
     # A rank that went on, finished and dropped its group would close connections that its peers are still opening.
-    store.set(f"built by {rank}", "")
-    store.wait([f"built by {peer}" for peer in range(world_size)], timedelta(seconds=LIMIT_S))
+    _meet(store, "built", rank, world_size)
     group = dist.ProcessGroup(store, rank, world_size)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     return group
+
+
+def _meet(store: dist.Store, place: str, rank: int, world_size: int) -> None:
+    """Wait until all ranks are at this place."""
+    store.set(f"{place} {rank}", "")
+    store.wait([f"{place} {peer}" for peer in range(world_size)], timedelta(seconds=LIMIT_S))
 
 
 def run_threads(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = LIMIT_S) -> list[Any]:
