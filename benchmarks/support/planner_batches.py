@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 from lightning_dp.models import CifarResNet
-from lightning_dp.planner import BatchPlan, Candidate, apply_algorithms, choose_batch_size, measure_candidates
+from lightning_dp.planner import (
+    BatchPlan,
+    Candidate,
+    apply_algorithms,
+    choose_batch_size,
+    measure_candidates,
+    measure_step,
+)
 from lightning_dp.planner.candidates import mean_square, resized
 from lightning_dp.recompute import apply_recompute
 from support.report import markdown_table
@@ -38,6 +45,16 @@ def step_s(model: nn.Module, images: torch.Tensor, plan: BatchPlan) -> float:
         algorithms.remove()
 
 
+def peak_bytes(model: nn.Module, images: torch.Tensor, plan: BatchPlan) -> int:
+    """Return the most memory that a step holds at a time as the plan has it."""
+    algorithms = apply_algorithms(model, plan.algorithms)
+    recompute: Any = plan.recompute or None
+    try:
+        return measure_step(model, images, recompute=recompute, repeats=1).total_bytes
+    finally:
+        algorithms.remove()
+
+
 def compare_batch_sizes(options: argparse.Namespace) -> dict[str, Any]:
     """Let the planner choose a batch size within a bound, and measure all that fit, each with its best algorithms."""
     quiet()  # one thread: threads that wait for each other measure what else runs
@@ -53,6 +70,7 @@ def compare_batch_sizes(options: argparse.Namespace) -> dict[str, Any]:
     sides: dict[str, Callable[[], float]] = {
         name: partial(step_s, model, resized(images, plan.batch_size), plan) for name, plan in plans.items()
     }
+    measured_bytes = {name: peak_bytes(model, resized(images, plan.batch_size), plan) for name, plan in plans.items()}
     times_s = alternate(sides, options.batch_rounds)
     rates = {name: [plans[name].batch_size / value for value in times_s[name]] for name in plans}
     return {
@@ -60,6 +78,9 @@ def compare_batch_sizes(options: argparse.Namespace) -> dict[str, Any]:
         "chosen": name_of(chosen.batch_size, chosen.recompute),
         "predicted_images_per_s": {name_of(*choice): rate for choice, rate in chosen.images_per_s.items()},
         "images_per_s": rates,
+        # A plan knows what its algorithms hold, and the rest as the bound less what is left for them.
+        "planned_bytes": {name: bound_bytes - plan.bound_bytes + plan.held_bytes for name, plan in plans.items()},
+        "measured_bytes": measured_bytes,
     }
 
 
@@ -90,9 +111,18 @@ def batch_table(results: dict[str, Any]) -> str:
             f"{name}{' (chosen)' if name == results['chosen'] else ''}",
             f"{results['predicted_images_per_s'][name]:.1f}",
             min_max(values).text(1),
+            f"{results['planned_bytes'][name] / 1e6:.1f}",
+            f"{results['measured_bytes'][name] / 1e6:.1f}",
         ]
         for name, values in results["images_per_s"].items()
     ]
-    table = markdown_table(["batch size", "images/s, planned", "images/s, measured (minimum-maximum)"], rows)
+    header = ["batch size", "images/s, planned", "images/s, measured (minimum-maximum)"]
+    table = markdown_table([*header, "peak, planned (MB)", "peak, measured (MB)"], rows)
     bound = results["bound_bytes"] / 1e6
-    return f"{table}\n\nWithin {bound:.0f} MB the chosen batch size loses {lost_images(results):.1%} of the images/s."
+    off = max(
+        abs(results["planned_bytes"][name] / measured - 1) for name, measured in results["measured_bytes"].items()
+    )
+    return (
+        f"{table}\n\nWithin {bound:.0f} MB the chosen batch size loses {lost_images(results):.1%} of the images/s. "
+        f"Peaks are at most {off:.1%} off."
+    )
