@@ -70,7 +70,9 @@ def _count(rank: int, sizes: list[int], cases: list[Case]) -> list[tuple[int, di
     return counted
 
 
-@pytest.mark.parametrize("sizes", [*SIZES.values(), [2, 0, 3]], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [SIZES[2], SIZES[3], pytest.param(SIZES[4], marks=pytest.mark.slow), [2, 0, 3]], ids=str
+)
 def test_real_counts_equal_the_formula(sizes):
     kinds = [(StepNet, "cross_entropy"), (StepNet, "logistic"), (HybridNet, "cross_entropy")]
     kinds = kinds if all(sizes) else kinds[:2]  # a rank without samples has no loss of its own

@@ -47,7 +47,7 @@ def test_equals_ddp(variant):
 
 @pytest.mark.parametrize(
     ("world_size", "group_size"),
-    [(2, 1), (2, 2), (3, 1), (4, 1), *(pytest.param(n, n, marks=pytest.mark.slow) for n in (3, 4))],
+    [(2, 1), (2, 2), (3, 1), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((4, 1), (3, 3), (4, 4)))],
     ids=lambda n: str(n),
 )
 def test_equals_ddp_in_every_topology(world_size, group_size):
