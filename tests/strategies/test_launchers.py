@@ -6,10 +6,11 @@ import warnings
 
 import pytest
 import torch.distributed as dist
+from lightning_fabric.plugins.environments import TorchElasticEnvironment
 from lightning_fabric.utilities.warnings import PossibleUserWarning
 from pytorch_lightning.strategies import DDPStrategy
 
-from lightning_dp.strategies import LayeredSGDStrategy
+from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredSGDStrategy
 from tests.strategies.modules import SMALL_BUCKETS_MB, Net, assert_same, data, trainer
 
 
@@ -61,3 +62,18 @@ def test_under_slurm(monkeypatch):
     assert strategy.topology.members(strategy.cluster_environment.global_rank()) == [2, 3]
     with pytest.raises(ValueError, match="world_size=4 is not a multiple of group_size=3; use 1, 2 or 4"):
         trainer(LayeredSGDStrategy(3), 4, num_nodes=2)
+
+
+class Unchecked(TorchElasticEnvironment):
+    """Like Ray's, it takes the number of ranks from the job and does not compare it with the Trainer's."""
+
+    def validate_settings(self, num_devices, num_nodes):
+        pass
+
+
+@pytest.mark.parametrize("strategy", [LayeredSGDStrategy, KrizhevskyHybridStrategy])
+def test_ranks_that_the_trainer_does_not_know_of(monkeypatch, strategy):
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="num_nodes=1 with 1 devices each make 1 ranks, but the job has 2"):
+        trainer(strategy(), 1, plugins=[Unchecked()])

@@ -14,16 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dp._lightning import DDPStrategy, OwnTrainerOnly
 from lightning_dp._private.lightning_names import register_ddp_hooks, wrap_in_ddp
 from lightning_dp.collectives.tracing import OnStage
+from lightning_dp.strategies.base import BaseStrategy
 from lightning_dp.strategies.krizhevsky_hybrid import checkpoint as checkpoints
 from lightning_dp.strategies.krizhevsky_hybrid import policy, sharded_checkpoint
 from lightning_dp.strategies.krizhevsky_hybrid.fitting import Fitting, Options
 from lightning_dp.strategies.unfreezing import ReducedParameters
 
 
-class KrizhevskyHybridStrategy(OwnTrainerOnly, DDPStrategy):
+class KrizhevskyHybridStrategy(BaseStrategy):
     """Data parallelism in the convolutional trunk, model parallelism in the fully-connected head.
 
     Each rank holds a shard of every linear layer in the head and computes it for the samples of all ranks. The

@@ -12,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dp._lightning import DDPStrategy, OwnTrainerOnly
 from lightning_dp._private.lightning_names import ddp_options, register_ddp_hooks, strategy_timeout, wrap_in_ddp
 from lightning_dp.collectives.compression.options import Compression
 from lightning_dp.collectives.compression.stages import CompressedAllReduce
 from lightning_dp.collectives.topology import RankTopology
 from lightning_dp.collectives.tracing import OnStage
+from lightning_dp.strategies.base import BaseStrategy
 from lightning_dp.strategies.layered_sgd.bucket import WAIT, blame
 from lightning_dp.strategies.layered_sgd.compression_checkpoint import CompressionCheckpoint
 from lightning_dp.strategies.layered_sgd.options import CommunicatorOptions
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 BUCKET_CAP_MB = 2.0
 
 
-class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
+class LayeredSGDStrategy(BaseStrategy):
     """Synchronous SGD with a hierarchical all-reduce whose inter-group stage is hidden behind other work.
 
     The parameters are those of `DDPStrategy`, up to rounding in another order of summation. Updates are postponed; a
@@ -228,7 +228,7 @@ class LayeredSGDStrategy(OwnTrainerOnly, DDPStrategy):
         def whole_step() -> None:
             # The precision plugin unscales, clips and steps, in Lightning's own order. The closure returns the loss:
             # None would mean that there was no backward.
-            DDPStrategy.optimizer_step(self, optimizer, lambda: output, model, **kwargs)
+            BaseStrategy.optimizer_step(self, optimizer, lambda: output, model, **kwargs)
 
         by_bucket = postponement.goes_by_bucket and not kwargs
         reduction.stage(optimizer, None if by_bucket else postponement.with_present_clipping(whole_step))
