@@ -44,6 +44,22 @@ def test_the_stack_of_a_hanging_thread_is_shown():
     release.set()
 
 
+def test_no_thread_goes_on_before_all_have_built_the_group(monkeypatch):
+    """One that finished sooner would close connections that its peers are still opening."""
+    build, built = dist.ProcessGroupGloo, []
+
+    class SlowOnOne(build):
+        def __new__(cls, store, rank, *args):
+            group = build(store, rank, *args)
+            if rank == 1:
+                time.sleep(0.2)
+            built.append(rank)
+            return group
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", SlowOnOne)
+    assert run_threads(2, lambda rank, group: len(built)) == [2, 2]
+
+
 def sum_of_ranks(rank):
     dist.init_process_group("gloo")
     value = torch.tensor([float(rank)])
