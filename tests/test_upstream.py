@@ -62,3 +62,15 @@ def test_a_difference_is_explained_by_its_test_or_its_error(monkeypatch, tmp_pat
     }
     assert run.unexplained(found, "ddp2") == {"tests/a.py::three on rank 0": "other"}
     assert run.unexplained(found, "ddp3") == found
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_the_run_ends_it_by_name(tmp_path):
+    test = tmp_path / "tests" / "tests_pytorch" / "test_leave.py"
+    test.parent.mkdir(parents=True)
+    test.write_text(
+        "import os, time\n\ndef test_before():\n    pass\n\n"
+        "def test_leave():\n    os._exit(9) if os.environ['RANK'] == '1' else time.sleep(1000)\n"
+    )
+    with pytest.raises(SystemExit, match=r"ddp: a rank left the run; exit statuses \[-9, 9\], after .*test_before"):
+        run.run(tmp_path, "ddp", [], "")

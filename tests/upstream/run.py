@@ -64,17 +64,22 @@ def run(checkout: Path, strategy: str, only: list[str], expression: str) -> dict
             }  # fmt: skip
             output = None if rank == 0 else subprocess.DEVNULL
             processes.append(subprocess.Popen(command, cwd=checkout / "tests", env=environment, stdout=output))
-        _wait(processes)
-        return _merge([Path(folder, f"{rank}.jsonl") for rank in range(2)])
+        statuses = wait_for_both(processes)
+        files = [Path(folder, f"{rank}.jsonl") for rank in range(2)]
+        if set(statuses) - set(PYTEST_HAS_RUN):
+            last = [json.loads(file.read_text().splitlines()[-1])["test"] if file.exists() else None for file in files]
+            sys.exit(f"{strategy}: a rank left the run; exit statuses {statuses}, after these tests: {last}")
+        return _merge(files)
 
 
-def _wait(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Wait for both ranks. One that ends out of turn leaves the other one waiting for ever, in a test or for it."""
+def wait_for_both(processes: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Return the exit statuses. A rank that ends out of turn ends the other one, which would wait for it for ever."""
     while any(process.poll() is None for process in processes):
         if any(process.poll() not in (None, *PYTEST_HAS_RUN) for process in processes):
             for process in processes:
                 process.kill()
         time.sleep(1)
+    return [process.wait() for process in processes]
 
 
 def _merge(files: list[Path]) -> dict[str, dict[str, Any]]:
