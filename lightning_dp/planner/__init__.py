@@ -8,6 +8,7 @@ from lightning_dp.planner.convolution import ConvShape, convolution_memory_bytes
 from lightning_dp.planner.diagnose import Diagnose
 from lightning_dp.planner.find_batch_size import FindBatchSize
 from lightning_dp.planner.measure import measure_memory, measure_peak_bytes
+from lightning_dp.planner.measured_plans import plan_batch_size
 from lightning_dp.planner.memory import MemoryModel
 from lightning_dp.planner.methods import METHODS, Method
 from lightning_dp.planner.network import Link, Network
@@ -66,6 +67,7 @@ __all__ = [
     "measure_memory",
     "measure_peak_bytes",
     "measure_step",
+    "plan_batch_size",
     "probe_network",
     "read_overrides",
     "simulate",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_dp.planner.checks import require_count, require_not_negative
 
@@ -74,6 +74,7 @@ class BatchPlan:
         bound_bytes: what they may hold.
         recompute: policy of `Memonger`, "" for none.
         images_per_s: by batch size and policy, for all candidates that fit.
+        peak_bytes: most that the step holds, without the optimizer's state; None unless `plan_batch_size` has run it.
     """
 
     batch_size: int
@@ -83,6 +84,7 @@ class BatchPlan:
     bound_bytes: int
     recompute: str = ""
     images_per_s: dict[tuple[int, str], float] = field(default_factory=dict)
+    peak_bytes: int | None = None
 
     def table(self) -> str:
         """Return the candidates as a Markdown table, the fastest first."""
@@ -166,7 +168,7 @@ def choose_batch_size(candidates: Sequence[Candidate]) -> BatchPlan:
     """Return the batch size with the most images per second, and the algorithm of each layer (section 3.1.3).
 
     For each candidate `choose_algorithms` finds the least time; the best quotient of images and time wins. Of equal
-    ones the smaller batch wins, because it converges in no more epochs.
+    ones the smaller batch wins, because it converges in no more epochs. `plan_batch_size` also runs the plans.
 
     Args:
         candidates: for example from `measure_candidates`. Recomputation is a further choice: give two candidates of
@@ -200,11 +202,22 @@ def choose_batch_size(candidates: Sequence[Candidate]) -> BatchPlan:
             f"none of the batch sizes {sorted({size for size, _ in keys})} fits into memory: the smallest need lacks "
             f"{lacking} bytes; add smaller batch sizes, or use recomputation"
         )
+    return fastest(plans)
+
+
+def fastest(plans: Sequence[BatchPlan]) -> BatchPlan:
+    """Return the plan with the most images per second, and its ``images_per_s`` of all plans.
+
+    Raises:
+        ValueError: there is none, or one takes no time.
+    """
+    if not plans:
+        raise ValueError("no plan fits into memory any more, as it did before; something else has used it up meanwhile")
     if any(plan.step_s <= 0 for plan in plans):
         raise ValueError("a candidate takes no time at all; give the times of its layers, or other_s")
     rates = {(plan.batch_size, plan.recompute): plan.batch_size / plan.step_s for plan in plans}
     best = max(plans, key=lambda plan: rates[plan.batch_size, plan.recompute])
-    return BatchPlan(**{**vars(best), "images_per_s": rates})
+    return replace(best, images_per_s=rates)
 
 
 def _least_bytes(layers: Layers) -> int:

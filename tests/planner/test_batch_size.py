@@ -9,9 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dp.planner import Candidate, Choice, apply_algorithms, choose_algorithms, choose_batch_size
+from lightning_dp.planner import (
+    Candidate,
+    Choice,
+    apply_algorithms,
+    choose_algorithms,
+    choose_batch_size,
+    measured_plans,
+    plan_batch_size,
+)
 from lightning_dp.planner.batch_size import held_bytes
-from lightning_dp.planner.candidates import measure_candidates, measure_step, resized
+from lightning_dp.planner.candidates import StepMeasurement, measure_candidates, measure_step, resized
+from lightning_dp.planner.measured_plans import measure_plans
 
 
 def random_layers(rng: random.Random, num_layers: int) -> dict[str, list[Choice]]:
@@ -145,6 +154,53 @@ def test_using_the_backend_everywhere_takes_the_memory_that_was_measured():
     (candidate,) = measure_candidates(model, images, [4], memory_bytes=10**9, optimizer_bytes=1000, repeats=1)
     used = [choices[0] for choices in candidate.layers.values()]
     assert candidate.bound_bytes == 10**9 - 1000 - total + held_bytes(used)
+
+
+def test_a_plan_is_run_and_gets_the_memory_that_it_really_leaves(monkeypatch):
+    model, images = network(), torch.randn(4, 3, 14, 14)
+    model(images)
+    steps = []
+
+    def measured(model, batch, loss, recompute, repeats):
+        formats = [vars(model[place])["forward"]._algorithm for place in (0, 3)]
+        steps.append(formats)
+        # Together they hold nothing, and take half the time.
+        return StepMeasurement(0.5 if formats == ["channels_last"] * 2 else 1.0, 1000)
+
+    # By itself each holds 600 bytes, and there is room for one of them.
+    layers = {name: [Choice("backend", 1.0), Choice("channels_last", 0.1, 600)] for name in ("0", "3")}
+    monkeypatch.setattr(measured_plans, "measure_step", measured)
+    (plan,) = measure_plans(model, images, [Candidate(4, layers, 1000, 1.0)], memory_bytes=2000)
+    assert steps[0].count("channels_last") == 1
+    assert steps[1] == ["channels_last"] * 2, "the first one held 1000 bytes with 600 of its own: 1600 are left"
+    assert plan.algorithms == {"0": "channels_last", "3": "channels_last"}
+    assert (plan.step_s, plan.peak_bytes) == (0.5, 1000)
+
+
+def test_a_plan_that_holds_more_than_there_is_does_not_count(monkeypatch):
+    model, images = network(), torch.randn(4, 3, 14, 14)
+    model(images)
+
+    def measured(model, batch, loss, recompute, repeats):
+        if vars(model[0])["forward"]._algorithm == "channels_last":
+            raise torch.OutOfMemoryError
+        return StepMeasurement(1.0, 1000)
+
+    layers = {name: [Choice("backend", 1.0), Choice("channels_last", 0.1)] for name in ("0", "3")}
+    monkeypatch.setattr(measured_plans, "measure_step", measured)
+    (plan,) = measure_plans(model, images, [Candidate(4, layers, 1000, 1.0)], memory_bytes=2000)
+    assert plan.algorithms["0"] == "backend"
+    assert measure_plans(model, images, [Candidate(4, layers, 1000, 1.0)], memory_bytes=999) == []
+
+
+def test_planned_peaks_are_those_of_the_plan_s_step():
+    model, images = network(), torch.randn(4, 3, 14, 14)
+    model(images)
+    plan = plan_batch_size(model, images, (4, 16), memory_bytes=10**9, recompute=(None, "cheap"), repeats=1)
+    assert set(plan.images_per_s) == {(4, ""), (4, "cheap"), (16, ""), (16, "cheap")}
+    apply_algorithms(model, plan.algorithms)  # also a proof that measuring has taken its own off
+    again = measure_step(model, resized(images, plan.batch_size), recompute=plan.recompute or None, repeats=1)
+    assert plan.peak_bytes == again.total_bytes
 
 
 def test_memory_that_holds_no_batch_is_refused_before_a_plan():
