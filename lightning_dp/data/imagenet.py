@@ -7,8 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_dp.data.dali import DaliDecoder
+from lightning_dp.data.encoded_files import EncodedFiles, EncodedImages
 from lightning_dp.data.image_files import ImageFiles
 from lightning_dp.data.image_sources import FilesInFolder, ImageSource
 from lightning_dp.data.imagenet_folders import list_train, list_val
@@ -39,7 +42,8 @@ class ImageNet(ByteImageDataModule):
             `lightning_dp.data.random_crops.RandomCrops`. None for the central square, without flips.
         on_broken: ``"raise"`` an error that names a file that cannot be decoded, or ``"skip"`` it, with a warning: see
             `broken_files`.
-        decoder: ``"simplejpeg"``, ``"pillow"``, or ``"auto"`` for the faster one that is installed.
+        decoder: ``"simplejpeg"``, ``"pillow"``, or ``"auto"`` for the faster one of these that is installed.
+            ``"dali"``: the loader's batches are `EncodedImages`, and the Trainer decodes them on its device.
         val_labels: file with the labels of ``val/*.JPEG``: see `lightning_dp.data.imagenet_folders.read_labels`.
         batch_size: see `ImageDataModule`.
         eval_batch_size: see `ImageDataModule`.
@@ -78,6 +82,8 @@ class ImageNet(ByteImageDataModule):
             raise ValueError(f"crop={crop!r} must be one of {', '.join(map(repr, CROPS))}, or null for no augmentation")
         if on_broken not in ("raise", "skip"):
             raise ValueError(f"on_broken={on_broken!r} must be 'raise' or 'skip'")
+        if decoder == "dali" and on_broken == "skip":
+            raise ValueError("on_broken='skip' needs decoder='auto': DALI decodes a whole batch or none of it")
         begin, end = resize_between
         if not 0 <= begin <= end <= 1:
             raise ValueError(
@@ -95,7 +101,8 @@ class ImageNet(ByteImageDataModule):
         self.decoder = decoder
         self.val_labels = None if val_labels is None else Path(val_labels)
         self._found: tuple[Split, Split] | None = None
-        self._datasets: dict[str, ImageFiles] = {}
+        self._datasets: dict[str, ImageFiles | EncodedFiles] = {}
+        self._dali: DaliDecoder | None = None
 
     def check(self, world_size: int) -> None:
         """Check also that there is a decoder. See `ImageDataModule.check`."""
@@ -137,12 +144,25 @@ class ImageNet(ByteImageDataModule):
 
     def broken_files(self) -> list[str]:
         """Return the files that were skipped so far, because they cannot be decoded. Of this rank only."""
-        return sorted({name for dataset in self._datasets.values() for name in dataset.broken_files()})
+        datasets = [dataset for dataset in self._datasets.values() if isinstance(dataset, ImageFiles)]
+        return sorted({name for dataset in datasets for name in dataset.broken_files()})
 
     def loader_images_per_s(self) -> float | None:
-        """Return the training images per second that the workers of this rank can deliver, or None before any."""
+        """Return the training images per second that the workers of this rank can deliver.
+
+        None before there are any, and with ``decoder="dali"``, where workers only read files.
+        """
         train = self._datasets.get("train")
-        return None if train is None else train.images_per_s()
+        return train.images_per_s() if isinstance(train, ImageFiles) else None
+
+    def on_after_batch_transfer(self, batch: tuple[Any, Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
+        """Return normalized images and the labels. Lightning calls this when the batch is on the device."""
+        images, labels = batch
+        if isinstance(images, EncodedImages):
+            if self._dali is None or self._dali.device != labels.device:
+                self._dali = DaliDecoder(labels.device, _workers(None))
+            images = self._dali(images)
+        return super().on_after_batch_transfer((images, labels), dataloader_idx)
 
     def _source(self, images: Any) -> ImageSource:
         """Return the encoded images of a split, from the first part of what `read_train` returns for it."""
@@ -152,11 +172,16 @@ class ImageNet(ByteImageDataModule):
         if split not in self._datasets:
             training = split == "train"
             images, labels = self._splits[split]
+            size = self.image_size if training else self.eval_image_size
+            crop = self.crop if training else None
+            if self.decoder == "dali":
+                self._datasets[split] = EncodedFiles(self._source(images), labels, size, crop)
+                return self._datasets[split]
             self._datasets[split] = ImageFiles(
                 self._source(images),
                 labels,
-                self.image_size if training else self.eval_image_size,
-                crop=self.crop if training else None,
+                size,
+                crop=crop,
                 training=training,
                 decoder=resolve_decoder(self.decoder),
                 skip_broken=self.on_broken == "skip",

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-Decoder = Literal["auto", "simplejpeg", "pillow"]
-DECODERS = ("auto", "simplejpeg", "pillow")
+Decoder = Literal["auto", "simplejpeg", "pillow", "dali"]
+DECODERS = ("auto", "simplejpeg", "pillow", "dali")
 DENOMINATORS = (4, 2, 1)  # of the scales, all of which libjpeg-turbo has fast code for
 
 
@@ -81,7 +81,7 @@ def open_image(data: bytes, decoder: Decoder = "auto") -> EncodedImage:
 
 @lru_cache
 def resolve_decoder(decoder: Decoder) -> Decoder:
-    """Return ``"simplejpeg"`` or ``"pillow"``: for ``"auto"``, the faster one of those that are installed.
+    """Return the decoder's name: for ``"auto"``, ``"simplejpeg"`` or ``"pillow"``, the faster of those installed.
 
     Raises:
         ModuleNotFoundError: the decoder is not installed.
@@ -90,7 +90,10 @@ def resolve_decoder(decoder: Decoder) -> Decoder:
     if decoder not in DECODERS:
         raise ValueError(f"decoder={decoder!r} must be one of {', '.join(map(repr, DECODERS))}")
     missing = []
-    for name, module in (("simplejpeg", "simplejpeg"), ("pillow", "PIL.Image")):
+    modules = {"simplejpeg": "simplejpeg", "pillow": "PIL.Image"}
+    if decoder == "dali":
+        modules = {"dali": "nvidia.dali"}  # decodes whole batches: see `lightning_dp.data.dali`
+    for name, module in modules.items():
         if decoder in ("auto", name):
             try:
                 __import__(module)
@@ -98,7 +101,8 @@ def resolve_decoder(decoder: Decoder) -> Decoder:
                 missing.append(name)
             else:
                 return name  # type: ignore[return-value]
-    raise ModuleNotFoundError(f"{' and '.join(missing)} is not installed: pip install 'lightning-dp[imagenet]'")
+    extra = "dali" if decoder == "dali" else "imagenet"
+    raise ModuleNotFoundError(f"{' and '.join(missing)} is not installed: pip install 'lightning-dp[{extra}]'")
 
 
 class _SimpleJpeg:
