@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dp.data.encoded_files import EncodedImages, broken
+from lightning_dp.data.encoded_files import EncodedImages
+from lightning_dp.data.jpeg import BrokenImageError, resolve_decoder
 
 
 class DaliDecoder:
@@ -27,12 +28,16 @@ class DaliDecoder:
         self.device = device
         self.num_threads = num_threads
         self._pipelines: dict[bool, Any] = {}
+        resolve_decoder("dali")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_pipelines": {}}  # a pipeline cannot be copied; the copy builds its own
 
     def __call__(self, images: EncodedImages) -> Tensor:
         """Return (n, 3, size, size) uint8 in the channels-last memory format.
 
         Raises:
-            BrokenImageError: a file cannot be decoded; it is named.
+            BrokenFileError: a file cannot be decoded.
         """
         pipeline = self._pipelines.get(images.exact)
         if pipeline is None or pipeline.max_batch_size < len(images):
@@ -100,12 +105,24 @@ class DaliDecoder:
         return built
 
 
+class BrokenFileError(BrokenImageError):
+    """A file of a batch cannot be decoded.
+
+    Attributes:
+        index: of the image in its dataset.
+    """
+
+    def __init__(self, index: int, message: str) -> None:
+        super().__init__(message)
+        self.index = index
+
+
 def _name_the_broken(images: EncodedImages) -> None:
-    """Raise BrokenImageError for the first file that Pillow cannot decode either. DALI does not say which it was."""
+    """Raise BrokenFileError for the first file that Pillow cannot decode either. DALI does not say which it was."""
     import PIL.Image
 
-    for file, name in zip(images.files(), images.names, strict=True):
+    for file, index in zip(images.files(), images.indices, strict=True):
         try:
             PIL.Image.open(io.BytesIO(file.tobytes())).load()
         except Exception as error:
-            raise broken(name, error) from error
+            raise BrokenFileError(index, str(error)) from error

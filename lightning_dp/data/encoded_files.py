@@ -32,11 +32,15 @@ class EncodedImages:
         regions: of each of the n images.
         size: height and width to which they are resized.
         exact: decode as exactly as the decoder can, for evaluation.
-        names: where each image is, for messages.
+        split: whose images these are.
+        indices: of the images in the dataset of this split.
     """
 
-    def __init__(self, files: list[bytes], regions: list[Region], size: int, exact: bool, names: list[str]) -> None:
-        self.regions, self.size, self.exact, self.names = regions, size, exact, names
+    def __init__(
+        self, files: list[bytes], regions: list[Region], size: int, exact: bool, split: str, indices: list[int]
+    ) -> None:
+        self.regions, self.size, self.exact = regions, size, exact
+        self.split, self.indices = split, indices
         # One tensor, because that is what workers send through shared memory.
         self._bytes = torch.frombuffer(bytearray(b"".join(files)), dtype=torch.uint8)
         self._ends = np.cumsum([len(file) for file in files])
@@ -63,10 +67,14 @@ class EncodedFiles(Dataset[tuple[EncodedImages, Tensor]]):
         labels: (N,) int64.
         image_size: height and width of the images, unless the `BatchSlice` sets another size.
         crop: see `lightning_dp.data.image_files.ImageFiles`; the crops are the same.
+        split: a name for these images, which is passed on.
     """
 
-    def __init__(self, source: ImageSource, labels: Tensor, image_size: int, crop: Crop | None = None) -> None:
+    def __init__(
+        self, source: ImageSource, labels: Tensor, image_size: int, crop: Crop | None = None, split: str = ""
+    ) -> None:
         self.source = source
+        self.split = split
         self.labels = labels
         self.image_size = image_size
         self.crop = crop
@@ -82,9 +90,11 @@ class EncodedFiles(Dataset[tuple[EncodedImages, Tensor]]):
             # Drawn for the whole global batch, so that pixels do not depend on the number of ranks.
             crops = RandomCrops(batch.global_batch_size, torch.Generator().manual_seed(batch.seed), self.crop)
         files, regions = [], []
-        names = [self.source.name(index) for index in batch.indices]
         for place, index in enumerate(batch.indices):
-            file, height, width = plain_file(self.source.read(index), names[place])
+            try:
+                file, height, width = plain_file(self.source.read(index))
+            except BrokenImageError as error:
+                raise self.broken(index, error) from error
             files.append(file)
             if crops is None:
                 regions.append(Region(central_square(height, width), False))
@@ -93,10 +103,17 @@ class EncodedFiles(Dataset[tuple[EncodedImages, Tensor]]):
                 regions.append(Region(crops.box(number, height, width), crops.flip(number)))
         labels = self.labels.index_select(0, torch.tensor(batch.indices, dtype=torch.int64))
         size = batch.image_size or self.image_size
-        return EncodedImages(files, regions, size, self.crop is None, names), labels
+        return EncodedImages(files, regions, size, self.crop is None, self.split, batch.indices), labels
+
+    def broken(self, index: int, error: Exception) -> BrokenImageError:
+        """Return the error for an image that cannot be decoded. Its name is looked up here only: shards take long."""
+        where = self.source.name(index)
+        return BrokenImageError(
+            f"{where} cannot be decoded: {error}; replace it, or use decoder=auto with on_broken=skip"
+        )
 
 
-def plain_file(data: bytes, name: str) -> tuple[bytes, int, int]:
+def plain_file(data: bytes) -> tuple[bytes, int, int]:
     """Return a file that any decoder can read, and the image's height and width.
 
     Raises:
@@ -108,13 +125,8 @@ def plain_file(data: bytes, name: str) -> tuple[bytes, int, int]:
         image = PIL.Image.open(io.BytesIO(data))
         if image.format not in ("JPEG", "PNG") or image.mode not in ("RGB", "L"):
             buffer = io.BytesIO()
-            image.convert("RGB").save(buffer, "PNG", compress_level=1)
+            image.convert("RGB").save(buffer, "PNG", compress_level=1, icc_profile=None)  # nobody reads the profile
             data = buffer.getvalue()
     except Exception as error:  # parsers of broken files raise errors of any kind
-        raise broken(name, error) from error
+        raise BrokenImageError(str(error)) from error
     return data, image.height, image.width
-
-
-def broken(name: str, error: Exception) -> BrokenImageError:
-    """Return the error for a file that cannot be decoded."""
-    return BrokenImageError(f"{name} cannot be decoded: {error}; replace it, or use decoder=auto with on_broken=skip")

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_dp.data.dali import DaliDecoder
+from lightning_dp.data.dali import BrokenFileError, DaliDecoder
 from lightning_dp.data.encoded_files import EncodedFiles, EncodedImages
 from lightning_dp.data.image_files import ImageFiles
 from lightning_dp.data.image_sources import FilesInFolder, ImageSource
@@ -102,7 +103,8 @@ class ImageNet(ByteImageDataModule):
         self.val_labels = None if val_labels is None else Path(val_labels)
         self._found: tuple[Split, Split] | None = None
         self._datasets: dict[str, ImageFiles | EncodedFiles] = {}
-        self._dali: DaliDecoder | None = None
+        # By process and device. The parent's stays here after a fork: freeing it would wait for threads that are gone.
+        self._dali: dict[tuple[int, torch.device], DaliDecoder] = {}
 
     def check(self, world_size: int) -> None:
         """Check also that there is a decoder. See `ImageDataModule.check`."""
@@ -159,10 +161,20 @@ class ImageNet(ByteImageDataModule):
         """Return normalized images and the labels. Lightning calls this when the batch is on the device."""
         images, labels = batch
         if isinstance(images, EncodedImages):
-            if self._dali is None or self._dali.device != labels.device:
-                self._dali = DaliDecoder(labels.device, _workers(None))
-            images = self._dali(images)
+            images = self._decode(images, labels.device)
         return super().on_after_batch_transfer((images, labels), dataloader_idx)
+
+    def _decode(self, images: EncodedImages, device: torch.device) -> Tensor:
+        """Return what DALI makes of the images, in a decoder of this process: its threads do not survive a fork."""
+        key = os.getpid(), device
+        if key not in self._dali:
+            self._dali[key] = DaliDecoder(device, _workers(None))
+        try:
+            return self._dali[key](images)
+        except BrokenFileError as error:
+            dataset = self._datasets[images.split]
+            assert isinstance(dataset, EncodedFiles)
+            raise dataset.broken(error.index, error) from error
 
     def _source(self, images: Any) -> ImageSource:
         """Return the encoded images of a split, from the first part of what `read_train` returns for it."""
@@ -174,8 +186,9 @@ class ImageNet(ByteImageDataModule):
             images, labels = self._splits[split]
             size = self.image_size if training else self.eval_image_size
             crop = self.crop if training else None
-            if self.decoder == "dali":
-                self._datasets[split] = EncodedFiles(self._source(images), labels, size, crop)
+            decoder = resolve_decoder(self.decoder)
+            if decoder == "dali":
+                self._datasets[split] = EncodedFiles(self._source(images), labels, size, crop, split)
                 return self._datasets[split]
             self._datasets[split] = ImageFiles(
                 self._source(images),
@@ -183,7 +196,7 @@ class ImageNet(ByteImageDataModule):
                 size,
                 crop=crop,
                 training=training,
-                decoder=resolve_decoder(self.decoder),
+                decoder=decoder,
                 skip_broken=self.on_broken == "skip",
                 num_workers=self.num_workers,
             )

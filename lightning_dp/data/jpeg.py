@@ -71,6 +71,8 @@ def open_image(data: bytes, decoder: Decoder = "auto") -> EncodedImage:
         BrokenImageError: the bytes are not an image that Pillow knows.
         ModuleNotFoundError: the decoder is not installed.
     """
+    if decoder == "dali":
+        raise ValueError("decoder='dali' decodes whole batches: use ImageNet(decoder='dali'), or EncodedFiles")
     if resolve_decoder(decoder) == "simplejpeg":
         try:
             return _SimpleJpeg(data)

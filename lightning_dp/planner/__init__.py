@@ -3,10 +3,11 @@
 from lightning_dp.planner.advice import Diagnosis, Prediction, make_diagnosis, read_overrides
 from lightning_dp.planner.algorithms import AlgorithmsHandle, algorithms_for, apply_algorithms
 from lightning_dp.planner.batch_size import BatchPlan, Candidate, Choice, choose_algorithms, choose_batch_size
-from lightning_dp.planner.candidates import convolution_choices, measure_candidates, measure_step
+from lightning_dp.planner.candidates import measure_candidates, measure_step
 from lightning_dp.planner.convolution import ConvShape, convolution_memory_bytes
 from lightning_dp.planner.diagnose import Diagnose
 from lightning_dp.planner.find_batch_size import FindBatchSize
+from lightning_dp.planner.layer_choices import convolution_choices
 from lightning_dp.planner.measure import measure_memory, measure_peak_bytes
 from lightning_dp.planner.measured_plans import plan_batch_size
 from lightning_dp.planner.memory import MemoryModel

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.utils.parametrize import type_before_parametrizations
+
+from lightning_dp.recompute.apply import is_compiled
 
 BACKEND = "backend"
 # What each algorithm is, by device. "backend" is what torch uses by itself.
@@ -35,8 +38,10 @@ def algorithms_for(module: nn.Conv2d, device: torch.device | str | None = None) 
     """Return the algorithms that can compute ``module``: keys of `DESCRIPTIONS` for its device.
 
     FFT computes convolutions with one group, and without dilation. Padding that is no number of zeros (``"same"``,
-    ``"reflect"``, ...) is left to the backend.
+    ``"reflect"``, ...) is left to the backend, as are subclasses of Conv2d: they may compute something else.
     """
+    if type_before_parametrizations(module) is not nn.Conv2d:
+        return (BACKEND,)
     device = module.weight.device if device is None else torch.device(device)
     if isinstance(module.padding, str) or module.padding_mode != "zeros" or device.type not in DESCRIPTIONS:
         return (BACKEND,)
@@ -184,14 +189,26 @@ class _Chosen:
         return _Chosen(copy.deepcopy(self._module, memo), self._algorithm)
 
 
+def require_not_compiled(model: nn.Module) -> None:
+    """Raise ValueError if a part of ``model`` is compiled or scripted."""
+    for name, module in model.named_modules():
+        if is_compiled(module):
+            raise ValueError(
+                f"{name or 'the model'}, a {type(module).__name__}, is compiled or scripted: torch.compile chooses "
+                "algorithms itself; use the model without it"
+            )
+
+
 def apply_algorithms(model: nn.Module, algorithms: Mapping[str, str]) -> AlgorithmsHandle:
     """Make convolution layers use the algorithms of a plan: names of layers in ``model``, and their algorithms.
 
     Parameters and state_dict stay as they are. Results differ from the backend's by rounding.
 
     Raises:
-        ValueError: a layer is unknown or no Conv2d, or has a ``forward`` of its own; or an algorithm cannot compute it.
+        ValueError: a layer is unknown or no Conv2d, or has a ``forward`` of its own; an algorithm cannot compute it;
+            or the model is compiled.
     """
+    require_not_compiled(model)
     modules: dict[str, nn.Conv2d] = {}
     found = dict(model.named_modules())
     for name, algorithm in algorithms.items():

@@ -1,4 +1,4 @@
-"""Candidates for `choose_batch_size`, measured: each layer's algorithms, and the step around them."""
+"""Candidates for `choose_batch_size`: training steps, measured at each batch size."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_dp.planner.algorithms import BACKEND, algorithms_for, convolve
+from lightning_dp.planner.algorithms import BACKEND, require_not_compiled
 from lightning_dp.planner.batch_size import Candidate, Choice, held_bytes
 from lightning_dp.planner.checks import require_count
-from lightning_dp.planner.measure import measure_memory, measure_peak_bytes, measure_time_s
-from lightning_dp.planner.trace import num_bytes, trace_layers
+from lightning_dp.planner.layer_choices import convolution_choices
+from lightning_dp.planner.measure import measure_peak_bytes, measure_time_s
+from lightning_dp.planner.trace import num_bytes
 from lightning_dp.recompute.activations import unchanged
 from lightning_dp.recompute.apply import PolicyName, apply_recompute
 from lightning_dp.recompute.tensors import tensors_in
@@ -28,92 +30,32 @@ def mean_square(model: nn.Module, batch: Any) -> Tensor:
     return torch.stack([output.square().mean() for output in outputs if output.is_floating_point()]).sum()
 
 
-def measure_convolution(
-    module: nn.Conv2d,
-    input_shape: Sequence[int],
-    algorithm: str,
-    needs_input_grad: bool = True,
-    repeats: int = 3,
-) -> Choice:
-    """Run a convolution layer forward and backward with one algorithm, and return its time and memory.
-
-    Converting the input to the algorithm's memory format is part of both. Input, filters, output and their gradients
-    are not part of the memory: all algorithms need them.
-
-    Args:
-        module: a layer.
-        input_shape: (N, C, H, W), batch included.
-        algorithm: one of `algorithms_for`.
-        needs_input_grad: False for the first layer of a model.
-        repeats: steps that are timed.
-    """
-    weight = module.weight
-    x = torch.randn(*input_shape, dtype=weight.dtype, device=weight.device, requires_grad=needs_input_grad)
-    wanted = [tensor for tensor in (x, *module.parameters()) if tensor.requires_grad]
-
-    def forward() -> Tensor:
-        with torch.enable_grad():
-            return convolve(module, x, algorithm)
-
-    cotangent = torch.randn_like(forward())
-
-    def backward(out: Tensor) -> Any:
-        return torch.autograd.grad(out, wanted, cotangent, retain_graph=True)
-
-    time_s = measure_time_s(lambda: backward(forward()), weight.device, repeats)
-    there = measure_memory(forward, weight.device)
-    back = measure_memory(lambda: backward(there.result), weight.device)
-    return Choice(
-        algorithm,
-        time_s,
-        max(0, there.kept_bytes - num_bytes(there.result)),
-        max(0, there.peak_bytes - there.kept_bytes, back.peak_bytes - back.kept_bytes),
-    )
-
-
-def convolution_choices(model: nn.Module, batch: Any, repeats: int = 3) -> dict[str, list[Choice]]:
-    """Measure all algorithms of all Conv2d layers of ``model`` at the batch size of ``batch``.
-
-    Layers of equal sizes are measured once. A layer that is called several times has the sum of its calls.
-    """
-    modules = dict(model.named_modules())
-    measured: dict[Any, Choice] = {}
-    choices: dict[str, list[Choice]] = {}
-    for place, layer in enumerate(trace_layers(model, batch)):
-        module = modules[layer.name]
-        if not isinstance(module, nn.Conv2d):
-            continue
-        found = []
-        for algorithm in algorithms_for(module):
-            key = (*_signature(module), layer.input_shape, place > 0, algorithm)
-            if key not in measured:
-                measured[key] = measure_convolution(module, layer.input_shape, algorithm, place > 0, repeats)
-            found.append(measured[key])
-        before = choices.get(layer.name)
-        choices[layer.name] = found if before is None else list(map(_sum, before, found))
-    return choices
-
-
-def _signature(module: nn.Conv2d) -> tuple[Any, ...]:
-    size = (*module.weight.shape, *module.stride, *module.dilation, module.groups, module.padding)
-    return (*size, module.padding_mode, module.bias is None, module.weight.requires_grad)
-
-
-def _sum(a: Choice, b: Choice) -> Choice:
-    workspace = max(a.workspace_bytes, b.workspace_bytes)
-    return Choice(a.algorithm, a.time_s + b.time_s, a.num_bytes + b.num_bytes, workspace)
-
-
 def resized(batch: Any, batch_size: int) -> Any:
-    """Return ``batch`` with each tensor's rows repeated or cut to ``batch_size``. Rows are the first dimension."""
-    if isinstance(batch, Tensor):
-        rows = torch.arange(batch_size, device=batch.device) % len(batch)
-        return batch.index_select(0, rows)
-    if isinstance(batch, dict):
-        return {name: resized(value, batch_size) for name, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(resized(value, batch_size) for value in batch)
-    return batch
+    """Return ``batch`` with each tensor's rows repeated or cut to ``batch_size``. Rows are the first dimension.
+
+    Raises:
+        ValueError: it holds no tensor that has rows, so that it would stay as it is.
+    """
+    found = False
+
+    def resize(tensor: Tensor) -> Tensor:
+        nonlocal found
+        if tensor.dim() == 0:
+            return tensor
+        found = True
+        rows = torch.arange(batch_size, device=tensor.device) % len(tensor)
+        chosen = tensor.index_select(0, rows)
+        if tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last):
+            return chosen.contiguous(memory_format=torch.channels_last)
+        return chosen
+
+    result = apply_to_collection(batch, Tensor, resize, allow_frozen=True)
+    if not found:
+        raise ValueError(
+            f"no images were found in the batch, a {type(batch).__name__}; give a tensor, or tensors in tuples, lists, "
+            "mappings or dataclasses"
+        )
+    return result
 
 
 @dataclass(frozen=True)
@@ -202,12 +144,10 @@ def measure_candidates(
     Raises:
         ValueError: not even the smallest batch fits.
     """
-    require_count("memory_bytes", memory_bytes)
-    for size in batch_sizes:
-        require_count("batch_sizes", size)
+    _check(model, batch_sizes, memory_bytes, recompute)
     candidates = []
     choices: dict[int, dict[str, list[Choice]]] = {}
-    needed = 0
+    smallest: int | None = None
     for policy in recompute:
         totals: list[tuple[int, int]] = []
         for size in sorted(set(batch_sizes)):
@@ -218,19 +158,36 @@ def measure_candidates(
             try:
                 step = measure_step(model, images, loss, policy, repeats)
                 if size not in choices:
-                    choices[size] = convolution_choices(model, images, repeats)
+                    choices[size] = convolution_choices(model, images, repeats, loss)
             except torch.OutOfMemoryError:
                 break
             totals.append((size, step.total_bytes))
             needed = step.total_bytes + optimizer_bytes
+            smallest = needed if smallest is None else min(smallest, needed)
             if needed <= memory_bytes:
                 candidates.append(_candidate(size, step, choices[size], memory_bytes - optimizer_bytes, policy or ""))
     if not candidates:
+        need = "does not fit on the device" if smallest is None else f"needs about {smallest} bytes"
         raise ValueError(
-            f"memory_bytes={memory_bytes} holds none of batch_sizes={sorted(set(batch_sizes))}: the smallest needs "
-            f"about {needed} bytes; use smaller batches, or recompute=('cheap',)"
+            f"memory_bytes={memory_bytes} holds none of batch_sizes={sorted(set(batch_sizes))}: the smallest {need}; "
+            "use smaller batches, or recompute=('cheap',)"
         )
     return candidates
+
+
+def _check(
+    model: nn.Module, batch_sizes: Sequence[int], memory_bytes: int, recompute: Sequence[PolicyName | None]
+) -> None:
+    """Raise ValueError for what no measurement can mend."""
+    require_not_compiled(model)
+    require_count("memory_bytes", memory_bytes)
+    for size in batch_sizes:
+        require_count("batch_sizes", size)
+    if not batch_sizes or not recompute or isinstance(recompute, str) or len(set(recompute)) < len(recompute):
+        raise ValueError(
+            f"batch_sizes={batch_sizes!r}, recompute={recompute!r}: give at least one of each, such as (16, 32) and "
+            "(None, 'cheap'), and none twice"
+        )
 
 
 def _candidate(

@@ -141,8 +141,8 @@ class _Trials:
                         self._candidate.batch_size,
                         names,
                         step.time_s,
-                        held_bytes(list(chosen.values())),
-                        self._candidate.bound_bytes,
+                        held := held_bytes(list(chosen.values())),
+                        self._memory_bytes - (step.total_bytes - held),
                         self._candidate.recompute,
                         peak_bytes=step.total_bytes,
                     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
@@ -67,7 +67,7 @@ def kind_of(module: nn.Module) -> LayerKind:
     return LayerKind.LINEAR if isinstance(module, nn.Linear) else LayerKind.OTHER
 
 
-def trace_layers(model: nn.Module, batch: Any) -> list[Layer]:
+def trace_layers(model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], Any] | None = None) -> list[Layer]:
     """Run one forward pass, and return the layers in the order in which they were called.
 
     Layers are modules without submodules, and others that have parameters of their own. Functions that a forward calls
@@ -76,7 +76,8 @@ def trace_layers(model: nn.Module, batch: Any) -> list[Layer]:
 
     Args:
         model: in the mode in which it is to be traced.
-        batch: the argument of its forward, or a tuple of its arguments.
+        batch: the argument of its forward, or a tuple of its arguments; with ``run``, whatever that takes.
+        run: called with model and batch in the place of the model's forward.
 
     Raises:
         ValueError: the model has no layers, or the batch no tensor.
@@ -92,7 +93,10 @@ def trace_layers(model: nn.Module, batch: Any) -> list[Layer]:
             if is_leaf or next(module.parameters(recurse=False), None) is not None:
                 hooks.append(module.register_forward_hook(seen.hook(name)))
         with unchanged(model), torch.no_grad():
-            model(*(batch if isinstance(batch, tuple) else (batch,)))
+            if run is not None:
+                run(model, batch)
+            else:
+                model(*(batch if isinstance(batch, tuple) else (batch,)))
     finally:
         for hook in hooks:
             hook.remove()

@@ -71,11 +71,16 @@ def check_budget(budget_bytes: Any) -> int:
     return int(budget_bytes)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``module`` itself is compiled or scripted, which hides its operators."""
+    return isinstance(module, (OptimizedModule, torch.jit.ScriptModule)) or has_compiled_forward(module)
+
+
 def require_recomputable(model: nn.Module) -> None:
     """Raise ValueError if a part of ``model`` cannot be recorded."""
     for name, module in model.named_modules():
         what = f"{name!r}, a {type(module).__name__}," if name else f"the model, a {type(module).__name__},"
-        if isinstance(module, (OptimizedModule, torch.jit.ScriptModule)) or has_compiled_forward(module):
+        if is_compiled(module):
             raise ValueError(
                 f"{what} is compiled or scripted, which hides its operators. torch.compile decides itself what it "
                 "recomputes (torch._functorch.config.activation_memory_budget): use either of the two. "

@@ -25,6 +25,7 @@ class BaseStrategy(OwnTrainerOnly, DDPStrategy):
         if actual != known:
             raise ValueError(
                 f"num_nodes={self.num_nodes} with {self.num_processes} devices each make {known} ranks, but the job "
-                f"has {actual}; tell the Trainer by num_nodes= and devices= how many nodes there are, and how many "
-                "ranks on each"
+                f"has {actual}. Give num_nodes= and devices= as the job was started (as many ranks on each node), or "
+                "start that many ranks (SLURM: srun --ntasks-per-node); in an interactive SLURM job, "
+                "plugins=[LightningEnvironment()]"
             )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import multiprocessing
+import pickle
 
 import numpy as np
 import PIL.Image
@@ -70,7 +73,7 @@ def test_a_batch_stays_in_host_memory_and_passes_through_workers(root):
     for (images, labels), (expected, expected_labels) in zip(loaded, direct, strict=True):
         assert torch.equal(labels, expected_labels)
         assert images.to("meta") is images
-        assert (len(images), images.regions, images.names) == (6, expected.regions, expected.names)
+        assert (len(images), images.regions, images.indices) == (6, expected.regions, expected.indices)
         for file, expected_file in zip(images.files(), expected.files(), strict=True):
             assert file.tobytes() == expected_file.tobytes()
 
@@ -78,7 +81,7 @@ def test_a_batch_stays_in_host_memory_and_passes_through_workers(root):
 @pytest.mark.parametrize(("form", "mode"), [("JPEG", "CMYK"), ("PNG", "RGBA"), ("BMP", "RGB"), ("PNG", "P")])
 def test_files_that_not_all_decoders_know_become_png(form, mode):
     data = encoded(picture(20, 30), form, mode)
-    file, height, width = plain_file(data, "name")
+    file, height, width = plain_file(data)
     assert (height, width) == (20, 30)
     image = PIL.Image.open(io.BytesIO(file))
     assert (image.format, image.mode) == ("PNG", "RGB")
@@ -87,7 +90,7 @@ def test_files_that_not_all_decoders_know_become_png(form, mode):
 
 def test_files_that_all_decoders_know_stay_as_they_are():
     for data in (encoded(picture(20, 30)), encoded(picture(20, 30), mode="L"), encoded(picture(20, 30), "PNG")):
-        assert plain_file(data, "name") == (data, 20, 30)
+        assert plain_file(data) == (data, 20, 30)
 
 
 def test_what_cannot_work_is_refused_before_training(root):
@@ -98,9 +101,49 @@ def test_what_cannot_work_is_refused_before_training(root):
             ImageNet(root, **OPTIONS, decoder="dali").check(1)
 
 
-def test_a_file_that_is_no_image_is_named():
-    with pytest.raises(BrokenImageError, match=r"cat.JPEG cannot be decoded: .*; replace it, or use decoder=auto"):
-        plain_file(b"no image", "cat.JPEG")
+def test_a_file_that_is_no_image_is_named_and_others_are_not_looked_up(root, tmp_path, monkeypatch):
+    break_files(write_imagenet(tmp_path, 3, 1), 1)
+    broken = dataset(tmp_path, EncodedFiles)
+    broken.source.path(0).write_bytes(b"no image")
+    with pytest.raises(BrokenImageError, match=r"n01440764_0.JPEG cannot be decoded: .*; replace it, or use decoder="):
+        broken[BatchSlice([1, 0], 0, 2, seed=0)]
+    intact = dataset(root, EncodedFiles)
+    monkeypatch.setattr(type(intact.source), "name", None)  # in tar shards, finding a name reads all headers
+    assert len(intact[BatchSlice([1, 0], 0, 2, seed=0)][1]) == 2
+
+
+def test_dali_decodes_no_single_images(root):
+    with pytest.raises(ValueError, match="decoder='dali' decodes whole batches: use ImageNet"):
+        open_image(encoded(picture(20, 30)), "dali")
+
+
+@pytest.mark.skipif(installed("dali"), reason="DALI is installed")
+def test_without_dali_a_trainer_says_what_to_install(root):
+    module = ImageNet(root, **OPTIONS, decoder="dali")
+    with pytest.raises(ModuleNotFoundError, match="dali is not installed"):
+        trainer(max_epochs=1).fit(Sums(), datamodule=module)
+
+
+@needs_dali
+def test_a_used_data_module_can_be_copied_and_forked(root):
+    module = ImageNet(root, **OPTIONS, decoder="dali")
+    trainer(max_epochs=1, limit_train_batches=1).fit(Sums(), datamodule=module)
+    assert len(pickle.dumps(module)) == len(pickle.dumps(copy.deepcopy(module)))
+    images, labels = module._datasets["train"][BatchSlice([1, 0], 0, 2, seed=0)]
+    expected, _ = module.on_after_batch_transfer((images, labels), 0)
+    receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
+
+    def decode() -> None:
+        sender.send(torch.equal(module.on_after_batch_transfer((images, labels), 0)[0], expected))
+
+    child = multiprocessing.get_context("fork").Process(target=decode)
+    child.start()
+    try:
+        assert receiver.poll(100), "the child waits for the parent's threads"
+        assert receiver.recv()
+    finally:
+        child.kill()
+        child.join()
 
 
 @needs_dali

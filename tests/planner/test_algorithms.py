@@ -7,11 +7,12 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_dp.models import resnet20
 from lightning_dp.planner import algorithms_for, apply_algorithms
 from lightning_dp.planner.algorithms import convolve
-from lightning_dp.planner.candidates import convolution_choices, measure_convolution
+from lightning_dp.planner.layer_choices import convolution_choices, measure_convolution
 
 LAYERS = {
     "plain": nn.Conv2d(3, 8, 3, padding=1),
@@ -146,15 +147,15 @@ def test_memory_of_algorithms_is_measured():
 
 
 def test_layers_of_equal_sizes_are_measured_once(monkeypatch):
-    from lightning_dp.planner import candidates
+    from lightning_dp.planner import layer_choices
 
     measured = []
 
     def counted(module, shape, algorithm, *args):
         measured.append((module, shape, algorithm))
-        return candidates.Choice(algorithm, 1.0)
+        return layer_choices.Choice(algorithm, 1.0)
 
-    monkeypatch.setattr(candidates, "measure_convolution", counted)
+    monkeypatch.setattr(layer_choices, "measure_convolution", counted)
     choices = convolution_choices(resnet20(), torch.zeros(2, 3, 32, 32))
     assert len(choices) == 19
     # Stem, and for each stage the block's convolutions; the first of stages 2 and 3 has other sizes.
@@ -162,11 +163,88 @@ def test_layers_of_equal_sizes_are_measured_once(monkeypatch):
 
 
 def test_a_layer_that_is_called_twice_takes_the_sum(monkeypatch):
-    from lightning_dp.planner import candidates
+    from lightning_dp.planner import layer_choices
 
     monkeypatch.setattr(
-        candidates, "measure_convolution", lambda m, shape, name, *rest: candidates.Choice(name, 1.0, shape[2], 9)
+        layer_choices, "measure_convolution", lambda m, shape, name, *rest: layer_choices.Choice(name, 1.0, shape[2], 9)
     )
     conv = nn.Conv2d(3, 3, 3)
     choices = convolution_choices(nn.Sequential(conv, conv), torch.zeros(1, 3, 10, 10))
-    assert choices["0"][0] == candidates.Choice("backend", 2.0, 10 + 8, 9)
+    assert choices["0"][0] == layer_choices.Choice("backend", 2.0, 10 + 8, 9)
+
+
+class Standardized(nn.Conv2d):
+    """A convolution of another weight than its own."""
+
+    def forward(self, input):
+        return self._conv_forward(input, self.weight - self.weight.mean(), self.bias)
+
+
+def test_a_subclass_of_conv2d_is_left_to_its_own_forward():
+    layer = Standardized(3, 4, 3)
+    assert algorithms_for(layer) == ("backend",)
+    model, x = nn.Sequential(layer), torch.randn(2, 3, 6, 6)
+    expected = model(x)
+    choices = convolution_choices(model, x, repeats=1)
+    assert [choice.algorithm for choice in choices["0"]] == ["backend"]
+    apply_algorithms(model, {"0": "backend"})
+    assert torch.equal(model(x), expected)
+    assert len(algorithms_for(weight_norm(nn.Conv2d(3, 4, 3)))) > 1, "a parametrized Conv2d is one"
+
+
+def test_layers_whose_forward_is_replaced_are_left_out():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3))
+    model[0].forward = lambda x: nn.functional.conv2d(x, model[0].weight)
+    assert set(convolution_choices(model, torch.randn(2, 3, 6, 6), repeats=1)) == {"1"}
+
+
+def test_frozen_layers_are_measured_without_gradients(monkeypatch):
+    from lightning_dp.planner import layer_choices
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 5, 3), nn.Conv2d(5, 5, 1))
+    model[:2].requires_grad_(False)
+    needed = {}
+    measure = layer_choices.measure_convolution
+
+    def remember(module, shape, algorithm, needs_input_grad, repeats):
+        needed[module] = needs_input_grad
+        return measure(module, shape, algorithm, needs_input_grad, repeats)
+
+    monkeypatch.setattr(layer_choices, "measure_convolution", remember)
+    choices = convolution_choices(model, torch.randn(2, 3, 9, 9), repeats=1)
+    assert list(needed.values()) == [False, False, False, True]
+    assert all(choice.time_s > 0 for choice in choices["0"])
+    assert {choice.num_bytes for choice in choices["0"]} == {0}
+
+
+def test_an_algorithm_that_runs_out_of_memory_is_left_out(monkeypatch):
+    from lightning_dp.planner import layer_choices
+
+    measure = layer_choices.measure_convolution
+
+    def out_of_memory(module, shape, algorithm, *rest):
+        if algorithm == "fft":
+            raise torch.OutOfMemoryError
+        return measure(module, shape, algorithm, *rest)
+
+    monkeypatch.setattr(layer_choices, "measure_convolution", out_of_memory)
+    shared = nn.Conv2d(3, 3, 3)
+    choices = convolution_choices(nn.Sequential(shared, shared), torch.randn(2, 3, 9, 9), repeats=1)
+    assert choices["0"][0].algorithm == "backend"
+    assert "fft" not in [choice.algorithm for choice in choices["0"]]
+
+
+def test_measuring_leaves_the_random_state():
+    layer = nn.Conv2d(3, 4, 3, bias=False)
+    before = torch.get_rng_state()
+    convolution_choices(layer, torch.zeros(2, 3, 9, 9), repeats=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_compiled_model_is_refused_by_name():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    model[0].compile(backend="eager")
+    with pytest.raises(
+        ValueError, match="0, a Conv2d, is compiled or scripted: torch.compile chooses algorithms itself"
+    ):
+        apply_algorithms(model, {"0": "im2col"})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import UserDict
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -212,6 +214,41 @@ def test_memory_that_holds_no_batch_is_refused_before_a_plan():
         measure_candidates(model, images, [8, 4], memory_bytes=-1)
     with pytest.raises(ValueError, match="batch_sizes=0"):
         measure_candidates(model, images, [0], memory_bytes=10**9)
+
+
+@pytest.mark.parametrize("kind", ["tuple", "list", "dict"])
+def test_batches_that_only_the_loss_can_read(kind):
+    model, images, labels = network(), torch.randn(4, 3, 14, 14), torch.arange(4)
+    model(images)
+    batch = {"tuple": (images, labels), "list": [images, labels], "dict": {0: images, 1: labels}}[kind]
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    plan = plan_batch_size(model, batch, (2, 4), 10**9, loss, repeats=1)
+    assert set(plan.images_per_s) == {(2, ""), (4, "")}
+    assert set(plan.algorithms) == {"0", "3"}
+
+
+def test_lists_of_sizes_and_policies_are_checked_first():
+    for sizes, policies in (((), (None,)), ((4,), ()), ((4,), "cheap"), ((4,), (None, None))):
+        with pytest.raises(ValueError, match="give at least one of each"):
+            measure_candidates(network(), torch.randn(4, 3, 14, 14), sizes, 10**9, recompute=policies)
+
+
+class Pair(NamedTuple):
+    image: torch.Tensor
+    scale: torch.Tensor
+
+
+def test_resizing_keeps_containers_and_memory_formats():
+    image = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    larger = resized(UserDict(pair=Pair(image, torch.tensor(2.0))), 5)["pair"]
+    assert larger.image.shape == (5, 3, 4, 4)
+    assert larger.image.is_contiguous(memory_format=torch.channels_last)
+    assert larger.scale == 2
+    with pytest.raises(ValueError, match="no images were found in the batch, a object"):
+        resized(object(), 5)
 
 
 def test_a_batch_is_resized_by_its_rows():

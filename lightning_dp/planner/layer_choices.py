@@ -1,0 +1,128 @@
+"""Choices for equation 6, measured: the algorithms of each convolution layer, one layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.planner.algorithms import BACKEND, algorithms_for, convolve
+from lightning_dp.planner.batch_size import Choice
+from lightning_dp.planner.measure import measure_memory, measure_time_s
+from lightning_dp.planner.trace import num_bytes, trace_layers
+
+
+def measure_convolution(
+    module: nn.Conv2d,
+    input_shape: Sequence[int],
+    algorithm: str,
+    needs_input_grad: bool = True,
+    repeats: int = 3,
+) -> Choice:
+    """Run a convolution layer forward and backward with one algorithm, and return its time and memory.
+
+    Converting the input to the algorithm's memory format is part of both. Input, filters, output and their gradients
+    are not part of the memory: all algorithms need them.
+
+    Args:
+        module: a layer.
+        input_shape: (N, C, H, W), batch included.
+        algorithm: one of `algorithms_for`.
+        needs_input_grad: False if nothing before the layer is trained.
+        repeats: steps that are timed.
+    """
+    weight = module.weight
+    x = torch.randn(*input_shape, dtype=weight.dtype, device=weight.device, requires_grad=needs_input_grad)
+    wanted = [tensor for tensor in (x, *module.parameters()) if tensor.requires_grad]
+
+    def forward() -> Tensor:
+        with torch.enable_grad():
+            return convolve(module, x, algorithm)
+
+    cotangent = torch.randn_like(forward())
+
+    def backward(out: Tensor) -> Any:
+        return torch.autograd.grad(out, wanted, cotangent, retain_graph=True)
+
+    if not wanted:  # a frozen layer, with nothing before it that is trained
+        return Choice(
+            algorithm, measure_time_s(forward, weight.device, repeats), 0, _extra_bytes(forward, weight.device)
+        )
+    time_s = measure_time_s(lambda: backward(forward()), weight.device, repeats)
+    there = measure_memory(forward, weight.device)
+    back = measure_memory(lambda: backward(there.result), weight.device)
+    return Choice(
+        algorithm,
+        time_s,
+        max(0, there.kept_bytes - num_bytes(there.result)),
+        max(0, there.peak_bytes - there.kept_bytes, back.peak_bytes - back.kept_bytes),
+    )
+
+
+def convolution_choices(
+    model: nn.Module, batch: Any, repeats: int = 3, loss: Callable[[nn.Module, Any], Tensor] | None = None
+) -> dict[str, list[Choice]]:
+    """Measure all algorithms of all Conv2d layers of ``model`` at the batch size of ``batch``.
+
+    Layers of equal sizes are measured once. A layer that is called several times has the sum of its calls. An algorithm
+    that the device has not enough memory for is left out, as is a layer whose ``forward`` is replaced.
+
+    Args:
+        model: in training mode.
+        batch: the argument of its forward, or a tuple of its arguments; with ``loss``, whatever that takes.
+        repeats: steps that are timed.
+        loss: called with model and batch.
+    """
+    modules = dict(model.named_modules())
+    measured: dict[Any, Choice | None] = {}
+    choices: dict[str, dict[str, Choice]] = {}
+    is_trained_before = False
+    for layer in trace_layers(model, batch, loss):
+        module = modules[layer.name]
+        needs_input_grad = is_trained_before
+        is_trained_before |= any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        if not isinstance(module, nn.Conv2d) or "forward" in vars(module):
+            continue
+        found = {}
+        for algorithm in algorithms_for(module):
+            key = (*_signature(module), layer.input_shape, needs_input_grad, algorithm)
+            if key not in measured:
+                measured[key] = _measured(module, layer.input_shape, algorithm, needs_input_grad, repeats)
+            if (choice := measured[key]) is not None:
+                found[algorithm] = choice
+        before = choices.get(layer.name)
+        if before is not None:
+            found = {name: _sum(before[name], found[name]) for name in before.keys() & found.keys()}
+        choices[layer.name] = found
+    return {name: sorted(found.values(), key=lambda c: c.algorithm != BACKEND) for name, found in choices.items()}
+
+
+def _measured(module: nn.Conv2d, shape: Sequence[int], algorithm: str, needs_grad: bool, repeats: int) -> Choice | None:
+    """Return the choice, or None if the device has not enough memory for it."""
+    devices = [module.weight.device] if module.weight.is_cuda else []
+    try:
+        with torch.random.fork_rng(devices):
+            return measure_convolution(module, shape, algorithm, needs_grad, repeats)
+    except torch.OutOfMemoryError:
+        if algorithm == BACKEND:  # it has just run as part of the step
+            raise
+        return None
+
+
+def _extra_bytes(forward: Callable[[], Tensor], device: torch.device) -> int:
+    """Return what a forward holds at a time, beyond its result."""
+    use = measure_memory(forward, device)
+    return max(0, use.peak_bytes - use.kept_bytes)
+
+
+def _signature(module: nn.Conv2d) -> tuple[Any, ...]:
+    size = (*module.weight.shape, *module.stride, *module.dilation, module.groups, module.padding)
+    bias = None if module.bias is None else module.bias.requires_grad
+    return (*size, module.padding_mode, bias, module.weight.requires_grad)
+
+
+def _sum(a: Choice, b: Choice) -> Choice:
+    workspace = max(a.workspace_bytes, b.workspace_bytes)
+    return Choice(a.algorithm, a.time_s + b.time_s, a.num_bytes + b.num_bytes, workspace)
