@@ -22,8 +22,8 @@ Each cell's result is written at once, to cells/NAME.json; a rerun measures what
 other options. `--list` says how long it takes.
 
 Batch sizes: ResNet-20 on images of 32x32, one process with one thread, real compute. The planner chooses among a few
-sizes, with and without recomputation, within a bound of memory, as `plan_batch_size` does. The sweep measures images per
-second of all that fit, in turn, and by how much the memory of a process grows that computes as planned. Writes
+sizes, with and without recomputation, within a bound of memory, as `plan_batch_size` does. The sweep measures images
+per second of all that fit, in turn, and by how much the memory of a process grows that computes as planned. Writes
 results.json, table.md, choices.png and batch_sizes.png.
 """
 
