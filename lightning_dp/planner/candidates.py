@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from lightning_dp.planner.trace import num_bytes
 from lightning_dp.recompute.activations import unchanged
 from lightning_dp.recompute.apply import PolicyName, apply_recompute
 from lightning_dp.recompute.tensors import tensors_in
+
+log = logging.getLogger(__name__)
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -102,6 +105,12 @@ def measure_step(
     finally:
         if handle is not None:
             handle.remove()
+    if handle is not None and handle.dropped_bytes == 0:
+        log.warning(
+            "recompute=%r keeps everything in this step, so it is measured as if without; does the loss call the model "
+            "itself (not a method or a part of it)?",
+            recompute,
+        )
     tensors = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
     return StepMeasurement(time_s, peak_bytes + sum(map(num_bytes, tensors)))
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_dp.models import resnet20
 from lightning_dp.planner import (
     Candidate,
     Choice,
@@ -234,6 +235,16 @@ def test_lists_of_sizes_and_policies_are_checked_first():
     for sizes, policies in (((), (None,)), ((4,), ()), ((4,), "cheap"), ((4,), (None, None))):
         with pytest.raises(ValueError, match="give at least one of each"):
             measure_candidates(network(), torch.randn(4, 3, 14, 14), sizes, 10**9, recompute=policies)
+
+
+def test_recomputation_that_the_loss_goes_around_is_named(caplog):
+    model, images = resnet20(), torch.randn(4, 3, 16, 16)
+    measure_step(model, images, recompute="cheap", repeats=1)
+    assert not caplog.records
+    measure_step(model, images, lambda m, x: m.forward(x).square().mean(), "cheap", repeats=1)
+    assert not caplog.records, "forward is what recomputes"
+    measure_step(model, images, lambda m, x: type(m).forward(m, x).square().mean(), "cheap", repeats=1)
+    assert "recompute='cheap' keeps everything in this step" in caplog.text
 
 
 class Pair(NamedTuple):
