@@ -118,7 +118,10 @@ def differences(done: dict[Run, dict[str, Any]], choice: str, num_groups: int) -
 def table_rows(done: dict[Run, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the figures of each choice and number of groups."""
     rows = []
-    for choice, num_groups in dict.fromkeys((run.choice, run.num_groups) for run in done):
+    # In the order of the groups and of the choices, whatever the order in which runs have ended.
+    order = list(CHOICES)
+    kinds = {(run.choice, run.num_groups) for run in done}
+    for choice, num_groups in sorted(kinds, key=lambda kind: (kind[1], order.index(kind[0]))):
         tests = [line["test"] for run, line in done.items() if (run.choice, run.num_groups) == (choice, num_groups)]
         more = summary(differences(done, choice, num_groups))
         figures = {"test": mean(tests), "more": more["mean"], "error": more["se"], "num_seeds": len(tests)}
@@ -128,7 +131,7 @@ def table_rows(done: dict[Run, dict[str, Any]]) -> list[dict[str, Any]]:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the difference to the exact sum against the number of groups, with standard errors."""
-    figure, axes = pyplot().subplots(figsize=(6.4, 4.2), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(8.4, 4.2), layout="constrained")
     axes.axhspan(-0.3, 0.3, color="#dddddd", label="aim: within 0.3 points")
     for place, choice in enumerate(dict.fromkeys(row["choice"] for row in rows if row["choice"] != EXACT)):
         own = [row for row in rows if row["choice"] == choice]
@@ -136,8 +139,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         x = [row["num_groups"] * 1.03**place for row in own]
         axes.errorbar(x, [row["more"] for row in own], [row["error"] for row in own], marker="o", label=choice)
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="groups", ylabel="test accuracy over the exact sum's, points (standard error)")
-    axes.legend(fontsize=8)
+    axes.set(xlabel="groups", ylabel="accuracy minus the exact sum's, points")
+    figure.legend(fontsize=8, loc="outside right upper")
     figure.savefig(path, dpi=120)
     pyplot().close(figure)
 
