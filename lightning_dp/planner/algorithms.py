@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.utils.parametrize import type_before_parametrizations
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from lightning_dp.recompute.apply import is_compiled
 
@@ -38,9 +38,12 @@ def algorithms_for(module: nn.Conv2d, device: torch.device | str | None = None) 
     """Return the algorithms that can compute ``module``: keys of `DESCRIPTIONS` for its device.
 
     FFT computes convolutions with one group, and without dilation. Padding that is no number of zeros (``"same"``,
-    ``"reflect"``, ...) is left to the backend, as are subclasses of Conv2d: they may compute something else.
+    ``"reflect"``, ...) is left to the backend. So are subclasses of Conv2d, which may compute something else, and
+    layers whose weight a hook computes (``torch.nn.utils.weight_norm``, ``torch.nn.utils.prune``).
     """
     if type_before_parametrizations(module) is not nn.Conv2d:
+        return (BACKEND,)
+    if not isinstance(module.weight, nn.Parameter) and not is_parametrized(module, "weight"):
         return (BACKEND,)
     device = module.weight.device if device is None else torch.device(device)
     if isinstance(module.padding, str) or module.padding_mode != "zeros" or device.type not in DESCRIPTIONS:
@@ -60,7 +63,7 @@ class _Options:
 
 
 def convolve(module: nn.Conv2d, x: Tensor, algorithm: str) -> Tensor:
-    """Return ``module(x)`` for images ``x`` (N, C, H, W), computed with this algorithm, forward and backward.
+    """Return ``module(x)`` for images ``x``, (N, C, H, W) or (C, H, W), computed with this algorithm, also in backward.
 
     Raises:
         ValueError: the algorithm cannot compute it.
@@ -68,21 +71,27 @@ def convolve(module: nn.Conv2d, x: Tensor, algorithm: str) -> Tensor:
     known = algorithms_for(module, x.device)
     if algorithm not in known:
         raise ValueError(f"algorithm={algorithm!r} cannot compute {module}; use one of {', '.join(map(repr, known))}")
-    if algorithm == BACKEND:
+    if algorithm == BACKEND or x.numel() == 0:
         return type(module).forward(module, x)
+    if x.dim() == 3:
+        return convolve(module, x.unsqueeze(0), algorithm).squeeze(0)
     assert not isinstance(module.padding, str)
     weight: Tensor = module.weight
     bias: Tensor | None = module.bias
     if torch.is_autocast_enabled(x.device.type):
         # As autocast does for the backend's convolution. It would not do so in the backward of `_Convolution`.
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x = x.to(dtype)
-        weight = weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+        x, weight = _as_in_autocast(x), _as_in_autocast(weight)
+        bias = None if bias is None else _as_in_autocast(bias)
     if algorithm == "fft":
         return fft_convolution(x, weight, bias, module.stride, module.padding)
     options = _Options(list(module.stride), list(module.padding), list(module.dilation), module.groups)
     return _Convolution.apply(x, weight, bias, options, algorithm)
+
+
+def _as_in_autocast(tensor: Tensor) -> Tensor:
+    if tensor.dtype == torch.float64:  # autocast leaves it as it is
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
 def fft_convolution(
@@ -164,14 +173,19 @@ class AlgorithmsHandle:
 
     def __init__(self, modules: Mapping[str, nn.Conv2d], algorithms: Mapping[str, str]) -> None:
         self.algorithms = dict(algorithms)
-        self._modules = list(modules.values())
-        for name, module in modules.items():
-            module.forward = _Chosen(module, algorithms[name])  # type: ignore[method-assign]
+        # The backend's needs no other forward, and that of a subclass may take other arguments.
+        self._chosen = [
+            (module, _Chosen(module, algorithms[name]))
+            for name, module in modules.items()
+            if algorithms[name] != BACKEND
+        ]
+        for module, chosen in self._chosen:
+            module.forward = chosen  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Undo `apply_algorithms`. A second call does nothing."""
-        for module in self._modules:
-            if isinstance(vars(module).get("forward"), _Chosen):
+        for module, chosen in self._chosen:
+            if vars(module).get("forward") is chosen:
                 del module.forward
 
 
@@ -182,6 +196,8 @@ class _Chosen:
         self._module = module
         self._algorithm = algorithm
 
+    # torch.compile cannot trace the switch of a backend. It compiles what is before and after the layer.
+    @torch.compiler.disable
     def __call__(self, input: Tensor) -> Tensor:
         return convolve(self._module, input, self._algorithm)
 

@@ -121,14 +121,21 @@ def choose_algorithms(layers: Layers, bound_bytes: int) -> dict[str, Choice] | N
     return None
 
 
-def _solve(layers: Layers, bound_bytes: int) -> dict[str, Choice] | None:
+def require_solver() -> None:
+    """Raise ModuleNotFoundError, with the remedy, if SciPy is not installed."""
     try:
-        import numpy as np
-        from scipy.optimize import Bounds, LinearConstraint, milp
+        import scipy.optimize  # noqa: F401
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "to choose algorithms needs SciPy: pip install 'lightning-dp[recipes]'", name="scipy"
         ) from error
+
+
+def _solve(layers: Layers, bound_bytes: int) -> dict[str, Choice] | None:
+    require_solver()
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
     options = [(name, choice) for name, choices in layers.items() for choice in choices]
     if not options:
         return {}

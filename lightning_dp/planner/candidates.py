@@ -17,9 +17,10 @@ from lightning_dp.planner.batch_size import Candidate, Choice, held_bytes
 from lightning_dp.planner.checks import require_count
 from lightning_dp.planner.layer_choices import convolution_choices
 from lightning_dp.planner.measure import measure_peak_bytes, measure_time_s
-from lightning_dp.planner.trace import num_bytes
+from lightning_dp.planner.trace import num_bytes, tensors_of
+from lightning_dp.planner.trials import is_out_of_memory
 from lightning_dp.recompute.activations import unchanged
-from lightning_dp.recompute.apply import PolicyName, apply_recompute
+from lightning_dp.recompute.apply import PolicyName, apply_recompute, check_policy
 from lightning_dp.recompute.tensors import tensors_in
 
 log = logging.getLogger(__name__)
@@ -68,10 +69,19 @@ class StepMeasurement:
     Attributes:
         time_s: forward and backward.
         total_bytes: most that is held at a time: parameters, buffers, gradients, batch and activations.
+        recomputes: whether something was dropped and computed again.
     """
 
     time_s: float
     total_bytes: int
+    recomputes: bool = False
+
+
+def _nothing_dropped(policy: Any) -> str:
+    return (
+        f"recompute={policy!r} keeps everything in this step, so it is the step without: the policy finds nothing to "
+        "drop in this model, or the loss does not call the model itself but a method or a part of it"
+    )
 
 
 def measure_step(
@@ -105,14 +115,11 @@ def measure_step(
     finally:
         if handle is not None:
             handle.remove()
-    if handle is not None and handle.dropped_bytes == 0:
-        log.warning(
-            "recompute=%r keeps everything in this step, so it is measured as if without; does the loss call the model "
-            "itself (not a method or a part of it)?",
-            recompute,
-        )
-    tensors = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
-    return StepMeasurement(time_s, peak_bytes + sum(map(num_bytes, tensors)))
+    recomputes = handle is not None and handle.dropped_bytes > 0
+    if recompute is not None and not recomputes:
+        log.warning("%s", _nothing_dropped(recompute))
+    tensors = [*model.parameters(), *model.buffers(), *tensors_of(batch)]
+    return StepMeasurement(time_s, peak_bytes + sum(map(num_bytes, tensors)), recomputes)
 
 
 @contextmanager
@@ -138,7 +145,8 @@ def measure_candidates(
     """Measure a training step and its convolution layers at each batch size, for `choose_batch_size`.
 
     A step is run only if it fits into ``memory_bytes``, as far as the smaller steps tell: memory grows linearly with
-    the batch. One that does not fit, or that the device refuses, ends the list of its policy.
+    the batch. One that does not fit, or that the device refuses, ends the list of its policy. A step in which the
+    policy drops nothing is no candidate: it is the step without.
 
     Args:
         model: in training mode.
@@ -151,11 +159,14 @@ def measure_candidates(
         repeats: steps that are timed.
 
     Raises:
-        ValueError: not even the smallest batch fits.
+        ValueError: not even the smallest batch fits, or no policy drops anything.
     """
     _check(model, batch_sizes, memory_bytes, recompute)
+    require_count("optimizer_bytes", optimizer_bytes, least=0)
+    require_count("repeats", repeats)
     candidates = []
     choices: dict[int, dict[str, list[Choice]]] = {}
+    idle: list[PolicyName] = []  # policies of steps in which they dropped nothing
     smallest: int | None = None
     for policy in recompute:
         totals: list[tuple[int, int]] = []
@@ -166,15 +177,23 @@ def measure_candidates(
             images = resized(batch, size)
             try:
                 step = measure_step(model, images, loss, policy, repeats)
-                if size not in choices:
-                    choices[size] = convolution_choices(model, images, repeats, loss)
-            except torch.OutOfMemoryError:
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 break
+            if policy is not None and not step.recomputes:
+                idle.append(policy)
+                continue
             totals.append((size, step.total_bytes))
             needed = step.total_bytes + optimizer_bytes
             smallest = needed if smallest is None else min(smallest, needed)
-            if needed <= memory_bytes:
-                candidates.append(_candidate(size, step, choices[size], memory_bytes - optimizer_bytes, policy or ""))
+            if needed > memory_bytes:
+                break
+            if size not in choices:
+                choices[size] = convolution_choices(model, images, repeats, loss, memory_bytes)
+            candidates.append(_candidate(size, step, choices[size], memory_bytes - optimizer_bytes, policy or ""))
+    if not candidates and smallest is None and idle:
+        raise ValueError(f"{_nothing_dropped(idle[0])}; use recompute=(None,)")
     if not candidates:
         need = "does not fit on the device" if smallest is None else f"needs about {smallest} bytes"
         raise ValueError(
@@ -197,6 +216,9 @@ def _check(
             f"batch_sizes={batch_sizes!r}, recompute={recompute!r}: give at least one of each, such as (16, 32) and "
             "(None, 'cheap'), and none twice"
         )
+    for policy in recompute:
+        if policy is not None:
+            check_policy(policy)
 
 
 def _candidate(

@@ -23,7 +23,7 @@ from lightning_dp.planner.network import Network
 from lightning_dp.planner.probe import probe_network
 from lightning_dp.planner.profile import StepProfile
 from lightning_dp.planner.recompute_times import RecomputeTimes
-from lightning_dp.recompute.tensors import tensors_in
+from lightning_dp.planner.trace import tensors_of
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class Diagnose(StepTimer):
             return
         self._marks = {"previous": self._last_end_s, "start": self._begin_s, "waited": waited_s()}
         if self._seen == WARM_UP - 1:
-            self._batch_size = max((len(t) for t in tensors_in(batch) if t.dim()), default=1)
+            self._batch_size = max((len(t) for t in tensors_of(batch) if t.dim()), default=1)
             self._layers.start(pl_module)
         # Not the step in which layers are timed: recording takes time of its own.
         if self._memonger and self._seen == WARM_UP - 2:

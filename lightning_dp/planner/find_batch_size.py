@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchmetrics import Metric
 
 from lightning_dp._lightning import Callback, LightningModule, require_own_trainer
 from lightning_dp.planner.candidates import resized
@@ -121,9 +120,6 @@ def alone(module: LightningModule) -> Iterator[None]:
             module.train(mode)
             for parameter, grad in grads:
                 parameter.grad = grad
-            for part in module.modules():
-                if isinstance(part, Metric):
-                    part.reset()
 
 
 @contextmanager

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_dp.planner.algorithms import BACKEND, algorithms_for, convolve
 from lightning_dp.planner.batch_size import Choice
 from lightning_dp.planner.measure import measure_memory, measure_time_s
 from lightning_dp.planner.trace import num_bytes, trace_layers
+from lightning_dp.planner.trials import is_out_of_memory
 
 
 def measure_convolution(
@@ -62,31 +64,41 @@ def measure_convolution(
 
 
 def convolution_choices(
-    model: nn.Module, batch: Any, repeats: int = 3, loss: Callable[[nn.Module, Any], Tensor] | None = None
+    model: nn.Module,
+    batch: Any,
+    repeats: int = 3,
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    memory_bytes: float = float("inf"),
 ) -> dict[str, list[Choice]]:
     """Measure all algorithms of all Conv2d layers of ``model`` at the batch size of ``batch``.
 
-    Layers of equal sizes are measured once. A layer that is called several times has the sum of its calls. An algorithm
-    that the device has not enough memory for is left out, as is a layer whose ``forward`` is replaced.
+    Layers of equal sizes are measured once. A layer that is called several times has the sum of its calls. Algorithms
+    that there is not enough memory for are left out, and so are layers whose ``forward`` is replaced or that only the
+    backend can compute.
 
     Args:
         model: in training mode.
         batch: the argument of its forward, or a tuple of its arguments; with ``loss``, whatever that takes.
         repeats: steps that are timed.
         loss: called with model and batch.
+        memory_bytes: an algorithm is not tried if its spectra alone are larger.
     """
     modules = dict(model.named_modules())
     measured: dict[Any, Choice | None] = {}
     choices: dict[str, dict[str, Choice]] = {}
     is_trained_before = False
     for layer in trace_layers(model, batch, loss):
+        if "parametrizations" in layer.name.split("."):  # a part of the layer that it belongs to
+            continue
         module = modules[layer.name]
         needs_input_grad = is_trained_before
-        is_trained_before |= any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-        if not isinstance(module, nn.Conv2d) or "forward" in vars(module):
+        is_trained_before |= any(parameter.requires_grad for parameter in module.parameters())
+        if not isinstance(module, nn.Conv2d) or "forward" in vars(module) or algorithms_for(module) == (BACKEND,):
             continue
         found = {}
         for algorithm in algorithms_for(module):
+            if algorithm == "fft" and _spectra_bytes(module, layer.input_shape) > memory_bytes:
+                continue
             key = (*_signature(module), layer.input_shape, needs_input_grad, algorithm)
             if key not in measured:
                 measured[key] = _measured(module, layer.input_shape, algorithm, needs_input_grad, repeats)
@@ -105,8 +117,8 @@ def _measured(module: nn.Conv2d, shape: Sequence[int], algorithm: str, needs_gra
     try:
         with torch.random.fork_rng(devices):
             return measure_convolution(module, shape, algorithm, needs_grad, repeats)
-    except torch.OutOfMemoryError:
-        if algorithm == BACKEND:  # it has just run as part of the step
+    except (RuntimeError, MemoryError) as error:
+        if algorithm == BACKEND or not is_out_of_memory(error):  # the backend's has just run as part of the step
             raise
         return None
 
@@ -120,7 +132,18 @@ def _extra_bytes(forward: Callable[[], Tensor], device: torch.device) -> int:
 def _signature(module: nn.Conv2d) -> tuple[Any, ...]:
     size = (*module.weight.shape, *module.stride, *module.dilation, module.groups, module.padding)
     bias = None if module.bias is None else module.bias.requires_grad
-    return (*size, module.padding_mode, bias, module.weight.requires_grad)
+    # A parametrization takes time of its own, so such a layer is like no other.
+    own = id(module) if is_parametrized(module) else None
+    return (*size, module.padding_mode, bias, module.weight.requires_grad, module.weight.dtype, own)
+
+
+def _spectra_bytes(module: nn.Conv2d, input_shape: Sequence[int]) -> int:
+    """Return what FFT holds at least: the spectra of padded input, filters and output, in complex numbers."""
+    assert not isinstance(module.padding, str)
+    images = input_shape[0] if len(input_shape) == 4 else 1
+    height, width = (size + 2 * padding for size, padding in zip(input_shape[-2:], module.padding, strict=True))
+    planes = images * (module.in_channels + module.out_channels) + module.in_channels * module.out_channels
+    return planes * height * (width // 2 + 1) * 2 * max(4, module.weight.element_size())
 
 
 def _sum(a: Choice, b: Choice) -> Choice:

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_dp.planner.algorithms import BACKEND, apply_algorithms
-from lightning_dp.planner.batch_size import BatchPlan, Candidate, Choice, choose_algorithms, fastest, held_bytes
+from lightning_dp.planner.batch_size import (
+    BatchPlan,
+    Candidate,
+    Choice,
+    choose_algorithms,
+    fastest,
+    held_bytes,
+    require_solver,
+)
 from lightning_dp.planner.candidates import (
     Loss,
     StepMeasurement,
@@ -18,6 +25,7 @@ from lightning_dp.planner.candidates import (
     measure_step,
     resized,
 )
+from lightning_dp.planner.trials import is_out_of_memory
 from lightning_dp.recompute.apply import PolicyName
 
 # Of the plans of equation 6 for one candidate, each with the memory that the one before has left for algorithms.
@@ -40,7 +48,8 @@ def plan_batch_size(
 
     Equation 6 (arXiv 1709.06622) adds up layers that were measured alone. In the network, a layer's input often has the
     memory format of its algorithm already, so that the sum is too large. Therefore the plans of each candidate are run:
-    that of equation 6, again with the memory that it really leaves, and one algorithm in all layers.
+    that of equation 6, again with the memory that it really leaves, and one algorithm in all layers, unless the layers
+    by themselves take more than 1.5 times the least with it. Losses that contain gradients cannot be planned.
 
     Args:
         model: in training mode. It stays as it was.
@@ -56,6 +65,7 @@ def plan_batch_size(
         ValueError: no batch fits into ``memory_bytes``.
         ModuleNotFoundError: SciPy is not installed.
     """
+    require_solver()
     candidates = measure_candidates(
         model, batch, batch_sizes, memory_bytes, loss, recompute, optimizer_bytes=optimizer_bytes, repeats=repeats
     )
@@ -154,7 +164,9 @@ class _Trials:
         handle = apply_algorithms(self._model, algorithms)
         try:
             return measure_step(self._model, self._batch, self._loss, recompute, self._repeats)
-        except torch.OutOfMemoryError:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             return StepMeasurement(float("inf"), self._memory_bytes + 1)
         finally:
             handle.remove()

@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_dp.planner.checks import require_count
-from lightning_dp.planner.trace import Layer, LayerKind, num_bytes, trace_layers
-from lightning_dp.recompute.tensors import tensors_in
+from lightning_dp.planner.trace import Layer, LayerKind, num_bytes, tensors_of, trace_layers
 
 # Parameters, and gradients "twice as the size of the model parameters" (section 3.1.3).
 COPIES = 3
@@ -41,7 +40,7 @@ class MemoryModel:
     def from_module(cls, model: nn.Module, batch: Any) -> MemoryModel:
         """Trace one forward pass of ``model``; see `trace_layers`. The first dimension of ``batch`` is the images'."""
         layers = trace_layers(model, batch)
-        tensors = list(tensors_in(batch))
+        tensors = tensors_of(batch)
         return cls(tuple(layers), sum(map(num_bytes, tensors)), len(tensors[0]))
 
     def feature_map_bytes(self, batch_size: int) -> int:

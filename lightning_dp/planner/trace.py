@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -82,16 +83,20 @@ def trace_layers(model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], A
     Raises:
         ValueError: the model has no layers, or the batch no tensor.
     """
-    tensors = list(tensors_in(batch))
+    tensors = tensors_of(batch)
     if not tensors:
-        raise ValueError(f"batch={batch!r} contains no tensor; give the images that the model is called with")
+        raise ValueError(
+            f"the batch, a {type(batch).__name__}, contains no tensor; give the images that the model is called with"
+        )
     seen = _Seen([*tensors, *model.parameters(), *model.buffers()])
     hooks = []
     try:
         for name, module in model.named_modules():
             is_leaf = next(module.children(), None) is None
-            if is_leaf or next(module.parameters(recurse=False), None) is not None:
-                hooks.append(module.register_forward_hook(seen.hook(name)))
+            # The parameters of a parametrized layer are those of a submodule.
+            is_layer = is_leaf or isinstance(module, (*CONVOLUTIONS, nn.Linear))
+            if is_layer or next(module.parameters(recurse=False), None) is not None:
+                hooks.append(module.register_forward_hook(seen.hook(name), with_kwargs=True))
         with unchanged(model), torch.no_grad():
             if run is not None:
                 run(model, batch)
@@ -117,8 +122,8 @@ class _Seen:
             self._is_new(tensor)
 
     def hook(self, name: str) -> Any:
-        def remember(module: nn.Module, args: Any, output: Any) -> None:
-            inputs, outputs = list(tensors_in(args)), list(tensors_in(output))
+        def remember(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            inputs, outputs = list(tensors_in([args, kwargs])), list(tensors_in(output))
             weight_bytes, bias_bytes = self._parameter_bytes(module)
             self.layers.append(
                 Layer(
@@ -152,6 +157,18 @@ class _Seen:
             else:
                 bias_bytes += num_bytes(parameter)
         return weight_bytes, bias_bytes
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch: a tensor, or tensors in tuples, lists, mappings or dataclasses."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    apply_to_collection(batch, Tensor, note, allow_frozen=True)
+    return found
 
 
 def num_bytes(tensor: Tensor) -> int:

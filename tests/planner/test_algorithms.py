@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_dp.models import resnet20
@@ -186,10 +187,114 @@ def test_a_subclass_of_conv2d_is_left_to_its_own_forward():
     model, x = nn.Sequential(layer), torch.randn(2, 3, 6, 6)
     expected = model(x)
     choices = convolution_choices(model, x, repeats=1)
-    assert [choice.algorithm for choice in choices["0"]] == ["backend"]
+    assert choices == {}, "there is nothing to choose"
     apply_algorithms(model, {"0": "backend"})
     assert torch.equal(model(x), expected)
     assert len(algorithms_for(weight_norm(nn.Conv2d(3, 4, 3)))) > 1, "a parametrized Conv2d is one"
+
+
+class Masked(nn.Conv2d):
+    """A convolution with a second argument and a second result."""
+
+    def forward(self, input, mask):
+        return super().forward(input * mask), mask
+
+
+class Masking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Masked(3, 4, 3), nn.Conv2d(4, 4, 3)
+
+    def forward(self, images):
+        return self.second(input=self.first(images, images > 0)[0])
+
+
+def test_layers_with_other_arguments_and_keywords():
+    model, x = Masking(), torch.randn(2, 3, 9, 9)
+    expected = model(x)
+    assert set(convolution_choices(model, x, repeats=1)) == {"second"}
+    apply_algorithms(model, {"first": "backend", "second": "im2col"})
+    torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("wrap", [nn.utils.weight_norm, lambda layer: prune.l1_unstructured(layer, "weight", 0.3)])
+def test_layers_whose_weight_a_hook_computes_are_left_to_the_backend(wrap):
+    model, x = nn.Sequential(wrap(nn.Conv2d(3, 4, 3)), nn.Conv2d(4, 4, 3)), torch.randn(2, 3, 9, 9)
+    model(x)
+    assert algorithms_for(model[0]) == ("backend",)
+    assert set(convolution_choices(model, x, repeats=1)) == {"1"}
+
+
+def test_a_parametrized_layer_without_a_bias_has_algorithms():
+    model = nn.Sequential(weight_norm(nn.Conv2d(3, 4, 3, bias=False)), nn.Conv2d(4, 4, 3))
+    assert set(convolution_choices(model, torch.randn(2, 3, 9, 9), repeats=1)) == {"0", "1"}
+
+
+def test_only_layers_that_are_alike_share_a_measurement(monkeypatch):
+    from lightning_dp.planner import layer_choices
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.third, self.wide = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(4))
+            self.wide.double()
+            self.normed = weight_norm(nn.Conv2d(4, 4, 3, padding=1))
+
+        def forward(self, x):
+            return self.normed(self.wide(self.third(self.second(self.first(x))).double()).float())
+
+    measured = []
+    measure = layer_choices.measure_convolution
+
+    def remember(module, *args):
+        measured.append(module)
+        return measure(module, *args)
+
+    monkeypatch.setattr(layer_choices, "measure_convolution", remember)
+    model = Mixed()
+    convolution_choices(model, torch.randn(1, 4, 6, 6), repeats=1)
+    # The first layer's input needs no gradient, so that it is like no other. The third one is like the second.
+    assert {name for name, part in model.named_children() if part in measured} == {"first", "second", "wide", "normed"}
+
+
+def test_single_images_and_empty_batches():
+    for algorithm in algorithms_for(LAYERS["plain"]):
+        image = torch.randn(3, 6, 6)
+        torch.testing.assert_close(convolve(LAYERS["plain"], image, algorithm), LAYERS["plain"](image))
+        assert convolve(LAYERS["plain"], torch.randn(0, 3, 6, 6), algorithm).shape == (0, 8, 6, 6)
+
+    class OneByOne(nn.Sequential):
+        def forward(self, images):
+            return torch.stack([super(OneByOne, self).forward(image) for image in images])
+
+    assert set(convolution_choices(OneByOne(nn.Conv2d(3, 4, 3)), torch.randn(2, 3, 6, 6), repeats=1)) == {"0"}
+
+
+def test_float64_stays_float64_under_autocast():
+    layer, x = copy.deepcopy(LAYERS["plain"]).double(), torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert {convolve(layer, x, algorithm).dtype for algorithm in algorithms_for(layer)} == {torch.float64}
+
+
+def test_a_second_removal_leaves_the_algorithms_of_others():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    first = apply_algorithms(model, {"0": "fft"})
+    first.remove()
+    second = apply_algorithms(model, {"0": "im2col"})
+    first.remove()
+    assert "forward" in vars(model[0])
+    second.remove()
+    assert "forward" not in vars(model[0])
+
+
+def test_a_model_can_be_compiled_after_its_algorithms_were_chosen():
+    x = torch.randn(2, 3, 6, 6)
+    for algorithm in algorithms_for(LAYERS["plain"]):
+        model = nn.Sequential(copy.deepcopy(LAYERS["plain"]), nn.ReLU())
+        apply_algorithms(model, {"0": algorithm})
+        expected = model(x)
+        assert torch.equal(torch.compile(model, backend="eager")(x), expected)
 
 
 def test_layers_whose_forward_is_replaced_are_left_out():

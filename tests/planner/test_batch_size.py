@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections import UserDict
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 
 from lightning_dp.models import resnet20
@@ -16,8 +18,11 @@ from lightning_dp.planner import (
     Candidate,
     Choice,
     apply_algorithms,
+    candidates,
     choose_algorithms,
     choose_batch_size,
+    convolution_choices,
+    layer_choices,
     measured_plans,
     plan_batch_size,
 )
@@ -127,6 +132,10 @@ def network() -> nn.Sequential:
     return nn.Sequential(*blocks, nn.Flatten(), nn.LazyLinear(5))
 
 
+def chosen_algorithm(layer: nn.Module) -> str:
+    return vars(layer)["forward"]._algorithm if "forward" in vars(layer) else "backend"
+
+
 def test_measured_candidates_lead_to_a_plan_that_can_be_applied():
     model, images = network(), torch.randn(4, 3, 14, 14)
     model(images)
@@ -134,13 +143,13 @@ def test_measured_candidates_lead_to_a_plan_that_can_be_applied():
     model[0].weight.grad = torch.ones_like(model[0].weight)
     large = measure_step(model, resized(images, 16), repeats=1).total_bytes
     # 16 images fit, 32 do not: memory grows linearly.
-    candidates = measure_candidates(
+    measured = measure_candidates(
         model, images, (8, 4, 16, 32), memory_bytes=large + large // 4, recompute=(None, "cheap"), repeats=1
     )
-    plain = [candidate.batch_size for candidate in candidates if not candidate.recompute]
+    plain = [candidate.batch_size for candidate in measured if not candidate.recompute]
     assert plain == [4, 8, 16]
-    assert all(name in ("0", "3") for candidate in candidates for name in candidate.layers)
-    plan = choose_batch_size(candidates)
+    assert all(name in ("0", "3") for candidate in measured for name in candidate.layers)
+    plan = choose_batch_size(measured)
     with torch.no_grad():
         expected = model.eval()(images)
         apply_algorithms(model, plan.algorithms)
@@ -165,7 +174,7 @@ def test_a_plan_is_run_and_gets_the_memory_that_it_really_leaves(monkeypatch):
     steps = []
 
     def measured(model, batch, loss, recompute, repeats):
-        formats = [vars(model[place])["forward"]._algorithm for place in (0, 3)]
+        formats = [chosen_algorithm(model[place]) for place in (0, 3)]
         steps.append(formats)
         # Together they hold nothing, and take half the time.
         return StepMeasurement(0.5 if formats == ["channels_last"] * 2 else 1.0, 1000)
@@ -185,7 +194,7 @@ def test_a_plan_that_holds_more_than_there_is_does_not_count(monkeypatch):
     model(images)
 
     def measured(model, batch, loss, recompute, repeats):
-        if vars(model[0])["forward"]._algorithm == "channels_last":
+        if chosen_algorithm(model[0]) == "channels_last":
             raise torch.OutOfMemoryError
         return StepMeasurement(1.0, 1000)
 
@@ -217,15 +226,36 @@ def test_memory_that_holds_no_batch_is_refused_before_a_plan():
         measure_candidates(model, images, [0], memory_bytes=10**9)
 
 
-@pytest.mark.parametrize("kind", ["tuple", "list", "dict"])
-def test_batches_that_only_the_loss_can_read(kind):
+@dataclasses.dataclass
+class Labeled:
+    image: torch.Tensor
+    label: torch.Tensor
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        return self.label if place else self.image
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        tuple,
+        list,
+        lambda pair: dict(enumerate(pair)),
+        lambda pair: UserDict(enumerate(pair)),
+        lambda pair: Labeled(*pair),
+    ],
+    ids=["tuple", "list", "dict", "mapping", "dataclass"],
+)
+def test_batches_that_only_the_loss_can_read(make):
     model, images, labels = network(), torch.randn(4, 3, 14, 14), torch.arange(4)
     model(images)
-    batch = {"tuple": (images, labels), "list": [images, labels], "dict": {0: images, 1: labels}}[kind]
+    batch = make((images, labels))
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
+    counted = measure_step(model, batch, loss, repeats=1).total_bytes
+    assert counted == measure_step(model, (images, labels), loss, repeats=1).total_bytes
     plan = plan_batch_size(model, batch, (2, 4), 10**9, loss, repeats=1)
     assert set(plan.images_per_s) == {(2, ""), (4, "")}
     assert set(plan.algorithms) == {"0", "3"}
@@ -245,6 +275,126 @@ def test_recomputation_that_the_loss_goes_around_is_named(caplog):
     assert not caplog.records, "forward is what recomputes"
     measure_step(model, images, lambda m, x: type(m).forward(m, x).square().mean(), "cheap", repeats=1)
     assert "recompute='cheap' keeps everything in this step" in caplog.text
+
+
+def around(model: nn.Module, batch: Any) -> torch.Tensor:
+    return type(model).forward(model, batch).square().mean()
+
+
+def test_recomputation_that_does_nothing_is_not_chosen():
+    model, images = resnet20(), torch.randn(4, 3, 16, 16)
+    plan = plan_batch_size(model, images, (4,), 10**9, around, recompute=("cheap", None), repeats=1)
+    assert set(plan.images_per_s) == {(4, "")}
+    with pytest.raises(ValueError, match=r"recompute='cheap' keeps everything .*; use recompute=\(None,\)"):
+        plan_batch_size(model, images, (4,), 10**9, around, recompute=("cheap",), repeats=1)
+
+
+def test_plans_are_run_with_their_recomputation():
+    model, images = resnet20(), torch.randn(8, 3, 16, 16)
+    plan = plan_batch_size(model, images, (8,), 10**9, recompute=("cheap",), repeats=1)
+    apply_algorithms(model, plan.algorithms)
+    assert plan.recompute == "cheap"
+    assert plan.peak_bytes == measure_step(model, images, recompute="cheap", repeats=1).total_bytes
+    assert plan.peak_bytes < measure_step(model, images, repeats=1).total_bytes
+
+
+def test_the_optimizer_s_state_takes_memory_from_the_plans(monkeypatch):
+    model, images = network(), torch.randn(4, 3, 14, 14)
+    model(images)
+    asked = []
+    run = measured_plans.measure_plans
+
+    def measure(model, batch, candidates, memory_bytes, loss, repeats):
+        asked.append(memory_bytes)
+        return run(model, batch, candidates, memory_bytes, loss, repeats)
+
+    monkeypatch.setattr(measured_plans, "measure_plans", measure)
+    plan_batch_size(model, images, (4,), 10**9, optimizer_bytes=1000, repeats=1)
+    assert asked == [10**9 - 1000]
+    with pytest.raises(ValueError, match="optimizer_bytes=-1"):
+        plan_batch_size(model, images, (4,), 10**9, optimizer_bytes=-1)
+
+
+def test_each_algorithm_that_is_fast_enough_is_run_in_all_layers(monkeypatch):
+    model, images = network(), torch.randn(4, 3, 14, 14)
+    model(images)
+    steps = []
+
+    def measured(model, batch, loss, recompute, repeats):
+        steps.append(tuple(chosen_algorithm(model[place]) for place in (0, 3)))
+        return StepMeasurement(0.5 if steps[-1] == ("channels_last", "channels_last") else 1.0, 1000)
+
+    choices = [Choice("backend", 1.0), Choice("channels_last", 1.4), Choice("fft", 1.6)]
+    monkeypatch.setattr(measured_plans, "measure_step", measured)
+    (plan,) = measure_plans(model, images, [Candidate(4, {"0": choices, "3": choices}, 1000, 1.0)], memory_bytes=2000)
+    assert steps == [("backend", "backend"), ("channels_last", "channels_last")]
+    assert plan.algorithms == {"0": "channels_last", "3": "channels_last"}
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network()
+        self.images = torchmetrics.SumMetric()
+        self.sizes = torchmetrics.CatMetric()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.images(len(images))
+        self.sizes.update(float(len(images)))
+        return self.layers(images)
+
+
+def test_metrics_do_not_count_what_is_measured():
+    model, images = Counting(), torch.randn(4, 3, 14, 14)
+    model(images)
+    plan_batch_size(model, images, (2, 4), 10**9, recompute=(None, "cheap"), repeats=1)
+    assert model.images.compute() == 4
+    assert model.sizes.compute().tolist() == [4.0] or model.sizes.compute() == 4
+    assert model.images.update_count == 1
+
+
+def test_a_host_without_memory_for_an_algorithm_leaves_it_out(monkeypatch):
+    model, images = network(), torch.randn(4, 3, 14, 14)
+    model(images)
+    run = layer_choices.measure_convolution
+
+    def measured(module, shape, algorithm, *args):
+        if algorithm == "fft":
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4294967296 bytes")
+        if algorithm == "im2col":
+            raise RuntimeError("another error")
+        return run(module, shape, algorithm, *args)
+
+    monkeypatch.setattr(layer_choices, "measure_convolution", measured)
+    with pytest.raises(RuntimeError, match="another error"):
+        measure_candidates(model, images, (4,), 10**9, repeats=1)
+    monkeypatch.setattr(layer_choices, "algorithms_for", lambda module: ("backend", "fft"))
+    (candidate,) = measure_candidates(model, images, (4,), 10**9, repeats=1)
+    assert [choice.algorithm for choice in candidate.layers["0"]] == ["backend"]
+
+
+def test_spectra_that_do_not_fit_are_not_tried():
+    layer = nn.Sequential(nn.Conv2d(64, 64, 1))
+    images = torch.randn(1, 64, 30, 30)  # 64 x 64 filters as spectra of 30 x 16 complex numbers: 15.7 MB
+    names = [[c.algorithm for c in convolution_choices(layer, images, 1, memory_bytes=b)["0"]] for b in (10**7, 10**8)]
+    assert "fft" not in names[0]
+    assert "fft" in names[1]
+
+
+def test_sizes_after_one_that_does_not_fit_are_not_run(monkeypatch):
+    model, images = network(), torch.randn(4, 3, 14, 14)
+    model(images)
+    sizes = []
+    run = measure_step
+    monkeypatch.setattr(
+        candidates, "measure_step", lambda model, batch, *args: sizes.append(len(batch)) or run(model, batch, *args)
+    )
+    with pytest.raises(ValueError, match="memory_bytes=1000 holds none"):
+        measure_candidates(model, images, (4, 8, 16), 1000, repeats=1)
+    assert sizes == [4]
+    with pytest.raises(ValueError, match="policy='chep'"):
+        measure_candidates(model, images, (4,), 10**9, recompute=(None, "chep"))
+    assert sizes == [4], "refused before anything is run"
 
 
 class Pair(NamedTuple):
