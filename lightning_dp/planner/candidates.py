@@ -18,8 +18,8 @@ from lightning_dp.planner.checks import require_count
 from lightning_dp.planner.layer_choices import convolution_choices
 from lightning_dp.planner.measure import measure_peak_bytes, measure_time_s
 from lightning_dp.planner.trace import num_bytes, tensors_of
+from lightning_dp.planner.trial_runs import unchanged
 from lightning_dp.planner.trials import is_out_of_memory
-from lightning_dp.recompute.activations import unchanged
 from lightning_dp.recompute.apply import PolicyName, apply_recompute, check_policy
 from lightning_dp.recompute.tensors import tensors_in
 
@@ -77,13 +77,6 @@ class StepMeasurement:
     recomputes: bool = False
 
 
-def _nothing_dropped(policy: Any) -> str:
-    return (
-        f"recompute={policy!r} keeps everything in this step, so it is the step without: the policy finds nothing to "
-        "drop in this model, or the loss does not call the model itself but a method or a part of it"
-    )
-
-
 def measure_step(
     model: nn.Module, batch: Any, loss: Loss = mean_square, recompute: PolicyName | None = None, repeats: int = 3
 ) -> StepMeasurement:
@@ -117,7 +110,11 @@ def measure_step(
             handle.remove()
     recomputes = handle is not None and handle.dropped_bytes > 0
     if recompute is not None and not recomputes:
-        log.warning("%s", _nothing_dropped(recompute))
+        log.warning(
+            "recompute=%r keeps everything in this step, so it is the step without: the policy finds nothing to drop "
+            "in this model, or the loss does not call the model itself but a method or a part of it",
+            recompute,
+        )
     tensors = [*model.parameters(), *model.buffers(), *tensors_of(batch)]
     return StepMeasurement(time_s, peak_bytes + sum(map(num_bytes, tensors)), recomputes)
 
@@ -159,20 +156,17 @@ def measure_candidates(
         repeats: steps that are timed.
 
     Raises:
-        ValueError: not even the smallest batch fits, or no policy drops anything.
+        ValueError: not even the smallest batch fits, or no policy of ``recompute`` drops anything.
     """
-    _check(model, batch_sizes, memory_bytes, recompute)
-    require_count("optimizer_bytes", optimizer_bytes, least=0)
-    require_count("repeats", repeats)
+    _check(model, batch_sizes, memory_bytes, recompute, optimizer_bytes)
+    room_bytes = memory_bytes - optimizer_bytes
     candidates = []
     choices: dict[int, dict[str, list[Choice]]] = {}
-    idle: list[PolicyName] = []  # policies of steps in which they dropped nothing
-    smallest: int | None = None
+    measured_bytes: list[int] = []
     for policy in recompute:
         totals: list[tuple[int, int]] = []
         for size in sorted(set(batch_sizes)):
-            needed = _extrapolated(totals, size) + optimizer_bytes
-            if needed > memory_bytes:
+            if _extrapolated(totals, size) > room_bytes:
                 break
             images = resized(batch, size)
             try:
@@ -182,33 +176,36 @@ def measure_candidates(
                     raise
                 break
             if policy is not None and not step.recomputes:
-                idle.append(policy)
                 continue
             totals.append((size, step.total_bytes))
-            needed = step.total_bytes + optimizer_bytes
-            smallest = needed if smallest is None else min(smallest, needed)
-            if needed > memory_bytes:
+            measured_bytes.append(step.total_bytes)
+            if step.total_bytes > room_bytes:
                 break
             if size not in choices:
-                choices[size] = convolution_choices(model, images, repeats, loss, memory_bytes)
-            candidates.append(_candidate(size, step, choices[size], memory_bytes - optimizer_bytes, policy or ""))
-    if not candidates and smallest is None and idle:
-        raise ValueError(f"{_nothing_dropped(idle[0])}; use recompute=(None,)")
+                choices[size] = convolution_choices(model, images, repeats, loss, room_bytes)
+            candidates.append(_candidate(size, step, choices[size], room_bytes, policy or ""))
     if not candidates:
-        need = "does not fit on the device" if smallest is None else f"needs about {smallest} bytes"
+        need = "each one runs out of memory, or its recomputation drops nothing"
+        if measured_bytes:
+            need = f"the smallest needs about {min(measured_bytes) + optimizer_bytes} bytes"
         raise ValueError(
-            f"memory_bytes={memory_bytes} holds none of batch_sizes={sorted(set(batch_sizes))}: the smallest {need}; "
-            "use smaller batches, or recompute=('cheap',)"
+            f"memory_bytes={memory_bytes} holds none of batch_sizes={sorted(set(batch_sizes))} with "
+            f"recompute={tuple(recompute)}: {need}; use smaller batches, or other policies, such as (None, 'cheap')"
         )
     return candidates
 
 
 def _check(
-    model: nn.Module, batch_sizes: Sequence[int], memory_bytes: int, recompute: Sequence[PolicyName | None]
+    model: nn.Module,
+    batch_sizes: Sequence[int],
+    memory_bytes: int,
+    recompute: Sequence[PolicyName | None],
+    optimizer_bytes: int,
 ) -> None:
     """Raise ValueError for what no measurement can mend."""
     require_not_compiled(model)
     require_count("memory_bytes", memory_bytes)
+    require_count("optimizer_bytes", optimizer_bytes, least=0)
     for size in batch_sizes:
         require_count("batch_sizes", size)
     if not batch_sizes or not recompute or isinstance(recompute, str) or len(set(recompute)) < len(recompute):

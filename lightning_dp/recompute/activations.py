@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_dp._private.torch_names import TorchDispatchMode
@@ -154,33 +153,17 @@ class _Seen(TorchDispatchMode):
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Put buffers, what metrics have counted, and random number generators back afterwards."""
+    """Put buffers and random number generators back afterwards."""
     before = [
         (module, name, buffer, buffer.detach().clone())
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
-    metrics = [(module, _plain_attributes(module)) for module in model.modules() if isinstance(module, Metric)]
     with torch.random.fork_rng():
         try:
             yield
         finally:
-            for metric, attributes in metrics:
-                vars(metric).update(attributes)
             with torch.no_grad():
                 for module, name, buffer, value in before:
                     buffer.copy_(value)
                     setattr(module, name, buffer)  # the model may have put another tensor in its place
-
-
-def _plain_attributes(metric: Metric) -> dict[str, Any]:
-    """Return copies of a metric's states, which are no buffers, and of its counters."""
-    copies: dict[str, Any] = {}
-    for name, value in vars(metric).items():
-        if isinstance(value, Tensor):
-            copies[name] = value.detach().clone()
-        elif isinstance(value, list):
-            copies[name] = list(value)
-        elif value is None or isinstance(value, (bool, int, float)):
-            copies[name] = value
-    return copies
