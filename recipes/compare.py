@@ -22,6 +22,9 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 from traffic import bytes_per_step
 
+DEFAULT_METRICS = ("val/acc", "train/acc")
+LEAST_SPAN = 0.02  # of the accuracy's axis
+
 Points = list[tuple[float, float]]  # (seconds of training, metric)
 
 
@@ -56,16 +59,42 @@ def read_sweep(folder: Path, metric: str) -> list[Job]:
     Raises:
         FileNotFoundError: there are none.
     """
-    paths = sorted(folder.glob("*/metrics.csv"), key=lambda path: (len(path.parent.name), path.parent.name))
-    if not paths:
-        raise FileNotFoundError(f"{folder} has no jobs with a metrics.csv; give the folder of a sweep, sweep_DATE")
+    paths = _metrics_files(folder)
     overrides = [_overrides(path.parent) for path in paths]
     shared = set.intersection(*map(set, overrides))
     jobs = []
     for path, own in zip(paths, overrides, strict=True):
         different = [text for text in own if text not in shared and not text.startswith("seed=")]
-        jobs.append(_read_job(path, " ".join(different) or "all jobs", metric))
-    return jobs
+        jobs.append((path, " ".join(different)))
+    # One of several rows may have no overrides of its own: the defaults.
+    empty = "defaults" if any(label for _, label in jobs) else "all jobs"
+    return [_read_job(path, label or empty, metric) for path, label in jobs]
+
+
+def _metrics_files(folder: Path) -> list[Path]:
+    paths = sorted(folder.glob("*/metrics.csv"), key=lambda path: (len(path.parent.name), path.parent.name))
+    if not paths:
+        raise FileNotFoundError(f"{folder} has no jobs with a metrics.csv; give the folder of a sweep, sweep_DATE")
+    return paths
+
+
+def choose_metric(folder: Path, wanted: str | None) -> str:
+    """Return ``wanted``; None stands for val/acc or, where no job validates, train/acc.
+
+    Raises:
+        FileNotFoundError: there are no jobs.
+        ValueError: no job of the sweep has it.
+    """
+    logged: set[str] = set()
+    for path in _metrics_files(folder):
+        with open(path, newline="") as file:
+            for row in csv.DictReader(file):
+                logged.update(name for name, value in row.items() if value)
+    for metric in DEFAULT_METRICS if wanted is None else (wanted,):
+        if metric in logged:
+            return metric
+    known = ", ".join(sorted(logged - {"epoch", "step"}))
+    raise ValueError(f"--metric {wanted or DEFAULT_METRICS[0]} was logged by no job of {folder}; use one of {known}")
 
 
 def _overrides(folder: Path) -> list[str]:
@@ -158,6 +187,9 @@ def draw(jobs: Sequence[Job], metric: str, path: Path) -> None:
         if known:
             final.hlines(median(known), place - 0.3, place + 0.3, color=f"C{place}")
     curves.set(title=f"{metric} of each job", xlabel="seconds of training (rank 0)")
+    low, high = final.get_ylim()
+    if high - low < LEAST_SPAN:  # else a difference of nothing would fill the plot
+        final.set_ylim((low + high - LEAST_SPAN) / 2, (low + high + LEAST_SPAN) / 2)
     final.set(title="accuracy at the end: each job, and the median", xlim=(-0.6, len(groups) - 0.4))
     final.set_xticks(range(len(groups)), [label.replace(" ", "\n") for label in groups], fontsize=8)
     for axes in (curves, final):
@@ -172,17 +204,18 @@ def main() -> None:
     """Print the table, and write it and the plot to the sweep's folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep_dir", type=Path)
-    parser.add_argument("--metric", default="val/acc", help="metric of the curves and of the time to accuracy")
+    parser.add_argument("--metric", help="of the curves and of the time to accuracy (default: val/acc, else train/acc)")
     parser.add_argument("--accuracy", type=float, help="default: the highest that every job has reached")
     arguments = parser.parse_args()
     try:
-        jobs = read_sweep(arguments.sweep_dir, arguments.metric)
-    except OSError as error:
+        metric = choose_metric(arguments.sweep_dir, arguments.metric)
+        jobs = read_sweep(arguments.sweep_dir, metric)
+    except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     accuracy = common_accuracy(jobs) if arguments.accuracy is None else arguments.accuracy
-    text = table(jobs, arguments.metric, accuracy)
+    text = table(jobs, metric, accuracy)
     (arguments.sweep_dir / "compare.md").write_text(text + "\n")
-    draw(jobs, arguments.metric, arguments.sweep_dir / "compare.png")
+    draw(jobs, metric, arguments.sweep_dir / "compare.png")
     print(f"{text}\n\nwritten to {arguments.sweep_dir / 'compare.md'} and compare.png")
 
 

@@ -71,6 +71,30 @@ def test_the_command_writes_a_table_and_a_plot(sweep, monkeypatch, capsys):
     assert (sweep / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_jobs_without_validation_are_compared_by_their_training(tmp_path, monkeypatch, capsys):
+    from compare import main
+
+    for name, overrides, accuracy in (("0", [], 0.5), ("1", ["strategy=layered_sgd_single"], 0.6)):
+        job(tmp_path / name, overrides, [])
+        (tmp_path / name / "metrics.csv").write_text(
+            f"epoch,step,test/acc,time/train_s,train/acc,val/acc\n0,9,,3.0,{accuracy},\n1,20,0.7,,,\n"
+        )
+    monkeypatch.setattr("sys.argv", ["compare.py", str(tmp_path)])
+    main()
+    header, _, first, second, *_ = capsys.readouterr().out.splitlines()
+    assert "s of training to train/acc 0.5" in header
+    assert first.startswith("| defaults | 1 | 0.7000 |")
+    assert second.startswith("| strategy=layered_sgd_single | 1 | 0.7000 |")
+
+
+def test_a_metric_that_nobody_logged_is_refused(sweep, monkeypatch):
+    from compare import main
+
+    monkeypatch.setattr("sys.argv", ["compare.py", str(sweep), "--metric", "val/acx"])
+    with pytest.raises(SystemExit, match="--metric val/acx was logged by no job .*; use one of .*test/acc.*val/acc"):
+        main()
+
+
 def test_a_folder_that_is_no_sweep_is_refused(tmp_path, monkeypatch):
     import compare
 
