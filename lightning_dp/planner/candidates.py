@@ -18,8 +18,8 @@ from lightning_dp.planner.checks import require_count
 from lightning_dp.planner.layer_choices import convolution_choices
 from lightning_dp.planner.measure import measure_peak_bytes, measure_time_s
 from lightning_dp.planner.trace import num_bytes, tensors_of
-from lightning_dp.planner.trial_runs import unchanged
 from lightning_dp.planner.trials import is_out_of_memory
+from lightning_dp.planner.unchanged import unchanged
 from lightning_dp.recompute.apply import PolicyName, apply_recompute, check_policy
 from lightning_dp.recompute.tensors import tensors_in
 

@@ -14,8 +14,8 @@ from lightning_dp._lightning import Callback, LightningModule, require_own_train
 from lightning_dp.planner.candidates import resized
 from lightning_dp.planner.checks import require_count
 from lightning_dp.planner.trace import num_bytes
-from lightning_dp.planner.trial_runs import unchanged
 from lightning_dp.planner.trials import BatchSizeTrials, try_batch_sizes
+from lightning_dp.planner.unchanged import unchanged
 
 log = logging.getLogger(__name__)
 

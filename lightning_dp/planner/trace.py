@@ -13,7 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_dp.planner.trial_runs import unchanged
+from lightning_dp.planner.unchanged import unchanged
 from lightning_dp.recompute.tensors import tensors_in
 
 

@@ -1,4 +1,4 @@
-"""Runs of a model that leave no trace in it."""
+"""Puts back what a trial run of a model has changed."""
 
 from __future__ import annotations
 
