@@ -130,7 +130,8 @@ class _Communicator:
     def submit(self, index: int, buffer: Tensor, parameters: Sequence[Tensor]) -> BucketReduction:
         reduction = BucketReduction(index, buffer, cast(Any, _Collective(self.have_arrived)))
         reduction.reduce_intra_group()
-        reduction.all_reduce_inter_group()
+        reduction.start_inter_group()
+        reduction.finish_inter_group()
         reduction.start_broadcast()
         return reduction
 

@@ -6,7 +6,7 @@ overlaps them with loading, backward and the next forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Literal
 
@@ -132,13 +132,17 @@ class HierarchicalAllReduce:
             for member, shard in enumerate(shards)
         ]
 
-    def inter_group_all_reduce(self, buffer: Tensor) -> None:
+    def inter_group_all_reduce(self, buffer: Tensor) -> Iterator[None] | None:
         """All-reduce this rank's shard over the groups, and wait for the result (line 8).
 
         A rank without a shard returns immediately.
+
+        Returns:
+            None: unlike a compressed all-reduce, this one leaves nothing to do.
         """
         if self._inter_group is not None:
             self._all_reduce(self._shards(buffer)[self.topology.group_rank(self.rank)], self._inter_group)
+        return None
 
     def intra_group_broadcast(self, buffer: Tensor) -> list[dist.Work]:
         """Start to broadcast each shard within the group, from the rank that all-reduced it (line 9).

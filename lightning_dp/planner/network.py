@@ -122,8 +122,9 @@ class Network:
     def compressed_all_reduce_s(self, num_bytes: float, world_size: int, num_rounds: int = 1) -> float:
         """Return the time of layered SGD's compressed all-reduce between nodes.
 
-        Carriers send to each other directly, first to the owners of the parts, then the owners' sums to all: 2(G-1)/G
-        of the bytes as in a ring, in two steps a round. It is the same with the sharded communicator.
+        Two carriers exchange all they have. More send to each other directly, first to the owners of the parts, then
+        the owners' sums to all: 2(G-1)/G of the bytes as in a ring, in one step a round for two nodes, in two for more.
+        It is the same with the sharded communicator.
 
         Args:
             num_bytes: of the compressed gradients, in all rounds.
@@ -134,7 +135,8 @@ class Network:
         if num_nodes == 1:
             return 0.0
         sent = 2 * (num_nodes - 1) / num_nodes * num_bytes
-        return 2 * num_rounds * self.inter.latency_s + sent / self.inter.bytes_per_s
+        num_steps = num_rounds if num_nodes == 2 else 2 * num_rounds
+        return num_steps * self.inter.latency_s + sent / self.inter.bytes_per_s
 
     def intra_group_s(self, num_bytes: float, world_size: int, communicator: str = "leader") -> float:
         """Return the time of layered SGD's reduce, or of its broadcast, within a node (lines 6 and 9)."""

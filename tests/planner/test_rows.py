@@ -39,15 +39,16 @@ INT8_BYTES = (19_532 + 4) * 260
 # Factors of 1000 x 4 and 5000 x 4; the bias is sent whole.
 POWER_SGD_BYTES = 4 * (4 * (1000 + 5000) + 1000)
 
-# Method -> seconds of its step on two nodes, by hand. Both directions of an all-reduce send half of the bytes each.
+# Method -> seconds of its step on two nodes, by hand. Both directions of an all-reduce send half of the bytes each; two
+# compressing nodes exchange all bytes at once.
 BY_HAND = {
     "ddp_ring": 0.05 + COMPUTE_S + 2 * (ALPHA + 4 * NUMEL / 2 / RATE),
     "ddp_bf16": 0.05 + COMPUTE_S + 2 * (ALPHA + 2 * NUMEL / 2 / RATE),
     # PyTorch's hook: what is not compressed, first factors, second factors, one all-reduce after the other.
     "ddp_power_sgd": 0.05 + COMPUTE_S + 3 * 2 * ALPHA + 2 * POWER_SGD_BYTES / 2 / RATE,
-    "layered_sgd_step_bf16": COMPUTE_S + 2 * (ALPHA + 2 * NUMEL / 2 / RATE),  # loading is hidden behind it
-    "layered_sgd_step_int8": COMPUTE_S + 2 * (ALPHA + INT8_BYTES / 2 / RATE),
-    "layered_sgd_step_power_sgd": COMPUTE_S + 0.05,  # 4 latencies and 1 ms hide behind loading
+    "layered_sgd_step_bf16": COMPUTE_S + ALPHA + 2 * NUMEL / RATE,  # loading is hidden behind it
+    "layered_sgd_step_int8": COMPUTE_S + ALPHA + INT8_BYTES / RATE,
+    "layered_sgd_step_power_sgd": COMPUTE_S + 0.05,  # 2 latencies and 1 ms hide behind loading
     "ddp_memonger": 0.05 + COMPUTE_S + 0.04 + 2 * (ALPHA + 4 * NUMEL / 2 / RATE),
     "ddp_memonger_larger_batch": 3 * (0.05 + 0.1 + 0.2 + 0.04) + 0.01 + 2 * (ALPHA + 4 * NUMEL / 2 / RATE),
 }
@@ -170,8 +171,8 @@ SENTENCES = {
     "ddp_ring": "All-reduces 20.0 MB by ring_all_reduce_hook in 202 ms, behind backward; waits 202 ms of 562 ms.",
     "ddp_power_sgd": "All-reduces 0.1 MB, as factors of rank 4 (their processor time not counted), in 7 ms, after "
     "backward; waits 7 ms of 367 ms.",
-    "layered_sgd_step_int8": "Hides 53 ms between nodes, rounded to 8 bits (their processor time not counted), behind "
-    "loading, backward and the next forward; waits 0 ms of 363 ms.",
+    "layered_sgd_step_int8": "Hides 52 ms between nodes, rounded to 8 bits (their processor time not counted), behind "
+    "loading, backward and the next forward; waits 0 ms of 362 ms.",
     "ddp_memonger": "DDP that holds 3.0 of 9.0 MB of activations for 40 ms of compute; waits 202 ms of 602 ms.",
     "ddp_memonger_larger_batch": "96 images per rank in the 9.0 MB of activations of 32, for one all-reduce of "
     "20.0 MB; waits 202 ms of 1382 ms.",

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_dp.collectives.compression.compressor import Compressor
 from lightning_dp.collectives.compression.parameters import BLOCK, ParameterInfo, Part, Piece, num_blocks
-from lightning_dp.collectives.compression.wire import SEGMENT, Wire, run_in_turn
+from lightning_dp.collectives.compression.wire import SEGMENT, Wire, in_segments
 
 LARGEST = 127  # -128 is not used, so that a gradient and its negative are rounded alike
 SCALE_BYTES = 4  # float32
@@ -35,9 +35,10 @@ class Quantized(NamedTuple):
 class Int8(Compressor):
     """Sums of 8-bit integers with one float32 scale for each block of 256 elements.
 
-    Every block has an owner among the carriers, which adds what all of them send, and rounds the sum. The owner follows
-    from the block's number in the whole model, not from its place in a bucket, so that residuals stay where they are
-    when buckets are rebuilt, and are the same after a checkpoint is loaded.
+    Two carriers send each other all blocks, and both add. Among more carriers every block has an owner, which adds what
+    all of them send, and rounds the sum. The owner follows from the block's number in the whole model, not from its
+    place in a bucket, so that residuals stay where they are when buckets are rebuilt, and are the same after a
+    checkpoint is loaded.
 
     Args:
         error_feedback: False drops what is left out, for comparisons.
@@ -48,16 +49,17 @@ class Int8(Compressor):
         self._error_feedback = error_feedback
 
     @override
-    def all_reduce(self, tensor: Tensor, piece: Piece, wire: Wire) -> None:
+    def start(self, tensor: Tensor, piece: Piece, wire: Wire) -> Iterator[None]:
         if not piece.parts:
             return
         values = self._with_residual(tensor, piece)
         is_padded = any(part.numel % BLOCK for part in piece.parts) or tensor.dtype != values.dtype
         sums = torch.empty_like(values) if is_padded else tensor.view(-1, BLOCK)
         owner = _owner(piece.parts, wire.num_ranks)
-        num_rows = SEGMENT // BLOCK
-        segments = zip(values.split(num_rows), sums.split(num_rows), owner.split(num_rows), strict=True)
-        run_in_turn([_sum_blocks(*segment, wire) for segment in segments])
+        length = SEGMENT // BLOCK
+        segments = zip(in_segments(values, length), in_segments(sums, length), in_segments(owner, length), strict=True)
+        exchange = _exchange_all if wire.num_ranks == 2 else _exchange_owned
+        yield from wire.run_in_turn([exchange(*segment, wire) for segment in segments])
         for part, rows, here in zip(piece.parts, _rows_of(piece.parts), piece.split(tensor), strict=True):
             if is_padded:
                 here.copy_(sums[rows].view(-1)[: part.numel])
@@ -82,7 +84,19 @@ class Int8(Compressor):
         return blocks
 
 
-def _sum_blocks(values: Tensor, sums: Tensor, owner: Tensor, wire: Wire) -> Iterator[None]:
+def _exchange_all(values: Tensor, sums: Tensor, owner: Tensor, wire: Wire) -> Iterator[None]:
+    """Do what `_exchange_owned` does, between two carriers: each sends all blocks, and both add. One rounding only."""
+    own = quantize(values)
+    messages = [_pack(own)] * 2
+    theirs = messages[1 - wire.rank] = torch.empty_like(messages[0])
+    exchange = wire.start([messages[wire.rank]] * 2, messages)
+    yield
+    exchange.wait()
+    torch.mul(own.integers, own.scales.to(sums.dtype)[:, None], out=sums)
+    sums += _unpack(theirs).decode(sums.dtype)
+
+
+def _exchange_owned(values: Tensor, sums: Tensor, owner: Tensor, wire: Wire) -> Iterator[None]:
     """Write the carriers' sum of blocks (R, `BLOCK`) to ``sums``, and leave the residual in ``values``."""
     owned = _owned_rows(owner, wire.num_ranks)
     counts = torch.bincount(owner, minlength=wire.num_ranks).tolist()

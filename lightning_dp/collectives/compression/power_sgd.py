@@ -7,6 +7,7 @@ from the others' mean. And state belongs to a parameter, not to a bucket.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from typing_extensions import override
 from lightning_dp.collectives.compression.compressor import Compressor
 from lightning_dp.collectives.compression.options import PowerSGD
 from lightning_dp.collectives.compression.parameters import ParameterInfo, Part, Piece
-from lightning_dp.collectives.compression.wire import Wire
+from lightning_dp.collectives.compression.wire import Wire, complete
 
 
 class _Matrix(NamedTuple):
@@ -42,7 +43,7 @@ class PowerSGDCompressor(Compressor):
         self._num_exact: dict[ParameterInfo, int] = {}  # sums of a parameter before `start_step`
 
     @override
-    def all_reduce(self, tensor: Tensor, piece: Piece, wire: Wire) -> None:
+    def start(self, tensor: Tensor, piece: Piece, wire: Wire) -> Iterator[None]:
         assert all(part.is_whole for part in piece.parts), "a matrix cannot be approximated in parts"
         whole: list[Tensor] = []
         matrices: list[_Matrix] = []
@@ -53,14 +54,19 @@ class PowerSGDCompressor(Compressor):
                 whole.append(here)
         dtype = torch.promote_types(tensor.dtype, torch.float32)
         # Gradients that are sent whole travel with the first factors: a message fewer.
-        lefts = _sum([*whole, *(matrix.values @ matrix.right for matrix in matrices)], dtype, wire)
+        lefts, summing = _start_sum([*whole, *(matrix.values @ matrix.right for matrix in matrices)], dtype, wire)
+        if matrices:
+            complete(summing)  # the second factors follow from the sums of the first
+        else:
+            yield from summing
         for here, total in zip(whole, lefts[: len(whole)], strict=True):
             here.copy_(total)
         if not matrices:
             return
         lefts = [orthonormal(left) for left in lefts[len(whole) :]]
         own_rights = [matrix.values.T @ left for matrix, left in zip(matrices, lefts, strict=True)]
-        rights = _sum(own_rights, dtype, wire)
+        rights, summing = _start_sum(own_rights, dtype, wire)
+        yield from summing
         for matrix, left, own_right, right in zip(matrices, lefts, own_rights, rights, strict=True):
             self._finish(matrix, left, own_right, right)
 
@@ -144,9 +150,10 @@ def orthonormal(matrix: Tensor) -> Tensor:
     return torch.linalg.qr(matrix)[0]
 
 
-def _sum(tensors: list[Tensor], dtype: torch.dtype, wire: Wire) -> list[Tensor]:
-    """Return the sums of several tensors over the ranks, in one all-reduce of ``dtype``."""
+def _start_sum(tensors: list[Tensor], dtype: torch.dtype, wire: Wire) -> tuple[list[Tensor], Iterator[None]]:
+    """Return the sums of several tensors over the ranks, and the one all-reduce of ``dtype`` that fills them."""
     flat = torch.cat([tensor.to(dtype).reshape(-1) for tensor in tensors])
-    wire.all_reduce(flat, dtype, dtype)
     parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)], wire.all_reduce(
+        flat, dtype, dtype
+    )

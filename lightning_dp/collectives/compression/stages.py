@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -52,10 +52,10 @@ class CompressedAllReduce:
             self._stages[infos] = CompressedStages(self, infos)
         return self._stages[infos]
 
-    def all_reduce(self, tensor: Tensor, piece: Piece) -> None:
-        """Sum this rank's piece of a bucket over the groups, in place."""
+    def start(self, tensor: Tensor, piece: Piece) -> Iterator[None]:
+        """Start to sum this rank's piece of a bucket over the groups, in place; see `Compressor.start`."""
         assert self._wire is not None, "this rank carries nothing"
-        self.compressor.all_reduce(tensor, piece, self._wire)
+        return self.compressor.start(tensor, piece, self._wire)
 
     def residual_to_sum(self, info: ParameterInfo) -> Tensor | None:
         """Return this member's part of its group's residual, (numel,): the members' sum is the group's. A copy.
@@ -141,16 +141,23 @@ class CompressedStages:
                 residuals.drop(info)
         return works
 
-    def inter_group_all_reduce(self, buffer: Tensor) -> None:
-        """Sum this rank's shard over the groups, compressed, and wait for the result."""
+    def inter_group_all_reduce(self, buffer: Tensor) -> Iterator[None] | None:
+        """Start to sum this rank's shard over the groups, compressed.
+
+        Returns:
+            What is left to do when the last messages are under way: iterate until it ends. None for a rank without a
+            shard.
+        """
         if self._collective.inter_group is None:
-            return
+            return None
         if self._moving is not None:
             moved = self._piece.split(self._shards(self._moving)[self._member])
             self._moving = None
             for part, residual in zip(self._piece.parts, moved, strict=True):
                 self._owner.compressor.residuals.keep(part, residual.clone())
-        self._owner.all_reduce(self._shards(buffer)[self._member], self._piece)
+        rest = self._owner.start(self._shards(buffer)[self._member], self._piece)
+        next(rest, None)
+        return rest
 
     def intra_group_broadcast(self, buffer: Tensor) -> list[dist.Work]:
         """Start to broadcast each shard within the group."""

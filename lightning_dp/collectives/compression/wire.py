@@ -51,16 +51,50 @@ class Wire:
         self.bytes_sent += sum(outgoing[peer].nbytes for peer in peers)
         return Exchange([*received, *sent])
 
-    def all_reduce(self, tensor: Tensor, message_dtype: torch.dtype, sum_dtype: torch.dtype) -> None:
+    def all_reduce(self, tensor: Tensor, message_dtype: torch.dtype, sum_dtype: torch.dtype) -> Iterator[None]:
         """Replace ``tensor``, (numel,), by its sum over the ranks, in place; bitwise identical on all ranks.
 
-        Each value is rounded to ``message_dtype`` before it is sent. Rank k adds chunk k of all ranks in
-        ``sum_dtype``, in rank order, and rounds the sum once more. A rank sends 2 (N-1)/N of the messages' bytes, as a
-        ring would, in two steps instead of 2 (N-1). A ring would round at each of its steps.
-        """
-        run_in_turn([self._all_reduce(segment, message_dtype, sum_dtype) for segment in tensor.split(SEGMENT)])
+        Each value is rounded to ``message_dtype`` before it is sent. A rank sends 2 (N-1)/N of the messages' bytes, as
+        a ring would, which would round at each of its 2 (N-1) steps.
 
-    def _all_reduce(self, tensor: Tensor, message_dtype: torch.dtype, sum_dtype: torch.dtype) -> Iterator[None]:
+        - Two ranks send each other all they have, and both add. The sum is rounded to the dtype of ``tensor`` only.
+        - Of more ranks, rank k adds chunk k of all ranks in ``sum_dtype``, in rank order, rounds the sum to
+          ``message_dtype``, and sends it to the others.
+
+        Returns:
+            The sum that is under way. It yields once, when its last messages have been started.
+        """
+        exchange = self._exchange_all if self.num_ranks == 2 else self._exchange_chunks
+        return self.run_in_turn([exchange(part, message_dtype, sum_dtype) for part in in_segments(tensor, SEGMENT)])
+
+    def run_in_turn(self, segments: Sequence[Iterator[None]]) -> Iterator[None]:
+        """Advance each of ``segments`` to its next ``yield`` in turn, until all have ended.
+
+        A segment yields when it has started messages; then the others compute. Two ranks exchange messages once, more
+        ranks twice.
+
+        Returns:
+            An iterator that does so. It yields once, when the last messages of all segments have been started.
+        """
+        for _ in range(1 if self.num_ranks == 2 else 2):
+            for segment in segments:
+                next(segment)
+        yield
+        for segment in segments:
+            next(segment, None)
+
+    def _exchange_all(self, tensor: Tensor, message_dtype: torch.dtype, _: torch.dtype) -> Iterator[None]:
+        own = tensor.to(message_dtype)
+        messages = [own, own]
+        theirs = messages[1 - self.rank] = torch.empty_like(own)
+        exchange = self.start([own, own], messages)
+        yield
+        exchange.wait()
+        # A sum of two does not depend on their order, and torch adds 16-bit numbers in float32.
+        tensor.copy_(own)
+        tensor += theirs
+
+    def _exchange_chunks(self, tensor: Tensor, message_dtype: torch.dtype, sum_dtype: torch.dtype) -> Iterator[None]:
         messages = tensor.to(message_dtype)
         chunks = [messages[begin:end] for begin, end in chunk_bounds(len(messages), self.num_ranks)]
         inbox = chunks[self.rank].new_empty(self.num_ranks, len(chunks[self.rank]))
@@ -94,11 +128,12 @@ class Exchange:
             transfer.wait()
 
 
-def run_in_turn(segments: Sequence[Iterator[None]]) -> None:
-    """Advance each of ``segments`` to its next ``yield`` in turn, until all have ended.
+def in_segments(tensor: Tensor, length: int) -> tuple[Tensor, ...]:
+    """Split ``tensor`` along its first dimension into equal parts of about ``length``."""
+    return tensor.tensor_split(max(1, round(len(tensor) / length)))
 
-    A segment yields when it has started messages. While they are on their way, the others compute.
-    """
-    running = list(segments)
-    while running:
-        running = [segment for segment in running if next(segment, "ended") is None]
+
+def complete(sum_under_way: Iterator[None]) -> None:
+    """Return when a sum that is under way has ended."""
+    for _ in sum_under_way:
+        pass

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_dp.collectives import streams
 from lightning_dp.collectives.compression.stages import CompressedStages
+from lightning_dp.collectives.compression.wire import complete
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
 from lightning_dp.collectives.host_copy import HostCopy
 from lightning_dp.collectives.tracing import OnStage
@@ -30,6 +31,8 @@ class Stage(enum.Enum):
     """Backward has filled the buffer, or on a GPU has launched the kernels that fill it and the copy to the host."""
     REDUCED = enum.auto()
     """Each carrier (the leader, or every member its shard) has the sum over its group."""
+    CROSSING = enum.auto()
+    """The last messages between the groups are under way, or have arrived."""
     CROSSED = enum.auto()
     """Each carrier has the sum over all ranks."""
     SETTLED = enum.auto()
@@ -42,7 +45,8 @@ class Stage(enum.Enum):
 
 _FOLLOWS = {
     Stage.REDUCED: Stage.SUBMITTED,
-    Stage.CROSSED: Stage.REDUCED,
+    Stage.CROSSING: Stage.REDUCED,
+    Stage.CROSSED: Stage.CROSSING,
     Stage.SETTLED: Stage.CROSSED,
     Stage.DELIVERED: Stage.SETTLED,
 }
@@ -84,6 +88,8 @@ class BucketReduction:
         self._on_stage = on_stage
         self._host_copy: HostCopy | None = None
         self._works: list[dist.Work] = []  # of the collective that is under way inside the group
+        self._rest: Iterator[None] | None = None  # of the all-reduce between groups
+        self._crossing_since_s = 0.0
         self._delivered: streams.Event | None = None  # the sum is on the GPU again
         self._settled_or_failed = threading.Event()
         self._delivery = threading.Lock()
@@ -134,10 +140,22 @@ class BucketReduction:
             self._wait_for_works()
         self._advance(Stage.REDUCED)
 
-    def all_reduce_inter_group(self) -> None:
-        """Sum this rank's shard over the groups; nothing to do for a rank that carries none."""
-        with self._stage_reported(INTER_GROUP_ALL_REDUCE), self._named(self._collective.describe("between")):
-            self._collective.inter_group_all_reduce(self._payload)
+    def start_inter_group(self) -> bool:
+        """Begin to sum this rank's shard over the groups. Return whether messages are still under way."""
+        self._crossing_since_s = time.perf_counter()
+        with self._named(self._collective.describe("between")):
+            self._rest = self._collective.inter_group_all_reduce(self._payload)
+        self._advance(Stage.CROSSING)
+        return self._rest is not None
+
+    def finish_inter_group(self) -> None:
+        """Wait until this rank's shard is summed; nothing to do for a rank that carries none."""
+        if self._rest is not None:
+            with self._named(self._collective.describe("between")):
+                complete(self._rest)
+            self._rest = None
+        if self._on_stage is not None:
+            self._on_stage(INTER_GROUP_ALL_REDUCE, self._crossing_since_s, time.perf_counter())
         self._advance(Stage.CROSSED)
 
     def start_broadcast(self) -> None:

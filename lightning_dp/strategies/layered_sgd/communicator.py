@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,9 @@ from lightning_dp.strategies.layered_sgd.gradient_sum import CLOSE_LIMIT_S
 from lightning_dp.strategies.layered_sgd.issue_order import IssueOrder
 
 NO_BUCKET = -1
+# Buckets that the communicator has begun and not settled. More would not fill the link any better, and what the next
+# forward needs first would have to wait for them.
+MAX_BEGUN = 2
 
 
 class _Choice:
@@ -41,14 +45,15 @@ class _Choice:
 
 
 class Communicator:
-    """Sums the submitted buckets in host memory, one after another; every rank of the job has one.
+    """Sums the submitted buckets in host memory, in one order; every rank of the job has one.
 
     In the paper the communicator is a CPU process on each node (arXiv 1906.05936, section 4.1). Here it is a thread
     with process groups of its own: the data flow is the same, and its waits are in native code, so the rank's own
     Python code runs on.
 
     The order of the buckets is decided in `_choose`. All ranks must sum them in one order. Otherwise two ranks could
-    each wait for a bucket that the other sums later.
+    each wait for a bucket that the other sums later. With compression, a second thread finishes a sum when its last
+    messages are under way, and the first one begins with the next bucket.
 
     Args:
         collective: performs the stages.
@@ -86,13 +91,18 @@ class Communicator:
         # A group of its own: the choice of the next bucket travels during the current one's inter-group all-reduce.
         self._order_group = dist.new_group(timeout=timeout, backend="gloo") if prioritized else None
         self._held: list[BucketReduction] = []  # submitted, not yet released
-        # Guards what both threads use: `_ready`, `_closed` and `_failed`. Notified when one of them changes.
+        # Guards what threads share: `_ready`, `_begun`, `_closed` and `_failed`. Notified when one of them changes.
         self._changed = threading.Condition()
         self._ready: dict[int, BucketReduction] = {}
+        self._begun: list[BucketReduction] = []  # taken from `_ready`, not yet settled
         self._closed = False
         self._failed: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="lightning_dp communicator", daemon=True)
-        self._thread.start()
+        self._crossing: SimpleQueue[BucketReduction | None] = SimpleQueue()  # to be finished; None: no more will come
+        self._threads = [threading.Thread(target=self._run, name="lightning_dp communicator", daemon=True)]
+        if compressed is not None:
+            self._threads.append(threading.Thread(target=self._finish, name="lightning_dp finisher", daemon=True))
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, index: int, buffer: Tensor, parameters: Sequence[Tensor] = ()) -> BucketReduction:
         """Start the sum of ``buffer`` over all ranks, in place: immediately if ``prioritized``, else after `release`.
@@ -122,15 +132,16 @@ class Communicator:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop the thread once it has summed the buckets that it has. Destroy the groups if that does not take long."""
+        """Stop the threads when they have summed all buckets. Destroy the groups if that does not take long."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         # A thread that waits for a dead peer ends when its collective times out; do not wait for that.
-        self._thread.join(timeout=CLOSE_LIMIT_S)
+        for thread in self._threads:
+            thread.join(timeout=CLOSE_LIMIT_S)
         # The device may still reduce buckets that were never released.
         is_idle = self._stream is None or streams.is_done_within(self._stream, CLOSE_LIMIT_S)
-        if is_idle and not self._thread.is_alive():
+        if is_idle and not any(thread.is_alive() for thread in self._threads):
             self._collective.close()
             if self._order_group is not None:
                 dist.destroy_process_group(self._order_group)
@@ -140,14 +151,21 @@ class Communicator:
             # The thread starts on device 0. On other ranks its first call would create a context there, which takes
             # about half a gigabyte of that GPU's memory.
             streams.set_device(self._device)
-        bucket: BucketReduction | None = None
         proposal: _Choice | None = None
         try:
             while (bucket := self._next(proposal)) is not None:
-                proposal = self._sum(bucket)
-                bucket = None  # an error from here on is not this bucket's
+                proposal = self._begin(bucket)
         except Exception as error:
-            self._fail(error, bucket)
+            self._fail(error)
+        self._crossing.put(None)
+
+    def _finish(self) -> None:
+        """Finish sums whose last messages are under way. The second thread's work."""
+        try:
+            while (bucket := self._crossing.get()) is not None:
+                self._settle(bucket)
+        except Exception as error:
+            self._fail(error)
 
     def _next(self, proposal: _Choice | None) -> BucketReduction | None:
         """Wait for the bucket whose turn it is. Return None when the communicator is closed."""
@@ -159,11 +177,15 @@ class Communicator:
                     return None
                 first = next(iter(self._ready.values()))
             index = first.index
-            if self._order_group is not None:
+            # Bucket 0 is the first of every backward. If it is the first here, all other ranks have nothing before it
+            # either, and need not be asked: there the link is idle.
+            if self._order_group is not None and index != 0:
                 # On a GPU backward has only launched the kernels that fill the buckets. Copies arrive in the order of
                 # submission; with the first one there is something to choose.
                 first.wait_for_copy()
-                index = self._choose(self._order_group).wait()
+                proposal = self._choose()
+                assert proposal is not None, "buckets are prioritized"
+                index = proposal.wait()
         with self._changed:
             # Rank 0 may be ahead, and choose a bucket that backward has not filled here yet.
             if not self._changed.wait_for(lambda: index in self._ready or self._closed, self._timeout_s):
@@ -173,34 +195,52 @@ class Communicator:
                 )
             return self._ready.pop(index, None)
 
-    def _choose(self, group: dist.ProcessGroup) -> _Choice:
+    def _choose(self) -> _Choice | None:
         """Start to tell all ranks which bucket comes next: of those whose data is there on rank 0, the highest index.
 
-        Every rank takes part in the broadcast; what the others propose is overwritten by rank 0's choice.
+        Every rank takes part in the broadcast; what the others propose is overwritten by rank 0's choice. None if the
+        order is that of submission.
         """
+        if self._order_group is None:
+            return None
         with self._changed:
             # A bucket whose copy is still under way would keep the link idle while others wait behind it.
             there = [index for index, bucket in self._ready.items() if bucket.copy_is_done]
             index = max(there, default=NO_BUCKET)
-        return _Choice(index, group, self._collective.describe("all"))
+        return _Choice(index, self._order_group, self._collective.describe("all"))
 
-    def _sum(self, bucket: BucketReduction) -> _Choice | None:
-        """Take ``bucket`` through the stages; return the proposal for the next one."""
+    def _begin(self, bucket: BucketReduction) -> _Choice | None:
+        """Take ``bucket`` through the stages, or up to its last messages; return the proposal for the next one."""
+        with self._changed:
+            self._begun.append(bucket)
+            self._changed.wait_for(lambda: len(self._begun) <= MAX_BEGUN or self._failed)
+            if self._failed is not None:
+                raise self._failed
         bucket.reduce_intra_group()
         # The ranks agree on the next bucket during this one's inter-group all-reduce. If they agreed after it, the
-        # link would be idle for a round trip.
-        proposal = None if self._order_group is None else self._choose(self._order_group)
-        bucket.all_reduce_inter_group()
-        bucket.start_broadcast()
+        # link would be idle for a round trip. A compressed one is under way when `_next` asks, which may then have more
+        # to choose from.
+        proposal = self._choose() if self.compressed is None else None
+        if bucket.start_inter_group():
+            self._crossing.put(bucket)
+        else:
+            self._settle(bucket)
         return proposal
 
-    def _fail(self, error: Exception, bucket: BucketReduction | None) -> None:
-        """Fail all buckets that are ready. `release` fails those that are submitted later."""
+    def _settle(self, bucket: BucketReduction) -> None:
+        bucket.finish_inter_group()
+        bucket.start_broadcast()
         with self._changed:
-            self._failed = error
-            stranded = list(self._ready.values())
+            self._begun.remove(bucket)
+            self._changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        """Fail all buckets that are begun or ready. `release` fails those that are submitted later."""
+        with self._changed:
+            if self._failed is None:  # what comes later is a consequence
+                self._failed = error
+            stranded = [*self._begun, *self._ready.values()]
             self._ready.clear()
-        if bucket is not None:
-            stranded.append(bucket)
+            self._changed.notify_all()
         for each in stranded:
-            each.fail(error)
+            each.fail(self._failed)

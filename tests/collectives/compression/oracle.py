@@ -9,11 +9,11 @@ BLOCK = 256
 
 
 def sixteen_bit(contributions: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Each contribution rounded, summed in order, and the sum rounded."""
+    """Each contribution rounded, summed in order, and the sum of more than two rounded."""
     total = contributions[0].to(dtype).float()
     for contribution in contributions[1:]:
         total = total + contribution.to(dtype).float()
-    return total.to(dtype).to(contributions[0].dtype)
+    return (total.to(dtype) if len(contributions) > 2 else total).to(contributions[0].dtype)
 
 
 def rounded(values: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def rounded(values: Tensor) -> Tensor:
 
 
 class Int8Groups:
-    """Groups that sum one parameter's gradients in 8 bits, with error feedback.
+    """Groups that sum one parameter's gradients in 8 bits, with error feedback. Two do not round their sum.
 
     Args:
         first_block: blocks of the parameters before this one; block n of the model belongs to group n modulo groups.
@@ -44,7 +44,7 @@ class Int8Groups:
         total = sent[0].clone()
         for each in sent[1:]:
             total = total + each
-        delivered = rounded(total)
+        delivered = rounded(total) if len(gradients) > 2 else total
         for group, owned in enumerate(self.owned):
             left_out_of_sum = torch.where(owned, total - delivered, 0)
             self.residuals[group] = (values[group] - sent[group]) + left_out_of_sum

@@ -11,6 +11,7 @@ from lightning_dp.collectives.compression.checkpoint import gather_state, load_s
 from lightning_dp.collectives.compression.int8 import Int8
 from lightning_dp.collectives.compression.parameters import ParameterTable
 from lightning_dp.collectives.compression.stages import CompressedAllReduce, CompressedStages
+from lightning_dp.collectives.compression.wire import complete
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
 from lightning_dp.collectives.topology import RankTopology
 from tests.collectives.compression import oracle
@@ -39,7 +40,7 @@ class Job:
             stages = self.all_reduce.stages_of([self.parameters[place] for place in bucket])
             for work in stages.intra_group_reduce(flat):
                 work.wait()
-            stages.inter_group_all_reduce(flat)
+            complete(stages.inter_group_all_reduce(flat) or iter(()))
             for work in stages.intra_group_broadcast(flat):
                 work.wait()
             sizes = [self.parameters[place].numel() for place in bucket]

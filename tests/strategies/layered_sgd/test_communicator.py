@@ -81,6 +81,25 @@ def test_layers_nearest_the_input_go_first_in_one_order_on_all_ranks(on_host):
     assert order[2:] == sorted(order[2:], reverse=True)
 
 
+def count_choices(rank):
+    dist.init_process_group("gloo")
+    made = []
+    choose = Communicator._choose
+    Communicator._choose = lambda self: made.append(1) or choose(self)
+    communicator = Communicator(Passing(), True, timedelta(seconds=20), CPU)
+    counts = []
+    for index in (0, 1, 0):
+        communicator.submit(index, torch.tensor(0.0)).wait()
+        counts.append(len(made))
+    communicator.close()
+    return counts
+
+
+def test_ranks_do_not_ask_which_bucket_is_the_first_of_a_backward():
+    # Each bucket asks for the next one, of which there is none yet. So bucket 1 has to ask, too; bucket 0 has not.
+    assert run_processes(2, count_choices) == [[1, 3, 4]] * 2
+
+
 @pytest.mark.parametrize("on_host", [False, True])
 def test_a_failure_reaches_everyone_who_waits_and_whoever_comes_later(on_host):
     class Broken(Recorder):
