@@ -1,7 +1,7 @@
 """8-bit compression: integers with a scale for each block of a parameter's gradient, with error feedback.
 
-Blockwise symmetric quantization to the nearest integer. Both roundings, that of each group's sum and that of the sum of
-all groups, are fed back, as in DoubleSqueeze (Tang et al. 2019, arXiv 1905.05957, Algorithm 1).
+Blockwise symmetric quantization to the nearest integer. All roundings, that of each group's sum and that of the sum of
+more than two groups, are fed back, as in DoubleSqueeze (Tang et al. 2019, arXiv 1905.05957, Algorithm 1).
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ FLOAT_BYTES = 4
 def message_bytes(shapes: Iterable[Sequence[int]], compression: Compression | None) -> int:
     """Return the bytes of one copy of these parameters' gradients, as they travel. Gradients are float32.
 
-    An all-reduce of N carriers sends 2 (N-1)/N of them from each, half on the way to the sum and half on the way back:
-    both ways are compressed. Exact for parameters that are contiguous and not cut into shards.
+    An all-reduce of N carriers sends 2 (N-1)/N of them from each; of more than two, half on the way to the sum and half
+    on the way back, compressed both ways. Exact for parameters that are contiguous and not cut into shards.
 
     Args:
         shapes: of the parameters.

@@ -19,7 +19,7 @@ With a quarter of it, an all-reduce of 25 MB takes about twice the CPU time: eac
 
 
 class Wire:
-    """Direct messages between all ranks of a group. One thread at a time may use it.
+    """Direct messages between all ranks of a group. One thread starts them; another one may wait for them.
 
     Args:
         group: the ranks that carry the same piece, one of each group of ranks.
@@ -83,16 +83,14 @@ class Wire:
         for segment in segments:
             next(segment, None)
 
-    def _exchange_all(self, tensor: Tensor, message_dtype: torch.dtype, _: torch.dtype) -> Iterator[None]:
+    def _exchange_all(self, tensor: Tensor, message_dtype: torch.dtype, sum_dtype: torch.dtype) -> Iterator[None]:
         own = tensor.to(message_dtype)
         messages = [own, own]
-        theirs = messages[1 - self.rank] = torch.empty_like(own)
+        messages[1 - self.rank] = torch.empty_like(own)
         exchange = self.start([own, own], messages)
         yield
         exchange.wait()
-        # A sum of two does not depend on their order, and torch adds 16-bit numbers in float32.
-        tensor.copy_(own)
-        tensor += theirs
+        torch.add(messages[0].to(sum_dtype), messages[1], out=tensor)  # in rank order, for the bits of a NaN
 
     def _exchange_chunks(self, tensor: Tensor, message_dtype: torch.dtype, sum_dtype: torch.dtype) -> Iterator[None]:
         messages = tensor.to(message_dtype)

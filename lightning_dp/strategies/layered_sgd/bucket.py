@@ -55,8 +55,9 @@ _FOLLOWS = {
 class BucketReduction:
     """The sum of one gradient bucket over all ranks: three collectives, started on one thread and awaited on another.
 
-    The training thread calls the constructor, every thread that needs the sum `wait`, and the communicator's thread the
-    other methods. The stage is the only state that all of them read; only `_advance` and `fail` change it.
+    The training thread calls the constructor, every thread that needs the sum `wait`, and the communicator's threads
+    the other methods: one after the other, but one may call `fail` while another works on the bucket. So only
+    `_advance` and `fail` change the stage, under a lock.
 
     Args:
         index: DDP's number of the bucket; the highest index holds the layers nearest the input.
@@ -91,6 +92,7 @@ class BucketReduction:
         self._rest: Iterator[None] | None = None  # of the all-reduce between groups
         self._crossing_since_s = 0.0
         self._delivered: streams.Event | None = None  # the sum is on the GPU again
+        self._transition = threading.Lock()
         self._settled_or_failed = threading.Event()
         self._delivery = threading.Lock()
         self._error: Exception | None = None
@@ -108,8 +110,9 @@ class BucketReduction:
         return self.buffer if self._host_copy is None else self._host_copy.tensor
 
     def _advance(self, stage: Stage) -> None:
-        assert self.stage is _FOLLOWS[stage], f"bucket {self.index} cannot go from {self.stage} to {stage}"
-        self.stage = stage
+        with self._transition:
+            assert self.stage is _FOLLOWS[stage], f"bucket {self.index} cannot go from {self.stage} to {stage}"
+            self.stage = stage
 
     def _start_intra_group_reduce(self) -> None:
         self._works = self._collective.intra_group_reduce(self._payload)
@@ -169,9 +172,12 @@ class BucketReduction:
         self._settled_or_failed.set()
 
     def fail(self, error: Exception) -> None:
-        """Raise ``error`` in the threads that wait for the bucket."""
-        self.stage = Stage.FAILED
-        self._error = error
+        """Raise ``error`` in the threads that wait for the bucket. Once it has settled they get their sum."""
+        with self._transition:
+            if self.stage in (Stage.SETTLED, Stage.DELIVERED):
+                return
+            self.stage = Stage.FAILED
+            self._error = error
         self._settled_or_failed.set()
 
     @property

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from queue import SimpleQueue
@@ -23,8 +24,8 @@ from lightning_dp.strategies.layered_sgd.gradient_sum import CLOSE_LIMIT_S
 from lightning_dp.strategies.layered_sgd.issue_order import IssueOrder
 
 NO_BUCKET = -1
-# Buckets that the communicator has begun and not settled. More would not fill the link any better, and what the next
-# forward needs first would have to wait for them.
+# Buckets that the communicator has begun and not settled; the one after them is chosen already. More would not fill the
+# link any better, and what the next forward needs first would have to wait for them.
 MAX_BEGUN = 2
 
 
@@ -51,9 +52,9 @@ class Communicator:
     with process groups of its own: the data flow is the same, and its waits are in native code, so the rank's own
     Python code runs on.
 
-    The order of the buckets is decided in `_choose`. All ranks must sum them in one order. Otherwise two ranks could
-    each wait for a bucket that the other sums later. With compression, a second thread finishes a sum when its last
-    messages are under way, and the first one begins with the next bucket.
+    The order of the buckets is decided in `_next` and `_choose`. All ranks must sum them in one order. Otherwise two
+    ranks could each wait for a bucket that the other sums later. With compression, a second thread finishes a sum when
+    its last messages are under way, and the first one begins with the next bucket.
 
     Args:
         collective: performs the stages.
@@ -137,8 +138,9 @@ class Communicator:
             self._closed = True
             self._changed.notify_all()
         # A thread that waits for a dead peer ends when its collective times out; do not wait for that.
+        deadline_s = time.monotonic() + CLOSE_LIMIT_S
         for thread in self._threads:
-            thread.join(timeout=CLOSE_LIMIT_S)
+            thread.join(timeout=max(0.0, deadline_s - time.monotonic()))
         # The device may still reduce buckets that were never released.
         is_idle = self._stream is None or streams.is_done_within(self._stream, CLOSE_LIMIT_S)
         if is_idle and not any(thread.is_alive() for thread in self._threads):
@@ -155,6 +157,7 @@ class Communicator:
         try:
             while (bucket := self._next(proposal)) is not None:
                 proposal = self._begin(bucket)
+                del bucket  # its buffer may be of the size of the model
         except Exception as error:
             self._fail(error)
         self._crossing.put(None)
@@ -164,6 +167,7 @@ class Communicator:
         try:
             while (bucket := self._crossing.get()) is not None:
                 self._settle(bucket)
+                del bucket  # as in `_run`
         except Exception as error:
             self._fail(error)
 
@@ -177,8 +181,9 @@ class Communicator:
                     return None
                 first = next(iter(self._ready.values()))
             index = first.index
-            # Bucket 0 is the first of every backward. If it is the first here, all other ranks have nothing before it
-            # either, and need not be asked: there the link is idle.
+            # All ranks submit in one order and have summed the same buckets, so the first one left is the same on all.
+            # If it is the first of a backward, the link is idle, and an agreement would cost more than the priority of
+            # another bucket is worth.
             if self._order_group is not None and index != 0:
                 # On a GPU backward has only launched the kernels that fill the buckets. Copies arrive in the order of
                 # submission; with the first one there is something to choose.

@@ -13,6 +13,7 @@ from lightning_dp.collectives.compression.int8 import Int8
 from lightning_dp.collectives.compression.parameters import ParameterTable, cut, whole_piece
 from lightning_dp.collectives.compression.power_sgd import PowerSGDCompressor
 from lightning_dp.collectives.compression.sizes import message_bytes
+from lightning_dp.collectives.compression.wire import complete
 from tests.collectives.compression import oracle
 
 SHAPES = [(40, 30), (7,), (3, 100), (600,), (1,)]
@@ -70,6 +71,17 @@ def test_16_bits_round_each_contribution_and_the_sum(name, num_groups):
             for place, got in enumerate(results[step]):
                 expected = oracle.sixteen_bit([each[place] for each in contributions], dtype)
                 assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("values", [(65504.0, -65000.0), (float("nan"), -float("nan")), (1 + 2**-8, -1.0)], ids=str)
+@pytest.mark.parametrize("num_groups", [2, 3])
+def test_16_bits_of_another_kind_are_the_same_on_all_carriers(values, num_groups):
+    def carry(wire):
+        flat = torch.tensor([*values, 0.0][wire.rank : wire.rank + 1], dtype=torch.float16)
+        complete(wire.all_reduce(flat, torch.bfloat16, torch.float32))
+        return flat.view(torch.int16).item()
+
+    assert len(set(run_ranks(local_wires(num_groups), carry))) == 1
 
 
 def int8_oracle(num_groups, dtype=torch.float32):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_dp.strategies.layered_sgd.bucket import BucketReduction, Stage
 from lightning_dp.strategies.layered_sgd.communicator import Communicator
 from tests.ranks import run_processes
 from tests.strategies.layered_sgd.test_communicator import CPU, Passing
@@ -139,3 +140,16 @@ def test_a_failure_reaches_all_sums_that_are_under_way(broken):
             bucket.wait()
     collective.let_all_arrive()
     communicator.close()
+
+
+def test_a_failure_elsewhere_does_not_reach_a_sum_that_has_settled():
+    # One thread may fail what it takes for unfinished while the other settles it, and somebody waits already.
+    bucket = BucketReduction(0, torch.tensor(3.0), Passing())
+    bucket.reduce_intra_group()
+    bucket.start_inter_group()
+    bucket.finish_inter_group()
+    bucket.start_broadcast()
+    bucket.fail(RuntimeError("Connection closed by peer"))
+    bucket.wait()
+    assert bucket.stage is Stage.DELIVERED
+    assert bucket.buffer == 30.0
