@@ -55,16 +55,20 @@ class Int8(Compressor):
         values = self._with_residual(tensor, piece)
         is_padded = any(part.numel % BLOCK for part in piece.parts) or tensor.dtype != values.dtype
         sums = torch.empty_like(values) if is_padded else tensor.view(-1, BLOCK)
-        owner = _owner(piece.parts, wire.num_ranks)
-        length = SEGMENT // BLOCK
-        segments = zip(in_segments(values, length), in_segments(sums, length), in_segments(owner, length), strict=True)
-        exchange = _exchange_all if wire.num_ranks == 2 else _exchange_owned
-        yield from wire.run_in_turn([exchange(*segment, wire) for segment in segments])
+        yield from wire.run_in_turn(self._exchanges(values, sums, piece, wire))
         for part, rows, here in zip(piece.parts, _rows_of(piece.parts), piece.split(tensor), strict=True):
             if is_padded:
                 here.copy_(sums[rows].view(-1)[: part.numel])
             if self._error_feedback:
                 self.residuals.keep(part, values[rows].view(-1)[: part.numel])
+
+    def _exchanges(self, values: Tensor, sums: Tensor, piece: Piece, wire: Wire) -> list[Iterator[None]]:
+        length = SEGMENT // BLOCK
+        blocks = zip(in_segments(values, length), in_segments(sums, length), strict=True)
+        if wire.is_pair:
+            return [_exchange_all(*each, wire) for each in blocks]
+        owners = in_segments(_owner(piece.parts, wire.num_ranks), length)
+        return [_exchange_owned(*each, owner, wire) for each, owner in zip(blocks, owners, strict=True)]
 
     @override
     def keeps_residual(self, info: ParameterInfo) -> bool:
@@ -84,16 +88,13 @@ class Int8(Compressor):
         return blocks
 
 
-def _exchange_all(values: Tensor, sums: Tensor, owner: Tensor, wire: Wire) -> Iterator[None]:
+def _exchange_all(values: Tensor, sums: Tensor, wire: Wire) -> Iterator[None]:
     """Do what `_exchange_owned` does, between two carriers: each sends all blocks, and both add. One rounding only."""
-    own = quantize(values)
-    messages = [_pack(own)] * 2
-    theirs = messages[1 - wire.rank] = torch.empty_like(messages[0])
-    exchange = wire.start([messages[wire.rank]] * 2, messages)
+    messages, exchange = wire.start_swap(_pack(quantize(values)))
     yield
     exchange.wait()
-    torch.mul(own.integers, own.scales.to(sums.dtype)[:, None], out=sums)
-    sums += _unpack(theirs).decode(sums.dtype)
+    first, second = (_unpack(message).decode(sums.dtype) for message in messages)
+    torch.add(first, second, out=sums)
 
 
 def _exchange_owned(values: Tensor, sums: Tensor, owner: Tensor, wire: Wire) -> Iterator[None]:

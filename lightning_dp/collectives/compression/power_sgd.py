@@ -154,6 +154,5 @@ def _start_sum(tensors: list[Tensor], dtype: torch.dtype, wire: Wire) -> tuple[l
     """Return the sums of several tensors over the ranks, and the one all-reduce of ``dtype`` that fills them."""
     flat = torch.cat([tensor.to(dtype).reshape(-1) for tensor in tensors])
     parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)], wire.all_reduce(
-        flat, dtype, dtype
-    )
+    sums = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    return sums, wire.all_reduce(flat, dtype, dtype)

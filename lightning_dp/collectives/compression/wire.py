@@ -51,6 +51,17 @@ class Wire:
         self.bytes_sent += sum(outgoing[peer].nbytes for peer in peers)
         return Exchange([*received, *sent])
 
+    @property
+    def is_pair(self) -> bool:
+        """Whether there are two ranks. They swap all they have, in one exchange; more ranks need two exchanges."""
+        return self.num_ranks == 2
+
+    def start_swap(self, own: Tensor) -> tuple[list[Tensor], Exchange]:
+        """Start to send ``own`` to the other one of two ranks. Return both ranks' messages, in rank order."""
+        messages = [own, own]
+        messages[1 - self.rank] = torch.empty_like(own)
+        return messages, self.start([own, own], messages)
+
     def all_reduce(self, tensor: Tensor, message_dtype: torch.dtype, sum_dtype: torch.dtype) -> Iterator[None]:
         """Replace ``tensor``, (numel,), by its sum over the ranks, in place; bitwise identical on all ranks.
 
@@ -64,19 +75,18 @@ class Wire:
         Returns:
             The sum that is under way. It yields once, when its last messages have been started.
         """
-        exchange = self._exchange_all if self.num_ranks == 2 else self._exchange_chunks
+        exchange = self._exchange_all if self.is_pair else self._exchange_chunks
         return self.run_in_turn([exchange(part, message_dtype, sum_dtype) for part in in_segments(tensor, SEGMENT)])
 
     def run_in_turn(self, segments: Sequence[Iterator[None]]) -> Iterator[None]:
         """Advance each of ``segments`` to its next ``yield`` in turn, until all have ended.
 
-        A segment yields when it has started messages; then the others compute. Two ranks exchange messages once, more
-        ranks twice.
+        A segment yields when it has started messages; then the others compute. It does so once for each exchange.
 
         Returns:
             An iterator that does so. It yields once, when the last messages of all segments have been started.
         """
-        for _ in range(1 if self.num_ranks == 2 else 2):
+        for _ in range(1 if self.is_pair else 2):
             for segment in segments:
                 next(segment)
         yield
@@ -84,10 +94,7 @@ class Wire:
             next(segment, None)
 
     def _exchange_all(self, tensor: Tensor, message_dtype: torch.dtype, sum_dtype: torch.dtype) -> Iterator[None]:
-        own = tensor.to(message_dtype)
-        messages = [own, own]
-        messages[1 - self.rank] = torch.empty_like(own)
-        exchange = self.start([own, own], messages)
+        messages, exchange = self.start_swap(tensor.to(message_dtype))
         yield
         exchange.wait()
         torch.add(messages[0].to(sum_dtype), messages[1], out=tensor)  # in rank order, for the bits of a NaN

@@ -188,9 +188,7 @@ class Communicator:
                 # On a GPU backward has only launched the kernels that fill the buckets. Copies arrive in the order of
                 # submission; with the first one there is something to choose.
                 first.wait_for_copy()
-                proposal = self._choose()
-                assert proposal is not None, "buckets are prioritized"
-                index = proposal.wait()
+                index = self._choose(self._order_group).wait()
         with self._changed:
             # Rank 0 may be ahead, and choose a bucket that backward has not filled here yet.
             if not self._changed.wait_for(lambda: index in self._ready or self._closed, self._timeout_s):
@@ -200,19 +198,16 @@ class Communicator:
                 )
             return self._ready.pop(index, None)
 
-    def _choose(self) -> _Choice | None:
+    def _choose(self, group: dist.ProcessGroup) -> _Choice:
         """Start to tell all ranks which bucket comes next: of those whose data is there on rank 0, the highest index.
 
-        Every rank takes part in the broadcast; what the others propose is overwritten by rank 0's choice. None if the
-        order is that of submission.
+        Every rank takes part in the broadcast; what the others propose is overwritten by rank 0's choice.
         """
-        if self._order_group is None:
-            return None
         with self._changed:
             # A bucket whose copy is still under way would keep the link idle while others wait behind it.
             there = [index for index, bucket in self._ready.items() if bucket.copy_is_done]
             index = max(there, default=NO_BUCKET)
-        return _Choice(index, self._order_group, self._collective.describe("all"))
+        return _Choice(index, group, self._collective.describe("all"))
 
     def _begin(self, bucket: BucketReduction) -> _Choice | None:
         """Take ``bucket`` through the stages, or up to its last messages; return the proposal for the next one."""
@@ -225,7 +220,9 @@ class Communicator:
         # The ranks agree on the next bucket during this one's inter-group all-reduce. If they agreed after it, the
         # link would be idle for a round trip. A compressed one is under way when `_next` asks, which may then have more
         # to choose from.
-        proposal = self._choose() if self.compressed is None else None
+        proposal: _Choice | None = None
+        if self._order_group is not None and self.compressed is None:
+            proposal = self._choose(self._order_group)
         if bucket.start_inter_group():
             self._crossing.put(bucket)
         else:

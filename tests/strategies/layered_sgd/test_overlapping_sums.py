@@ -42,8 +42,10 @@ class Announced:
     """A collective inside the group that ends when ``event`` is set."""
 
     def __init__(self, event):
-        self.wait = lambda: event.wait(10)
-        self.is_completed = event.is_set
+        self._event = event
+
+    def wait(self):
+        assert self._event.wait(10), "waited for what cannot come"
 
 
 def overlapping(collective, prioritized=False, num_buckets=3):
@@ -92,20 +94,13 @@ def test_a_sum_does_not_wait_for_the_next_bucket():
 
 def read_in_backward(rank):
     dist.init_process_group("gloo")
-    both_there = threading.Event()
-
-    class FilledLate(Overlapping):
-        def intra_group_reduce(self, buffer):
-            return [Announced(both_there)] if rank == 0 else []  # so that it chooses bucket 0 next, which is there
-
-    collective = FilledLate()
+    collective = Overlapping()
     collective.let_all_arrive()
     communicator, _ = overlapping(collective, True, 0)
-    first = communicator.submit(1, torch.tensor(1.0))
+    first = communicator.submit(2, torch.tensor(2.0))
     if rank == 1:
-        first.wait()
-    second = communicator.submit(0, torch.tensor(0.0))
-    both_there.set()
+        first.wait()  # meanwhile rank 0 asks all ranks which bucket is next
+    second = communicator.submit(1, torch.tensor(1.0))
     first.wait()
     second.wait()
     communicator.close()
