@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
+
+from lightning_dp.collectives import streams
 
 Check = Callable[[Tensor], None]
 
@@ -19,17 +20,16 @@ class DeferredChecks:
     """
 
     def __init__(self) -> None:
-        self._pending: list[tuple[Tensor, torch.cuda.Event, Check]] = []
+        self._pending: list[tuple[Tensor, streams.Event, Check]] = []
 
     def add(self, numbers: Tensor, check: Check) -> None:
         """Call ``check`` with ``numbers`` on the CPU: now, or in `finish` if they are on a GPU."""
-        if not numbers.is_cuda:
+        if not streams.has_streams(numbers.device):
             check(numbers)
             return
-        on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        on_host = streams.pinned_like(numbers)
         on_host.copy_(numbers, non_blocking=True)
-        arrived = torch.cuda.Event(blocking=True)
-        arrived.record(torch.cuda.current_stream(numbers.device))
+        arrived = streams.record_event(streams.current_stream(numbers.device), blocking=True)
         self._pending.append((on_host, arrived, check))
 
     def finish(self) -> None:

@@ -1,52 +1,44 @@
-"""Checks of numbers on a GPU, with the CPU in the GPU's place."""
+"""Checks of numbers on a GPU, on an emulated one."""
 
 from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_dp.strategies.krizhevsky_hybrid import deferred_checks
 from lightning_dp.strategies.krizhevsky_hybrid.deferred_checks import DeferredChecks
+from tests.emulated_device.machine import Machine
+from tests.emulated_device.mutations import Mutation, applied, fails, mutations
+from tests.emulated_device.tensors import full
 
-
-class OnGPU(torch.Tensor):
-    """A tensor on the CPU that says it is on a GPU."""
-
-    is_cuda = True
-    device = torch.device("cuda:0")
-
-
-class Event:
-    """Stands for the GPU: what it computes is there when the host has waited for it."""
-
-    awaited = 0
-
-    def __init__(self, blocking: bool) -> None:
-        assert blocking, "the host must not spin"
-
-    def record(self, stream: object) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        Event.awaited += 1
-
-
-@pytest.fixture
-def on_gpu(monkeypatch):
-    empty = torch.empty
-    monkeypatch.setattr(Event, "awaited", 0)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    # Page-locked memory that nobody has written to.
-    monkeypatch.setattr(
-        deferred_checks.torch, "empty", lambda *size, pin_memory, **options: empty(*size, **options).fill_(torch.nan)
-    )
-    return lambda number: torch.full((2,), number).as_subclass(OnGPU)
+DEVICE = torch.device("cuda", 0)
 
 
 def refuse_2(numbers):
+    assert numbers.device.type == "cpu"
     if numbers.tolist() == [2.0, 2.0]:
         raise ValueError("2")
+
+
+def check_later(machine: Machine, monkeypatch: Any) -> None:
+    machine.install(monkeypatch)
+    checks = DeferredChecks()
+    seen = []
+    for number in (1.0, 2.0, 3.0):
+        numbers = full(machine, DEVICE, 2, number)
+        checks.add(numbers, lambda values: seen.append(values.tolist()) or refuse_2(values))
+        numbers.fill_(0.0)  # the GPU goes on
+    thread = threading.current_thread().name
+    assert machine.host_waits[thread] == 0, "the host has waited for the GPU"
+    with suppress(ValueError):
+        checks.finish()
+    assert seen == [[1.0, 1.0], [2.0, 2.0]], "the first that raises is the last that is called"
+    checks.finish()  # nothing is left
+    assert machine.host_waits[thread] == 2
 
 
 def test_numbers_on_the_cpu_are_checked_at_once():
@@ -57,13 +49,21 @@ def test_numbers_on_the_cpu_are_checked_at_once():
     checks.finish()
 
 
-def test_numbers_on_a_gpu_are_checked_later(on_gpu):
-    checks = DeferredChecks()
-    for number in (1.0, 2.0, 3.0):
-        checks.add(on_gpu(number), refuse_2)
-    assert Event.awaited == 0, "the host has waited for the GPU"
-    with pytest.raises(ValueError, match="2"):
-        checks.finish()
-    assert Event.awaited == 2
-    checks.finish()  # nothing is left
-    assert Event.awaited == 2
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+def test_numbers_on_a_gpu_are_checked_later(seed, monkeypatch):
+    check_later(Machine(seed), monkeypatch)
+
+
+@pytest.mark.parametrize("mutation", mutations(deferred_checks), ids=str)
+def test_every_wait_matters(mutation: Mutation):
+    with applied(mutation):
+        assert fails(check_later), f"{mutation} can be left out, and the checks pass"
+
+
+def test_the_mutations_are_those_that_are_expected():
+    assert [mutation.text for mutation in mutations(deferred_checks)] == [
+        "non_blocking=True",
+        "blocking=True",
+        "streams.record_event(streams.current_stream(numbers.device), blocking=True)",
+        "arrived.synchronize()",
+    ]
