@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from lightning_dp.planner.batch_size import Candidate, Choice, held_bytes
 from lightning_dp.planner.checks import require_count
 from lightning_dp.planner.layer_choices import convolution_choices
 from lightning_dp.planner.measure import measure_peak_bytes, measure_time_s
+from lightning_dp.planner.out_of_memory import unless_out_of_memory
 from lightning_dp.planner.trace import num_bytes, tensors_of
-from lightning_dp.planner.trials import is_out_of_memory
 from lightning_dp.planner.unchanged import unchanged
 from lightning_dp.recompute.apply import PolicyName, apply_recompute, check_policy
 from lightning_dp.recompute.tensors import tensors_in
@@ -169,11 +170,8 @@ def measure_candidates(
             if _extrapolated(totals, size) > room_bytes:
                 break
             images = resized(batch, size)
-            try:
-                step = measure_step(model, images, loss, policy, repeats)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
+            step = unless_out_of_memory(partial(measure_step, model, images, loss, policy, repeats))
+            if step is None:
                 break
             if policy is not None and not step.recomputes:
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from lightning_dp.planner.algorithms import BACKEND, algorithms_for, convolve
 from lightning_dp.planner.batch_size import Choice
 from lightning_dp.planner.measure import measure_memory, measure_time_s
+from lightning_dp.planner.out_of_memory import unless_out_of_memory
 from lightning_dp.planner.trace import num_bytes, trace_layers
-from lightning_dp.planner.trials import is_out_of_memory
 
 
 def measure_convolution(
@@ -114,13 +115,10 @@ def convolution_choices(
 def _measured(module: nn.Conv2d, shape: Sequence[int], algorithm: str, needs_grad: bool, repeats: int) -> Choice | None:
     """Return the choice, or None if the device has not enough memory for it."""
     devices = [module.weight.device] if module.weight.is_cuda else []
-    try:
-        with torch.random.fork_rng(devices):
-            return measure_convolution(module, shape, algorithm, needs_grad, repeats)
-    except (RuntimeError, MemoryError) as error:
-        if algorithm == BACKEND or not is_out_of_memory(error):  # the backend's has just run as part of the step
-            raise
-        return None
+    measure = partial(measure_convolution, module, shape, algorithm, needs_grad, repeats)
+    with torch.random.fork_rng(devices):
+        # The backend's has just run as part of the step.
+        return measure() if algorithm == BACKEND else unless_out_of_memory(measure)
 
 
 def _extra_bytes(forward: Callable[[], Tensor], device: torch.device) -> int:

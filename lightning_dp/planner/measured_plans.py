@@ -25,7 +25,7 @@ from lightning_dp.planner.candidates import (
     measure_step,
     resized,
 )
-from lightning_dp.planner.trials import is_out_of_memory
+from lightning_dp.planner.out_of_memory import unless_out_of_memory
 from lightning_dp.recompute.apply import PolicyName
 
 # Of the plans of equation 6 for one candidate, each with the memory that the one before has left for algorithms.
@@ -163,10 +163,9 @@ class _Trials:
         recompute: Any = self._candidate.recompute or None
         handle = apply_algorithms(self._model, algorithms)
         try:
-            return measure_step(self._model, self._batch, self._loss, recompute, self._repeats)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return StepMeasurement(float("inf"), self._memory_bytes + 1)
+            step = unless_out_of_memory(
+                lambda: measure_step(self._model, self._batch, self._loss, recompute, self._repeats)
+            )
         finally:
             handle.remove()
+        return step or StepMeasurement(float("inf"), self._memory_bytes + 1)

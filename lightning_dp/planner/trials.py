@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,10 +14,9 @@ from lightning_dp._private.torch_names import device_types
 from lightning_dp.collectives.groups import all_gather, resolve_group
 from lightning_dp.planner.checks import require_count
 from lightning_dp.planner.measure import measure_time_s
+from lightning_dp.planner.out_of_memory import unless_out_of_memory
 
 FITS, OUT_OF_MEMORY, FAILED = 0, 1, 2
-# What torch's allocators on host memory say, in a RuntimeError of no class of its own.
-_MESSAGES = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 @dataclass(frozen=True)
@@ -100,22 +98,10 @@ def _try(
 ) -> tuple[int, float, Exception | None]:
     """Run the step, and return how it went, its time, and an error that is not about memory."""
     try:
-        return FITS, measure_time_s(lambda: step(size), device, repeats), None
+        time_s = unless_out_of_memory(lambda: measure_time_s(lambda: step(size), device, repeats))
     except Exception as error:
-        if not is_out_of_memory(error):
-            return FAILED, 0.0, error
-    # Outside of the handler: the error's frames hold the tensors of the step that failed.
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return OUT_OF_MEMORY, 0.0, None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory is used up, on a device or on the host."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _MESSAGES)
+        return FAILED, 0.0, error
+    return (OUT_OF_MEMORY, 0.0, None) if time_s is None else (FITS, time_s, None)
 
 
 def _worst(values: Sequence[float], device: torch.device, group: dist.ProcessGroup | None) -> list[float]:

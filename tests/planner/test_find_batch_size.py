@@ -14,7 +14,6 @@ from torchmetrics import MeanMetric
 
 from lightning_dp import AdaptiveGlobalBatchNorm
 from lightning_dp.planner import FindBatchSize, measure, try_batch_sizes
-from lightning_dp.planner.trials import is_out_of_memory
 from tests.ranks import RankError, run_processes, run_threads
 
 
@@ -88,20 +87,6 @@ def test_different_sizes_are_refused_on_all_ranks():
     with pytest.raises(RankError) as caught:
         run_threads(2, different)
     assert str(caught.value).count("differ between the ranks") >= 2
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), True),
-        (MemoryError(), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"), True),
-        (RuntimeError("size mismatch"), False),
-        (ValueError("out of memory"), False),
-    ],
-)
-def test_errors_about_memory_are_known(error, expected):
-    assert is_out_of_memory(error) == expected
 
 
 def test_memory_that_the_host_does_not_have_is_known():
