@@ -206,9 +206,10 @@ def check_optimizers(optimizers: list[Optimizer], head: ShardedHead) -> None:
             continue
         # The exact type, because a subclass may take norms of whole layers. Some LARS implementations extend SGD.
         kind = type(optimizer)
-        if kind in ELEMENTWISE_OPTIMIZERS or kind.__module__.startswith("lightning_dp."):
-            continue
         is_layerwise = any(base.__name__.lower() in LAYERWISE_OPTIMIZERS for base in kind.__mro__)
+        is_known = kind in ELEMENTWISE_OPTIMIZERS or kind.__module__.startswith("lightning_dp.")
+        if is_known and not is_layerwise:
+            continue
         if is_layerwise or kind.__module__.startswith("torch."):
             known = ", ".join(each.__name__ for each in ELEMENTWISE_OPTIMIZERS)
             raise ValueError(

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp._lightning import StrategyRegistry
+from lightning_dp.optim import LARS as PackageLARS
 from lightning_dp.optim import KrizhevskySGD
 from lightning_dp.strategies.krizhevsky_hybrid.head_layers import divisible_layers
 from lightning_dp.strategies.krizhevsky_hybrid.policy import check_module, check_optimizers, check_precision, find_head
@@ -239,7 +240,7 @@ class Other(torch.optim.Optimizer):
     pass
 
 
-@pytest.mark.parametrize("kind", [LARS, partial(Lamb, defaults={})])
+@pytest.mark.parametrize("kind", [LARS, partial(PackageLARS, lr=0.1), partial(Lamb, defaults={})])
 def test_optimizers_that_are_known_for_norms_of_layers(kind):
     with pytest.raises(ValueError, match=r"(LARS|Lamb) computes with whole parameters.* use one of SGD, Adam, AdamW"):
         check_optimizers([kind(nn.Linear(2, 2).parameters())], OfTheHead())
