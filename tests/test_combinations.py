@@ -58,8 +58,8 @@ REFUSED = {
     for callback in ("ema", "swa")
     if strategy.startswith("hybrid")
 }
-# docs/methods/memonger.md: the head's parameters change between the passes, so they cannot be recomputed from.
-CHANGED_TOO_EARLY = "Backward needs it, or recomputes from it; change parameters after backward only"
+# The head's parameters change between the passes, so they cannot be recomputed from.
+CHANGED_TOO_EARLY = "updates the head within the training step"
 REFUSED |= {("hybrid, variable_batch", callback): CHANGED_TOO_EARLY for callback in ("memonger", "all")}
 ANOTHER_RESULT = {"hybrid, variable_batch"}  # it updates the head several times in a step
 
