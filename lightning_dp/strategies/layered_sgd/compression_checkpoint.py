@@ -54,7 +54,7 @@ class CompressionCheckpoint:
             return
         if compressed is not None:
             load_state(compressed, state)
-        if not has_error_feedback(self._compression):
+        if state["residuals"] and not has_error_feedback(self._compression):
             log.warning(
                 f"{self._strategy_name}(compression={self._compression!r}): the checkpoint was written with error "
                 "feedback; what the last compressed step left out of its gradient is dropped"
