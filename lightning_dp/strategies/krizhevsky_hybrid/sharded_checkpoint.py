@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -94,21 +95,30 @@ def load(folder: Path, rank: int = 0, world_size: int = 1, weights_only: bool | 
     return checkpoint
 
 
-def consolidate(folder: str | Path, file: str | Path) -> None:
+def consolidate(folder: str | Path, file: str | Path, weights_only: bool = True) -> None:
     """Convert a sharded checkpoint to one ordinary file with whole tensors, which any Trainer can load.
 
     Args:
         folder: the sharded checkpoint, with the files of all ranks.
         file: path of the file to write. It must not exist.
+        weights_only: see `torch.load`. False also reads objects of other classes, as hyperparameters may be. That runs
+            code which the file chooses, so use it only if you trust the file.
 
     Raises:
-        ValueError: there is no sharded checkpoint at ``folder``, or ``file`` exists.
+        ValueError: there is no sharded checkpoint at ``folder``, it holds such objects, or ``file`` exists.
     """
     if not is_sharded(folder):
         raise ValueError(f"{folder} is not a sharded checkpoint: it has no {MAIN_FILE}; give the folder that has one")
     if Path(file).exists():
         raise ValueError(f"{file} exists; remove it, or give another name")
-    write_to_disk(load(Path(folder), weights_only=False), file)
+    try:
+        checkpoint = load(Path(folder), weights_only=weights_only)
+    except UnpicklingError as error:
+        raise ValueError(
+            f"{folder} holds more than weights, numbers and text, and reading it would run code that the file chooses; "
+            "if you trust it, use weights_only=False"
+        ) from error
+    write_to_disk(checkpoint, file)
 
 
 def _split(

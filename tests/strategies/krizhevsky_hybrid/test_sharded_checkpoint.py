@@ -88,6 +88,30 @@ def test_it_goes_on_on_any_number_of_ranks_and_in_a_plain_trainer(tmp_path):
     assert_same(resumed, {name: expected[name] for name in resumed}, 1e-9)
 
 
+class Trap:
+    sprung = False
+
+    def __reduce__(self):
+        return Trap._spring, ()
+
+    @staticmethod
+    def _spring():
+        Trap.sprung = True
+
+
+def test_nothing_in_a_checkpoint_is_executed_unless_it_is_trusted(tmp_path):
+    folder = tmp_path / "sharded.ckpt"
+    folder.mkdir()
+    torch.save({"state_dict": {}, "optimizer_states": [], "hyper_parameters": Trap()}, folder / "checkpoint.ckpt")
+    torch.save({"parameters": {}, "optimizer_states": []}, folder / "rows-00000-of-00001.pt")
+    with pytest.raises(ValueError, match=r"would run code that the file chooses; if you trust it, use weights_only=F"):
+        consolidate_checkpoint(folder, tmp_path / "whole.ckpt")
+    assert not Trap.sprung
+    assert not (tmp_path / "whole.ckpt").exists()
+    consolidate_checkpoint(folder, tmp_path / "whole.ckpt", weights_only=False)
+    assert Trap.sprung, "the trap works"
+
+
 class OwnMetric(ScheduledNet):
     """Its metric differs between ranks, as one that is logged without sync_dist does."""
 
