@@ -37,7 +37,7 @@ class Job:
         accuracy: the last test/acc or, without a test, the last value of the metric.
         images_per_s: training images per second, the mean over the epochs but the first, which warms up.
         global_share: share of the steps with global statistics; None without AGBN.
-        num_bytes: bytes that a rank sends in a step, by calculation; None with compression.
+        num_bytes: bytes that a rank sends in a step, by calculation; None if `bytes_per_step` cannot say.
         curve: the metric over the time of training.
     """
 

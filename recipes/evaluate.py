@@ -38,6 +38,11 @@ def evaluate(checkpoint: Path, overrides: list[str]) -> dict[str, float]:
 
 def read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
     """Return the weights in a checkpoint. No code in the file is executed."""
+    if path.is_dir():
+        raise ValueError(
+            f"{path} is a folder, as of a sharded checkpoint; make a plain file of it with "
+            "lightning_dp.strategies.consolidate_checkpoint, put that in its place, and leave it in the run folder"
+        )
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}; runs keep theirs in RUN_DIR/checkpoints/last.ckpt")
     try:

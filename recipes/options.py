@@ -26,10 +26,16 @@ SWITCHES = {
 }
 
 
-def check_top_level(config: DictConfig) -> None:
-    """Raise ValueError for a key that neither the recipes nor an interpolation in the configuration reads."""
+def check_top_level(config: DictConfig, *also_read: str) -> None:
+    """Raise ValueError for a key that neither the recipes nor an interpolation in the configuration reads.
+
+    Args:
+        config: the whole configuration.
+        also_read: keys that this recipe reads, and not all do.
+    """
     node = OmegaConf.to_container(config, resolve=False)
-    read = READ_BY_RECIPES | {name for text in _strings(node) for name in re.findall(r"[{:]\s*(\w+)", text)}
+    interpolated = {name for text in _strings(node) for name in re.findall(r"[{:]\s*(\w+)", text)}
+    read = READ_BY_RECIPES | {*also_read} | interpolated
     for key in map(str, config):
         if key not in read:
             similar = difflib.get_close_matches(key, sorted(READ_BY_RECIPES), n=1)

@@ -18,6 +18,7 @@ from typing import Any, cast
 import hydra
 from command_line import config_error, job_error, job_logging, run
 from omegaconf import DictConfig, OmegaConf
+from options import check_top_level
 from training import Config, build, configure_logging
 from validation import validate
 
@@ -28,6 +29,7 @@ from lightning_dp.launch import external_rank, launch
 def main(cfg: DictConfig) -> None:
     """Check the configuration, measure steps in its processes, and print the diagnosis."""
     try:
+        check_top_level(cfg, "plan")
         config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
         make_callback(config)  # raises for values that make no sense, before a process starts
         num_processes = validate(config)

@@ -17,16 +17,19 @@ BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def bytes_per_step(config: dict[str, Any], global_share: float = 0.0) -> float | None:
-    """Return the bytes that a rank sends in a training step, the mean over the ranks; None with compression.
+    """Return the bytes that a rank sends in a training step, the mean over the ranks.
 
     It counts 32-bit gradients, the features and activations of a sharded head, and the statistics of global batch norm.
-    All-reduces are taken to be rings. Parameters that are not trained are counted, too.
+    All-reduces are taken to be rings. Parameters that are not trained are counted, too. None with compression, and if
+    the configuration does not say how many ranks there were.
 
     Args:
         config: the configuration of a run, resolved.
         global_share: share of the steps in which batch norm's statistics were global.
     """
-    devices, num_nodes = int(config["trainer"]["devices"]), int(config["trainer"]["num_nodes"])
+    devices, num_nodes = _ranks_per_node(config["trainer"]["devices"]), int(config["trainer"]["num_nodes"])
+    if devices is None:
+        return None
     world_size = devices * num_nodes
     if world_size == 1:
         return 0.0
@@ -40,6 +43,13 @@ def bytes_per_step(config: dict[str, Any], global_share: float = 0.0) -> float |
     # Each rank sends its 2C + 1 numbers in the forward and 2C in the backward to each other rank.
     statistics = sum(4 * count + 1 for count in channels) * ELEMENT_BYTES * (world_size - 1)
     return gradients + global_share * statistics
+
+
+def _ranks_per_node(devices: Any) -> int | None:
+    """Return how many ranks a node has by this argument of the Trainer; None for "auto" and -1."""
+    if isinstance(devices, list):
+        return len(devices)
+    return int(devices) if str(devices).isdigit() else None
 
 
 def _gradient_bytes(module: nn.Module, strategy: Any, config: dict[str, Any], rank: int, ranks: tuple[int, int]) -> int:

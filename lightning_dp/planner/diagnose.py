@@ -20,6 +20,7 @@ from lightning_dp.planner.checks import require_count, require_positive
 from lightning_dp.planner.layer_times import LayerTimes
 from lightning_dp.planner.methods import METHODS
 from lightning_dp.planner.network import Network
+from lightning_dp.planner.overrides import WITH_PLAN
 from lightning_dp.planner.probe import probe_network
 from lightning_dp.planner.profile import StepProfile
 from lightning_dp.planner.recompute_times import RecomputeTimes
@@ -74,8 +75,9 @@ class Diagnose(StepTimer):
             require_count("world_size", world_size)
             if network is not None:
                 network.num_nodes(world_size)  # raises if the last node would not be full
-        if method is not None and method not in METHODS:
-            raise ValueError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}")
+        if method is not None and method not in WITH_PLAN:
+            what = "no method of the recipes" if method in METHODS else "unknown"
+            raise ValueError(f"method={method!r} is {what}: no plan can be for it; use one of {', '.join(WITH_PLAN)}")
         self.diagnosis: Diagnosis | None = None
         self._method = method
         self._memonger = memonger

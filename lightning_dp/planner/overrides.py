@@ -26,6 +26,8 @@ OVERRIDES = {
 }
 MEMONGER = ("ddp_memonger", "ddp_memonger_larger_batch")
 """Their options depend on the job: a budget in bytes, and the number of images."""
+WITH_PLAN = (*OVERRIDES, *MEMONGER)
+"""The methods that the recipes have."""
 
 
 def overrides_of(name: str, profile: StepProfile, world_size: int) -> list[str] | None:

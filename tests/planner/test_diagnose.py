@@ -164,12 +164,12 @@ def test_a_step_that_cannot_be_recorded_raises_and_does_not_run_again():
     assert callback.diagnosis.profile.recomputation is None
 
 
-def test_a_method_without_a_plan_is_named(tmp_path, caplog):
+def test_a_method_that_the_job_cannot_use_is_named(tmp_path, caplog):
     (tmp_path / "new").mkdir()
-    callback = Diagnose(folder=tmp_path / "new", method="ddp_bf16")
+    callback = Diagnose(folder=tmp_path / "new", method="hybrid_a")
     with caplog.at_level(logging.WARNING, logger="lightning_dp.planner.diagnose"):
         callback._write(make_diagnosis(PROFILE, NETWORK))
-    assert "no plan is written: there is no plan for method='ddp_bf16'; use one of" in caplog.text
+    assert "no plan is written: there is no plan for method='hybrid_a'; use one of" in caplog.text
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"plan.md", "plan.png"}
 
 
@@ -195,7 +195,11 @@ def test_a_short_training_is_diagnosed_from_the_steps_that_it_has(caplog):
         ({"num_steps": 0}, "num_steps=0"),
         ({"max_s": 0}, "max_s=0"),
         ({"world_size": 0}, "world_size=0"),
-        ({"method": "zero"}, "method='zero' is unknown; use one of ddp, ddp_ring"),
+        ({"method": "zero"}, "method='zero' is unknown: no plan can be for it; use one of ddp, "),
+        (
+            {"method": "ddp_bf16"},
+            "method='ddp_bf16' is no method of the recipes: no plan can be for it; use one of ddp, ",
+        ),
         ({"world_size": 3, "network": Network(Link(0, 1), Link(0, 1), 2)}, "world_size=3 is not a multiple"),
     ],
 )

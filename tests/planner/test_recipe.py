@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import warnings
 from typing import Any
@@ -66,12 +67,24 @@ def test_a_method_is_asked_for_and_memonger_left_out():
         ("plan.num_steps=0", "num_steps=0"),
         ("plan.max_s=-2", "max_s=-2"),
         ("plan.world_size=0", "world_size=0"),
-        ("plan.method=zero", "method='zero' is unknown; use one of ddp, ddp_ring"),
+        ("plan.method=zero", "method='zero' is unknown: no plan can be for it; use one of ddp, "),
+        (
+            "plan.method=ddp_bf16",
+            "method='ddp_bf16' is no method of the recipes: no plan can be for it; use one of ddp, ",
+        ),
     ],
 )
 def test_mistakes_are_refused_by_name(override, message):
     with pytest.raises(ValueError, match=message):
         recipe.make_callback(composed(override))
+
+
+def test_a_key_that_nothing_reads_is_refused(tmp_path):
+    command = [sys.executable, str(ROOT / "recipes" / "plan.py"), "+ckpt_pth=a.ckpt"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "error: nothing reads the key ckpt_pth; did you mean ckpt_path?"
+    assert not list(tmp_path.iterdir())
 
 
 def test_callbacks_that_change_training_are_measured_and_those_that_watch_it_are_not(monkeypatch):

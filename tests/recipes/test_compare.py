@@ -117,6 +117,9 @@ def test_bytes_are_those_of_the_strategys_formula(tmp_path):
     assert num_bytes(tmp_path, *four) == 4 * elements * 1.5
     # A leader sends once around the ring of two and once to its member; the member sends once to the leader.
     assert num_bytes(tmp_path, *four, "strategy=layered_sgd") == 4 * elements * 1.5
+    assert num_bytes(tmp_path, "trainer.devices=[0,3]") == 4 * elements
+    assert num_bytes(tmp_path, "trainer.devices=auto") is None
+    assert num_bytes(tmp_path, "trainer.devices=-1") is None
     single = num_bytes(tmp_path, *four, "strategy=layered_sgd_single")
     assert single == num_bytes(tmp_path, *four), "groups of one are a ring of all"
     assert num_bytes(tmp_path, *four, "strategy=layered_sgd", "strategy.compression=int8") is None

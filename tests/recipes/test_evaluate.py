@@ -11,6 +11,9 @@ def test_a_file_that_is_not_a_checkpoint_is_refused(tmp_path):
 
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         read_checkpoint(tmp_path / "last.ckpt")
+    (tmp_path / "sharded.ckpt").mkdir()
+    with pytest.raises(ValueError, match="a sharded checkpoint.*consolidate_checkpoint"):
+        read_checkpoint(tmp_path / "sharded.ckpt")
     (tmp_path / "last.ckpt").write_text("epoch,step\n")
     with pytest.raises(ValueError, match="is not a checkpoint"):
         read_checkpoint(tmp_path / "last.ckpt")

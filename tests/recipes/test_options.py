@@ -18,6 +18,9 @@ def test_a_key_that_nobody_reads_is_refused():
         check_top_level(OmegaConf.create({"ckpt_pth": "a.ckpt", "seed": 0}))
     with pytest.raises(ValueError, match="nothing reads the key xyzzy; there are callbacks, ckpt_path, data"):
         check_top_level(OmegaConf.create({"xyzzy": 1}))
+    with pytest.raises(ValueError, match="nothing reads the key plan"):
+        check_top_level(OmegaConf.create({"plan": {}}))
+    check_top_level(OmegaConf.create({"plan": {}}), "plan")
     check_top_level(OmegaConf.create({"width": 8, "model": {"_target_": "a.B", "width": "${width}"}}))
     check_top_level(OmegaConf.create({"size": 8, "model": {"width": "${oc.select:size,3}"}}))
 
