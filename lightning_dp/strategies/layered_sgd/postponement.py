@@ -49,9 +49,11 @@ class Postponement:
         self._warned_of: set[str] = set()
         self._is_in_training_step = False
         self._is_use_hidden = hides_parameter_use(module)
-        self._before_forward = before_forward or self._is_use_hidden
+        self._before_forward = before_forward
         self._module = module
         self._parameters = [p for p in module.parameters() if p.numel() and not p.is_meta]
+        if self._is_use_hidden:
+            self._stop_within_forward("a part of the module is compiled or scripted")
         self._look_for_shared_memory()
         self._forbidden = why_module_is_not_postponed(module)
         if self._forbidden is not None:

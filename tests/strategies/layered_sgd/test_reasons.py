@@ -20,6 +20,12 @@ from tests.strategies.layered_sgd.user_cases import fit
 from tests.strategies.modules import Net
 
 
+class CompiledPart(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared.compile(backend="eager")
+
+
 def say_why(rank, make, callback):
     records: list[str] = []
     handler = logging.Handler()
@@ -37,6 +43,7 @@ def say_why(rank, make, callback):
         (PatchedStep, None, "SGD.step, which somebody has replaced, must run"),
         (StepPreHook, None, "a hook before or after SGD.step must run"),
         (Net, GlobalStepHook, "a hook before or after SGD.step must run"),
+        (CompiledPart, None, "a part of the module is compiled or scripted, so a use of parameters can go unseen"),
         (CompiledMethod, None, "training_step runs compiled code, so a use of parameters can go unseen"),
         (Net, CompiledBetweenSteps, "compiled code that runs between two training steps must run"),
         (TiedThroughData, None, "copy.weight and shared.weight share memory, so a use"),
