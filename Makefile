@@ -1,4 +1,4 @@
-# Each target makes its own virtual environment; nothing needs to be installed by hand.
+# Each target but gpu-check makes the virtual environment that it needs; nothing needs to be installed by hand.
 PYTHON  ?= python3
 VENV    := .venv
 BIN     := $(VENV)/bin

@@ -68,7 +68,7 @@ class HierarchicalAllReduce:
 
         intra_group = [topology.members(leader) for leader in range(0, topology.world_size, topology.group_size)]
         inter_group = [topology.peers(group_rank) for group_rank in range(self.num_shards)]
-        # In training on CPU several threads issue reduces and broadcasts: the training thread and the communicator's.
+        # In training on CPU several threads issue reduces and broadcasts: the training thread, and the communicator's.
         # On one shared group their order could differ between ranks, and each would wait for the wrong collective.
         has_intra_group = topology.group_size > 1
         self._reduce_group = create_groups(intra_group, rank, timeout, backend) if has_intra_group else None

@@ -32,7 +32,7 @@ _GLOBAL_ATTRIBUTES = vars(GlobalBatchNorm1d(1)).keys() - vars(nn.BatchNorm1d(1))
 
 
 class NoEffectWarning(UserWarning):
-    """The model has no batch norm layer to convert."""
+    """A call or a callback has found nothing to work on: no batch norm layer, or nothing to recompute."""
 
 
 def apply_global_batch_norm(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:

@@ -1,4 +1,4 @@
-"""What compressors keep between steps, in a form that does not depend on the number of ranks."""
+"""What compressors keep between steps, by parameter and group of ranks, whatever the buckets are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ out. ``"others"``: name -> what else the compressor keeps of the parameter, the 
 
 
 def gather_state(all_reduce: CompressedAllReduce) -> State:
-    """Gather residuals and factors on rank 0; the other ranks get their own part.
+    """Gather residuals and factors on rank 0. The other ranks get the factors only.
 
     Every rank of the job must call it, while no bucket is under way. Each parameter's residuals travel alone, so that
     other ranks need memory for one of them only.

@@ -14,6 +14,9 @@ in ``training_step``, in backward   `HeadPasses.own_batch`              all rank
 in ``head_step``                    `HeadPasses.forward_in_pass`        all ranks, with the same features
 in validation, between steps        `Takeover._forward_outside`         any rank alone
 ==================================  ==================================  ================================
+
+With ``evaluation="sharded"`` the head is never whole: a call in validation is made by all ranks, and one between steps
+is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The order in which sums are issued that had to wait for the end of backward: that of rank 0's first forward."""
+"""The order in which sums are issued that had to wait for the end of backward: that of rank 0's second forward."""
 
 from __future__ import annotations
 
