@@ -18,6 +18,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -37,6 +38,7 @@ __all__ = [
     "detach_with_version",
     "device_types",
     "enable_ddp_timing",
+    "files_of_code",
     "group_timeout",
     "has_any_step_hooks",
     "has_backward_hooks",
@@ -193,13 +195,30 @@ def has_any_step_hooks(optimizer: Optimizer) -> bool:
     )
 
 
+_SCHEDULER_FILE = LRScheduler.__init__.__code__.co_filename
+
+
 def step_function(optimizer: Optimizer) -> Callable[..., Any]:
     """Return the function that ``optimizer.step()`` runs, below the wrapper that learning-rate schedules put on it."""
     step: Any = optimizer.step
     function: Any = getattr(step, "__func__", step)
-    while getattr(function, "_wrapped_by_lr_sched", False) is True:
+    # The mark alone does not tell: `functools.wraps` copies it to whatever a user puts around the wrapper.
+    while getattr(function, "_wrapped_by_lr_sched", False) is True and _file_of(function) == _SCHEDULER_FILE:
         function = function.__wrapped__
     return function
+
+
+def files_of_code(function: Callable[..., Any]) -> list[str | None]:
+    """Return the files of ``function`` and of those that it wraps; None for what has no Python code."""
+    files = [_file_of(function)]
+    while (wrapped := getattr(function, "__wrapped__", None)) is not None:
+        function = wrapped
+        files.append(_file_of(function))
+    return files
+
+
+def _file_of(function: Callable[..., Any]) -> str | None:
+    return getattr(getattr(function, "__code__", None), "co_filename", None)
 
 
 def step_below_hooks(optimizer: Optimizer) -> Callable[[], Any]:

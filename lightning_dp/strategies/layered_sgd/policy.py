@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Embedding, EmbeddingBag, Module
 from torch.optim import LBFGS, Optimizer
 
 from lightning_dp._lightning import FRAMEWORK, Callback, LightningModule
-from lightning_dp._private.torch_names import has_any_step_hooks, step_function
+from lightning_dp._private.torch_names import files_of_code, has_any_step_hooks, step_function
 from lightning_dp.strategies.compiled import hides_parameter_use
 
 # Modules whose optimizers compute a parameter's update from its own gradient and state alone, in one pass.
-_KNOWN_OPTIMIZERS = ("torch.optim.", "lightning_dp.optim")
+_KNOWN_OPTIMIZERS = ("torch.optim", "lightning_dp.optim")
+# Where the code of their steps and of its wrappers is.
+_KNOWN_FOLDERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}")
 
 
 def why_module_is_not_postponed(module: LightningModule) -> str | None:
@@ -35,7 +40,7 @@ def why_hooks_are_not_postponed(trainer: Any, module: LightningModule) -> str | 
         for callback in trainer.callbacks:
             if _overrides(callback, name, Callback):
                 return f"{type(callback).__name__}.{name}"
-    for name in ("on_before_optimizer_step", "on_before_zero_grad", "configure_gradient_clipping"):
+    for name in ("on_before_optimizer_step", "on_before_zero_grad", "configure_gradient_clipping", "clip_gradients"):
         if _overrides(module, name, LightningModule):
             return f"{type(module).__name__}.{name}"
     return None
@@ -49,9 +54,11 @@ def why_step_is_not_postponed(optimizer: Optimizer, precision_plugin: Any) -> st
     """
     name = type(optimizer).__name__
     step = step_function(optimizer)
-    if not type(optimizer).__module__.startswith(_KNOWN_OPTIMIZERS):
+    if not f"{type(optimizer).__module__}.".startswith(tuple(f"{each}." for each in _KNOWN_OPTIMIZERS)):
         return f"{name}.step, which is not PyTorch's own,"
-    if not getattr(step, "__module__", "").startswith(_KNOWN_OPTIMIZERS) or step is not _of_class(optimizer):
+    # `functools.wraps` gives a user's function the name and module of what it wraps, but not its code.
+    is_known = all((file or "").startswith(_KNOWN_FOLDERS) for file in files_of_code(step))
+    if not is_known or step is not _of_class(optimizer):
         return f"{name}.step, which somebody has replaced,"
     if has_any_step_hooks(optimizer):
         return f"a hook before or after {name}.step"

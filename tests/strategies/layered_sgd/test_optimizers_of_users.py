@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -89,6 +90,53 @@ class PatchedStep(Net):
         optimizer.step = clipped.__get__(optimizer)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def clamping(step, module):
+    """Clamp the weights after each step, as a Wasserstein GAN does. It has the name and the marks of ``step``."""
+
+    @functools.wraps(step)
+    def clamped(*args, **kwargs):
+        result = step(*args, **kwargs)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.clamp_(-0.2, 0.2)
+        return result
+
+    return clamped
+
+
+class WrappedStep(Net):
+    """Wraps the step after the schedule has wrapped it."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+        optimizer.step = clamping(optimizer.step, self)
+        return [optimizer], [scheduler]
+
+
+class WrapsTheClass(pl.Callback):
+    """Wraps the step of all optimizers of the class, as tools that instrument a program do."""
+
+    def on_train_start(self, trainer, pl_module):
+        self._step = torch.optim.SGD.step
+        torch.optim.SGD.step = clamping(self._step, pl_module)
+
+    def on_train_end(self, trainer, pl_module):
+        torch.optim.SGD.step = self._step
+
+
+class OwnClipping(Net):
+    def clip_gradients(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-0.003, 0.003)
+
+
+class WithAdafactor(Net):
+    def configure_optimizers(self):
+        return torch.optim.Adafactor([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
 class StepPreHook(Net):
@@ -193,6 +241,10 @@ CASES: dict[str, Case] = {
     "an optimizer's own attribute": (WithOwnAttribute, (), {}),
     "a tensor as rate": (TensorRate, (), {}),
     "a patched step": (PatchedStep, (), {}),
+    "a wrapped step": (WrappedStep, (), {}),
+    "a step that is wrapped on the class": (Net, (WrapsTheClass,), {}),
+    "own clipping": (OwnClipping, (), {}),
+    "Adafactor": (WithAdafactor, (), {}),
     "a step hook": (StepPreHook, (), {}),
     "a global step hook": (Net, (GlobalStepHook,), {}),
     "ZeRO, read on rank 0": (WithZeRO, (ReadsOnRank0,), {}),

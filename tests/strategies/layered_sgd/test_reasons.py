@@ -11,10 +11,13 @@ from tests.ranks import run_processes
 from tests.strategies.layered_sgd.test_hidden_uses import CompiledBetweenSteps, CompiledMethod, TiedThroughData
 from tests.strategies.layered_sgd.test_optimizers_of_users import (
     GlobalStepHook,
+    OwnClipping,
     PatchedStep,
     StepPreHook,
     WithSAM,
     WithZeRO,
+    WrappedStep,
+    WrapsTheClass,
 )
 from tests.strategies.layered_sgd.user_cases import fit
 from tests.strategies.modules import Net
@@ -41,6 +44,9 @@ def say_why(rank, make, callback):
         (WithSAM, None, "SAM.step, which is not PyTorch's own, must run within its own step"),
         (WithZeRO, None, "ZeroRedundancyOptimizer.step, which is not PyTorch's own, must run"),
         (PatchedStep, None, "SGD.step, which somebody has replaced, must run"),
+        (WrappedStep, None, "SGD.step, which somebody has replaced, must run"),
+        (Net, WrapsTheClass, "SGD.step, which somebody has replaced, must run"),
+        (OwnClipping, None, "OwnClipping.clip_gradients must run"),
         (StepPreHook, None, "a hook before or after SGD.step must run"),
         (Net, GlobalStepHook, "a hook before or after SGD.step must run"),
         (CompiledPart, None, "a part of the module is compiled or scripted, so a use of parameters can go unseen"),
