@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -21,8 +22,15 @@ def local_batch_size(batch: Any) -> int:
     """Return the length of the first tensor in ``batch``, which may consist of nested lists, tuples and dictionaries.
 
     Raises:
-        ValueError: ``batch`` holds no tensor with at least one dimension.
+        ValueError: ``batch`` holds no tensor with at least one dimension, or a list of tensors that may be images.
     """
+    siblings = _list_of_first_tensor(batch)
+    if len(siblings) > 1 and all(isinstance(each, Tensor) and _may_be_image(each) for each in siblings):
+        raise ValueError(
+            f"max_batch_size needs the size of the batch, but a list of {len(siblings)} tensors of shapes such as "
+            f"{tuple(siblings[0].shape)} may hold single images, whose length is their number of channels; stack them "
+            "to one tensor in the collate function, or leave max_batch_size out"
+        )
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return leaf.shape[0]
@@ -30,6 +38,21 @@ def local_batch_size(batch: Any) -> int:
         f"max_batch_size needs the size of the batch, but a {type(batch).__name__} without tensors does not have one; "
         "return tensors from the collate function, or leave max_batch_size out"
     )
+
+
+def _may_be_image(tensor: Tensor) -> bool:
+    """Whether ``tensor`` may be (C, H, W). A sequence of signals, (N, C, L), is taken for one only if N is so small."""
+    return tensor.dim() == 3 and tensor.shape[0] in (1, 3, 4)
+
+
+def _list_of_first_tensor(batch: Any) -> Sequence[Any]:
+    """Return the innermost list or tuple that begins with the first tensor of ``batch``; an empty one if none does."""
+    while isinstance(batch, (list, tuple, dict)) and batch:
+        first = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+        if isinstance(first, Tensor):
+            return () if isinstance(batch, dict) else batch
+        batch = first
+    return ()
 
 
 def single_value_error(names_by_rank: list[list[str]]) -> str:

@@ -104,6 +104,15 @@ def test_local_batch_size():
         local_batch_size([1, 2])
 
 
+def test_a_list_of_images_does_not_tell_its_size_by_its_channels():
+    images = [torch.zeros(3, 8, 8), torch.zeros(3, 9, 8)]  # as for detection
+    for batch in (images, (images, [{"boxes": torch.zeros(2, 4)}]), {"images": images}):
+        with pytest.raises(ValueError, match=r"2 tensors of shapes such as \(3, 8, 8\) may hold single images"):
+            local_batch_size(batch)
+    noisy_and_clean = [torch.zeros(8, 2, 100), torch.zeros(8, 2, 100)]
+    assert local_batch_size(noisy_and_clean) == 8
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

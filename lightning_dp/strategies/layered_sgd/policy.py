@@ -84,8 +84,8 @@ def steps_by_bucket(trainer: Any) -> bool:
     return not trainer.gradient_clip_val and getattr(trainer.precision_plugin, "scaler", None) is None
 
 
-def check_supported(module: Module, optimizers: Iterable[Optimizer], strategy_name: str) -> None:
-    """Raise ValueError for an optimizer or a layer that cannot work, by name."""
+def check_optimizers(optimizers: Iterable[Optimizer], strategy_name: str) -> None:
+    """Raise ValueError for an optimizer that cannot work on several ranks, by name."""
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise ValueError(
@@ -93,6 +93,10 @@ def check_supported(module: Module, optimizers: Iterable[Optimizer], strategy_na
                 "loss meets a criterion, so ranks would run different numbers of backward passes and wait for each "
                 "other (under DDPStrategy, too); use a first-order optimizer"
             )
+
+
+def check_layers(module: Module, strategy_name: str) -> None:
+    """Raise ValueError for a layer whose gradients cannot be summed in groups, by name."""
     for name, part in module.named_modules():
         if isinstance(part, (Embedding, EmbeddingBag)) and part.sparse:
             raise ValueError(f"{strategy_name} cannot sum the sparse gradients of {name!r}; build it with sparse=False")

@@ -21,7 +21,7 @@ from lightning_dp.strategies.base import BaseStrategy
 from lightning_dp.strategies.layered_sgd.bucket import WAIT, blame
 from lightning_dp.strategies.layered_sgd.compression_checkpoint import CompressionCheckpoint
 from lightning_dp.strategies.layered_sgd.options import CommunicatorOptions
-from lightning_dp.strategies.layered_sgd.policy import check_ddp_options, check_supported
+from lightning_dp.strategies.layered_sgd.policy import check_ddp_options, check_layers, check_optimizers
 from lightning_dp.strategies.layered_sgd.postponement import Postponement
 from lightning_dp.strategies.layered_sgd.reduction import LayeredReduction
 from lightning_dp.strategies.unfreezing import ReducedParameters
@@ -146,6 +146,8 @@ class LayeredSGDStrategy(BaseStrategy):
         if isinstance(self.model, DistributedDataParallel):
             assert self.lightning_module is not None
             self._reduced = ReducedParameters(self.lightning_module)
+            if self.world_size > 1:
+                check_optimizers(self.optimizers, type(self).__name__)
             if several_groups:
                 self._start(trainer, self.model)
             else:
@@ -154,7 +156,7 @@ class LayeredSGDStrategy(BaseStrategy):
     def _start(self, trainer: Any, model: DistributedDataParallel) -> None:
         module = self.lightning_module
         assert module is not None
-        check_supported(module, self.optimizers, type(self).__name__)
+        check_layers(module, type(self).__name__)
         name = type(self).__name__
         communicator = self._options.make_communicator(
             self.topology, self.global_rank, self.root_device, self.process_group_backend, strategy_timeout(self),
