@@ -38,7 +38,7 @@ __all__ = [
     "detach_with_version",
     "device_types",
     "enable_ddp_timing",
-    "files_of_code",
+    "file_of",
     "group_timeout",
     "has_any_step_hooks",
     "has_backward_hooks",
@@ -203,21 +203,13 @@ def step_function(optimizer: Optimizer) -> Callable[..., Any]:
     step: Any = optimizer.step
     function: Any = getattr(step, "__func__", step)
     # The mark alone does not tell: `functools.wraps` copies it to whatever a user puts around the wrapper.
-    while getattr(function, "_wrapped_by_lr_sched", False) is True and _file_of(function) == _SCHEDULER_FILE:
+    while getattr(function, "_wrapped_by_lr_sched", False) is True and file_of(function) == _SCHEDULER_FILE:
         function = function.__wrapped__
     return function
 
 
-def files_of_code(function: Callable[..., Any]) -> list[str | None]:
-    """Return the files of ``function`` and of those that it wraps; None for what has no Python code."""
-    files = [_file_of(function)]
-    while (wrapped := getattr(function, "__wrapped__", None)) is not None:
-        function = wrapped
-        files.append(_file_of(function))
-    return files
-
-
-def _file_of(function: Callable[..., Any]) -> str | None:
+def file_of(function: Callable[..., Any]) -> str | None:
+    """Return the file with the code of ``function``, None if it has no Python code."""
     return getattr(getattr(function, "__code__", None), "co_filename", None)
 
 

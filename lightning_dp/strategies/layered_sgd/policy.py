@@ -14,7 +14,7 @@ from torch.nn import Embedding, EmbeddingBag, Module
 from torch.optim import LBFGS, Optimizer
 
 from lightning_dp._lightning import FRAMEWORK, Callback, LightningModule
-from lightning_dp._private.torch_names import files_of_code, has_any_step_hooks, step_function
+from lightning_dp._private.torch_names import file_of, has_any_step_hooks, step_function
 from lightning_dp.strategies.compiled import hides_parameter_use
 
 # Modules whose optimizers compute a parameter's update from its own gradient and state alone, in one pass.
@@ -56,15 +56,25 @@ def why_step_is_not_postponed(optimizer: Optimizer, precision_plugin: Any) -> st
     step = step_function(optimizer)
     if not f"{type(optimizer).__module__}.".startswith(tuple(f"{each}." for each in _KNOWN_OPTIMIZERS)):
         return f"{name}.step, which is not PyTorch's own,"
-    # `functools.wraps` gives a user's function the name and module of what it wraps, but not its code.
-    is_known = all((file or "").startswith(_KNOWN_FOLDERS) for file in files_of_code(step))
-    if not is_known or step is not _of_class(optimizer):
+    if not _is_known_code(step) or step is not _of_class(optimizer):
         return f"{name}.step, which somebody has replaced,"
     if has_any_step_hooks(optimizer):
         return f"a hook before or after {name}.step"
     if not type(precision_plugin).__module__.startswith(FRAMEWORK + "."):
         return f"{type(precision_plugin).__name__}.optimizer_step"
     return None
+
+
+def _is_known_code(function: Any) -> bool:
+    """Whether ``function`` and all that it wraps are PyTorch's or this package's.
+
+    `functools.wraps` gives a user's function the name, the module and the marks of what it wraps, but not its code.
+    """
+    while function is not None:
+        if not (file_of(function) or "").startswith(_KNOWN_FOLDERS):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 def _of_class(optimizer: Optimizer) -> Any:

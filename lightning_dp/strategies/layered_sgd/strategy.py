@@ -144,18 +144,16 @@ class LayeredSGDStrategy(BaseStrategy):
             ddp_options(self).setdefault("bucket_cap_mb", BUCKET_CAP_MB)
         super().setup(trainer)
         if isinstance(self.model, DistributedDataParallel):
-            assert self.lightning_module is not None
-            self._reduced = ReducedParameters(self.lightning_module)
-            if self.world_size > 1:
-                check_optimizers(self.optimizers, type(self).__name__)
+            module = self.lightning_module
+            assert module is not None
+            self._reduced = ReducedParameters(module)
+            check_optimizers(self.optimizers if self.world_size > 1 else (), type(self).__name__)
             if several_groups:
-                self._start(trainer, self.model)
+                self._start(trainer, self.model, module)
             else:
                 self._compression_checkpoint.warn_of_no_effect()
 
-    def _start(self, trainer: Any, model: DistributedDataParallel) -> None:
-        module = self.lightning_module
-        assert module is not None
+    def _start(self, trainer: Any, model: DistributedDataParallel, module: Any) -> None:
         check_layers(module, type(self).__name__)
         name = type(self).__name__
         communicator = self._options.make_communicator(
