@@ -76,7 +76,8 @@ def weights_to_test(config: Config, trainer: Any) -> str | None:
         return config["ckpt_path"]
     if config["test"] == "last":
         return None
-    (best,) = [callback for callback in trainer.checkpoint_callbacks if callback.monitor == config["optimized_metric"]]
+    # The last one is that of `best_checkpoint`. A user may have others for the same metric.
+    *_, best = [callback for callback in trainer.checkpoint_callbacks if callback.monitor == config["optimized_metric"]]
     return best.best_model_path
 
 

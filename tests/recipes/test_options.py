@@ -76,7 +76,8 @@ def test_a_run_without_progress_bar_and_checkpoints_trains(tmp_path):
 def test_the_best_weights_are_tested_and_then_tested_again_alone(tmp_path):
     """By the least validation accuracy, so that they are not the last."""
     best = tmp_path / "checkpoints" / "best.ckpt"
-    found = train(tiny(tmp_path, "test=best", "optimized_mode=min", "trainer.max_epochs=3", "seed=1"))
+    other = "+callbacks.other={_target_:pytorch_lightning.callbacks.ModelCheckpoint,monitor:val/acc,every_n_epochs:2}"
+    found = train(tiny(tmp_path, "test=best", "optimized_mode=min", "trainer.max_epochs=3", "seed=1", other))
     again = train(tiny(tmp_path / "again", "train=false", f"ckpt_path={best}"))
     tested = {name: value for name, value in found.items() if name.startswith("test/")}
     assert tested == again
