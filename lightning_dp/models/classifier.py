@@ -143,6 +143,7 @@ class MeanLoss(Metric):
     """
 
     full_state_update = False
+    same_if_repeated = True  # so that it may be updated in head_step
     total: Tensor
     count: Tensor
 
