@@ -9,9 +9,10 @@ from types import MethodType
 from typing import Any
 
 import torchmetrics
-from pytorch_lightning import LightningModule
 from torch import nn
 from torchmetrics import Metric, MetricCollection, classification, regression, wrappers
+
+from lightning_dp._lightning import LightningModule
 
 # Each value is a mean, a ratio, a curve of ratios or an extremum: the same if every update is repeated. Confusion
 # matrices and the counts of StatScores are not.
