@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.nn import Embedding, EmbeddingBag, Module
 from torch.optim import LBFGS, Optimizer
 
@@ -110,28 +108,6 @@ def check_layers(module: Module, strategy_name: str) -> None:
     for name, part in module.named_modules():
         if isinstance(part, (Embedding, EmbeddingBag)) and part.sparse:
             raise ValueError(f"{strategy_name} cannot sum the sparse gradients of {name!r}; build it with sparse=False")
-
-
-def overlapping_parameters(module: nn.Module) -> tuple[str, str] | None:
-    """Return the names of two parameters that share memory, or None.
-
-    Using one of them then uses the other, which nobody can see. A flat buffer that holds one parameter after the other,
-    as cuDNN's for an LSTM, is no such case.
-    """
-    places = sorted(
-        (parameter.data_ptr(), parameter.data_ptr() + _span_bytes(parameter), name)
-        for name, parameter in module.named_parameters()
-        if parameter.numel() and parameter.device.type != "meta"
-    )
-    for (_, end, name), (begin, _, other) in pairwise(places):
-        if begin < end:
-            return name, other
-    return None
-
-
-def _span_bytes(tensor: Tensor) -> int:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
 
 
 def check_options(**choices: tuple[str, Iterable[str]]) -> None:

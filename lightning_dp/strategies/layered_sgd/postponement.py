@@ -13,13 +13,13 @@ from lightning_dp._lightning import LightningModule
 from lightning_dp._private.torch_names import on_compile_start, without_torch_function
 from lightning_dp.strategies.compiled import hides_parameter_use
 from lightning_dp.strategies.layered_sgd.policy import (
-    overlapping_parameters,
     steps_by_bucket,
     why_hooks_are_not_postponed,
     why_module_is_not_postponed,
     why_step_is_not_postponed,
 )
 from lightning_dp.strategies.layered_sgd.reduction import LayeredReduction
+from lightning_dp.strategies.shared_memory import overlapping_parameters
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +98,7 @@ class Postponement:
         return clipped_as_staged
 
     def _look_for_shared_memory(self) -> None:
-        with without_torch_function():  # an address is no use
-            shared = overlapping_parameters(self._module)
+        shared = next(overlapping_parameters(self._module), None)
         if shared is not None:
             self._stop_within_forward(f"{shared[0]} and {shared[1]} share memory")
 
