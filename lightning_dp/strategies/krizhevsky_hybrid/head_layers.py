@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -24,7 +25,7 @@ def divisible_layers(module: nn.Module, name: str) -> list[tuple[str, nn.Module]
     """Return path and module of each layer of the head, in order.
 
     Raises:
-        ValueError: a layer cannot be sharded over ranks, or there is no nn.Linear.
+        ValueError: a layer cannot be sharded over ranks, or is not what its class says, or there is no nn.Linear.
     """
     layers = list(_walk(module, name))
     before_linear = True
@@ -39,7 +40,19 @@ def divisible_layers(module: nn.Module, name: str) -> list[tuple[str, nn.Module]
             )
     if before_linear:
         raise ValueError(f"{name} has no nn.Linear to shard over ranks; name the submodule that holds them")
+    # Last, because a copy with one rank's rows has such a forward, too, and the rows have a better message.
+    _require_no_own_forward(module, name)
     return layers
+
+
+def parts_by_path(module: nn.Module, name: str) -> dict[str, Any]:
+    """Return by path what a sharded head computes with: layers, parameters, and forwards that replace a class's.
+
+    Not the forward of the head itself, which hybrid parallelism replaces.
+    """
+    forwards = {path: forward for path, forward in _own_forwards(module, name) if path != f"{name}.forward"}
+    # Parameters last, so that a layer is named before its parameters.
+    return {**dict(_walk(module, name)), **forwards, **dict(module.named_parameters(name, remove_duplicate=False))}
 
 
 def _remedy(module: nn.Module, name: str, layer: nn.Module) -> str:
@@ -65,6 +78,20 @@ def _walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         yield name, module
 
 
+def _own_forwards(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
+    for path, part in module.named_modules(prefix=name):
+        if "forward" in vars(part):
+            yield f"{path}.forward", vars(part)["forward"]
+
+
+def _require_no_own_forward(module: nn.Module, name: str) -> None:
+    for path, _ in _own_forwards(module, name):
+        raise ValueError(
+            f"{path.removesuffix('.forward')} has a forward that was set on the instance, which a sharded head would "
+            f"not call; remove it (del module.{path}), and do what it adds where the module calls the head"
+        )
+
+
 def require_whole_layer(layer: nn.Linear, path: str) -> None:
     """Raise ValueError if the layer holds one rank's rows, which an earlier `fit` can leave."""
     if layer.weight.shape != (layer.out_features, layer.in_features):
@@ -77,8 +104,21 @@ def require_whole_layer(layer: nn.Linear, path: str) -> None:
 
 def _require_plain(layer: nn.Linear, path: str) -> None:
     require_whole_layer(layer, path)
-    if not isinstance(layer.weight, nn.Parameter):
+    for kind in ("weight", "bias"):
+        value = getattr(layer, kind)
+        if value is not None and not isinstance(value, nn.Parameter):
+            raise ValueError(
+                f"{path} computes its {kind} (pruning, weight_norm, spectral_norm, ...), which mixes rows of different "
+                "ranks; remove the parametrization (torch.nn.utils.prune.remove, remove_weight_norm, ...)"
+            )
+    for name, _ in layer.named_parameters(remove_duplicate=False):
+        if name not in ("weight", "bias"):
+            raise ValueError(
+                f"{path} has a parameter {name!r}, and each rank holds rows of weight and bias only; keep the "
+                "parameter outside of the head, and use it where the module calls the head"
+            )
+    if layer.bias is not None and layer.bias.shape != (layer.out_features,):
         raise ValueError(
-            f"{path} computes its weight (weight_norm, spectral_norm, ...), which mixes rows of different ranks; "
-            "remove the parametrization"
+            f"{path}.bias is {tuple(layer.bias.shape)}, and not {(layer.out_features,)}: each rank holds as many rows "
+            "of it as of the weight; give it a value for each output"
         )

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.strategies.krizhevsky_hybrid.deferred_checks import DeferredChecks
@@ -29,7 +29,7 @@ from lightning_dp.strategies.krizhevsky_hybrid.forward_first import ForwardFirst
 from lightning_dp.strategies.krizhevsky_hybrid.gradients import reaches_any, require_no_part, scale_gradient
 from lightning_dp.strategies.krizhevsky_hybrid.parameter_gradients import ParameterGradients
 from lightning_dp.strategies.krizhevsky_hybrid.pass_by_pass import Scale, Update, hand_out, require_factor, run_passes
-from lightning_dp.strategies.krizhevsky_hybrid.policy import check_hooks
+from lightning_dp.strategies.krizhevsky_hybrid.policy import check_hooks, require_unchanged
 from lightning_dp.strategies.krizhevsky_hybrid.schemes import Scheme, SubPass, sub_passes
 from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead, SharedByCopies, seeded
 from lightning_dp.strategies.krizhevsky_hybrid.sharded_logits import ShardedLogits
@@ -135,9 +135,14 @@ class HeadPasses(SharedByCopies):
         loss = hand_out(result, features, self.head.parameters, partial(self._check_backward, only_factor))
         return self._remembered(loss)
 
-    def begin_training_step(self) -> None:
-        """Forget what the last training step has got from the head."""
+    def begin_training_step(self, module: nn.Module) -> None:
+        """Forget what the last training step has got from the head.
+
+        Raises:
+            RuntimeError: the head of ``module`` has been changed since set-up.
+        """
         self._results.clear()
+        require_unchanged(module, self.head)
 
     def _remembered(self, result: Tensor) -> Tensor:
         if result.grad_fn is not None:

@@ -15,6 +15,7 @@ from lightning_dp.strategies.compiled import compiled_parts_around
 from lightning_dp.strategies.krizhevsky_hybrid.head_layers import divisible_layers, require_whole_layer
 from lightning_dp.strategies.krizhevsky_hybrid.schemes import SCHEMES
 from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead
+from lightning_dp.strategies.shared_memory import overlapping_parameters
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_na
                 f"{name} is on the meta device; {STRATEGY} initializes the head {head_name!r} only. Build the rest on "
                 "the CPU"
             )
+    _check_shared_memory(module, head_name)
     if any(getattr(each, _ALLOW_NO_BATCHES, False) for each in (module, trainer.datamodule)):
         raise ValueError(
             f"{_ALLOW_NO_BATCHES}=True lets ranks without batches skip a validation, at the start of which all ranks "
@@ -115,6 +117,16 @@ def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_na
             raise ValueError(
                 f"{type(callback).__name__} keeps copies of the parameters, and each rank holds only a part of the "
                 f"head's; remove it, or use another strategy than {STRATEGY}"
+            )
+
+
+def _check_shared_memory(module: LightningModule, head_name: str) -> None:
+    """Raise ValueError for memory that the head shares: ranks hold copies of their rows, which would be untied."""
+    for pair in overlapping_parameters(module):
+        if any(name.startswith(f"{head_name}.") for name in pair):
+            raise ValueError(
+                f"{pair[0]} and {pair[1]} share memory, and the head {head_name!r}, which is sharded over ranks, would "
+                "have values of its own; untie them, or, within the head, let two layers have the same nn.Parameter"
             )
 
 
@@ -146,6 +158,20 @@ def warn_of_single_rows(head: ShardedHead) -> None:
                 "broadcast that row. Let all ranks call trainer.strategy.gather_head() first, and average with "
                 "module.state_dict()"
             )
+
+
+def require_unchanged(module: nn.Module, head: ShardedHead) -> None:
+    """Raise RuntimeError if the head is not what it was at set-up. Cheap enough to be called in each step."""
+    try:
+        is_same = module.get_submodule(head.name) is head.head
+    except AttributeError:
+        is_same = False
+    changed = head.changed_part() if is_same else head.name
+    if changed is not None:
+        raise RuntimeError(
+            f"{changed} was changed after set-up, and the sharded head {head.name!r} would not notice; change layers, "
+            "parameters and forwards of the head in __init__, setup or configure_model, or between two runs of fit"
+        )
 
 
 def check_hooks(head: ShardedHead) -> None:

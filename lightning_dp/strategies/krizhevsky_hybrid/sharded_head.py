@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.collectives.ring_schedule import chunk_bounds
-from lightning_dp.strategies.krizhevsky_hybrid.head_layers import divisible_layers
+from lightning_dp.strategies.krizhevsky_hybrid.head_layers import divisible_layers, parts_by_path
 from lightning_dp.strategies.krizhevsky_hybrid.parameter_gradients import ParameterGradients, require_first_derivative
 
 Bounds = list[tuple[int, int]]
@@ -65,6 +65,8 @@ class ShardedHead(SharedByCopies):
         self._bounds_of_parameter: dict[Tensor, Bounds] = {
             p: self._bounds[layer] for layer in self.linears for p in layer.parameters()
         }
+        self._parts = parts_by_path(head, name)
+        self._forward: Callable[[Tensor], Tensor] | None = None  # what `forwarding_to` has put into the head
         self.is_sharded = False  # set by `ShardedParameters`
 
     @cached_property
@@ -144,14 +146,24 @@ class ShardedHead(SharedByCopies):
                 bounds = self._bounds[layer]
         return x
 
+    def changed_part(self) -> str | None:
+        """Return the path of a layer, parameter or forward that is not the one of construction, or None."""
+        if vars(self.head).get("forward") is not self._forward:
+            return f"{self.name}.forward"
+        now = parts_by_path(self.head, self.name)
+        paths = [*self._parts, *(path for path in now if path not in self._parts)]
+        return next((path for path in paths if self._parts.get(path) is not now.get(path)), None)
+
     @contextmanager
     def forwarding_to(self, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
         """Let ``head(x)`` call ``function(x)`` within the context. Hooks of the head run as usual. May be nested."""
         before = vars(self.head).get("forward")  # that of the instance, which hides the one of the class
+        own_before, self._forward = self._forward, function
         vars(self.head)["forward"] = function
         try:
             yield
         finally:
+            self._forward = own_before
             if before is None:
                 del vars(self.head)["forward"]
             else:

@@ -122,7 +122,7 @@ class Takeover(SharedByCopies):
         """
         passes, module = self._passes, self._module
         num_steps = passes.num_steps
-        passes.begin_training_step()
+        passes.begin_training_step(module)
         if self._initial is not None and not self.state_dict_hooks.has_loaded:
             self._initial.warn_if_changed()
         self._initial = None
