@@ -137,6 +137,12 @@ def _check_variable_batch(module: LightningModule, head_name: str) -> None:
             f"variable_batch=True needs to know where the head begins; give {type(module).__name__} this method, and "
             f"call it in training_step (it stays an ordinary module for every other strategy):\n{lines}"
         )
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"{type(module).__name__} sets automatic_optimization=False, so that it decides itself when to step. With "
+            "variable_batch=True the head is updated within head_step, without a call of step(); use "
+            "variable_batch=False or automatic optimization"
+        )
     if getattr(module.optimizer_step, "__func__", None) is not LightningModule.optimizer_step:
         raise ValueError(
             f"{type(module).__name__} overrides optimizer_step, which Lightning calls once a step. With "

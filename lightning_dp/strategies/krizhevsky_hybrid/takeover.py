@@ -236,10 +236,10 @@ class Takeover(SharedByCopies):
         named = self._module.named_parameters()
         others = {name: p for name, p in named if p.requires_grad and not passes.head.owns(p)}
         # With variable_batch the head's updates are done when backward begins. Whatever the user multiplies the loss by
-        # afterwards reaches the trunk alone, so it may only be what Lightning itself divides by. Not checked in manual
-        # optimization, where users divide by hand, and on GPUs in the first step only: reading the factor waits.
+        # afterwards reaches the trunk alone, so it may only be what Lightning itself divides by. On GPUs it is checked
+        # in the first step only: reading the factor waits.
         only_factor = None
-        if self._variable_batch and self._module.automatic_optimization and not (features.is_cuda and passes.num_steps):
+        if self._variable_batch and not (features.is_cuda and passes.num_steps):
             only_factor = 1 / trainer.accumulate_grad_batches
         update = self._update_head if self._variable_batch else None
         with no_counting(self._module, passes.channel.world_size):

@@ -108,6 +108,14 @@ def test_with_variable_batch_an_optimizer_step_of_the_module_would_not_run_for_t
         check(Warmup(), variable_batch=True)
 
 
+def test_with_variable_batch_manual_optimization_would_not_decide_when_the_head_is_updated():
+    module = StepNet()
+    module.automatic_optimization = False
+    check(module)
+    with pytest.raises(ValueError, match=r"StepNet sets automatic_optimization=False.*use variable_batch=False"):
+        check(module, variable_batch=True)
+
+
 def test_a_head_without_linear_layers():
     with pytest.raises(ValueError, match=r"model\.head has no nn\.Linear"):
         divisible_layers(nn.Sequential(nn.ReLU()), "model.head")
