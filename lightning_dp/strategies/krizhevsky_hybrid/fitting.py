@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp._lightning import LightningModule
@@ -74,6 +76,7 @@ class Fitting(SharedByCopies):
         self._options = options
         self._module = module
         self._strategy = strategy
+        self._checked: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()  # sizes of their groups
         plugin = strategy.precision_plugin
         layers = policy.find_head(module, options.head)
         policy.check_module(module, module.trainer, layers, options.head, options.variable_batch)
@@ -119,7 +122,7 @@ class Fitting(SharedByCopies):
         Raises:
             ValueError: an optimizer cannot work on rows.
         """
-        policy.check_optimizers(self._optimizers(), self.head)
+        self._check_optimizers()
         # If set-up has failed on another rank, this call fails, while `fail` can still restore the module.
         self.head.control.all_gather("end of set-up", torch.zeros(1, device=self._strategy.root_device))
         self._parameters.keep()
@@ -152,6 +155,20 @@ class Fitting(SharedByCopies):
         is_changed = torch.tensor([float(not self.takeover.has_current_head)], device=self._strategy.root_device)
         if self.head.control.all_gather("is changed", is_changed).any():
             self.takeover.gather_head()
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Run a training step within the context, see `Takeover.training_step`."""
+        self._check_optimizers()  # before head_step, which may update the head
+        with self.takeover.training_step():
+            yield
+
+    @contextmanager
+    def backward(self, loss: Tensor) -> Iterator[None]:
+        """Run backward of ``loss`` within the context, see `Takeover.backward`."""
+        with self.takeover.backward(loss):
+            yield
+        self._check_optimizers()  # again, because on_after_backward may have changed them
 
     @contextmanager
     def validation_step(self) -> Iterator[None]:
@@ -252,6 +269,14 @@ class Fitting(SharedByCopies):
 
     def _optimizers(self) -> list[Optimizer]:
         return self._strategy.optimizers  # they do not exist before set-up ends
+
+    def _check_optimizers(self) -> None:
+        """Check those that are new, or have other parameters: callbacks add groups, and replace optimizers."""
+        for optimizer in self._optimizers():
+            sizes = [len(group["params"]) for group in optimizer.param_groups]
+            if self._checked.get(optimizer) != sizes:
+                policy.check_optimizers([optimizer], self.head)
+                self._checked[optimizer] = sizes
 
     def _record_stage(self, stage: str, start_s: float, end_s: float) -> None:
         if self._strategy.on_stage is not None:

@@ -186,7 +186,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         if self._fitting is None:
             return super().training_step(*args, **kwargs)
         self._reduce_unfrozen()
-        with self._fitting.takeover.training_step():
+        with self._fitting.training_step():
             return super().training_step(*args, **kwargs)
 
     @override
@@ -195,7 +195,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         if self._reduced is not None:
             self._reduced.require_none_unfrozen()
-        with self._fitting.takeover.backward(closure_loss):
+        with self._fitting.backward(closure_loss):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
