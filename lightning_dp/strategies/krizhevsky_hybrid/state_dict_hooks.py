@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_dp.strategies.krizhevsky_hybrid.gathered_head import GatheredHead
+from lightning_dp.strategies.krizhevsky_hybrid.inner_calls import refused_inner_calls
 from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead, SharedByCopies
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class StateDictHooks(SharedByCopies):
             # torch sets an attribute on the hook. A partial object takes it, a bound method does not.
             self._registered.callback(layer.register_state_dict_post_hook(partial(self._on_state_dict)).remove)
             self._registered.callback(layer.register_load_state_dict_pre_hook(self._on_load).remove)
+        self._registered.enter_context(refused_inner_calls(self._head))  # here, so that copies of the head are without
 
     @contextmanager
     def leaving_rows(self) -> Iterator[None]:
