@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from lightning_dp._private.torch_names import child_entries
+from lightning_dp.strategies.krizhevsky_hybrid.inner_calls import Refusal
 
 ELEMENTWISE = (
     *(nn.Identity, nn.Dropout, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish),
@@ -80,8 +81,9 @@ def _walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 def _own_forwards(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
     for path, part in module.named_modules(prefix=name):
-        if "forward" in vars(part):
-            yield f"{path}.forward", vars(part)["forward"]
+        forward = vars(part).get("forward")
+        if forward is not None and not isinstance(forward, Refusal):  # the strategy's own
+            yield f"{path}.forward", forward
 
 
 def _require_no_own_forward(module: nn.Module, name: str) -> None:

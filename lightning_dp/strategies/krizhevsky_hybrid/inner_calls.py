@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead
+if TYPE_CHECKING:  # which imports this module
+    from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead
 
 
 @contextmanager
@@ -24,7 +26,7 @@ def refused_inner_calls(head: ShardedHead) -> Iterator[None]:
         layers = head.head.named_modules(prefix=head.name)
         for path, layer in layers:
             if layer is not head.head and type(layer) is nn.Linear:
-                vars(layer)["forward"] = _refusal(head, layer, path)
+                vars(layer)["forward"] = Refusal(head, layer, path)
                 refused.append(layer)
     try:
         yield
@@ -33,16 +35,28 @@ def refused_inner_calls(head: ShardedHead) -> Iterator[None]:
             vars(layer).pop("forward", None)
 
 
-def _refusal(head: ShardedHead, layer: nn.Linear, path: str) -> Callable[[Tensor], Tensor]:
-    # A function, because deepcopy does not copy it. A copy of a layer alone also holds rows, and so raises, too.
-    def forward(x: Tensor) -> Tensor:
-        # While the gathered head computes, it has put whole tensors in the place of the parameters.
-        if not head.owns(layer.weight):
-            return F.linear(x, layer.weight, layer.bias)
-        raise RuntimeError(
-            f"{path!r} was called by itself on rank {head.channel.rank}, which during fit holds only its own rows of "
-            f"it. Call the whole head {head.name!r}, or shard this layer alone (head={path!r}), so that the other "
-            "layers belong to the trunk"
-        )
+class Refusal:
+    """Stands for the forward of a layer within the head.
 
-    return forward
+    Args:
+        head: the sharded head.
+        layer: an nn.Linear within it.
+        path: of the layer in the module.
+    """
+
+    def __init__(self, head: ShardedHead, layer: nn.Linear, path: str) -> None:
+        self._head, self._layer, self._path = head, layer, path
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Refusal:
+        return self  # a copy of a layer alone also holds rows, and so raises, too
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute the layer if it is whole, else raise."""
+        # While the gathered head computes, it has put whole tensors in the place of the parameters.
+        if not self._head.owns(self._layer.weight):
+            return F.linear(x, self._layer.weight, self._layer.bias)
+        raise RuntimeError(
+            f"{self._path!r} was called by itself on rank {self._head.channel.rank}, which during fit holds only its "
+            f"own rows of it. Call the whole head {self._head.name!r}, or shard this layer alone "
+            f"(head={self._path!r}), so that the other layers belong to the trunk"
+        )
