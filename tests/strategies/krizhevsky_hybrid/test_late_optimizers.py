@@ -13,6 +13,7 @@ from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp.optim import LARS
 from tests.ranks import run_processes
 from tests.strategies.krizhevsky_hybrid.modules import StepNet, batches
+from tests.strategies.krizhevsky_hybrid.test_misuse import logged
 from tests.strategies.modules import trainer
 
 STEPS = 3
@@ -107,8 +108,6 @@ class Unknown(StepNet):
 
 
 def _unknown(rank: int) -> list[str]:
-    from tests.strategies.krizhevsky_hybrid.test_misuse import logged
-
     with logged() as said:
         own = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False)
         own.fit(Unknown(), batches(rank, 2, STEPS))

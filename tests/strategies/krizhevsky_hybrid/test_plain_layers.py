@@ -143,6 +143,10 @@ def set_forward(module: pl.LightningModule) -> None:
     module.head[2].forward = triple
 
 
+def set_forward_of_linear(module: pl.LightningModule) -> None:
+    module.head[1].forward = triple
+
+
 def set_forward_of_head(module: pl.LightningModule) -> None:
     module.head.forward = triple
 
@@ -161,6 +165,7 @@ CHANGES: dict[Callable[[Any], None], tuple[type[HybridNet], str]] = {
     append: (HybridNet, "head.3.3"),
     replace_weight: (HybridNet, "head.1.weight"),
     set_forward: (HybridNet, "head.2.forward"),
+    set_forward_of_linear: (HybridNet, "head.1.forward"),
     set_forward_of_head: (HybridNet, "head.forward"),
     prune_head: (OneLayer, "head.weight"),
     parametrize_head: (OneLayer, "head.weight"),
