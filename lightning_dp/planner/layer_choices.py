@@ -117,7 +117,7 @@ def _measured(module: nn.Conv2d, shape: Sequence[int], algorithm: str, needs_gra
     devices = [module.weight.device] if module.weight.is_cuda else []
     measure = partial(measure_convolution, module, shape, algorithm, needs_grad, repeats)
     with torch.random.fork_rng(devices):
-        # The backend's has just run as part of the step.
+        # The backend's has just run as part of the step. If it does not fit now, something else is wrong.
         return measure() if algorithm == BACKEND else unless_out_of_memory(measure)
 
 

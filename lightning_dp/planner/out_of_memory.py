@@ -14,7 +14,7 @@ _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 def unless_out_of_memory(trial: Callable[[], T]) -> T | None:
-    """Return the result of ``trial``, or None if it uses up the memory. What it held is then there for the next one."""
+    """Return the result of ``trial``, or None if it runs out of memory; what it had allocated is then free again."""
     try:
         return trial()
     except (RuntimeError, MemoryError) as error:

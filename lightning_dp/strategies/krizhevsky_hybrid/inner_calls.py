@@ -22,9 +22,8 @@ def refused_inner_calls(head: ShardedHead) -> Iterator[None]:
     """
     refused: list[nn.Module] = []
     if head.channel.world_size > 1:  # otherwise the rows are the whole layer
-        # A head that is an nn.Linear itself has its ``forward`` replaced as any head.
-        layers = head.head.named_modules(prefix=head.name)
-        for path, layer in layers:
+        for path, layer in head.head.named_modules(prefix=head.name):
+            # A head that is an nn.Linear itself has its ``forward`` replaced as any head.
             if layer is not head.head and type(layer) is nn.Linear:
                 vars(layer)["forward"] = Refusal(head, layer, path)
                 refused.append(layer)

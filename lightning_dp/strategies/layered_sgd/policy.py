@@ -16,7 +16,7 @@ from lightning_dp._private.torch_names import file_of, has_any_step_hooks, step_
 from lightning_dp.strategies.compiled import hides_parameter_use
 
 # Modules whose optimizers compute a parameter's update from its own gradient and state alone, in one pass.
-_KNOWN_OPTIMIZERS = ("torch.optim", "lightning_dp.optim")
+_KNOWN_OPTIMIZERS = ("torch.optim.", "lightning_dp.optim.")
 # Where the code of their steps and of its wrappers is.
 _KNOWN_FOLDERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}")
 
@@ -52,7 +52,7 @@ def why_step_is_not_postponed(optimizer: Optimizer, precision_plugin: Any) -> st
     """
     name = type(optimizer).__name__
     step = step_function(optimizer)
-    if not f"{type(optimizer).__module__}.".startswith(tuple(f"{each}." for each in _KNOWN_OPTIMIZERS)):
+    if not f"{type(optimizer).__module__}.".startswith(_KNOWN_OPTIMIZERS):
         return f"{name}.step, which is not PyTorch's own,"
     if not _is_known_code(step) or step is not _of_class(optimizer):
         return f"{name}.step, which somebody has replaced,"

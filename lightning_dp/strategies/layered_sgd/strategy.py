@@ -154,8 +154,8 @@ class LayeredSGDStrategy(BaseStrategy):
                 self._compression_checkpoint.warn_of_no_effect()
 
     def _start(self, trainer: Any, model: DistributedDataParallel, module: Any) -> None:
-        check_layers(module, type(self).__name__)
         name = type(self).__name__
+        check_layers(module, name)
         communicator = self._options.make_communicator(
             self.topology, self.global_rank, self.root_device, self.process_group_backend, strategy_timeout(self),
             self._report_stage, module, bool(ddp_options(self).get("find_unused_parameters")), name,
