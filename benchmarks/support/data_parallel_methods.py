@@ -11,8 +11,8 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from pytorch_lightning.strategies import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
@@ -184,6 +184,12 @@ def _rivals() -> dict[str, Method]:
             PostLocalSGD,
             lambda shapes: full_bytes(shapes) / LOCAL_STEPS,
             f"gradients averaged inside a host only, parameters over all ranks every {LOCAL_STEPS} steps",
+        ),
+        # What a step takes on these cores if the network takes no time at all.
+        "DDP, nothing sent": Method(
+            lambda: HookedDDPStrategy(debugging_hooks.noop_hook, gradient_as_bucket_view=True),
+            lambda shapes: 0.0,
+            "each rank trains on its own",
         ),
         "FSDP2": Method(ShardedStrategy, full_bytes),
         "DeAR's order": Method(DeARStrategy, full_bytes),

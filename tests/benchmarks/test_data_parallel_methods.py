@@ -121,7 +121,8 @@ def test_sharded_methods_compute_what_ddp_computes_with_clipping():
 
 def test_all_ranks_agree_after_every_method_that_reduces_all_gradients(trained):
     for name in trained[0]:
-        if name != "post-local SGD":  # its ranks differ between two averages
+        # The ranks of post-local SGD differ between two averages.
+        if name not in ("post-local SGD", "DDP, nothing sent"):
             assert trained[0][name]["after"] == trained[1][name]["after"], name
 
 

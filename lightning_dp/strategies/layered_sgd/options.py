@@ -20,6 +20,7 @@ from lightning_dp.collectives.device_all_reduce import DeviceAllReduce
 from lightning_dp.collectives.gloo_interface import gloo_interface
 from lightning_dp.collectives.hierarchical import AllReduce, HierarchicalAllReduce, native_all_reduce
 from lightning_dp.collectives.ring import ring_all_reduce
+from lightning_dp.collectives.thread_priority import with_background_threads
 from lightning_dp.collectives.topology import RankTopology
 from lightning_dp.collectives.tracing import OnStage
 from lightning_dp.strategies.layered_sgd.communicator import Communicator
@@ -159,16 +160,24 @@ class CommunicatorOptions:
             return DeviceCommunicator(on_device, early, device, on_stage, order)
         if rank == 0 and log.isEnabledFor(logging.INFO):  # looking up the host's name can take a while
             log.info(f"{strategy_name}: gloo sends over {gloo_interface()}; set GLOO_SOCKET_IFNAME to use another")
-        on_host = device.type != "cpu"
-        collective = HierarchicalAllReduce(
-            topology, rank, self.communicator, timeout, "gloo" if on_host else None, ALL_REDUCES[self.all_reduce],
-            on_host and _may_reduce_on_device(backend, find_unused_parameters),
-        )  # fmt: skip
-        compressed = None
-        if self.compression is not None:
-            compressor = make_compressor(self.compression)
-            compressed = CompressedAllReduce(collective, compressor, _compressible(module, self.compression))
-        return Communicator(collective, prioritized, timeout, device, on_host, on_stage, compressed)
+
+        def on_host() -> Communicator:
+            copies = device.type != "cpu"
+            collective = HierarchicalAllReduce(
+                topology, rank, self.communicator, timeout, "gloo" if copies else None, ALL_REDUCES[self.all_reduce],
+                copies and _may_reduce_on_device(backend, find_unused_parameters),
+            )  # fmt: skip
+            compressed = self._compressed(collective, module)
+            return Communicator(collective, prioritized, timeout, device, copies, on_stage, compressed)
+
+        # Gloo starts its threads with its groups, the communicator its own.
+        return with_background_threads(on_host, device)
+
+    def _compressed(self, collective: HierarchicalAllReduce, module: nn.Module) -> CompressedAllReduce | None:
+        if self.compression is None:
+            return None
+        table = _compressible(module, self.compression)
+        return CompressedAllReduce(collective, make_compressor(self.compression), table)
 
     def _nccl_options(self, rank: int, strategy_name: str) -> Callable[[], Any]:
         reason = nccl.why_order_may_differ()
