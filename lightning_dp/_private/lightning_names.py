@@ -30,11 +30,6 @@ def wrap_in_ddp(strategy: Any, module: nn.Module) -> DistributedDataParallel:
     return wrapped
 
 
-def register_ddp_hooks(strategy: Any) -> None:
-    """Register the communication hook that the user gave to a DDPStrategy with its wrapped model."""
-    strategy._register_ddp_hooks()
-
-
 def strategy_timeout(strategy: Any) -> timedelta:
     """Return the timeout that the user gave to a strategy, for every process group that is made for it.
 

@@ -263,10 +263,11 @@ def sequence_number(node: Any) -> int:
     return node._sequence_nr()
 
 
-def release_reducer(model: DistributedDataParallel) -> None:
-    """Make ``model`` give up its reducer, which then takes its hooks off the parameters."""
+def release_reducer(model: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
+    """Make ``model`` give up its reducer, which takes its hooks off the parameters; return its communication hooks."""
     model._remove_autograd_hooks()
     del model.reducer
+    return model._comm_hooks
 
 
 @cache

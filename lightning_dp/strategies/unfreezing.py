@@ -51,7 +51,7 @@ class ReducedParameters:
             )
 
     def wrap_anew(
-        self, wrapped: DistributedDataParallel, wrap: Callable[[], DistributedDataParallel]
+        self, wrapped: DistributedDataParallel, wrap: Callable[[], DistributedDataParallel], keep_hooks: bool = True
     ) -> DistributedDataParallel:
         """Return the module in a new DDP, which reduces the unfrozen parameters too. All ranks must call it.
 
@@ -60,8 +60,9 @@ class ReducedParameters:
         Args:
             wrapped: the present DDP; it is of no use afterwards.
             wrap: wraps the module.
+            keep_hooks: register the communication hooks of ``wrapped`` again, whoever had registered them.
         """
-        release_reducer(wrapped)  # its hooks on the parameters would reduce each gradient a second time
+        comm_hooks = release_reducer(wrapped)  # its hooks on the parameters would reduce each gradient a second time
         frozen_now = [parameter for parameter in self._reduced if not parameter.requires_grad]
         for parameter in frozen_now:
             parameter.requires_grad_(True)
@@ -72,4 +73,6 @@ class ReducedParameters:
                 parameter.requires_grad_(False)
         self._reduced += [parameter for parameter in self._frozen if parameter.requires_grad]
         self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
+        for hook, state in comm_hooks if keep_hooks else ():
+            anew.register_comm_hook(state, hook)
         return anew

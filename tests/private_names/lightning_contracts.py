@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dp._lightning import FRAMEWORK, DDPStrategy, LightningModule, Trainer
 from lightning_dp._private import lightning_names
 from tests.private_names.contract import contract
-from tests.private_names.torch_contracts import CPU, counted, in_one_process
+from tests.private_names.torch_contracts import CPU, in_one_process
 
 Precision = importlib.import_module(FRAMEWORK + ".plugins.precision").Precision
 Strategy = importlib.import_module(FRAMEWORK + ".strategies").Strategy
@@ -48,19 +48,6 @@ def check_a_module_is_wrapped_with_the_options_of_the_strategy() -> None:
         assert isinstance(wrapped, DistributedDataParallel)
         assert wrapped.module is module
         assert wrapped.find_unused_parameters
-
-    in_one_process(check)
-
-
-@contract(DDPStrategy, "_register_ddp_hooks")
-def check_the_users_communication_hook_is_registered() -> None:
-    def check() -> None:
-        # On CPU, Lightning ignores communication hooks.
-        strategy = DDPStrategy(parallel_devices=[torch.device("cuda", 0)], ddp_comm_hook=counted, ddp_comm_state=[])
-        strategy.model = DistributedDataParallel(nn.Linear(1, 1))
-        lightning_names.register_ddp_hooks(strategy)
-        strategy.model(torch.ones(1, 1)).sum().backward()
-        assert len(strategy._ddp_comm_state) == 1
 
     in_one_process(check)
 

@@ -136,6 +136,17 @@ def check_a_released_reducer_reduces_nothing() -> None:
     in_one_process(check)
 
 
+@contract(DistributedDataParallel, "_comm_hooks")
+def check_a_released_reducer_hands_over_its_communication_hook() -> None:
+    def check() -> None:
+        calls: list[None] = []
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        model.register_comm_hook(calls, counted)
+        assert torch_names.release_reducer(model) == [(counted, calls)]
+
+    in_one_process(check)
+
+
 @contract(Optimizer, "_opt_called")
 def check_a_schedule_believes_that_the_optimizer_has_stepped() -> None:
     optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.1)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dp._private.lightning_names import register_ddp_hooks, wrap_in_ddp
+from lightning_dp._private.lightning_names import wrap_in_ddp
 from lightning_dp.collectives.tracing import OnStage
 from lightning_dp.strategies.base import BaseStrategy
 from lightning_dp.strategies.krizhevsky_hybrid import checkpoint as checkpoints
@@ -177,7 +177,6 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         assert module is not None
         if isinstance(model, DistributedDataParallel):
             self.model = self._reduced.wrap_anew(model, lambda: wrap_in_ddp(self, module))
-            register_ddp_hooks(self)
         else:
             self.configure_ddp()  # the whole trunk was frozen
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dp._private.lightning_names import ddp_options, register_ddp_hooks, strategy_timeout, wrap_in_ddp
+from lightning_dp._private.lightning_names import ddp_options, strategy_timeout, wrap_in_ddp
 from lightning_dp.collectives.compression.options import Compression
 from lightning_dp.collectives.compression.stages import CompressedAllReduce
 from lightning_dp.collectives.topology import RankTopology
@@ -190,11 +190,9 @@ class LayeredSGDStrategy(BaseStrategy):
         if self._reduction is not None:
             self._reduction.bring_up_to_date()
         with blame(f"taking {names[0]}, which has become trainable, into the reduction, with all ranks,"):
-            self.model = reduced.wrap_anew(model, lambda: wrap_in_ddp(self, module))
+            self.model = reduced.wrap_anew(model, lambda: wrap_in_ddp(self, module), self._reduction is None)
         if self._reduction is not None:
             self._reduction.feed_from(self.model)
-        else:
-            register_ddp_hooks(self)
 
     @override
     @torch.compiler.disable  # a compiled training_step may call this method and the next two
