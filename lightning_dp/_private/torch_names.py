@@ -264,10 +264,10 @@ def sequence_number(node: Any) -> int:
 
 
 def release_reducer(model: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
-    """Make ``model`` give up its reducer, which takes its hooks off the parameters; return its communication hooks."""
+    """Make ``model`` give up its reducer, which takes its hooks off the parameters; return its user's comm hooks."""
     model._remove_autograd_hooks()
     del model.reducer
-    return model._comm_hooks
+    return model._comm_hooks if model.mixed_precision is None else []  # for that, DDP registers a hook itself
 
 
 @cache

@@ -143,6 +143,10 @@ def check_a_released_reducer_hands_over_its_communication_hook() -> None:
         model = DistributedDataParallel(nn.Linear(2, 2))
         model.register_comm_hook(calls, counted)
         assert torch_names.release_reducer(model) == [(counted, calls)]
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        model.register_comm_hook(calls, counted)
+        model.mixed_precision = object()  # DDP would have registered the hook, and would do so again
+        assert torch_names.release_reducer(model) == []
 
     in_one_process(check)
 
