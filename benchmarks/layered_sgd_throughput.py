@@ -38,7 +38,9 @@ With --memory each method trains in processes of its own. Measured is how far th
 code of libraries, rises above its level before `fit`, when it has the parameters only. On CPU no method locks pages.
 
 DeAR's order (arXiv 2302.12445): reduce-scatter of each bucket in backward, all-gather in the next forward, in one ring
-over all ranks. Writes results.json, table.md and step_time.png (not with --memory) for each topology.
+over all ranks. "DDP, nothing sent" trains with torch's noop_hook: what a step takes on these cores without a network.
+
+Writes results.json, table.md and step_time.png (not with --memory) for each topology.
 """
 
 from __future__ import annotations
