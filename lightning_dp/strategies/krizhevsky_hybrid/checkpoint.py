@@ -7,7 +7,8 @@ gathers, one tensor after the other, in host memory. `sharded_checkpoint` is for
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,53 @@ def require_one_trunk(module: LightningModule, head: ShardedHead) -> None:
             "gradients depending on this rank's part of the head, as torch.nn.utils.clip_grad_norm_ does; use "
             "self.clip_gradients(optimizer, gradient_clip_val=...), or Trainer(gradient_clip_val=...)"
         )
+
+
+def warn_of_rows(checkpoint: State, module: LightningModule, head: ShardedHead) -> None:
+    """Warn of rows that a callback or the module has put into ``checkpoint``, an average of the weights for example.
+
+    Only rank 0's would be saved: the strategy gathers parameters and optimizer states, and knows of nothing else.
+    """
+    if head.channel.rank != 0:
+        return
+    # Of weights only: the length of a bias may be that of anything.
+    rows = {p.shape: name for name, p in head.names_in(module).items() if p.ndim > 1 and p.shape != head.whole_shape(p)}
+    gathered = ("state_dict", "optimizer_states")
+    for path, tensor in _tensors({key: value for key, value in checkpoint.items() if key not in gathered}):
+        if tensor.shape in rows:
+            warnings.warn(
+                f"checkpoint{path} has the shape {tuple(tensor.shape)} of this rank's rows of {rows[tensor.shape]!r}. "
+                "If it is a copy of them, such as an average of the weights, the other ranks' rows are not saved. Let "
+                "each rank save its copy to a file of its own",
+                stacklevel=2,
+            )
+
+
+def warn_of_other_shapes(optimizer: Optimizer, head: ShardedHead) -> None:
+    """Warn of states of the head's parameters that are neither single numbers nor of the parameter's shape.
+
+    How the ranks' states would make a whole one is not known, so a checkpoint holds those of rank 0.
+    """
+    if head.channel.rank != 0:
+        return
+    for p, of_p in optimizer.state.items():
+        for name, value in of_p.items() if head.owns(p) else ():
+            if isinstance(value, Tensor) and value.numel() > 1 and value.shape != p.shape:
+                warnings.warn(
+                    f"{type(optimizer).__name__} keeps {name!r} of shape {tuple(value.shape)} for this rank's rows of "
+                    f"the head, of shape {tuple(p.shape)}. A checkpoint holds rank 0's, so on other ranks a resumed "
+                    "training differs from one that was not interrupted; use an optimizer of torch.optim",
+                    stacklevel=2,
+                )
+
+
+def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor within dicts and sequences, and where it is."""
+    if isinstance(value, Tensor):
+        yield path, value
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, inner in items:
+        yield from _tensors(inner, f"{path}[{key!r}]")
 
 
 def write_to_disk(checkpoint: State, path: str | os.PathLike[str]) -> None:

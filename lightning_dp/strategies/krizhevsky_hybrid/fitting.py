@@ -22,17 +22,9 @@ from lightning_dp._private.lightning_names import strategy_timeout
 from lightning_dp._private.torch_names import backend_name
 from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.collectives.groups import create_groups, destroy_group, unbound_default_group
+from lightning_dp.strategies.krizhevsky_hybrid import checkpoint as checkpoints
 from lightning_dp.strategies.krizhevsky_hybrid import policy, sharded_checkpoint
-from lightning_dp.strategies.krizhevsky_hybrid.checkpoint import (
-    State,
-    gather_optimizer_state,
-    gather_parameters,
-    make_whole,
-    own_optimizer_state,
-    require_one_trunk,
-    shard_state,
-    write_to_disk,
-)
+from lightning_dp.strategies.krizhevsky_hybrid.checkpoint import State
 from lightning_dp.strategies.krizhevsky_hybrid.gathering import GatherHead
 from lightning_dp.strategies.krizhevsky_hybrid.head_passes import HeadPasses
 from lightning_dp.strategies.krizhevsky_hybrid.meeting import require_same_place
@@ -127,7 +119,7 @@ class Fitting(SharedByCopies):
         self.head.control.all_gather("end of set-up", torch.zeros(1, device=self._strategy.root_device))
         self._parameters.keep()
         for optimizer in self._optimizers():
-            shard_state(optimizer, self.head)
+            checkpoints.shard_state(optimizer, self.head)
         self.takeover.remember_rows()
         if self._options.evaluation == "gathered":
             self.takeover.gather_head()
@@ -215,7 +207,7 @@ class Fitting(SharedByCopies):
             # ends with the whole weights and optimizer states.
             self.takeover.forget_gathered_head()
             for optimizer in self._optimizers():
-                make_whole(optimizer, self.head)
+                checkpoints.make_whole(optimizer, self.head)
             self._parameters.unshard()
         self._stack.close()
 
@@ -225,26 +217,28 @@ class Fitting(SharedByCopies):
         self._meet()
         with self.takeover.state_dict_hooks.leaving_rows():
             state = state_dict()
-        require_one_trunk(self._module, self.head)
+        checkpoints.require_one_trunk(self._module, self.head)
         if self._keeps_rows:
             return state
         # A module may leave parameters out of its state_dict.
-        whole = gather_parameters(self._module, self.head)
+        whole = checkpoints.gather_parameters(self._module, self.head)
         return state | {name: value for name, value in whole.items() if name in state}
 
     def optimizer_state(self, optimizer: Optimizer, state: State) -> State:
         """Return an optimizer's state for a checkpoint, like `module_state`. All ranks must call it."""
-        return state if self._keeps_rows else gather_optimizer_state(optimizer, state, self.head)
+        checkpoints.warn_of_other_shapes(optimizer, self.head)
+        return state if self._keeps_rows else checkpoints.gather_optimizer_state(optimizer, state, self.head)
 
     def own_states(self, states: list[State]) -> list[State]:
         """Return the optimizers' states of a checkpoint, cut to this rank's rows."""
         both = zip(self._optimizers(), states, strict=False)  # Lightning, too, ignores states without an optimizer
-        return [own_optimizer_state(optimizer, state, self.head) for optimizer, state in both]
+        return [checkpoints.own_optimizer_state(optimizer, state, self.head) for optimizer, state in both]
 
-    def writes(self, is_plain: bool) -> bool:
+    def writes(self, checkpoint: State, is_plain: bool) -> bool:
         """Return whether to save by `write`. Lightning's own way makes two more copies of a checkpoint in memory.
 
         Args:
+            checkpoint: what is to be saved.
             is_plain: whether the checkpoint is an ordinary local file to Lightning.
 
         Raises:
@@ -255,6 +249,7 @@ class Fitting(SharedByCopies):
                 "state_dict_type='sharded' writes local files only; remove the checkpoint plugin and storage_options, "
                 "or use state_dict_type='full'"
             )
+        checkpoints.warn_of_rows(checkpoint, self._module, self.head)
         return is_plain
 
     def write(self, checkpoint: State, path: Path) -> None:
@@ -265,7 +260,7 @@ class Fitting(SharedByCopies):
             barrier = self._strategy.barrier
             sharded_checkpoint.save(checkpoint, path, self._module, self._optimizers(), self.head, barrier)
         elif self.head.channel.rank == 0:
-            write_to_disk(checkpoint, path)
+            checkpoints.write_to_disk(checkpoint, path)
 
     def _optimizers(self) -> list[Optimizer]:
         return self._strategy.optimizers  # they do not exist before set-up ends

@@ -245,7 +245,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         is_plain = checkpoints.is_plain_file(self.checkpoint_io, filepath) and storage_options is None
-        if self._fitting is None or not self._fitting.writes(is_plain):
+        if self._fitting is None or not self._fitting.writes(checkpoint, is_plain):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
             self._fitting.write(checkpoint, Path(filepath))
