@@ -11,9 +11,8 @@ import torch
 from lightning_fabric.utilities.warnings import PossibleUserWarning
 from pytorch_lightning.callbacks import BaseFinetuning
 from pytorch_lightning.strategies import DDPStrategy
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredSGDStrategy
+from lightning_dp.strategies import LayeredSGDStrategy
 from lightning_dp.strategies.unfreezing import ReducedParameters
 from tests.ranks import RankError, run_processes
 from tests.strategies.modules import SMALL_BUCKETS_MB, Net, assert_same, data, snapshot, trainer
@@ -201,47 +200,3 @@ def test_a_frozen_parameter_that_is_averaged_with_gradients_enabled_is_not_unfro
     module.frozen.weight.lerp_(module.shared.weight, 0.1)
     assert module.frozen.weight.requires_grad
     assert reduced.unfrozen() == []
-
-
-class FirstFrozen(FrozenAtFirst):
-    """DDP has something to reduce from the start, also where another strategy takes care of the last layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared.requires_grad_(True)
-        self.body = [*self.first.parameters()]
-
-
-class Counting(pl.Callback):
-    """Registers a communication hook, as users do on CPU, where DDPStrategy ignores its own argument for it."""
-
-    def __init__(self) -> None:
-        self.buckets: dict[int, list[int]] = {}  # step -> elements of each bucket
-
-    def on_train_start(self, t: pl.Trainer, module: pl.LightningModule) -> None:
-        t.strategy.model.register_comm_hook((self.buckets, t), count_and_reduce)
-
-
-def count_and_reduce(state, bucket):  # DDP compares annotations with types, and would find strings
-    buckets, t = state
-    buckets.setdefault(t.global_step, []).append(bucket.buffer().numel())
-    return default_hooks.allreduce_hook(torch.distributed.group.WORLD, bucket)
-
-
-def count_buckets(rank):
-    counted = []
-    for strategy in (LayeredSGDStrategy(2), KrizhevskyHybridStrategy(head="last")):
-        counting = Counting()
-        module = FirstFrozen()
-        fit(strategy, module, callbacks=[counting])
-        counted.append((counting.buckets, sum(p.numel() for p in module.body)))
-    return counted
-
-
-def test_a_communication_hook_of_the_user_also_reduces_what_is_unfrozen():
-    for of_rank in run_processes(2, count_buckets):
-        for buckets, of_body in of_rank:
-            assert set(buckets) == set(range(EPOCHS * STEPS))
-            elements = [sum(buckets[step]) for step in sorted(buckets)]
-            assert set(elements[: 2 * STEPS]) == {elements[0]}
-            assert set(elements[2 * STEPS :]) == {elements[0] + of_body}

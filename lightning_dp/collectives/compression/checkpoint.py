@@ -15,16 +15,20 @@ State = dict[str, dict[str, Any]]
 out. ``"others"``: name -> what else the compressor keeps of the parameter, the same in all groups."""
 
 
-def gather_state(all_reduce: CompressedAllReduce) -> State:
+def gather_state(all_reduce: CompressedAllReduce, residuals: bool = True) -> State:
     """Gather residuals and factors on rank 0. The other ranks get the factors only.
 
     Every rank of the job must call it, while no bucket is under way. Each parameter's residuals travel alone, so that
     other ranks need memory for one of them only.
+
+    Args:
+        all_reduce: what keeps them.
+        residuals: False: return the factors only. Nothing is sent, so one rank may call it alone.
     """
     compressor = all_reduce.compressor
     state: State = {"residuals": {}, "others": {}}
     for info in all_reduce.parameters.all():
-        residual = all_reduce.residual_to_sum(info)
+        residual = all_reduce.residual_to_sum(info) if residuals else None
         if residual is not None and compressor.keeps_residual(info):
             sums = all_reduce.collective.gather_group_sums(residual)
             if sums is not None:

@@ -32,12 +32,26 @@ class CompressionCheckpoint:
         """Keep the state at the end of a fit. Every rank must call it."""
         self._last = None if compressed is None else gather_state(compressed)
 
-    def add_to(self, checkpoint: dict[str, Any], compressed: CompressedAllReduce | None) -> None:
-        """Add the state to ``checkpoint``, unless it holds weights only. Every rank must call it."""
-        if "optimizer_states" in checkpoint:
-            state = self._last if compressed is None else gather_state(compressed)
-            if state is not None and any(state.values()):
-                checkpoint[KEY] = state
+    def add_to(self, checkpoint: dict[str, Any], compressed: CompressedAllReduce | None, interrupted: bool) -> None:
+        """Add the state to ``checkpoint``, unless it holds weights only. Every rank must call it.
+
+        Args:
+            checkpoint: changed in place.
+            compressed: what sums at present, if ``fit`` is running.
+            interrupted: an exception has ended ``fit``. Other ranks may be gone or still in a step, and a gather would
+                wait for them; so residuals are left out, and no other rank need call this.
+        """
+        if "optimizer_states" not in checkpoint:
+            return
+        state = self._last if compressed is None else gather_state(compressed, residuals=not interrupted)
+        if state is not None and any(state.values()):
+            checkpoint[KEY] = state
+        if interrupted and compressed is not None and has_error_feedback(self._compression):
+            log.warning(
+                f"{self._strategy_name}(compression={self._compression!r}): the checkpoint that is written after an "
+                "exception holds no residuals, because other ranks may be gone. If training continues from it, what "
+                "the last compressed step left out of its gradient is dropped"
+            )
 
     def take_from(self, checkpoint: dict[str, Any]) -> None:
         """Keep the state that ``checkpoint`` holds, until `restore`."""

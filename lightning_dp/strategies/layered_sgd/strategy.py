@@ -265,7 +265,8 @@ class LayeredSGDStrategy(BaseStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         self._bring_up_to_date()
-        self._compression_checkpoint.add_to(checkpoint, self._compressed)
+        assert self.lightning_module is not None
+        self._compression_checkpoint.add_to(checkpoint, self._compressed, self.lightning_module.trainer.interrupted)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override

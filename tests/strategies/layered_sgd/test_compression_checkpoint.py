@@ -1,14 +1,19 @@
-"""The warning about residuals that a checkpoint holds and the training cannot use."""
+"""Checkpoints of compression: residuals that the training cannot use, and those of a training that has failed."""
 
 from __future__ import annotations
 
 import logging
 
 import pytest
+import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 
 from lightning_dp.strategies import PowerSGD
 from lightning_dp.strategies.layered_sgd.compression_checkpoint import KEY, CompressionCheckpoint
+from tests.ranks import run_processes
+from tests.strategies.layered_sgd.modules import fit, layered
+from tests.strategies.modules import Net
 
 RESIDUALS = {"residuals": {"weight": torch.zeros(2, 3)}, "others": {}}
 FACTORS = {"residuals": {}, "others": {"weight": {"right": torch.zeros(3, 2)}}}
@@ -32,3 +37,47 @@ def test_only_residuals_that_are_dropped_are_warned_of(state, compression, warns
     with caplog.at_level(logging.WARNING):
         checkpoint.restore(None)
     assert ("what the last compressed step left out of its gradient is dropped" in caplog.text) == warns
+
+
+class FailsOnRank0(Net):
+    """Rank 1 still trains when rank 0 saves."""
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 3:
+            if self.global_rank == 1:
+                dist.barrier()
+            raise ValueError("a bad sample")
+        return super().training_step(batch, batch_idx)
+
+
+class SavesOnException(pl.Callback):
+    """As `OnExceptionCheckpoint`, without the barrier that ends it on all ranks."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_exception(self, trainer, module, exception):
+        if trainer.global_rank == 0:
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint()
+            trainer.strategy.save_checkpoint(checkpoint, self.path)
+            dist.barrier()
+
+
+def fail_on_rank_0(rank, choice, path):
+    with pytest.raises(ValueError, match="a bad sample"):
+        fit(layered(1, compression=choice), 2, FailsOnRank0(), callbacks=[SavesOnException(path)])
+
+
+POWER_SGD = PowerSGD(rank=2, min_compression_rate=1.0)  # the matrices of `Net` are small
+
+
+@pytest.mark.parametrize(("choice", "has_state"), [("int8", False), (POWER_SGD, True)])
+def test_a_rank_that_fails_alone_writes_its_checkpoint(choice, has_state, tmp_path):
+    """It must not wait for the others, so it writes what needs nobody else."""
+    run_processes(2, fail_on_rank_0, choice, str(tmp_path / "failed.ckpt"))
+    checkpoint = torch.load(tmp_path / "failed.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 3
+    assert (KEY in checkpoint) == has_state
+    if has_state:
+        assert not checkpoint[KEY]["residuals"]
+        assert checkpoint[KEY]["others"]
