@@ -29,6 +29,7 @@ log = logging.getLogger("train")
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 LOG_FILE = "train.log"
+GROUPS = ("debug", "experiment", "hparams_search", "plan")  # keys of a command line that are not in the configuration
 
 
 class SweepFolder(Callback):
@@ -70,6 +71,10 @@ def run(main: Callable[[], Any]) -> None:
             if before == "1":
                 raise
             sys.exit(f"error: {explain(error)}")
+        except OSError as error:  # of Hydra, before the job: errors within it are JobErrors
+            if before == "1":
+                raise
+            sys.exit(f"error: the run folder cannot be made: {error}; name another one with hydra.run.dir=FOLDER")
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
@@ -119,6 +124,8 @@ def explain(error: Exception) -> str:
 
 
 def _unknown_key(key: Any, full_key: str, existing: list[str]) -> str:
+    if "." not in full_key:
+        existing = [*existing, *GROUPS]
     similar = difflib.get_close_matches(str(key), existing, n=1)
     suggestion = f"; did you mean {similar[0]}?" if similar else "."
     where = full_key.rpartition(".")[0]

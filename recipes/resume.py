@@ -18,8 +18,8 @@ def find_checkpoint(requested: str | None, run_dir: Path, name: str, in_sweep: b
 
     Args:
         requested: the key ``ckpt_path``: None, a path, or ``"last"``. That is the last checkpoint of the run folder. If
-            it has none: of a single run, that of the newest run of the same name; of a job in a sweep of which another
-            job has one, none, because this job had not come to its first checkpoint.
+            it has none: of a single run, that of the newest run of the same name beside it; of a job in a sweep of
+            which another job has one, none, because this job had not come to its first checkpoint.
         run_dir: this run's folder.
         name: the key ``name``.
         in_sweep: the run is a job of a sweep.
@@ -53,8 +53,8 @@ def _last_checkpoint(run_dir: Path, name: str, in_sweep: bool) -> Path | None:
         )
     if not others or run_dir.parent.name != name:
         raise FileNotFoundError(
-            f"ckpt_path=last: neither {run_dir} nor another run named {name} has a checkpoint; "
-            "name the folder of the run with hydra.run.dir=FOLDER, or the file with ckpt_path=PATH"
+            f"ckpt_path=last: {run_dir} has no checkpoint, nor has another run named {name} beside it; name the folder "
+            "of the run to continue with hydra.run.dir=FOLDER, or the file with ckpt_path=PATH"
         )
     return others[-1]
 

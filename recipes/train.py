@@ -47,7 +47,8 @@ def main(cfg: DictConfig) -> float | None:
         metrics = launch(train, config, job_logging(), num_processes=num_processes, num_nodes=cfg.trainer.num_nodes)
         if is_first:
             print(result_line(metrics, cfg.run_dir), flush=True)
-        return optimized(metrics, cfg.optimized_metric if cfg.train else None)
+        has_trained = cfg.train and 0 not in (cfg.trainer.max_epochs, cfg.trainer.get("max_steps"))
+        return optimized(metrics, cfg.optimized_metric if has_trained else None)
     except Exception as error:
         raise job_error(cfg.run_dir, error) from error
 

@@ -29,6 +29,7 @@ def validate(config: dict[str, Any]) -> int:
     """
     for path, node in targets(config):
         check_arguments(path, node)
+    check_have_targets(config["callbacks"])
     check_together(config)
     trainer = config["trainer"]
     num_processes = count_processes(
@@ -66,6 +67,16 @@ def targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
             yield path, node
         for key, value in node.items():
             yield from targets(value, f"{path}.{key}" if path else str(key))
+
+
+def check_have_targets(callbacks: dict[str, Any]) -> None:
+    """Raise ValueError for options of a callback that is not there: an experiment sets those of another group."""
+    for name, node in callbacks.items():
+        if node is not None and "_target_" not in node:
+            raise ValueError(
+                f"callbacks.{name} has options ({', '.join(map(str, node))}) and no _target_: the chosen group of "
+                f"callbacks has no {name}; choose one that has it (callbacks=GROUP), or write callbacks.{name}=null"
+            )
 
 
 def check_arguments(path: str, node: dict[str, Any]) -> None:

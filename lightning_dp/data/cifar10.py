@@ -117,13 +117,13 @@ class CIFAR10(ImageDataModule):
         where = self.folder.absolute()
         if where.exists():
             raise FileNotFoundError(
-                f"{where} lacks {', '.join(missing)}; delete that folder, and set download=true or "
-                f"unpack {ARCHIVE} again"
+                f"{where} lacks {', '.join(missing)}; delete that folder, and set download=true (in a recipe, "
+                f"data.download=true) or unpack {ARCHIVE} again"
             )
         raise FileNotFoundError(
-            f"CIFAR-10 is not in {where} (root={self.root}); set download=true to download it (170 MB), or unpack "
-            f"{ARCHIVE} from {URL} into root yourself, so that it contains {FOLDER}/{TRAIN_FILES[0]} to "
-            f"{TRAIN_FILES[-1]} and {FOLDER}/{TEST_FILE}"
+            f"CIFAR-10 is not in {where} (root={self.root}); set download=true (in a recipe, data.download=true) to "
+            f"download it (170 MB), or unpack {ARCHIVE} from {URL} into root yourself, so that it contains "
+            f"{FOLDER}/{TRAIN_FILES[0]} to {TRAIN_FILES[-1]} and {FOLDER}/{TEST_FILE}"
         )
 
 

@@ -116,7 +116,8 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         """Raise an error that names the image, or count it."""
         message = f"{self.source.name(index)} cannot be decoded: {error}"
         if not self.skip_broken:
-            raise BrokenImageError(f"{message}; replace it, or set on_broken=skip") from error
+            remedy = "replace it, or set on_broken=skip (in a recipe, data.on_broken=skip)"
+            raise BrokenImageError(f"{message}; {remedy}") from error
         if not self.broken[index]:
             log.warning("%s; it is skipped", message)
         self.broken[index] = True

@@ -109,8 +109,20 @@ class Classifier(LightningModule):
         fill = {}
         if "total_steps" in arguments and given.get("total_steps") is None:
             fill["total_steps"] = int(self.trainer.estimated_stepping_batches)
+        self._planned_steps = fill.get("total_steps", 0)
         scheduler = self.scheduler(optimizer, **fill)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+
+    def on_train_start(self) -> None:
+        """Raise ValueError if a checkpoint has brought a schedule that ends before this training does."""
+        for each in self.trainer.lr_scheduler_configs:
+            total_steps = getattr(each.scheduler, "total_steps", self._planned_steps)
+            if total_steps < self._planned_steps:
+                raise ValueError(
+                    f"the checkpoint's {type(each.scheduler).__name__} ends after {total_steps} steps, and this "
+                    f"training after {self._planned_steps}; such a schedule cannot be extended: train as long as "
+                    "planned before, or anew, or with another schedule"
+                )
 
     def _evaluate(self, batch: Batch, metrics: dict[str, Metric]) -> None:
         x, y = batch

@@ -139,6 +139,19 @@ def test_schedules_count_what_they_should_and_checkpoints_hold_plain_values(tmp_
     assert set(checkpoint["state_dict"]) == {f"model.{name}" for name in model.model.state_dict()}
 
 
+def test_a_schedule_that_a_checkpoint_ends_too_early_is_refused_at_once(tmp_path):
+    """It would fail when its last step is taken, and all steps before it would be lost."""
+    one_cycle = partial(OneCycleLR, max_lr=0.1, cycle_momentum=False)
+    images = DataLoader([batch(4, seed) for seed in range(3)], batch_size=None)
+    run = trainer(max_epochs=2)
+    run.fit(classifier(scheduler=one_cycle, interval="step"), images, images)
+    run.save_checkpoint(tmp_path / "last.ckpt")
+    longer = classifier(scheduler=one_cycle, interval="step")
+    longer.training_step = lambda *_: pytest.fail("a step was taken")
+    with pytest.raises(ValueError, match=r"OneCycleLR ends after 6 steps, and this training after 9"):
+        trainer(max_epochs=3).fit(longer, images, images, ckpt_path=tmp_path / "last.ckpt")
+
+
 def test_channels_last_changes_the_layout_and_not_the_result():
     torch.manual_seed(0)
     fast = Classifier(resnet20(), 10, SGD_PARTIAL)

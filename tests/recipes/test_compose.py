@@ -33,6 +33,15 @@ def test_an_experiment_takes_any_strategy(experiment, strategy):
     assert not getattr(alone, "_ddp_kwargs", {}).keys() - {"gradient_as_bucket_view"}
 
 
+@pytest.mark.parametrize("callbacks", names("callbacks"))
+@pytest.mark.parametrize("experiment", names("experiment"))
+def test_an_experiment_takes_any_callbacks(experiment, callbacks):
+    """No experiment sets options of a callback that another group does not have."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("train", [f"experiment={experiment}", f"callbacks={callbacks}"])
+    assert all("_target_" in node for node in config.callbacks.values())
+
+
 def test_the_demo_has_two_groups():
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("train", ["experiment=digits_resnet20"])

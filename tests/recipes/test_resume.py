@@ -62,7 +62,7 @@ def save(run_dir, num_steps=1, age_s=0):
 
 def test_last_is_that_of_the_run_folder_or_else_of_the_newest_run(tmp_path):
     new = tmp_path / "runs" / "tiny" / "new"
-    with pytest.raises(FileNotFoundError, match="nor another run named tiny has a checkpoint"):
+    with pytest.raises(FileNotFoundError, match="nor has another run named tiny beside it"):
         find("last", new)
     save(tmp_path / "runs" / "tiny" / "older", age_s=10)
     newest = save(tmp_path / "runs" / "tiny" / "old")
