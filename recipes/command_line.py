@@ -29,7 +29,7 @@ log = logging.getLogger("train")
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 LOG_FILE = "train.log"
-GROUPS = ("debug", "experiment", "hparams_search", "plan")  # keys of a command line that are not in the configuration
+GROUPS = ("debug", "experiment", "hparams_search", "plan")  # keys of a command line that choose files, and `plan=FILE`
 
 
 class SweepFolder(Callback):
@@ -72,7 +72,7 @@ def run(main: Callable[[], Any]) -> None:
                 raise
             sys.exit(f"error: {explain(error)}")
         except OSError as error:  # of Hydra, before the job: errors within it are JobErrors
-            if before == "1":
+            if before == "1" or error.filename is None:
                 raise
             sys.exit(f"error: the run folder cannot be made: {error}; name another one with hydra.run.dir=FOLDER")
         except KeyboardInterrupt:
@@ -125,7 +125,7 @@ def explain(error: Exception) -> str:
 
 def _unknown_key(key: Any, full_key: str, existing: list[str]) -> str:
     if "." not in full_key:
-        existing = [*existing, *GROUPS]
+        existing = sorted({*existing, *GROUPS})
     similar = difflib.get_close_matches(str(key), existing, n=1)
     suggestion = f"; did you mean {similar[0]}?" if similar else "."
     where = full_key.rpartition(".")[0]

@@ -29,7 +29,8 @@ def validate(config: dict[str, Any]) -> int:
     """
     for path, node in targets(config):
         check_arguments(path, node)
-    check_have_targets(config["callbacks"])
+    for group in ("callbacks", "logger"):
+        check_have_targets(group, config[group])
     check_together(config)
     trainer = config["trainer"]
     num_processes = count_processes(
@@ -69,13 +70,13 @@ def targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
             yield from targets(value, f"{path}.{key}" if path else str(key))
 
 
-def check_have_targets(callbacks: dict[str, Any]) -> None:
-    """Raise ValueError for options of a callback that is not there: an experiment sets those of another group."""
-    for name, node in callbacks.items():
-        if node is not None and "_target_" not in node:
+def check_have_targets(group: str, nodes: dict[str, Any]) -> None:
+    """Raise ValueError for options of an object that the chosen file of a group does not have, but another one has."""
+    for name, node in nodes.items():
+        if node is not None and not (isinstance(node, dict) and "_target_" in node):
             raise ValueError(
-                f"callbacks.{name} has options ({', '.join(map(str, node))}) and no _target_: the chosen group of "
-                f"callbacks has no {name}; choose one that has it (callbacks=GROUP), or write callbacks.{name}=null"
+                f"{group}.{name}={node} has no _target_: the chosen {group} have no {name}; choose a file that has it "
+                f"({group}=NAME), or write {group}.{name}=null"
             )
 
 

@@ -65,6 +65,7 @@ class Classifier(LightningModule):
         self.interval = interval
         self.label_smoothing = label_smoothing
         self.parameter_groups = parameter_groups
+        self._planned_steps = 0  # what the schedule was told; 0 if it was told nothing
         self.train_loss, self.val_loss, self.test_loss = (MeanLoss() for _ in range(3))
         self.train_acc, self.val_acc, self.test_acc = (_accuracy(num_classes) for _ in range(3))
         self.test_acc5 = _accuracy(num_classes, top_k=5) if num_classes > 5 else None
@@ -109,7 +110,7 @@ class Classifier(LightningModule):
         fill = {}
         if "total_steps" in arguments and given.get("total_steps") is None:
             fill["total_steps"] = int(self.trainer.estimated_stepping_batches)
-        self._planned_steps = fill.get("total_steps", 0)
+            self._planned_steps = fill["total_steps"]
         scheduler = self.scheduler(optimizer, **fill)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
 

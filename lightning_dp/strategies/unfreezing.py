@@ -94,13 +94,10 @@ class ReducedParameters:
 def _forget_buckets(hook: Callable[..., object], state: object) -> None:
     """Drop what the state of a communication hook has kept of the buckets, which hold other parameters from now on."""
     if isinstance(state, PowerSGDState):
-        if state.iter >= state.start_powerSGD_iter:
-            # It keeps by the bucket's number: residuals would go to other parameters, or have another size.
-            for of_buckets in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
-                of_buckets.clear()
-            log.info(
-                "PowerSGD forgets its residuals, because a parameter has become trainable; the next sums are exact"
-            )
+        # It keeps by the bucket's number: residuals would go to other parameters, or have another size.
+        for of_buckets in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+            of_buckets.clear()
+        log.info("PowerSGD forgets its residuals, because a parameter has become trainable; the next sums are exact")
         state.start_powerSGD_iter = max(state.start_powerSGD_iter, state.iter + _EXACT_STEPS)
     elif not isinstance(state, _WITHOUT_BUCKETS):
         name = getattr(hook, "__qualname__", repr(hook))

@@ -152,6 +152,18 @@ def test_a_schedule_that_a_checkpoint_ends_too_early_is_refused_at_once(tmp_path
         trainer(max_epochs=3).fit(longer, images, images, ckpt_path=tmp_path / "last.ckpt")
 
 
+def test_a_subclass_may_make_its_own_schedule():
+    class Own(Classifier):
+        def configure_optimizers(self):
+            optimizer = SGD(self.parameters(), lr=0.1)
+            return [optimizer], [OneCycleLR(optimizer, max_lr=0.1, total_steps=9)]
+
+    images = DataLoader([batch(4, seed) for seed in range(3)], batch_size=None)
+    run = trainer(max_epochs=1)
+    run.fit(Own(classifier().model, CLASSES, SGD_PARTIAL), images, images)
+    assert run.global_step == 3
+
+
 def test_channels_last_changes_the_layout_and_not_the_result():
     torch.manual_seed(0)
     fast = Classifier(resnet20(), 10, SGD_PARTIAL)

@@ -36,6 +36,20 @@ def fail(monkeypatch, tmp_path, capsys):
     return fail
 
 
+def test_a_run_of_no_epochs_ends_well_without_a_metric_of_training(monkeypatch, capsys):
+    import command_line
+    import train
+
+    monkeypatch.setattr(train, "launch", lambda *args, **options: {"test/acc": 0.125})
+    monkeypatch.setattr(sys, "argv", ["train.py", "trainer=cpu", "trainer.max_epochs=0", "optimized_metric=val/acc"])
+    handlers, level = list(logging.root.handlers), logging.root.level
+    command_line.run(train.main)
+    for handler in set(logging.root.handlers) - set(handlers):
+        handler.close()
+    logging.root.handlers[:], logging.root.level = handlers, level
+    assert "test/acc=0.1250" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -59,10 +73,9 @@ def fail(monkeypatch, tmp_path, capsys):
         (["ckpt_path=no-such-file"], ["ckpt_path=no-such-file: there is no such checkpoint", "checkpoints/last.ckpt"]),
         (["experiments=digits_resnet20"], ["experiments is unknown; did you mean experiment?"]),
         (["hydra.run.dir=/dev/null/run"], ["the run folder cannot be made", "name another one with hydra.run.dir"]),
-        (
-            ["+callbacks.other.patience=2"],
-            ["callbacks.other has options (patience) and no _target_"],
-        ),
+        (["+callbacks.other.patience=2"], ["callbacks.other={'patience': 2} has no _target_", "callbacks.other=null"]),
+        (["+callbacks.other=2"], ["callbacks.other=2 has no _target_"]),
+        (["logger=csv", "+logger.wandb.project=a"], ["logger.wandb={'project': 'a'} has no _target_", "logger=NAME"]),
         (["ckpt_path=last"], ["has no checkpoint, nor has another run named bad", "hydra.run.dir=FOLDER"]),
         (["--multirun", "ckpt_path=last", "seed=1,2"], ["no job of", "hydra.sweep.dir=FOLDER"]),
         (["train=false"], ["train=false needs weights to test"]),

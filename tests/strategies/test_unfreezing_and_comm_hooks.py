@@ -59,7 +59,7 @@ def test_a_communication_hook_of_the_user_also_reduces_what_is_unfrozen():
 
 
 class ByBucket(powerSGD_hook.PowerSGDState):
-    """PowerSGD that notes which parameters each residual belongs to, and of whom it is added to others."""
+    """PowerSGD that notes which parameters each residual belongs to, and which residuals were added to others."""
 
     def __init__(self) -> None:
         super().__init__(None, matrix_approximation_rank=1, start_powerSGD_iter=STEPS, min_compression_rate=1)

@@ -145,7 +145,7 @@ def warn_of_other_shapes(optimizer: Optimizer, head: ShardedHead) -> None:
         return
     for p, of_p in optimizer.state.items():
         for name, value in of_p.items() if head.owns(p) else ():
-            if isinstance(value, Tensor) and value.numel() > 1 and value.shape != p.shape:
+            if isinstance(value, Tensor) and value.numel() > 1 and not _is_like(value, p.shape):
                 warnings.warn(
                     f"{type(optimizer).__name__} keeps {name!r} of shape {tuple(value.shape)} for this rank's rows of "
                     f"the head, of shape {tuple(p.shape)}. A checkpoint holds rank 0's, so on other ranks a resumed "
@@ -158,9 +158,11 @@ def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor within dicts and sequences, and where it is."""
     if isinstance(value, Tensor):
         yield path, value
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
-    for key, inner in items:
-        yield from _tensors(inner, f"{path}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _tensors(inner, f"{path}[{key!r}]")
 
 
 def write_to_disk(checkpoint: State, path: str | os.PathLike[str]) -> None:

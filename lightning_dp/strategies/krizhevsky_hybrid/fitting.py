@@ -234,11 +234,14 @@ class Fitting(SharedByCopies):
         both = zip(self._optimizers(), states, strict=False)  # Lightning, too, ignores states without an optimizer
         return [checkpoints.own_optimizer_state(optimizer, state, self.head) for optimizer, state in both]
 
-    def writes(self, checkpoint: State, is_plain: bool) -> bool:
+    def warn_of_rows(self, checkpoint: State) -> None:
+        """Warn of what ``checkpoint`` holds of rank 0 alone."""
+        checkpoints.warn_of_rows(checkpoint, self._module, self.head)
+
+    def writes(self, is_plain: bool) -> bool:
         """Return whether to save by `write`. Lightning's own way makes two more copies of a checkpoint in memory.
 
         Args:
-            checkpoint: what is to be saved.
             is_plain: whether the checkpoint is an ordinary local file to Lightning.
 
         Raises:
@@ -249,7 +252,6 @@ class Fitting(SharedByCopies):
                 "state_dict_type='sharded' writes local files only; remove the checkpoint plugin and storage_options, "
                 "or use state_dict_type='full'"
             )
-        checkpoints.warn_of_rows(checkpoint, self._module, self.head)
         return is_plain
 
     def write(self, checkpoint: State, path: Path) -> None:

@@ -245,10 +245,11 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         is_plain = checkpoints.is_plain_file(self.checkpoint_io, filepath) and storage_options is None
-        if self._fitting is None or not self._fitting.writes(checkpoint, is_plain):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        else:
-            self._fitting.write(checkpoint, Path(filepath))
+        if self._fitting is not None:
+            self._fitting.warn_of_rows(checkpoint)
+            if self._fitting.writes(is_plain):
+                return self._fitting.write(checkpoint, Path(filepath))
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

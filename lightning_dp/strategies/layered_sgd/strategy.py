@@ -190,7 +190,7 @@ class LayeredSGDStrategy(BaseStrategy):
         if self._reduction is not None:
             self._reduction.bring_up_to_date()
         with blame(f"taking {names[0]}, which has become trainable, into the reduction, with all ranks,"):
-            self.model = reduced.wrap_anew(model, lambda: wrap_in_ddp(self, module), self._reduction is None)
+            self.model = reduced.wrap_anew(model, lambda: wrap_in_ddp(self, module), keep_hooks=self._reduction is None)
         if self._reduction is not None:
             self._reduction.feed_from(self.model)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,17 +31,12 @@ class AverageOfWeights(pl.Callback):
 
 
 def _save_an_average(rank: int, world_size: int, folder: str) -> list[str]:
-    options = {"callbacks": [AverageOfWeights()], "use_distributed_sampler": False}
-    runner = trainer(KrizhevskyHybridStrategy(), world_size, enable_checkpointing=True, max_epochs=1, **options)
-    module = StepNet()
-
-    def save(*_: Any) -> None:
-        runner.save_checkpoint(Path(folder, "during.ckpt"))
-
-    module.on_train_epoch_end = save
+    options = _saving(folder)
+    options["callbacks"].append(AverageOfWeights())
+    runner = trainer(KrizhevskyHybridStrategy(), world_size, max_epochs=1, use_distributed_sampler=False, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        runner.fit(module, batches(rank, world_size, steps=2))
+        runner.fit(StepNet(), batches(rank, world_size, steps=2))
     return sorted({str(each.message) for each in caught if "rows" in str(each.message)})
 
 
