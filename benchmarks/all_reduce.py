@@ -6,7 +6,7 @@
 The hosts are network namespaces of this machine (benchmarks/support/emulated_hosts.py says what that needs), one rank
 each, over gloo. The methods run in turn, round after round; a ratio compares two methods of one round, and its spread
 is the minimum and the maximum over the rounds. A time is that of the slowest rank, from a barrier on. Bound: the bytes
-that the busiest rank sends (`lightning_dp.collectives.cost`) over the rate; the headers of TCP and Ethernet alone add
+that the busiest rank sends (`lightning_dp.planner.traffic`) over the rate; the headers of TCP and Ethernet alone add
 4.5 %. Writes results.json, table.md and time.png.
 """
 
@@ -29,7 +29,7 @@ from support.report import markdown_table, write_report
 from support.spread import min_max, ratios, turn_order
 
 from lightning_dp.collectives import ring_all_reduce, star_all_reduce
-from lightning_dp.collectives.cost import ring_cost, star_cost
+from lightning_dp.planner.traffic import ring_cost, star_cost
 
 METHODS: dict[str, Callable[[torch.Tensor], Any]] = {
     "ring (ours)": ring_all_reduce,

@@ -31,8 +31,8 @@ from support.global_batch_norm_tables import draw, figure_4, figure_4_table, pha
 from support.report import write_report
 from support.sliced_batch_norm import SlicedBatchNorm2d, slice_batch_norm
 
+from lightning_dp.callbacks.adaptive_global_batch_norm import GlobalPhase, in_global_phase
 from lightning_dp.callbacks.convergence import Plateau
-from lightning_dp.callbacks.statistics_policy import GlobalPhase, in_global_phase
 from lightning_dp.data import CIFAR10
 from lightning_dp.models import resnet20
 

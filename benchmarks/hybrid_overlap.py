@@ -39,8 +39,8 @@ from support.timeline import Stage
 from support.training import make_trainer, quiet
 from torch import nn
 
+from lightning_dp.planner.traffic import head_traffic
 from lightning_dp.strategies import KrizhevskyHybridStrategy
-from lightning_dp.strategies.krizhevsky_hybrid.traffic import head_traffic
 
 WARM_UP = 2
 SMOKE = {

@@ -13,7 +13,7 @@ processes, round after round, forward and backward in turn; a ratio compares two
 the minimum and the maximum over the rounds. DDP and the hybrids then train on with nothing sent (no all-reduce, no
 exchange but those of batch sizes and targets): a step's communication time is the difference, which is what computing
 does not hide. Bound: the larger of computing alone, and the bytes that a rank sends (by
-`lightning_dp.strategies.krizhevsky_hybrid.traffic`) over its link's rate; of the other sides only the bytes, counted on
+`lightning_dp.planner.traffic`) over its link's rate; of the other sides only the bytes, counted on
 the NIC. Writes results.json, table.md and step_time.png for each number of hosts.
 """
 
@@ -54,10 +54,9 @@ from support.sharded_peers import PEERS, TENSOR_PARALLEL, train_peer
 from support.spread import turn_order
 from support.training import make_trainer, quiet
 
-from lightning_dp.collectives.cost import ring_cost
 from lightning_dp.models import TrunkAndHead
+from lightning_dp.planner.traffic import hybrid_cost, ring_cost
 from lightning_dp.strategies import KrizhevskyHybridStrategy
-from lightning_dp.strategies.krizhevsky_hybrid.traffic import hybrid_cost
 
 WARM_UP = 2
 SMOKE = {

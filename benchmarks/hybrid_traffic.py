@@ -39,10 +39,9 @@ from support.report import markdown_table, write_report
 from support.spread import min_max
 from support.training import make_trainer, quiet
 
-from lightning_dp.collectives.cost import ring_cost
 from lightning_dp.launch import launch
+from lightning_dp.planner.traffic import head_traffic, ring_cost
 from lightning_dp.strategies import KrizhevskyHybridStrategy
-from lightning_dp.strategies.krizhevsky_hybrid.traffic import head_traffic
 
 COUNTED = (4, 8)  # images a rank, in the steps that are counted
 SHOWN = 32  # images a rank, in the table

@@ -23,7 +23,7 @@ def with_plan(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     path = Path(files[0])
     if not path.is_file():
         raise FileNotFoundError(f"plan={path}: there is no such file; recipes/plan.py writes one, plan.yaml")
-    from lightning_dp.planner.advice import read_overrides
+    from lightning_dp.planner.report import read_overrides
 
     overrides = read_overrides(path)
     others = [argument for argument in arguments if not argument.startswith(PREFIX)]

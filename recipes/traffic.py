@@ -8,9 +8,8 @@ from typing import Any
 from hydra.utils import instantiate
 from torch import nn
 
-from lightning_dp.collectives.cost import hierarchical_cost, ring_cost
+from lightning_dp.planner.traffic import hierarchical_cost, hybrid_cost, ring_cost
 from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredSGDStrategy
-from lightning_dp.strategies.krizhevsky_hybrid.traffic import hybrid_cost
 
 ELEMENT_BYTES = 4
 BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

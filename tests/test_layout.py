@@ -33,9 +33,8 @@ FRAMEWORK = {"lightning", "pytorch_lightning", "lightning_fabric"}
 CONFIGURATION = {"hydra", "omegaconf"}
 # Formulas and simulations: to be used where there is no torch.
 NO_TORCH = {
-    f"planner/{name}.py"
-    for name in ("advice", "batch_size", "checks", "convolution", "events", "methods", "network", "profile", "scaling")
-} | {f"planner/{name}.py" for name in ("messages", "overrides", "reasons", "simulation", "workload")}
+    f"planner/{name}.py" for name in ("convolutions/program", "formulas", "network", "report", "simulation", "workload")
+}
 ONLY_TORCH = {"_private", "collectives", "layers", "recompute", "optim", "launch", "_rank_report"}
 
 

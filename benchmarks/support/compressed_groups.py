@@ -8,11 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_dp.collectives.compression.choice import make_compressor
-from lightning_dp.collectives.compression.compressor import Compressor
-from lightning_dp.collectives.compression.int8 import Int8
+from lightning_dp.collectives.compression.compressors import Compressor, Int8, make_compressor
+from lightning_dp.collectives.compression.layout import ParameterTable, whole_piece
 from lightning_dp.collectives.compression.options import PowerSGD
-from lightning_dp.collectives.compression.parameters import ParameterTable, whole_piece
 from support.local_wire import local_wires, run_ranks
 
 EXACT = "exact"

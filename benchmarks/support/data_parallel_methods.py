@@ -17,7 +17,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dp.collectives import CompressionState, compression_hook
-from lightning_dp.collectives.compression.sizes import FLOAT_BYTES, message_bytes
+from lightning_dp.collectives.compression.compressors import FLOAT_BYTES, message_bytes
 from lightning_dp.strategies import LayeredSGDStrategy, PowerSGD
 from support.comm_hooks import POWER_SGD_BUCKET_MB, POWER_SGD_RANK, HookedDDPStrategy, bf16_hook, power_sgd_state
 from support.dear import DeARStrategy

@@ -20,13 +20,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dp.collectives.compression.stages import CompressedAllReduce
-from lightning_dp.collectives.groups import destroy_group
-from lightning_dp.collectives.ring import SEGMENT_BYTES
-from lightning_dp.collectives.ring_schedule import run_ring
-from lightning_dp.collectives.topology import RankTopology
+from lightning_dp.collectives.groups import RankTopology, destroy_group
+from lightning_dp.collectives.ring import SEGMENT_BYTES, run_ring
 from lightning_dp.strategies import LayeredSGDStrategy
-from lightning_dp.strategies.layered_sgd.gradient_sum import GradientCommunicator
-from lightning_dp.strategies.layered_sgd.issue_order import IssueOrder
+from lightning_dp.strategies.layered_sgd.gradient_sum import GradientCommunicator, IssueOrder
 from lightning_dp.strategies.layered_sgd.options import CommunicatorOptions
 
 

@@ -15,15 +15,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dp.data import ImageNet
-from lightning_dp.data.augment import normalize
-from lightning_dp.data.image_files import ImageFiles
-from lightning_dp.data.image_sources import FilesInFolder, ImageSource
-from lightning_dp.data.imagenet_folders import list_train
-from lightning_dp.data.jpeg import Decoder, resolve_decoder
-from lightning_dp.data.loading import TrainingSampler
-from lightning_dp.data.random_crops import RandomCrops
-from lightning_dp.data.shard_index import INDEX_FILE, index_shards
-from lightning_dp.data.shard_source import ImagesInShards
+from lightning_dp.data.image_files import FilesInFolder, ImageFiles, ImageSource
+from lightning_dp.data.imagenet import list_train
+from lightning_dp.data.jpeg import Decoder, RandomCrops, resolve_decoder
+from lightning_dp.data.loading import TrainingSampler, normalize
+from lightning_dp.data.shards import INDEX_FILE, ImagesInShards, index_shards
 from support import shard_loaders
 
 OURS = "ours"

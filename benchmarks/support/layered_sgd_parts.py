@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp._private.torch_names import step_below_hooks
-from lightning_dp.strategies.layered_sgd.bucket import (
+from lightning_dp.strategies.layered_sgd.host_communicator import (
     INTER_GROUP_ALL_REDUCE,
     INTRA_GROUP_BROADCAST,
     INTRA_GROUP_REDUCE,

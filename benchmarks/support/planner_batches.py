@@ -18,9 +18,8 @@ from torch import nn
 
 from lightning_dp.models import CifarResNet
 from lightning_dp.planner import BatchPlan, apply_algorithms, choose_batch_size, measure_candidates
-from lightning_dp.planner.batch_size import fastest
-from lightning_dp.planner.candidates import mean_square
-from lightning_dp.planner.measured_plans import measure_plans
+from lightning_dp.planner.convolutions.measured_plans import mean_square, measure_plans
+from lightning_dp.planner.convolutions.program import fastest
 from lightning_dp.recompute import apply_recompute
 from support.report import markdown_table
 from support.spread import alternate, min_max

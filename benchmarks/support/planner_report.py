@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from lightning_dp.planner import METHODS
-from lightning_dp.planner.overrides import OVERRIDES
+from lightning_dp.planner.report import OVERRIDES
 from support.headless import pyplot
 from support.report import markdown_table
 from support.spread import min_max

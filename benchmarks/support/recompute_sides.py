@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_dp._private.torch_names import activation_memory_budget
 from lightning_dp.recompute import Policy, activation_bytes, apply_recompute, plan_recompute
-from lightning_dp.recompute.blocks import find_blocks
+from lightning_dp.recompute.policies import find_blocks
 
 
 class Side:

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dp.data.image_files import training_image
-from lightning_dp.data.jpeg import Decoder, open_image
-from lightning_dp.data.random_crops import RandomCrops
+from lightning_dp.data.jpeg import Decoder, RandomCrops, open_image
 
 IMAGES_PER_SHARD = 125
 

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from lightning_dp._lightning import Callback, LightningModule, Trainer, require_own_trainer
 from lightning_dp._private.lightning_names import converts_batch_norm, strategy_timeout
+from lightning_dp._private.torch_names import ignore_in_ddp, stop_ignoring_in_ddp, tree_leaves
 from lightning_dp.callbacks.convergence import Convergence, Monitor, ask
-from lightning_dp.callbacks.conversion import BatchNormConversion
-from lightning_dp.callbacks.model_copies import average_over_ranks, model_copies
-from lightning_dp.callbacks.statistics_policy import (
-    GlobalPhase,
-    check_arguments,
-    in_global_phase,
-    local_batch_size,
-    single_value_error,
-)
-from lightning_dp.collectives.groups import create_groups, destroy_group
+from lightning_dp.collectives.groups import RankTopology, create_groups, destroy_group
 from lightning_dp.collectives.small_all_gather import small_all_gather
-from lightning_dp.collectives.topology import RankTopology
-from lightning_dp.layers import GlobalBatchNorm, global_batch_norm_layers
+from lightning_dp.layers import (
+    GlobalBatchNorm,
+    NoEffectWarning,
+    apply_global_batch_norm,
+    average_running_statistics,
+    global_batch_norm_layers,
+    revert_global_batch_norm,
+    unconverted_layer_names,
+)
 
 log = logging.getLogger(__name__)
 
@@ -285,3 +288,201 @@ class AdaptiveGlobalBatchNorm(Callback):
 
     def _revert(self, trainer: Any, pl_module: LightningModule) -> None:
         self._conversion.revert(pl_module, model_copies(trainer.callbacks, pl_module))
+
+
+# --- Policy of `AdaptiveGlobalBatchNorm`: in which steps statistics are global. Pure functions, no Trainer.
+
+GlobalPhase = Literal["until_converged", "after_converged", "always"]
+
+
+def in_global_phase(global_phase: GlobalPhase, converged: bool) -> bool:
+    """Return whether statistics are global in this phase of training, apart from the batch size."""
+    return global_phase == "always" or converged == (global_phase == "after_converged")
+
+
+def local_batch_size(batch: Any) -> int:
+    """Return the length of the first tensor in ``batch``, which may consist of nested lists, tuples and dictionaries.
+
+    Raises:
+        ValueError: ``batch`` holds no tensor with at least one dimension, or a list of tensors that may be images.
+    """
+    siblings = _list_of_first_tensor(batch)
+    if len(siblings) > 1 and all(isinstance(each, Tensor) and _may_be_image(each) for each in siblings):
+        raise ValueError(
+            f"max_batch_size needs the size of the batch, but a list of {len(siblings)} tensors of shapes such as "
+            f"{tuple(siblings[0].shape)} may hold single images, whose length is their number of channels; stack them "
+            "to one tensor in the collate function, or leave max_batch_size out"
+        )
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return leaf.shape[0]
+    raise ValueError(
+        f"max_batch_size needs the size of the batch, but a {type(batch).__name__} without tensors does not have one; "
+        "return tensors from the collate function, or leave max_batch_size out"
+    )
+
+
+def _may_be_image(tensor: Tensor) -> bool:
+    """Whether ``tensor`` may be (C, H, W). A sequence of signals, (N, C, L), is taken for one only if N is so small."""
+    return tensor.dim() == 3 and tensor.shape[0] in (1, 3, 4)
+
+
+def _list_of_first_tensor(batch: Any) -> Sequence[Any]:
+    """Return the innermost list or tuple that begins with the first tensor of ``batch``; an empty one if none does."""
+    while isinstance(batch, (list, tuple, dict)) and batch:
+        first = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+        if isinstance(first, Tensor):
+            return () if isinstance(batch, dict) else batch
+        batch = first
+    return ()
+
+
+def single_value_error(names_by_rank: list[list[str]]) -> str:
+    """Return the error message for layers that had a single value per channel, given their names for each rank."""
+    named = [f"rank {rank}: {', '.join(map(repr, names))}" for rank, names in enumerate(names_by_rank) if names]
+    return (
+        f"batch norm layers had a single value per channel ({'; '.join(named)}). Global statistics accept that, but "
+        "training would fail when the convergence criterion makes statistics local. Give each rank at least two "
+        "samples (also in the last batch: drop_last=True), or use global_phase='always'"
+    )
+
+
+def check_arguments(
+    max_batch_size: int | None, convergence: Convergence | None, global_phase: GlobalPhase, group_size: int | None
+) -> None:
+    """Raise ValueError for values out of range, and for a phase that could never begin or end."""
+    for name, value in (("max_batch_size", max_batch_size), ("group_size", group_size)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1, or None")
+    if global_phase not in get_args(GlobalPhase):
+        raise ValueError(
+            f"global_phase={global_phase!r} is not known; use 'until_converged', 'after_converged' or 'always'"
+        )
+    if global_phase == "always" and convergence is not None:
+        raise ValueError("global_phase='always' does not use a criterion; leave convergence out, or change the phase")
+    if global_phase == "after_converged" and convergence is None:
+        raise ValueError(
+            "global_phase='after_converged' never begins without a criterion; pass convergence=Plateau(monitor=...)"
+        )
+    if convergence is not None and not callable(getattr(convergence, "update", convergence)):
+        raise ValueError(
+            f"convergence={convergence!r} is neither a function nor has it update(metrics); use Plateau(...)"
+        )
+
+
+# --- Conversion of a LightningModule to global batch norm for the time of one fit.
+
+
+class BatchNormConversion:
+    """Converts the batch norm layers of a model, keeps their buffers from DDP, and takes both back.
+
+    Args:
+        owner: name of the callback, for error messages.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._converted_names: list[str] = []
+        self._ignored_names: list[str] = []
+        self._own_layers: list[tuple[GlobalBatchNorm, dist.ProcessGroup | None, bool]] = []
+
+    def apply(self, model: nn.Module) -> list[GlobalBatchNorm]:
+        """Convert the layers of ``model`` in place and return them. Call it before DDP wraps the model.
+
+        Raises:
+            ValueError: there is no batch norm layer, or one cannot be converted. The model has not been changed then.
+        """
+        # The user may have built global layers. They are not converted back, but get their group and switch back.
+        own_layers = [(layer, layer.group, layer.is_global) for layer in global_batch_norm_layers(model)]
+        names = unconverted_layer_names(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NoEffectWarning)
+            apply_global_batch_norm(model)
+        self._converted_names = names
+        self._own_layers = own_layers
+        layers = global_batch_norm_layers(model)
+        if not layers:
+            raise ValueError(
+                f"{type(model).__name__} has no BatchNorm1d, 2d or 3d for {self._owner} to work on; build the layers "
+                "in __init__ (setup and configure_model come too late), or remove the callback"
+            )
+        # DDP would replace the running statistics of all ranks by those of rank 0 in each forward. A layer that is
+        # registered at two places has two names, and DDP may use either.
+        ours = {id(buffer) for layer in layers for buffer in layer.buffers()}
+        buffers = model.named_buffers(remove_duplicate=False)
+        self._ignored_names = [name for name, buffer in buffers if id(buffer) in ours]
+        ignore_in_ddp(model, self._ignored_names)
+        return layers
+
+    def require_complete(self, model: nn.Module) -> None:
+        """Raise ValueError if ``model`` has batch norm layers that appeared after `apply`.
+
+        They would keep local statistics, and DDP has been built by now and would broadcast their buffers.
+        """
+        names = unconverted_layer_names(model)
+        if names:
+            raise ValueError(
+                f"{self._owner} found batch norm layers that were created after its setup and would keep local "
+                f"statistics: {', '.join(map(repr, names))}; build them in __init__ of {type(model).__name__} (setup "
+                "and configure_model come too late)"
+            )
+
+    def revert(self, model: nn.Module, copies: Iterable[nn.Module]) -> None:
+        """Undo `apply` in ``model`` and in copies of it. Does nothing if it was undone before."""
+        stop_ignoring_in_ddp(model, self._ignored_names)
+        self._ignored_names = []
+        for converted in (model, *copies):
+            for layer in global_batch_norm_layers(converted):
+                layer.group = None
+                layer.had_single_value = False
+            try:
+                revert_global_batch_norm(converted, self._converted_names)
+            except ValueError as error:
+                log.warning(f"{self._owner}: {error}. The model keeps its global batch norm layers.")
+        for layer, group, is_global in self._own_layers:
+            layer.group = group
+            layer.is_global = is_global
+        self._converted_names = []
+        self._own_layers = []
+
+
+# --- Copies of the trained model that other callbacks hold, such as moving averages of its weights.
+
+
+def average_over_ranks(callbacks: Iterable[Callback], model: LightningModule) -> None:
+    """Average the running statistics of ``model``, and of the copies that callbacks hold, over all ranks in place.
+
+    Every rank must call it. If the ranks hold different numbers of copies, the copies are left out with a warning.
+    """
+    copies = model_copies(callbacks, model)
+    num_copies = small_all_gather(torch.tensor(len(copies), device=model.device)).tolist()
+    if len(set(num_copies)) > 1:
+        copies = []
+        if model.global_rank == 0:
+            log.warning(
+                f"the callbacks of the ranks hold {num_copies} copies of the model; the running statistics of these "
+                "copies stay those of their rank. Keep the copy on all ranks"
+            )
+    average_running_statistics(model, copies=copies)
+
+
+def model_copies(callbacks: Iterable[Callback], model: nn.Module) -> list[nn.Module]:
+    """Return the copies of ``model`` that the callbacks hold as attributes, in the order of the callbacks.
+
+    Finds those of Lightning's WeightAveraging and StochasticWeightAveraging, and of other callbacks that keep a copy of
+    the whole LightningModule in an attribute, by itself or in an AveragedModel.
+    """
+    copies: list[nn.Module] = []
+    for callback in callbacks:
+        for value in getattr(callback, "__dict__", {}).values():
+            candidate: Any = value.module if isinstance(value, AveragedModel) else value
+            is_copy = type(candidate) is type(model) and candidate is not model
+            if is_copy and not any(candidate is other for other in copies) and _has_layers_of(candidate, model):
+                copies.append(candidate)
+    return copies
+
+
+def _has_layers_of(candidate: nn.Module, model: nn.Module) -> bool:
+    """Return whether both have buffers of the same names and shapes. A user may have changed the copy's layers."""
+    buffers = {name: buffer.shape for name, buffer in candidate.named_buffers()}
+    return buffers == {name: buffer.shape for name, buffer in model.named_buffers()}

@@ -3,9 +3,14 @@
 from lightning_dp.collectives.comm_hooks import RingState, ring_all_reduce_hook
 from lightning_dp.collectives.compression import CompressionState, PowerSGD, compression_hook
 from lightning_dp.collectives.point_to_point import PeerError
-from lightning_dp.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from lightning_dp.collectives.ring_schedule import chunk_bounds, chunk_schedule
-from lightning_dp.collectives.star import star_all_reduce
+from lightning_dp.collectives.ring import (
+    chunk_bounds,
+    chunk_schedule,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    star_all_reduce,
+)
 
 __all__ = [
     "CompressionState",

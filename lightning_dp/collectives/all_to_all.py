@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dp.collectives.groups import dense, needs_host_copy
+from lightning_dp.collectives.groups import OnStage, dense, needs_host_copy
 from lightning_dp.collectives.point_to_point import Message, Transfer, peer_error
 from lightning_dp.collectives.small_all_gather import gather_on_device
-from lightning_dp.collectives.tracing import OnStage
 
 HEADER_BYTES = 64
 INLINE_BYTES = 960

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import lightning_dp.collectives.forking  # noqa: F401  # whoever makes groups may fork
 from lightning_dp._private.torch_names import backend_name
 
 
@@ -152,3 +154,117 @@ def unbound_default_group(backend: str | None) -> Iterator[None]:
         yield
     finally:
         default.bound_device_id = device
+
+
+# --- Forked processes, such as a loader's workers, must not free process groups: they lack the threads to wait for.
+#
+# The destructor of a gloo group joins the group's threads. A forked process has a copy of the group and none of its
+# threads, so that the destructor never returns. Python runs it there if the group is garbage in a reference cycle when
+# the process forks (the strategy of an earlier Trainer, say), and the child's garbage collector finds it.
+
+_was_enabled: list[bool] = []  # of the garbage collector, for the fork in progress
+
+
+def _before_fork() -> None:
+    _was_enabled.append(gc.isenabled())
+    gc.disable()  # a collection in the child before `_after_fork_in_child` would be too early
+
+
+def _after_fork_in_parent() -> None:
+    if _was_enabled.pop():
+        gc.enable()
+
+
+def _after_fork_in_child() -> None:
+    gc.freeze()  # what the child has inherited is not collected there any more; it ends with the process
+    _after_fork_in_parent()
+
+
+if hasattr(os, "register_at_fork"):  # there is no fork on Windows
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+
+
+# --- Division of the ranks of a job into groups. Integers only.
+
+
+@dataclass(frozen=True)
+class RankTopology:
+    """Divide ``world_size`` ranks into groups of ``group_size`` consecutive ranks.
+
+    The first rank of each group is its leader. In layered SGD (arXiv 1906.05936, figure 3) a group is a node, and its
+    leader does the work of the node's communicator.
+
+    Raises:
+        ValueError: the groups would differ in size. The message lists the sizes that work.
+    """
+
+    world_size: int
+    group_size: int
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"world_size={self.world_size} must be at least 1")
+        if self.group_size < 1 or self.world_size % self.group_size:
+            possible = [size for size in range(1, self.world_size + 1) if self.world_size % size == 0]
+            raise ValueError(
+                f"world_size={self.world_size} is not a multiple of group_size={self.group_size}; "
+                f"use {', '.join(map(str, possible[:-1]))}{' or ' if possible[:-1] else ''}{possible[-1]}"
+            )
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups."""
+        return self.world_size // self.group_size
+
+    def group_of(self, rank: int) -> int:
+        """Return the index of the group of ``rank``."""
+        return rank // self.group_size
+
+    def group_rank(self, rank: int) -> int:
+        """Return the rank of ``rank`` within its group. The leader has group rank 0."""
+        return rank % self.group_size
+
+    def members(self, rank: int) -> list[int]:
+        """Return the ranks of the group of ``rank``, in ascending order."""
+        first = self.group_of(rank) * self.group_size
+        return list(range(first, first + self.group_size))
+
+    def peers(self, rank: int) -> list[int]:
+        """Return the ranks with the group rank of ``rank``, one per group. For a leader these are all leaders."""
+        return list(range(self.group_rank(rank), self.world_size, self.group_size))
+
+
+# --- Type of the callback that reports when each stage of a training step runs. Benchmarks and tests pass one in.
+
+OnStage = Callable[[str, float, float], None]
+"""Called once per stage with its name, start and end. Times are in seconds of ``time.perf_counter``."""
+
+
+# --- Reduce-scatter and all-gather of one tensor, under the names that the installed PyTorch prefers.
+#
+# PyTorch 2.13 has deprecated ``reduce_scatter_tensor`` and ``all_gather_into_tensor`` in favor of ``*_single``.
+
+_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def reduce_scatter_single(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
+    """Sum chunk k of ``input`` into ``output`` on group rank k.
+
+    Args:
+        output: (n,). It may be this rank's chunk of ``input``.
+        input: (ranks * n,).
+        group: all its ranks must call this function.
+    """
+    _reduce_scatter_single(output, input, group=group)
+
+
+def all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
+    """Put ``input`` of group rank k into chunk k of ``output``, on all ranks.
+
+    Args:
+        output: (ranks * n,).
+        input: (n,). It may be this rank's chunk of ``output``.
+        group: all its ranks must call this function.
+    """
+    _all_gather_single(output, input, group=group)

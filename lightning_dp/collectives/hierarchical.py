@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dp.collectives.groups import create_groups, destroy_group
-from lightning_dp.collectives.topology import RankTopology
+from lightning_dp.collectives.groups import RankTopology, create_groups, destroy_group
 
 CommunicatorMode = Literal["leader", "sharded"]
 Stage = Literal["inside", "between", "all"]

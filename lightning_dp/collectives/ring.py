@@ -6,13 +6,14 @@ of the N ranks sends 2(N-1) chunks of K/N elements in 2(N-1) steps.
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
+
 import torch
 import torch.distributed as dist
 
 from lightning_dp.collectives.groups import exclusive_use, resolve_group
-from lightning_dp.collectives.point_to_point import flat_buffer
-from lightning_dp.collectives.ring_schedule import chunk_bounds, run_ring
-from lightning_dp.collectives.same_call import require_same_call
+from lightning_dp.collectives.point_to_point import Transfer, flat_buffer, post, require_same_call
 
 SEGMENT_BYTES = 512 * 1024
 OPS = ("sum", "mean")
@@ -159,3 +160,190 @@ def require_segment(segment_bytes: int) -> None:
     """Raise ValueError if ``segment_bytes`` is not positive."""
     if segment_bytes < 1:
         raise ValueError(f"segment_bytes={segment_bytes} is not positive; leave the default of {SEGMENT_BYTES}")
+
+
+# --- The ring: which chunk each rank sends at which step, and the loop that moves the chunks.
+#
+# A. Gibiansky, "Bringing HPC Techniques to Deep Learning" (Baidu Research, 2017), sections "The Scatter-Reduce" and
+# "The Allgather". "Scatter-reduce" is the source's name for reduce-scatter. A rank sends to its right neighbor only and
+# receives from its left neighbor only.
+
+
+def chunk_bounds(num_elements: int, num_chunks: int) -> list[tuple[int, int]]:
+    """Return begin and end of each chunk, larger first. Sizes differ by at most one, as in `torch.tensor_split`."""
+    size, num_larger = divmod(num_elements, num_chunks)
+    begins = [chunk * size + min(chunk, num_larger) for chunk in range(num_chunks + 1)]
+    return list(pairwise(begins))
+
+
+def chunk_schedule(rank: int, world_size: int, step: int) -> tuple[int, int]:
+    """Return (chunk that ``rank`` sends, chunk that it receives) at ``step``.
+
+    "The nth GPU starts by sending chunk n and receiving chunk n - 1, and then proceeds backwards." Steps 0 ... N-2
+    are the reduce-scatter. The all-gather, steps N-1 ... 2N-3, "starts by sending the n+1th chunk". It continues the
+    same sequence, because n + 1 = n - (N-1) modulo N.
+    """
+    return (rank - step) % world_size, (rank - step - 1) % world_size
+
+
+# Long because the inner functions and the loop share one schedule.
+def run_ring(
+    flat: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    num_reducing: int,
+    num_copying: int,
+    segment_bytes: int,
+    position: int | None = None,
+    wire_dtype: torch.dtype | None = None,
+) -> None:
+    """Run ``num_reducing`` steps that add the received chunk, then ``num_copying`` steps that store it, in place.
+
+    Every rank of the group must call it with the same arguments, except for ``position``. A partial sum is rounded to
+    ``wire_dtype`` at each hop. The rank that completes a sum rounds its own copy too, so that the result is bitwise
+    identical on all ranks.
+
+    Args:
+        flat: (numel,) contiguous, with the same size and dtype on every rank.
+        group: the ranks of the ring, in its order.
+        num_reducing: N-1 for a reduce-scatter, else 0.
+        num_copying: N-1 for an all-gather, else 0.
+        segment_bytes: approximate size of a message. Chunks are split into segments that move independently: while
+            one segment is added, the following ones arrive, and the previous one is on its way to the neighbor.
+        position: position of this rank in the schedule. None: its group rank. A rank at position p ends the
+            reduce-scatter with the sum of chunk p + 1, so position n - 1 leaves chunk n on group rank n.
+        wire_dtype: dtype of the messages. None: ``flat.dtype``. Sums are computed in ``flat.dtype``.
+    """
+    rank = group.rank()
+    world_size = group.size()
+    left = (rank - 1) % world_size
+    right = (rank + 1) % world_size
+    position = rank if position is None else position
+    wire_dtype = wire_dtype or flat.dtype
+    casts = wire_dtype != flat.dtype
+    chunks = [flat[begin:end] for begin, end in chunk_bounds(flat.numel(), world_size)]
+    # Chunk 0 is the largest. Every rank must compute the same number of segments, also for a smaller chunk.
+    num_segments = max(1, math.ceil(chunks[0].numel() * wire_dtype.itemsize / segment_bytes))
+    pieces = [chunk.tensor_split(num_segments) for chunk in chunks]
+    # Messages that must be added or cast arrive here. The segments of chunk 0 are at least as large as any other.
+    inbox = [torch.empty_like(piece, dtype=wire_dtype) for piece in pieces[0]] if num_reducing or casts else []
+
+    def destination(step: int, segment: int) -> torch.Tensor:
+        piece = pieces[chunk_schedule(position, world_size, step)[1]][segment]
+        if step < num_reducing or casts:
+            return inbox[segment][: piece.numel()]
+        # This may overwrite a piece whose own send has not been awaited. That is safe: the piece was sent in the
+        # reduce-scatter, and the sum that arrives now includes it, so it has been received.
+        return piece
+
+    def start(step: int, segment: int) -> tuple[Transfer, Transfer]:
+        piece = pieces[chunk_schedule(position, world_size, step)[0]][segment]
+        outgoing = piece.to(wire_dtype)
+        if casts and step == num_reducing:
+            # First step of the all-gather. This rank holds the exact sum and the others will get the rounded one.
+            piece.copy_(outgoing)
+        (received,), (sent,) = post(group, [(destination(step, segment), left)], [(outgoing, right)])
+        return received, sent
+
+    def accept(step: int, segment: int) -> None:
+        piece = pieces[chunk_schedule(position, world_size, step)[1]][segment]
+        if step < num_reducing:
+            piece.add_(destination(step, segment))
+        elif casts:
+            piece.copy_(destination(step, segment))
+
+    num_steps = num_reducing + num_copying
+    in_flight = [start(0, segment) for segment in range(num_segments)] if num_steps else []
+    for step in range(num_steps):
+        for segment in range(num_segments):
+            received, sent = in_flight[segment]
+            received.wait()
+            accept(step, segment)
+            # What was just received is what the next step sends. Starting it here, before the other segments of this
+            # step have arrived, keeps the link to the right neighbor busy.
+            if step + 1 < num_steps:
+                in_flight[segment] = start(step + 1, segment)
+            sent.wait()
+
+
+# --- All-reduce through a single reducer, the baseline for the ring.
+#
+# "Every GPU sends its gradient to a single GPU, which takes the average of all the gradients, and sends the average
+# back to all the other GPUs" ("Bringing HPC Techniques to Deep Learning", section "The Communication Problem").
+
+
+def star_all_reduce(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    op: str = "sum",
+    *,
+    reducer: int = 0,
+    segment_bytes: int = SEGMENT_BYTES,
+) -> torch.Tensor:
+    """Replace ``tensor`` by its sum or mean over the ranks of ``group``, in place, and return it.
+
+    Every rank of the group must call it. The reducer receives and sends the array N-1 times, so the time grows linearly
+    with N. Segments are pipelined: while one is sent back, the following ones arrive. That halves the time of two
+    separate phases and makes the baseline fair. The reducer adds in rank order, and its result is sent to all ranks, so
+    that it is bitwise identical on all of them.
+
+    Args:
+        tensor: as in `ring_all_reduce`.
+        group: as in `ring_all_reduce`.
+        op: "sum" or "mean".
+        reducer: group rank of the reducer.
+        segment_bytes: maximum size of a message.
+
+    Raises:
+        ValueError: on all ranks, if they do not make the same call or an argument does not fit.
+        PeerError: a rank has died, or has been silent for longer than the timeout of the group.
+    """
+    group = resolve_group(group)
+    with exclusive_use(group, "star_all_reduce"), flat_buffer(tensor, group) as flat:
+        call = f"star_all_reduce, {op} on rank {reducer}, {flat.numel()} elements of {flat.dtype}"
+        require_same_call(group, f"{call}, segments of {segment_bytes} bytes", flat.device)
+        require_op(op, flat, segment_bytes)
+        if not 0 <= reducer < group.size():
+            raise ValueError(
+                f"reducer={reducer} is not in a group of {group.size()} ranks; use 0 to {group.size() - 1}"
+            )
+        if op == "mean":
+            flat.div_(group.size())
+        segments = [*flat.split(max(1, segment_bytes // flat.element_size()))]
+        if group.rank() == reducer:
+            _reduce(segments, group)
+        else:
+            # A received segment may overwrite the sent one: the sum cannot arrive before this rank's part was read.
+            messages = [(segment, reducer) for segment in segments]
+            received, sent = post(group, messages, messages)
+            _wait(received + sent)
+    return tensor
+
+
+def _reduce(segments: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Sum each segment over the group and send the sum back. Two sets of receive buffers are used in turn."""
+    leaves = [rank for rank in range(group.size()) if rank != group.rank()]
+    # The first segments are the largest: the last one may be shorter.
+    inboxes = [[torch.empty_like(segment) for _ in leaves] for segment in segments[:2]]
+    sends: list[Transfer] = []
+
+    def receive(index: int) -> list[Transfer]:
+        inbox = inboxes[index % 2]
+        messages = [(buffer[: segments[index].numel()], leaf) for buffer, leaf in zip(inbox, leaves, strict=True)]
+        return post(group, messages, [])[0]
+
+    incoming = [receive(index) for index in range(len(inboxes))]
+    for index, segment in enumerate(segments):
+        _wait(incoming[index])
+        for buffer in inboxes[index % 2]:
+            segment.add_(buffer[: segment.numel()])
+        # The inbox has been read, so the segment after the next one may arrive in it.
+        if index + 2 < len(segments):
+            incoming.append(receive(index + 2))
+        sends += post(group, [], [(segment, leaf) for leaf in leaves])[1]
+    _wait(sends)
+
+
+def _wait(transfers: list[Transfer]) -> None:
+    for transfer in transfers:
+        transfer.wait()

@@ -1,15 +1,118 @@
-"""CIFAR-10 (Krizhevsky 2009), read from the files of the official python version."""
+"""Read the files of CIFAR-10's python version safely.
+
+The files are pickles, and a pickle can name and call any function. This reader accepts only the few names that rebuild
+a numpy array. It resolves even these to classes of its own, so a file never calls a function outside this module.
+"""
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import http.client
+import os
+import pickle
+import sys
+import tarfile
+import tempfile
+import urllib.error
+import urllib.request
+import zlib
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from lightning_dp.data.cifar10_file import ARCHIVE, read_batch_file
-from lightning_dp.data.download import download, extract
 from lightning_dp.data.loading import stratified_holdout
 from lightning_dp.data.module import ImageDataModule, Split
+
+ARCHIVE = "cifar-10-python.tar.gz"
+
+
+def read_batch_file(path: Path) -> tuple[Tensor, Tensor]:
+    """Return the images (N, 3, 32, 32) uint8 and the labels (N,) int64 of one file. N may differ from 10,000.
+
+    Raises:
+        ValueError: the file names anything but a numpy array, or does not contain images and labels.
+    """
+    with open(path, "rb") as file:
+        try:
+            return _checked(_PlainUnpickler(file, encoding="bytes").load())
+        except Exception as error:  # a broken pickle can raise almost any error
+            raise ValueError(
+                f"{path} is not a file of CIFAR-10's python version: {error}; delete it and unpack {ARCHIVE} again"
+            ) from error
+
+
+def _checked(batch: Any) -> tuple[Tensor, Tensor]:
+    if not isinstance(batch, dict) or not {b"data", b"labels"} <= batch.keys():
+        raise ValueError("it is not a dict with the keys b'data' and b'labels'")
+    data, labels = batch[b"data"], batch[b"labels"]
+    if not isinstance(data, _Array) or data.pixels.ndim != 2 or data.pixels.shape[1] != 3072:
+        found = data.pixels.shape if isinstance(data, _Array) else type(data).__name__
+        raise ValueError(f"data is {found}, not an array (N, 3072)")
+    if not isinstance(labels, list) or not all(type(label) is int and 0 <= label < 10 for label in labels):
+        raise ValueError("labels is not a list of integers from 0 to 9")
+    if len(labels) != len(data.pixels) or not labels:
+        raise ValueError(f"{len(labels)} labels for {len(data.pixels)} images")
+    return torch.from_numpy(data.pixels.reshape(-1, 3, 32, 32).copy()), torch.tensor(labels)
+
+
+class _Dtype:
+    """Stands in for ``numpy.dtype``. It accepts unsigned bytes only."""
+
+    def __init__(self, code: str | bytes, *_: Any) -> None:
+        if code not in ("u1", b"u1"):
+            raise pickle.UnpicklingError(f"it holds an array of type {code!r}, not uint8")
+
+    def __setstate__(self, state: Any) -> None:
+        pass  # the state is the byte order, which single bytes do not have
+
+
+class _Array:
+    """Stands in for ``numpy.ndarray``, and for the function that makes an empty array before its state is set."""
+
+    def __init__(self, *_: Any) -> None:
+        self.pixels: NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def __setstate__(self, state: tuple[int, tuple[int, ...], _Dtype, bool, bytes]) -> None:
+        _, shape, dtype, fortran_order, raw = state
+        if not isinstance(dtype, _Dtype):
+            raise pickle.UnpicklingError("it holds an array without a type")
+        self.pixels = np.frombuffer(raw, np.uint8).reshape(shape, order="F" if fortran_order else "C")
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """Return the bytes that Python 3 writes as text in the pickle protocol of Python 2."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"it asks for the encoding {encoding!r}")
+    return text.encode("latin1")
+
+
+ADMITTED = {
+    ("numpy", "ndarray"): _Array,
+    ("numpy", "dtype"): _Dtype,
+    ("numpy.core.multiarray", "_reconstruct"): _Array,  # numpy 1
+    ("numpy._core.multiarray", "_reconstruct"): _Array,  # numpy 2
+    ("_codecs", "encode"): _encode,
+}
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Accepts what needs no name (dicts, lists, numbers, strings) and numpy arrays of bytes."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        """Return what stands in for a name in the pickle, or raise UnpicklingError."""
+        if (module_name, global_name) not in ADMITTED:
+            raise pickle.UnpicklingError(
+                f"it asks for {module_name}.{global_name}, which such a file does not need (nothing was run)"
+            )
+        return ADMITTED[module_name, global_name]
+
+
+# --- CIFAR-10 (Krizhevsky 2009), read from the files of the official python version.
 
 FOLDER = "cifar-10-batches-py"
 URL = "https://www.cs.toronto.edu/~kriz/" + ARCHIVE
@@ -141,3 +244,119 @@ def _check_val_size(val_size: int, num_images: int, where: object) -> int:
             f"use 0 (no validation) to {num_images - 1}"
         )
     return num_images - val_size
+
+
+# --- Downloads that resume, are verified before they are used, and never leave a partial file under the final name.
+
+CHUNK_BYTES = 1 << 18
+
+
+def download(url: str, path: Path, sha256: str, timeout_s: float = 30.0) -> None:
+    """Download ``url`` to ``path``, unless ``path`` has the right checksum already.
+
+    The data is written to ``path`` + ".part". After an interruption, the next call asks the server for the rest only,
+    or for the whole file if the server does not support ranges. Call it in one process at a time.
+
+    Raises:
+        ConnectionError: the transfer failed. The ".part" file stays and is resumed by the next call.
+        ValueError: the checksum is wrong. The ".part" file is deleted. A file that was at ``path`` before is kept.
+    """
+    remedy = f"run again, or download {url} by other means and put it at {path}"
+    if path.exists():
+        found = sha256_of(path)
+        if found != sha256:
+            raise ValueError(f"{path}: expected sha256 {sha256}, found {found}; delete the file and {remedy}")
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    try:
+        _receive(url, part, timeout_s)
+    except (OSError, http.client.HTTPException) as error:
+        kept = f"{part.stat().st_size} bytes are kept in {part}; " if part.exists() else ""
+        raise ConnectionError(f"cannot download {url}: {error}; {kept}{remedy}") from error
+    found = sha256_of(part)
+    if found != sha256:
+        part.unlink()
+        raise ValueError(f"{url}: expected sha256 {sha256}, found {found}; the download was deleted; {remedy}")
+    os.replace(part, path)
+
+
+def _receive(url: str, part: Path, timeout_s: float) -> None:
+    """Append to ``part`` what is missing of ``url``."""
+    if not url.startswith(("http://", "https://")):
+        raise OSError("only http and https addresses are downloaded")
+    done = part.stat().st_size if part.exists() else 0
+    request = urllib.request.Request(url, headers={"Range": f"bytes={done}-"} if done else {})
+    try:
+        response = urllib.request.urlopen(request, timeout=timeout_s)
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+            return  # the server has no more bytes than ``part``; the checksum decides whether it is complete
+        raise
+    with response:
+        resumed = response.status == http.HTTPStatus.PARTIAL_CONTENT
+        if not resumed:
+            done = 0
+        length = response.headers.get("Content-Length")
+        total = done + int(length) if length else None
+        progress = _Progress(part.name.removesuffix(".part"), total)
+        with open(part, "ab" if resumed else "wb") as file:
+            while chunk := response.read(CHUNK_BYTES):
+                file.write(chunk)
+                done += len(chunk)
+                progress.show(done)
+    if total is not None and done != total:
+        raise OSError(f"the transfer stopped after {done} of {total} bytes")
+
+
+class _Progress:
+    """Percentages on stderr: a line that is rewritten on a terminal, or else a line every 10 %."""
+
+    def __init__(self, name: str, total_bytes: int | None) -> None:
+        self.name, self.total_bytes = name, total_bytes
+        self.step = 1 if sys.stderr.isatty() else 10
+        self.shown = -1
+
+    def show(self, done_bytes: int) -> None:
+        if not self.total_bytes:
+            return
+        percent = 100 * done_bytes // self.total_bytes // self.step * self.step
+        if percent == self.shown:
+            return
+        self.shown = percent
+        end = "\n" if self.step > 1 or percent == 100 else ""
+        begin = "" if self.step > 1 else "\r"
+        print(
+            f"{begin}{self.name}: {percent} % of {self.total_bytes / 1e6:.1f} MB", end=end, file=sys.stderr, flush=True
+        )
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def extract(archive: Path, name: str, root: Path) -> None:
+    """Unpack folder ``name`` of a ``.tar.gz`` to ``root/name``, completely or not at all.
+
+    Raises:
+        ValueError: the archive is broken, has paths outside of its folder, or does not contain ``name``.
+        RuntimeError: this version of Python cannot extract safely.
+    """
+    if not hasattr(tarfile, "data_filter"):
+        raise RuntimeError("this version of Python cannot extract safely (PEP 706); use 3.11.4 or later")
+    with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=root) as temporary:
+        try:
+            with tarfile.open(archive, "r:gz") as tar:
+                tar.extractall(temporary, filter="data")
+        except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(f"{archive} cannot be unpacked: {error}; delete it and download it again") from error
+        unpacked = Path(temporary, name)
+        if not unpacked.is_dir():
+            raise ValueError(f"{archive} contains no folder {name}; delete it and download the official one")
+        os.replace(unpacked, root / name)

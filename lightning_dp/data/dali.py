@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dp.data.encoded_files import EncodedImages
+from lightning_dp.data.image_files import EncodedImages
 from lightning_dp.data.jpeg import BrokenImageError, resolve_decoder
 
 

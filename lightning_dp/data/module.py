@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_dp._lightning import LightningDataModule
-from lightning_dp.data.augment import normalize
-from lightning_dp.data.loading import BatchSlice, EvaluationSampler, ImageDataset, TrainingSampler
+from lightning_dp.data.loading import BatchSlice, EvaluationSampler, ImageDataset, TrainingSampler, normalize
 
 # Images and labels (N,) int64. Images in memory are (N, C, H, W) uint8; a subclass may have others, such as file names.
 Split = tuple[Any, Tensor]

@@ -5,8 +5,8 @@ from lightning_dp.layers.global_batch_norm import (
     GlobalBatchNorm1d,
     GlobalBatchNorm2d,
     GlobalBatchNorm3d,
+    average_running_statistics,
 )
-from lightning_dp.layers.running_statistics import average_running_statistics
 from lightning_dp.layers.surgery import (
     NoEffectWarning,
     apply_global_batch_norm,

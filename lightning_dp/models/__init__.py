@@ -1,10 +1,8 @@
 """Networks, and the LightningModules that train any of them as a classifier."""
 
 from lightning_dp.models.alexnet import AlexNet, TrunkAndHead, cifar_alexnet
-from lightning_dp.models.classifier import Classifier
-from lightning_dp.models.resnet import CifarResNet, resnet20
-from lightning_dp.models.resnet50 import ResNet50
-from lightning_dp.models.split_classifier import SplitClassifier
+from lightning_dp.models.classifier import Classifier, SplitClassifier
+from lightning_dp.models.resnet import CifarResNet, ResNet50, resnet20
 
 __all__ = [
     "AlexNet",

@@ -9,9 +9,7 @@ from lightning_dp.optim.krizhevsky import (
     scale_weight_decay,
     trunk_and_head_groups,
 )
-from lightning_dp.optim.lars import LARS
-from lightning_dp.optim.weight_decay import weight_decay_groups
-from lightning_dp.optim.with_warmup import multistep_with_warmup, polynomial_with_warmup
+from lightning_dp.optim.large_batch import LARS, multistep_with_warmup, polynomial_with_warmup, weight_decay_groups
 
 __all__ = [
     "LARS",

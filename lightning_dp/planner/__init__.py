@@ -1,31 +1,28 @@
 """Answers to: how many GPUs, which batch size, which strategy? Formulas, and measurements that they start from."""
 
-from lightning_dp.planner.advice import Diagnosis, Prediction, make_diagnosis, read_overrides
-from lightning_dp.planner.algorithms import AlgorithmsHandle, algorithms_for, apply_algorithms
-from lightning_dp.planner.batch_size import BatchPlan, Candidate, Choice, choose_algorithms, choose_batch_size
-from lightning_dp.planner.candidates import measure_candidates, measure_step
-from lightning_dp.planner.convolution import ConvShape, convolution_memory_bytes
-from lightning_dp.planner.diagnose import Diagnose
-from lightning_dp.planner.find_batch_size import FindBatchSize
-from lightning_dp.planner.layer_choices import convolution_choices
-from lightning_dp.planner.measure import measure_memory, measure_peak_bytes
-from lightning_dp.planner.measured_plans import plan_batch_size
-from lightning_dp.planner.memory import MemoryModel
-from lightning_dp.planner.methods import METHODS, Method
-from lightning_dp.planner.network import Link, Network
-from lightning_dp.planner.probe import probe_network
-from lightning_dp.planner.profile import LayerProfile, StepProfile
-from lightning_dp.planner.scaling import (
+from lightning_dp.planner.convolutions.algorithms import AlgorithmsHandle, algorithms_for, apply_algorithms
+from lightning_dp.planner.convolutions.measure import Layer, LayerKind, measure_memory, measure_peak_bytes, trace_layers
+from lightning_dp.planner.convolutions.measured_plans import (
+    convolution_choices,
+    measure_candidates,
+    measure_step,
+    plan_batch_size,
+)
+from lightning_dp.planner.convolutions.memory import ConvShape, MemoryModel, convolution_memory_bytes
+from lightning_dp.planner.convolutions.program import BatchPlan, Candidate, Choice, choose_algorithms, choose_batch_size
+from lightning_dp.planner.diagnose import Diagnose, probe_network
+from lightning_dp.planner.find_batch_size import BatchSizeTrials, FindBatchSize, try_batch_sizes
+from lightning_dp.planner.formulas import (
     amdahl_efficiency,
     amdahl_speedup,
     choose_num_gpus,
     choose_num_parameter_servers,
     max_overhead_ratio,
 )
-from lightning_dp.planner.simulation import StepTime, simulate
-from lightning_dp.planner.trace import Layer, LayerKind, trace_layers
-from lightning_dp.planner.trials import BatchSizeTrials, try_batch_sizes
-from lightning_dp.planner.workload import Block, Head, Recomputation, Workload
+from lightning_dp.planner.network import Link, Network
+from lightning_dp.planner.report import Diagnosis, Prediction, make_diagnosis, read_overrides
+from lightning_dp.planner.simulation import METHODS, Method, StepTime, simulate
+from lightning_dp.planner.workload import Block, Head, LayerProfile, Recomputation, StepProfile, Workload
 
 __all__ = [
     "METHODS",

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from typing_extensions import override
 
 from lightning_dp._lightning import LightningModule
 from lightning_dp._private.torch_names import BatchNorm
-from lightning_dp.callbacks.step_timer import StepTimer
+from lightning_dp.callbacks.timers import StepTimer
+from lightning_dp.collectives.groups import create_groups, destroy_group
 from lightning_dp.collectives.small_all_gather import waited_s
-from lightning_dp.planner.advice import Diagnosis, make_diagnosis
-from lightning_dp.planner.checks import require_count, require_positive
-from lightning_dp.planner.layer_times import LayerTimes
-from lightning_dp.planner.methods import METHODS
-from lightning_dp.planner.network import Network
-from lightning_dp.planner.overrides import WITH_PLAN
-from lightning_dp.planner.probe import probe_network
-from lightning_dp.planner.profile import StepProfile
-from lightning_dp.planner.recompute_times import RecomputeTimes
-from lightning_dp.planner.trace import tensors_of
+from lightning_dp.planner.convolutions.measure import num_bytes, tensors_of
+from lightning_dp.planner.formulas import require_count, require_positive
+from lightning_dp.planner.network import Link, Network
+from lightning_dp.planner.report import WITH_PLAN, Diagnosis, make_diagnosis
+from lightning_dp.planner.simulation import METHODS
+from lightning_dp.planner.workload import LayerProfile, Recomputation, StepProfile
+from lightning_dp.recompute import Profiler, RecomputeHandle, plan_profile
+from lightning_dp.recompute.apply import require_recomputable
+from lightning_dp.recompute.policies import Sublinear
+from lightning_dp.recompute.values import tensors_in
 
 log = logging.getLogger(__name__)
 
@@ -259,3 +264,236 @@ class Diagnose(StepTimer):
     def _stop_recording(self) -> None:
         self._layers.stop()
         self._recomputation.stop()
+
+
+# --- The time of each layer's forward in one step.
+
+
+class LayerTimes:
+    """Times the modules of a model that have parameters of their own, by hooks, while they are in place.
+
+    On a GPU each hook waits for the device, so that times are those of kernels; the step as a whole is slower then.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: list[Any] = []
+        self._begins: dict[int, float] = {}
+        self._found: dict[int, LayerProfile] = {}
+
+    def start(self, model: nn.Module) -> None:
+        """Put the hooks in place."""
+        for name, module in model.named_modules():
+            if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+                self._hooks.append(module.register_forward_pre_hook(self._enter))
+                self._hooks.append(module.register_forward_hook(self._leave(name)))
+
+    def stop(self) -> None:
+        """Take the hooks off. A second call does nothing."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def profiles(self) -> tuple[LayerProfile, ...]:
+        """Return the layers in the order in which they were first called."""
+        return tuple(self._found.values())
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        _synchronize(module)
+        self._begins[id(module)] = time.perf_counter()
+
+    def _leave(self, name: str) -> Any:
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            _synchronize(module)
+            forward_s = time.perf_counter() - self._begins[id(module)]
+            found = self._found.get(id(module))
+            if found is not None:  # called before: its gradients are the same, its time is longer
+                self._found[id(module)] = replace(found, forward_s=found.forward_s + forward_s)
+                return
+            parameters = [p for p in module.parameters(recurse=False) if p.requires_grad]
+            self._found[id(module)] = LayerProfile(
+                name=name,
+                num_bytes=sum(map(num_bytes, parameters)),
+                forward_s=forward_s,
+                is_linear=isinstance(module, nn.Linear),
+                input_bytes=sum(map(num_bytes, tensors_in(args))),
+                shapes=tuple(tuple(parameter.shape) for parameter in parameters),
+            )
+
+        return leave
+
+
+def _synchronize(module: nn.Module) -> None:
+    device = next(module.parameters(recurse=False)).device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# --- What `Memonger` would make of a training step: planned from one step that is recorded.
+
+METHOD = "training_step"
+# A third of the bytes holds three times the batch. A model in which one block keeps most of them needs more.
+SHARES = (1 / 3, 1 / 2, 2 / 3)
+# Of one linear program. A share that is impossible takes two: the second finds what is possible.
+TIME_LIMIT_S = 2.0
+
+
+class RecomputeTimes:
+    """Records one training step as `Memonger` does, and plans from it what a budget of memory would cost.
+
+    Nothing of the step changes but its time and memory: recorded operators run as before. A step that cannot be
+    recorded raises.
+
+    Attributes:
+        why_not: a reason for which there is no plan; "" if there is one, or no step was recorded.
+    """
+
+    def __init__(self) -> None:
+        self.why_not = ""
+        self._handle: _Recording | None = None
+        self._profiler: Profiler | None = None
+
+    def start(self, module: nn.Module) -> None:
+        """Record the next training step of ``module``."""
+        try:
+            require_recomputable(module)
+        except ValueError as error:
+            self.why_not = str(error)
+            return
+        self._handle = _Recording(module, METHOD, Sublinear())
+        self._profiler = self._handle.start_profiling()
+
+    def stop(self) -> None:
+        """Take the recording off the module. A second call does nothing."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def plan(self) -> Recomputation | None:
+        """Return what the plan of the smallest of `SHARES` that is possible holds and takes."""
+        if self._profiler is None or self.why_not:
+            return None
+        operations = self._profiler.operations
+        plain_bytes = sum(operation.num_bytes for operation in operations if operation.uses)
+        if plain_bytes == 0:
+            self.why_not = "the training step keeps nothing for backward that could be computed again"
+            return None
+        for share in SHARES:
+            try:
+                plan = plan_profile(self._profiler, max(1, round(share * plain_bytes)), TIME_LIMIT_S)
+            except (ValueError, ModuleNotFoundError) as error:  # it holds too little; SciPy is not installed
+                self.why_not = str(error)
+                continue
+            self.why_not = ""
+            return Recomputation(plan.plain_bytes, plan.peak_bytes, plan.recompute_s)
+        return None
+
+
+class _Recording(RecomputeHandle):
+    """Says what to do about a step that cannot be recorded. It must not run again: its statistics would move twice."""
+
+    @override
+    def run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return super().run(function, args, kwargs)
+        except Exception as error:
+            error.add_note(
+                f"Diagnose has recorded this {METHOD}, to plan recomputation. If it works without Diagnose, use "
+                "Diagnose(memonger=False), or plan.memonger=false in a recipe"
+            )
+            raise
+
+
+# --- Measures latency and bandwidth between the ranks of a job.
+
+SMALLEST_BYTES = 1024  # only latency matters
+# Larger and larger messages, until one takes this long: what a limited link lets pass at once no longer matters then.
+LONG_ENOUGH_S = 0.2
+LARGEST_BYTES = 64 * 1024 * 1024
+
+
+def probe_network(
+    device: torch.device | str = "cpu", ranks_per_node: int | None = None, repeats: int = 4, num_elements: int = 0
+) -> Network:
+    """Time all-reduces of growing size, and return the network that explains them. All ranks must call it.
+
+    The links are those that a ring all-reduce would need to take as long. With several nodes, an all-reduce over all
+    ranks gives the NIC's, and one within each node the inner link. All ranks return the same.
+
+    Args:
+        device: of the messages; CUDA for NCCL.
+        ranks_per_node: by default, ``LOCAL_WORLD_SIZE``, or all ranks.
+        repeats: all-reduces of each size that are timed; the median counts.
+        num_elements: ignored if 0; else the only large message, for tests.
+
+    Raises:
+        ValueError: there is one rank only, or ``ranks_per_node`` does not divide the number of ranks.
+    """
+    require_count("repeats", repeats)
+    world_size = dist.get_world_size()
+    per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if world_size == 1 or world_size % per_node:
+        raise ValueError(
+            f"world_size={world_size} and ranks_per_node={per_node}: the probe needs two ranks or more, and the same "
+            "number on each node"
+        )
+    bounds = (4 * num_elements, 4 * num_elements) if num_elements else (64 * SMALLEST_BYTES, LARGEST_BYTES)
+    all_ranks = _measure(None, bounds, device, repeats)
+    if per_node == world_size:
+        return Network(all_ranks, all_ranks, per_node)
+    if per_node == 1:
+        return Network(all_ranks, all_ranks, 1)
+    nodes = [range(first, first + per_node) for first in range(0, world_size, per_node)]
+    own = create_groups(nodes, dist.get_rank())
+    inner = _measure(own, bounds, device, repeats)
+    destroy_group(own)
+    return Network(all_ranks, _slowest(inner, device), per_node)
+
+
+def _measure(
+    group: dist.ProcessGroup | None, bounds: tuple[int, int], device: torch.device | str, repeats: int
+) -> Link:
+    """Return the link of a ring over ``group``. All its ranks get the same."""
+    size = dist.get_world_size(group)
+    steps = 2 * (size - 1)  # messages one after the other, each with one of as many parts as there are ranks
+
+    def message_s(num_bytes: int) -> float:
+        return _all_reduce_s(group, num_bytes, device, repeats) / steps
+
+    smallest_s = message_s(SMALLEST_BYTES)
+    num_bytes, largest_bytes = bounds
+    while (largest_s := message_s(num_bytes)) * steps < LONG_ENOUGH_S and num_bytes < largest_bytes:
+        num_bytes = min(4 * num_bytes, largest_bytes)
+    try:
+        return Link.fit([SMALLEST_BYTES / size, num_bytes / size], [smallest_s, largest_s])
+    except ValueError:
+        # On a busy machine a large message may be as fast as a small one: then the large one tells all.
+        return Link(largest_s, num_bytes / size / largest_s)
+
+
+def _all_reduce_s(group: dist.ProcessGroup | None, num_bytes: int, device: torch.device | str, repeats: int) -> float:
+    """Return the time of one all-reduce: the mean over the ranks of their medians, which all of them get."""
+    message = torch.zeros(num_bytes // 4, device=device)
+    measured = []
+    for _ in range(repeats + 1):
+        _synchronize_ranks(device)
+        begin_s = time.perf_counter()
+        dist.all_reduce(message, group=group)
+        _synchronize_ranks(device)
+        measured.append(time.perf_counter() - begin_s)
+    # The first one sets connections up, and takes what the link lets pass at once.
+    shared = torch.tensor(median(measured[1:]), dtype=torch.float64, device=device)
+    dist.all_reduce(shared, group=group)
+    return shared.item() / dist.get_world_size(group)
+
+
+def _slowest(link: Link, device: torch.device | str) -> Link:
+    """Return the slowest of all ranks' links: the nodes must agree on one network."""
+    values = torch.tensor([link.latency_s, 1 / link.bytes_per_s], dtype=torch.float64, device=device)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    latency_s, seconds_per_byte = values.tolist()
+    return Link(latency_s, 1 / seconds_per_byte)
+
+
+def _synchronize_ranks(device: torch.device | str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)

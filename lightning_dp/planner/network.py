@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_dp.planner.checks import require_count, require_not_negative, require_positive
+from lightning_dp.planner.formulas import require_count, require_not_negative, require_positive
 
 ALL_REDUCES = ("ring", "tree", "auto")
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_dp.planner.checks import require_count
-from lightning_dp.planner.events import Schedule
-from lightning_dp.planner.messages import num_rounds, sent_bytes
-from lightning_dp.planner.methods import LARGER_BATCH, METHODS, Method
+from lightning_dp.collectives.compression.compressors import FLOAT_BYTES, message_bytes
+from lightning_dp.collectives.compression.options import Compression, PowerSGD
+from lightning_dp.planner.formulas import require_count, require_positive
 from lightning_dp.planner.network import Network
 from lightning_dp.planner.workload import Block, Workload, fill_buckets
 
@@ -279,3 +280,252 @@ class _Job:
         """Return a bucket's part of the update."""
         total = self.workload.gradient_bytes
         return self.workload.update_s * (bucket.num_bytes / total if total else 1 / len(self.buckets))
+
+
+# --- A discrete-event simulation of tasks, what they wait for, and the resources that they share.
+
+FREE = -1
+"""The resource of tasks that need none: they start as soon as nothing holds them up."""
+
+
+class Schedule:
+    """Tasks with durations. A resource runs one task at a time, and of those that are ready the most urgent.
+
+    Tasks are numbered in the order in which they are added. A task can only wait for earlier ones, so that there is no
+    circle.
+    """
+
+    def __init__(self) -> None:
+        # One list for each property, because a list of objects takes ten times the memory for a million tasks.
+        self._durations: list[float] = []
+        self._resources: list[int] = []
+        self._priorities: list[float] = []
+        self._num_awaited: list[int] = []
+        self._followers: list[list[int] | None] = []
+        self._num_resources = 0
+
+    def __len__(self) -> int:
+        return len(self._durations)
+
+    def resource(self) -> int:
+        """Return a new resource: a stream of a device, a link, a thread."""
+        self._num_resources += 1
+        return self._num_resources - 1
+
+    def add(
+        self, duration_s: float, after: Iterable[int] = (), resource: int = FREE, priority: float | None = None
+    ) -> int:
+        """Add a task, and return its number.
+
+        Args:
+            duration_s: how long it occupies its resource.
+            after: numbers of the tasks that must end before it starts.
+            resource: what it occupies.
+            priority: of ready tasks the one with the smallest number starts first; by default, the one added first.
+        """
+        number = len(self._durations)
+        awaited = set(after)
+        assert all(0 <= other < number for other in awaited), "a task waits for earlier ones"
+        self._durations.append(duration_s)
+        self._resources.append(resource)
+        self._priorities.append(number if priority is None else priority)
+        self._num_awaited.append(len(awaited))
+        self._followers.append(None)
+        for other in awaited:
+            followers = self._followers[other]
+            if followers is None:
+                self._followers[other] = [number]
+            else:
+                followers.append(number)
+        return number
+
+    def run(self) -> list[float]:
+        """Return the time at which each task ends. All begin at 0."""
+        ends = [0.0] * len(self)
+        num_awaited = list(self._num_awaited)
+        ready: list[list[tuple[float, int]]] = [[] for _ in range(self._num_resources)]
+        is_busy = [False] * self._num_resources
+        running: list[tuple[float, int]] = []
+        touched: set[int] = set()
+
+        def release(number: int, now_s: float) -> None:
+            resource = self._resources[number]
+            if resource == FREE:
+                heapq.heappush(running, (now_s + self._durations[number], number))
+            else:
+                heapq.heappush(ready[resource], (self._priorities[number], number))
+                touched.add(resource)
+
+        def start(now_s: float) -> None:
+            for resource in touched:
+                if ready[resource] and not is_busy[resource]:
+                    is_busy[resource] = True
+                    _, number = heapq.heappop(ready[resource])
+                    heapq.heappush(running, (now_s + self._durations[number], number))
+            touched.clear()
+
+        for number, count in enumerate(num_awaited):
+            if count == 0:
+                release(number, 0.0)
+        start(0.0)
+        while running:
+            now_s = running[0][0]
+            # First everything that ends now, then the choices of the resources, among all that is ready by now.
+            while running and running[0][0] == now_s:
+                _, number = heapq.heappop(running)
+                ends[number] = now_s
+                if self._resources[number] != FREE:
+                    is_busy[self._resources[number]] = False
+                    touched.add(self._resources[number])
+                for follower in self._followers[number] or ():
+                    num_awaited[follower] -= 1
+                    if num_awaited[follower] == 0:
+                        release(follower, now_s)
+            start(now_s)
+        return ends
+
+
+# --- The ways to train that the planner compares.
+
+MEBIBYTE = 2**20
+FAMILIES = ("ddp", "layered_sgd", "hybrid")
+COMPRESSIONS = ("bf16", "int8", "power_sgd")
+SAME_BATCH, LARGER_BATCH = "same_batch", "larger_batch"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train, with the options that its time depends on.
+
+    Attributes:
+        family: ``"ddp"``, ``"layered_sgd"`` or ``"hybrid"``.
+        overlap: of layered SGD: ``"load"`` or ``"step"``.
+        communicator: of layered SGD: ``"leader"`` or ``"sharded"``.
+        order: of layered SGD with overlap ``"step"``: ``"priority"``, nearest the input first among the buckets that
+            are ready, as over gloo; or ``"fifo"``, as backward produces them, as over NCCL.
+        scheme: of the hybrid: ``"a"``, ``"b"`` or ``"c"``.
+        compression: bytes sent between nodes over bytes of the gradients, in each direction; 0.5 for 16 bits. Or a
+            compressor, whose bytes depend on the shapes of the parameters: ``"bf16"``, ``"int8"`` or ``"power_sgd"``,
+            which is PowerSGD of rank 4. The processor time of compressing is not simulated.
+        accumulate: micro-batches between two reductions. The time of a step is that of one micro-batch.
+        bucket_bytes: capacity of a gradient bucket.
+        first_bucket_bytes: capacity of the bucket that backward fills first, so that communication starts early.
+        global_batch_norm: whether each batch norm layer gathers statistics, in forward and in backward.
+        all_reduce: of DDP: ``"native"``, the network's; or ``"ring"``, `ring_all_reduce_hook`. Between the groups of
+            layered SGD exact sums always travel in a ring.
+        recompute: whether `Memonger` recomputes activations: ``""``, no; ``"same_batch"``; or ``"larger_batch"``, as
+            large as fits into the memory of the present batch's activations.
+    """
+
+    family: str = "ddp"
+    overlap: str = "step"
+    communicator: str = "leader"
+    scheme: str = "c"
+    compression: float | str = 1.0
+    accumulate: int = 1
+    bucket_bytes: float = 25 * MEBIBYTE
+    global_batch_norm: bool = False
+    order: str = "priority"
+    first_bucket_bytes: float = MEBIBYTE  # DDP's constant
+    all_reduce: str = "native"
+    recompute: str = ""
+
+    def __post_init__(self) -> None:
+        require_count("accumulate", self.accumulate)
+        require_positive("bucket_bytes", self.bucket_bytes)
+        require_positive("first_bucket_bytes", self.first_bucket_bytes)
+        options: dict[str, tuple[str, ...]] = {
+            "family": FAMILIES,
+            "overlap": ("load", "step"),
+            "communicator": ("leader", "sharded"),
+            "order": ("priority", "fifo"),
+            "all_reduce": ("native", "ring"),
+            "recompute": ("", SAME_BATCH, LARGER_BATCH),
+        }
+        if isinstance(self.compression, str):
+            options["compression"] = COMPRESSIONS
+        else:
+            require_positive("compression", self.compression)
+        for name, known in {**options, "scheme": ("a", "b", "c")}.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, known))}")
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it computes what DDP computes with the same batches."""
+        changes = (self.accumulate > 1, self.compression != 1.0, self.global_batch_norm, self.recompute == LARGER_BATCH)
+        return not any(changes)
+
+    def applies_to(self, workload: Workload) -> bool:
+        """Return whether the workload has what the method needs: a head, batch norm layers, or activations to drop."""
+        if self.family == "hybrid" and workload.head is None:
+            return False
+        if self.global_batch_norm and workload.num_batch_norms == 0:
+            return False
+        if not self.recompute:
+            return True
+        plan = workload.recomputation
+        return plan is not None and (self.recompute != LARGER_BATCH or plan.batch_factor > 1)
+
+
+def _layered(overlap: str, communicator: str, compression: float | str = 1.0) -> Method:
+    # Layered SGD makes small buckets, so that the one that the next forward needs first arrives early.
+    return Method("layered_sgd", overlap, communicator, compression=compression, bucket_bytes=2 * MEBIBYTE)
+
+
+# PyTorch's PowerSGD hook has all gradients in one bucket: over gloo it crashes with several.
+_ONE_BUCKET = float(2**40)
+
+METHODS = {
+    "ddp": Method(),
+    "ddp_ring": Method(all_reduce="ring"),
+    "ddp_bf16": Method(compression="bf16"),
+    "ddp_power_sgd": Method(compression="power_sgd", bucket_bytes=_ONE_BUCKET, first_bucket_bytes=_ONE_BUCKET),
+    "ddp_accumulate_4": Method(accumulate=4),
+    "ddp_memonger": Method(recompute=SAME_BATCH),
+    "ddp_memonger_larger_batch": Method(recompute=LARGER_BATCH),
+    "ddp_global_batch_norm": Method(global_batch_norm=True),
+    "layered_sgd_load": _layered("load", "leader"),
+    "layered_sgd_step": _layered("step", "leader"),
+    "layered_sgd_step_sharded": _layered("step", "sharded"),
+    "layered_sgd_step_bf16": _layered("step", "leader", "bf16"),
+    "layered_sgd_step_int8": _layered("step", "leader", "int8"),
+    "layered_sgd_step_power_sgd": _layered("step", "leader", "power_sgd"),
+    "hybrid_a": Method("hybrid", scheme="a"),
+    "hybrid_b": Method("hybrid", scheme="b"),
+    "hybrid_c": Method("hybrid", scheme="c"),
+}
+"""Methods by name. `Method.applies_to` says which of them a workload can use."""
+
+
+# --- What a method sends of a bucket's gradients, and how often the sums wait for each other.
+
+POWER_SGD = PowerSGD()  # of rank 4
+_CHOICES: dict[str, Compression] = {"bf16": "bf16", "int8": "int8", "power_sgd": POWER_SGD}
+
+
+def sent_bytes(block: Block, compression: float | str) -> float:
+    """Return the bytes of one copy of a block's gradients, as they travel. An all-reduce sends them in two directions.
+
+    Without `Block.shapes` the gradients count as those of one square matrix: PowerSGD's factors are the smallest for
+    it, and int8 has no block of scales that is not full.
+    """
+    if not isinstance(compression, str):
+        return block.num_bytes * compression
+    choice = _CHOICES[compression]
+    if block.shapes:
+        return float(message_bytes(block.shapes, choice))
+    side = max(1, math.isqrt(int(block.num_bytes / FLOAT_BYTES)))
+    ratio = message_bytes([(side, side)], choice) / (FLOAT_BYTES * side * side)
+    return block.num_bytes * min(1.0, ratio)
+
+
+def num_rounds(method: Method) -> int:
+    """Return how many all-reduces of a bucket wait for each other.
+
+    PowerSGD's second factor depends on the sum of the first one. What is not compressed travels with the first factors
+    in layered SGD, and in an all-reduce of its own in PyTorch's hook.
+    """
+    if method.compression != "power_sgd":
+        return 1
+    return 2 if method.family == "layered_sgd" else 3

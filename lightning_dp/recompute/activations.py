@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_dp._private.torch_names import TorchDispatchMode
 from lightning_dp.recompute.operators import name_of
-from lightning_dp.recompute.tensors import is_plain, tensors_in
+from lightning_dp.recompute.values import is_plain, tensors_in
 
 
 class ActivationRow(NamedTuple):

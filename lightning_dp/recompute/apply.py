@@ -11,11 +11,9 @@ import torch
 from torch import nn
 
 from lightning_dp._private.torch_names import OptimizedModule, has_compiled_forward
-from lightning_dp.recompute.blocks import find_blocks, segment_ends
-from lightning_dp.recompute.observer import OutputSizes
-from lightning_dp.recompute.policies import Cheap, Policy, Sublinear
+from lightning_dp.recompute.policies import Cheap, Policy, Sublinear, find_blocks, segment_ends
 from lightning_dp.recompute.profile import Profiler
-from lightning_dp.recompute.tape import Tape
+from lightning_dp.recompute.tape import OutputSizes, Tape
 
 PolicyName = Literal["cheap", "sublinear"]
 POLICIES: dict[str, type[Policy]] = {"cheap": Cheap, "sublinear": Sublinear}

@@ -16,13 +16,11 @@ from typing_extensions import override
 
 from lightning_dp.recompute.activations import unchanged
 from lightning_dp.recompute.apply import apply_recompute, check_budget
-from lightning_dp.recompute.chain import Stage, solve_chain
-from lightning_dp.recompute.graph import solve_graph
 from lightning_dp.recompute.operators import Kind
 from lightning_dp.recompute.policies import Cheap, Policy
 from lightning_dp.recompute.profile import Operation, Profiler
-from lightning_dp.recompute.tensors import tensors_in
-from lightning_dp.recompute.values import Value
+from lightning_dp.recompute.solvers import Stage, solve_chain, solve_graph
+from lightning_dp.recompute.values import Value, tensors_in
 
 VERSION = 1
 # The time of the dynamic program grows with the third power of the number of stages. A longer chain is planned by the

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dp.recompute.observer import Observer, Seen
 from lightning_dp.recompute.operators import Kind, is_batch_norm, rerun
-from lightning_dp.recompute.tensors import tensors_in
-from lightning_dp.recompute.values import Value, outputs_of
+from lightning_dp.recompute.tape import Observer, Seen
+from lightning_dp.recompute.values import Value, outputs_of, tensors_in
 
 
 @dataclass

@@ -12,6 +12,8 @@ input of each block. And what it caches inside of an outer checkpoint is not dro
 
 from __future__ import annotations
 
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -21,22 +23,25 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import override
 
-from lightning_dp._private.torch_names import (
-    TorchDispatchMode,
-    detach_with_version,
-    is_in_backward,
-    mutated_arguments,
-)
-from lightning_dp.recompute.compute import closure, compute
-from lightning_dp.recompute.location import Location
-from lightning_dp.recompute.observer import Observer, Seen
+from lightning_dp._private.torch_names import TorchDispatchMode, detach_with_version, is_in_backward, mutated_arguments
 from lightning_dp.recompute.operators import Kind, arguments_to_keep, kind_of
 from lightning_dp.recompute.policies import Policy
-from lightning_dp.recompute.tensors import is_plain, is_small, tensors_in
-from lightning_dp.recompute.values import Call, Entries, Value, outputs_of, root_of
+from lightning_dp.recompute.values import (
+    Call,
+    Entries,
+    Value,
+    closure,
+    compute,
+    is_plain,
+    is_small,
+    outputs_of,
+    root_of,
+    tensors_in,
+)
 
 _SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
@@ -291,3 +296,113 @@ def _shape_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return what tells a tensor from others in the same memory."""
     # Two views of a complex tensor may differ in the sign alone.
     return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg()
+
+
+# --- What a tape tells others while it records: to measure operators, and to compare them with a plan.
+
+
+class Seen(NamedTuple):
+    """One call of an operator, as an observer is told of it."""
+
+    number: int
+    key: str
+    func: Any
+    kind: Kind
+    inputs: list[Value | None]
+    outputs: list[Value | None]
+    segment: int
+    time_s: float
+
+
+class Observer(ABC):
+    """Is told what a tape sees."""
+
+    @abstractmethod
+    def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
+        """Run an operator; return its result and its time (s)."""
+
+    @abstractmethod
+    def on_call(self, seen: Seen) -> None:
+        """An operator has run."""
+
+    @abstractmethod
+    def on_pack(self, value: Value, segment: int) -> None:
+        """Autograd keeps a value for the backward of something in ``segment``."""
+
+
+class OutputSizes(Observer):
+    """Adds up what each call of an operator computes.
+
+    Attributes:
+        by_key: bytes of the outputs that are not small, by the key of the call. A view has none.
+    """
+
+    def __init__(self) -> None:
+        self.by_key: dict[str, int] = {}
+
+    @override
+    def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
+        return func(*args, **kwargs), 0.0
+
+    @override
+    def on_call(self, seen: Seen) -> None:
+        outputs = [value for value in seen.outputs if value is not None and not value.is_held]
+        self.by_key[seen.key] = 0 if seen.kind is Kind.VIEW else sum(value.num_bytes for value in outputs)
+
+    @override
+    def on_pack(self, value: Value, segment: int) -> None:
+        pass
+
+
+# --- Where in the model a forward pass is: gives each call of an operator a name, and counts segments.
+
+
+class Location:
+    """Follows one forward pass, in the thread that makes the object.
+
+    Attributes:
+        segment: how many of ``segment_ends`` have run.
+
+    Args:
+        model: knows the names of its modules.
+        segment_ends: the modules at whose end a new segment of the model begins.
+    """
+
+    def __init__(self, model: nn.Module, segment_ends: frozenset[nn.Module]) -> None:
+        self.segment = 0
+        self._modules = {module: name for name, module in model.named_modules()}
+        self._segment_ends = segment_ends
+        self._path = [""]
+        self._counts: dict[str, int] = {}
+        self._thread = threading.get_ident()
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow what runs inside."""
+        # Hooks on all modules, not on those of the model: they leave nothing behind in them.
+        hooks = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def next_key(self, func: Any) -> str:
+        """Return the key of a call of ``func``, the same in each forward pass."""
+        name = f"{self._path[-1]}:{func.name()}"
+        count = self._counts[name] = self._counts.get(name, -1) + 1
+        return f"{name}:{count}"
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if module in self._modules and threading.get_ident() == self._thread:
+            self._path.append(self._modules[module])
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return  # the hooks see the modules that other threads run, too
+        name = self._modules.get(module)
+        if name in self._path[1:]:
+            while self._path.pop() != name:
+                pass  # modules that were left by an exception, which somebody has caught
+        if module in self._segment_ends:
+            self.segment += 1

@@ -7,17 +7,17 @@ needs run again. No Python code of the model runs a second time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import TensorWeakRef
 
 from lightning_dp._private.torch_names import version_of
 from lightning_dp.recompute.operators import Kind, is_batch_norm, kind_of, rerun
-from lightning_dp.recompute.tensors import copy_of
 
 Entries = dict[Any, Any]
 """Values, or weak references to them, by shape: those in one piece of memory."""
@@ -240,3 +240,138 @@ def _values_in(arguments: Iterable[Any]) -> list[Value]:
         elif isinstance(argument, (list, tuple)):
             found.extend(_values_in(argument))
     return found
+
+
+# --- Compute a value again: which operators lead to it, and what stays of what they compute on the way.
+
+Retain = Callable[[Value, int], bool]
+"""Whether a value that is computed on the way to another one stays until backward asks for it, too. Its arguments are
+the value, which backward may not ask for itself, and the number of operators that would have to run again to compute
+it."""
+
+
+def closure(
+    value: Value, stops: Callable[[Value], bool] = lambda value: False, max_calls: int | None = None
+) -> tuple[list[Call], list[Value]]:
+    """Return what computes ``value`` again: the calls, in order, and the values that must have their tensors.
+
+    Args:
+        value: has no tensor.
+        stops: whether a value without a tensor is not to be computed again either.
+        max_calls: the search ends, incomplete, at one more than that.
+    """
+    calls: dict[Call, None] = {}
+    sources: dict[Value, None] = {}
+    to_visit = [value]
+    while to_visit:
+        at = to_visit.pop()
+        if at.is_held or at.call is None or (at is not value and stops(at)):
+            sources[at] = None
+        elif at.call not in calls:
+            calls[at.call] = None
+            if max_calls is not None and len(calls) > max_calls:
+                break
+            to_visit.extend(at.call.inputs)
+    return sorted(calls, key=lambda call: call.number), list(sources)
+
+
+def compute(target: Value, retain: Retain) -> Tensor:
+    """Compute ``target`` again, and keep what ``retain`` names of the values on the way, until they are asked for."""
+    calls, _ = closure(target)
+    num_readers: dict[Value, int] = {}  # calls that have not run yet
+    for call in calls:
+        for value in call.inputs:
+            num_readers[value] = num_readers.get(value, 0) + 1
+    viewed = {value for call in calls if call.kind is Kind.VIEW for value in call.inputs}
+    present: dict[Value, Tensor] = {}
+    distance: dict[Value, int] = {}  # how many calls lead to a value from values that stay
+
+    def tensor_of(value: Value) -> Tensor:
+        return present[value] if value in present else value.get()
+
+    with torch.no_grad(), torch.autocast(target.device_type, enabled=False):
+        for call in calls:
+            changed = call.changed
+            may_change = (
+                changed is not None
+                and changed is not target
+                and changed in present
+                and num_readers[changed] == 1
+                # Others may have its memory: whoever asks for it later, and views.
+                and not changed.is_held
+                and changed not in viewed
+                and _owns_memory(changed)
+            )
+            outputs = call.run(tensor_of, may_change)
+            length = 1 + sum(distance.get(value, 0) for value in call.inputs)
+            for reference, tensor in zip(call.outputs, outputs, strict=False):
+                output = None if reference is None else reference()
+                if output is None or output.is_held:
+                    continue
+                output.num_runs += 1
+                is_kept = output.num_uses > 0 if output is target else retain(output, length)
+                distance[output] = 0 if is_kept else length
+                if is_kept:
+                    output.keep_own(tensor)
+                if output is target or output in num_readers:
+                    present[output] = tensor
+            for read in call.inputs:
+                num_readers[read] -= 1
+                if num_readers[read] == 0 and read is not target:
+                    present.pop(read, None)
+    return present[target]
+
+
+def _owns_memory(value: Value) -> bool:
+    """Return whether the operator that computes ``value`` again gives it memory of its own."""
+    return value.call is not None and value.call.kind is not Kind.VIEW
+
+
+# --- Which tensors can be recorded, and where they are.
+
+# Statistics, scales and losses: not worth an operator. Batch norm's statistics must stay, see `operators.rerun`.
+_SMALL_VECTOR_BYTES = 65536
+_SMALL_BYTES = 256
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether the memory of ``tensor`` is its value, and its version tells of each change.
+
+    It is strided, real, no wrapper of another tensor, and was not made in inference mode.
+    """
+    if is_lazy(tensor):
+        return False
+    is_wrapper = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    is_real = tensor.layout is torch.strided and not tensor.dtype.is_complex
+    return not is_wrapper and is_real and not tensor.is_inference()
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """Return a detached copy with the same strides. With others, kernels may add in another order."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(mode=False):  # a copy made in inference mode would have no version
+            return copy_of(tensor)
+    tensor = tensor.detach()
+    copy = tensor.clone()
+    if copy.stride() == tensor.stride() or copy.numel() == 0 or tensor.is_neg():
+        return copy
+    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = tensor.as_strided((length,), (1,)).clone()
+    return memory.as_strided(tensor.shape, tensor.stride())
+
+
+def tensors_in(arguments: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples and dictionaries."""
+    if isinstance(arguments, Tensor):
+        yield arguments
+    elif isinstance(arguments, (list, tuple)):
+        for argument in arguments:
+            yield from tensors_in(argument)
+    elif isinstance(arguments, dict):
+        yield from tensors_in(list(arguments.values()))
+
+
+def is_small(tensor: Tensor) -> bool:
+    """Return whether the tensor is kept in any case."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    return num_bytes <= (_SMALL_VECTOR_BYTES if tensor.dim() <= 1 else _SMALL_BYTES)

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dp._private.torch_names import release_reducer, without_torch_function
-from lightning_dp.collectives.bucket_queue import BucketQueue
+from lightning_dp.collectives.comm_hooks import BucketQueue
 
 log = logging.getLogger(__name__)
 

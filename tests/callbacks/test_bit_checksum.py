@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from lightning_dp.callbacks import bit_checksum as module
-from lightning_dp.callbacks.bit_checksum import bit_checksum
+from lightning_dp.callbacks import ranks_agree
+from lightning_dp.callbacks.ranks_agree import bit_checksum
 from tests.ranks import run_processes
 
 DTYPES = [
@@ -18,10 +18,10 @@ SIZE = 1000
 
 @pytest.fixture(autouse=True)
 def several_chunks(monkeypatch) -> None:
-    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 300)
-    module._weights.cache_clear()
+    monkeypatch.setattr(ranks_agree, "_CHUNK_ELEMENTS", 300)
+    ranks_agree._weights.cache_clear()
     yield
-    module._weights.cache_clear()
+    ranks_agree._weights.cache_clear()
 
 
 def numbers(dtype: torch.dtype) -> torch.Tensor:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_dp.callbacks import AdaptiveGlobalBatchNorm, Plateau
+from lightning_dp.callbacks.adaptive_global_batch_norm import in_global_phase, local_batch_size
 from lightning_dp.callbacks.convergence import Monitor, ask
-from lightning_dp.callbacks.statistics_policy import in_global_phase, local_batch_size
 
 
 def epochs(plateau: Plateau, values: list[float]) -> list[bool]:

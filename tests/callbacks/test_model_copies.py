@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_dp.callbacks import AdaptiveGlobalBatchNorm
-from lightning_dp.callbacks.model_copies import model_copies
+from lightning_dp.callbacks.adaptive_global_batch_norm import model_copies
 from tests.callbacks.training import Net, assert_same, fit, state_of
 from tests.ranks import run_processes
 

@@ -11,7 +11,7 @@ from pytorch_lightning.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import ImagesPerSecond, TimeToAccuracy
-from lightning_dp.callbacks import images_per_second, time_to_accuracy
+from lightning_dp.callbacks import timers
 from tests.ranks import run_processes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec")
@@ -27,7 +27,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    for module in (images_per_second, time_to_accuracy):
+    for module in (timers, timers):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -105,7 +105,7 @@ def two_ranks(rank):
 
     warnings.filterwarnings("ignore", message=".*(treespec, LeafSpec|does not have many workers|sync_dist)")
     clock = Clock()
-    images_per_second.time = clock
+    timers.time = clock
     callback = ImagesPerSecond()
     runner = trainer(callback, max_epochs=1, devices=2, strategy="ddp")
     runner.fit(Net(clock), loader(), loader(6))

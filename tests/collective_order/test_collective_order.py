@@ -14,14 +14,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_dp.collectives import small_all_gather
-from lightning_dp.collectives.device_all_reduce import DeviceAllReduce
-from lightning_dp.collectives.groups import resolve_group
+from lightning_dp.collectives.groups import RankTopology, resolve_group
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
-from lightning_dp.collectives.topology import RankTopology
 from lightning_dp.strategies.layered_sgd import options
-from lightning_dp.strategies.layered_sgd.communicator import Communicator
-from lightning_dp.strategies.layered_sgd.device_communicator import DeviceCommunicator, DeviceSum
-from lightning_dp.strategies.layered_sgd.issue_order import IssueOrder
+from lightning_dp.strategies.layered_sgd.device_communicator import DeviceAllReduce, DeviceCommunicator, DeviceSum
+from lightning_dp.strategies.layered_sgd.gradient_sum import IssueOrder
+from lightning_dp.strategies.layered_sgd.host_communicator import Communicator
 from lightning_dp.strategies.layered_sgd.options import CommunicatorOptions
 from tests.collective_order import recorder
 from tests.collective_order.programs import MakeCommunicator, Program, make_program, run

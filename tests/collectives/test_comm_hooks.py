@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dp._private.torch_names import group_timeout
-from lightning_dp.collectives import RingState, bucket_queue, comm_hooks, ring_all_reduce_hook
+from lightning_dp.collectives import RingState, comm_hooks, ring_all_reduce_hook
 from tests.ranks import run_processes, run_threads
 
 THREAD = "ring_all_reduce_hook"
@@ -86,7 +86,7 @@ def averaged_in_the_hook(rank):
         return ring(buffer, *args, check_call=check_call, **options)
 
     comm_hooks.ring_all_reduce = recorded
-    for module in (bucket_queue, comm_hooks):
+    for module in (comm_hooks, comm_hooks):
         module.issues_in_hook = lambda buffer, group: True
     dist.init_process_group("gloo")
     return gradients(rank, None, None), issuers
@@ -100,7 +100,7 @@ def test_on_nccl_the_hook_issues_the_messages_itself():
 
 def test_on_gloo_a_thread_issues_the_messages():
     def of_group(rank, group):
-        return bucket_queue.issues_in_hook(torch.ones(1), group)
+        return comm_hooks.issues_in_hook(torch.ones(1), group)
 
     assert run_threads(2, of_group) == [False, False]
 

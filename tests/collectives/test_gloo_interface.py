@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from lightning_dp.collectives.gloo_interface import gloo_interface
+from lightning_dp.strategies.layered_sgd.options import gloo_interface
 
 
 def test_the_users_interface_is_named(monkeypatch):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dp.collectives import bucket_queue
-from lightning_dp.collectives.bucket_queue import BucketQueue
+from lightning_dp.collectives import comm_hooks
+from lightning_dp.collectives.comm_hooks import BucketQueue
 from tests.emulated_device.collectives import Group, World
 from tests.emulated_device.machine import Machine
 from tests.emulated_device.mutations import Mutation, applied, fails, mutations
@@ -37,8 +37,8 @@ class Tripling(BucketQueue):
 
 def start(machine: Machine, monkeypatch: Any, issues_in_hook: bool) -> World:
     machine.install(monkeypatch)
-    monkeypatch.setattr(bucket_queue, "resolve_group", lambda group: group)
-    monkeypatch.setattr(bucket_queue, "issues_in_hook", lambda buffer, group: issues_in_hook)
+    monkeypatch.setattr(comm_hooks, "resolve_group", lambda group: group)
+    monkeypatch.setattr(comm_hooks, "issues_in_hook", lambda buffer, group: issues_in_hook)
     return World(machine)
 
 
@@ -117,7 +117,7 @@ def test_sums_are_right_whenever_the_device_runs(scenario, seed, monkeypatch):
     SCENARIOS[scenario](Machine(seed), monkeypatch)
 
 
-MUTATIONS = mutations(bucket_queue)
+MUTATIONS = mutations(comm_hooks)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)

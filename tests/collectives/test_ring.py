@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lightning_dp.collectives import chunk_bounds, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from lightning_dp.collectives import ring as ring_module
-from lightning_dp.collectives.same_call import HEADER_BYTES
+from lightning_dp.collectives.point_to_point import HEADER_BYTES
 from tests.collectives.counting import count_messages
 from tests.ranks import run_processes, run_threads
 

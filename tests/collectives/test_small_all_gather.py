@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dp.collectives import PeerError, unix_sockets
+from lightning_dp.collectives import PeerError
+from lightning_dp.collectives import small_all_gather as module_under_test
 from lightning_dp.collectives.small_all_gather import MAX_BYTES, _socket_gathers, small_all_gather
 from tests.ranks import run_processes, run_threads, thread_group
 
@@ -70,13 +71,13 @@ def test_all_ranks_use_the_group_if_one_rank_cannot_be_reached(obstacle, monkeyp
         made.append(mkdtemp(prefix=prefix, dir=parent))
         return made[-1]
 
-    monkeypatch.setattr(unix_sockets.tempfile, "mkdtemp", refuse if obstacle == "no folder" else folder)
+    monkeypatch.setattr(module_under_test.tempfile, "mkdtemp", refuse if obstacle == "no folder" else folder)
     if obstacle == "no Unix sockets":
-        monkeypatch.delattr(unix_sockets.socket, "AF_UNIX")
+        monkeypatch.delattr(small_all_gather.socket, "AF_UNIX")
 
-    class Socket(unix_sockets.socket.socket):
+    class Socket(small_all_gather.socket.socket):
         def setsockopt(self, level: int, option: int, value: Any) -> None:
-            small = obstacle == "small buffers" and option == unix_sockets.socket.SO_SNDBUF
+            small = obstacle == "small buffers" and option == small_all_gather.socket.SO_SNDBUF
             super().setsockopt(level, option, 8192 if small else value)
 
         def bind(self, address: str) -> None:
@@ -86,7 +87,7 @@ def test_all_ranks_use_the_group_if_one_rank_cannot_be_reached(obstacle, monkeyp
         def connect(self, address: str) -> None:
             super().connect("/does/not/exist" if obstacle == "shared folder" else address)
 
-    monkeypatch.setattr(unix_sockets.socket, "socket", Socket)
+    monkeypatch.setattr(module_under_test.socket, "socket", Socket)
     run_threads(3, gather_everything, False)
     assert not [name for name in made if os.path.exists(name)]
     assert all(Path(name).parent.exists() for name in made), "only the created folder is removed"

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_dp.collectives import star as star_module
-from lightning_dp.collectives import star_all_reduce
+from lightning_dp.collectives import ring, star_all_reduce
 from tests.ranks import run_threads
 
 SIZES = (0, 1, 5, 1003)
@@ -41,8 +40,8 @@ def test_star_computes_mean_and_sum_on_every_rank(world_size, reducer):
 
 
 def test_the_comparison_fails_without_communication(monkeypatch):
-    monkeypatch.setattr(star_module, "_reduce", lambda segments, group: None)
-    monkeypatch.setattr(star_module, "post", lambda group, receives, sends: ([], []))
+    monkeypatch.setattr(ring, "_reduce", lambda segments, group: None)
+    monkeypatch.setattr(ring, "post", lambda group, receives, sends: ([], []))
     with pytest.raises(AssertionError):
         check(3, 0)
 

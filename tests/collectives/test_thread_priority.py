@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dp.collectives import streams, thread_priority
-from lightning_dp.collectives.thread_priority import NICE_STEPS, with_background_threads
-from lightning_dp.collectives.topology import RankTopology
+from lightning_dp.collectives import streams
+from lightning_dp.collectives.groups import RankTopology
+from lightning_dp.strategies.layered_sgd import host_communicator
+from lightning_dp.strategies.layered_sgd.host_communicator import NICE_STEPS, with_background_threads
 from lightning_dp.strategies.layered_sgd.options import CommunicatorOptions
 from tests.ranks import run_processes
 
@@ -69,7 +70,7 @@ def test_where_the_system_forbids_it_all_goes_on_and_the_log_says_so(monkeypatch
 
 
 def test_elsewhere_than_on_linux_there_is_no_thread(monkeypatch):
-    monkeypatch.setattr(thread_priority.sys, "platform", "darwin")
+    monkeypatch.setattr(host_communicator.sys, "platform", "darwin")
     assert with_background_threads(threading.get_ident, CPU) == threading.get_ident()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dp.collectives import all_to_all, single_tensor, small_all_gather
+from lightning_dp.collectives import all_to_all, groups, small_all_gather
 from lightning_dp.collectives.all_to_all import Channel
 from tests.ranks import run_threads, thread_group
 
@@ -44,7 +44,7 @@ def calls(monkeypatch) -> list[str]:
     monkeypatch.setattr(dist, "all_to_all", exchange)
     monkeypatch.setattr(all_to_all, "sends_together", lambda tensor, group: True)
     monkeypatch.setattr(small_all_gather, "backend_name", lambda group, device: "nccl")
-    monkeypatch.setattr(single_tensor, "all_gather", gather)
+    monkeypatch.setattr(groups, "all_gather", gather)
     return names
 
 

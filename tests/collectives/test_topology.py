@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dp.collectives.topology import RankTopology
+from lightning_dp.collectives.groups import RankTopology
 
 
 @pytest.mark.parametrize(("world_size", "group_size"), [(1, 1), (4, 1), (4, 2), (6, 3), (5, 5)])

@@ -7,7 +7,7 @@ import tarfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lightning_dp.data.imagenet_folders import Listing, list_train, list_val
+from lightning_dp.data.imagenet import Listing, list_train, list_val
 from tests.data.jpegs import encoded, picture
 
 Member = tuple[str, bytes]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_dp.data.augment import CropAndFlip, crop_and_flip, normalize
+from lightning_dp.data.loading import CropAndFlip, crop_and_flip, normalize
 
 
 def one_by_one(images: torch.Tensor, drawn: CropAndFlip) -> torch.Tensor:

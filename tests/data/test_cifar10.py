@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_dp.data import CIFAR10
-from lightning_dp.data.cifar10_file import read_batch_file
+from lightning_dp.data.cifar10 import read_batch_file
 from tests.data.images import FOLDER, numpy_pickle, pixels_and_labels, python2_pickle, write_folder
 
 UNPACK = Path(__file__).parents[3] / "shared" / "data" / "unpack.py"

@@ -14,11 +14,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_dp.data import ImageNet
-from lightning_dp.data.encoded_files import EncodedFiles, EncodedImages, plain_file
-from lightning_dp.data.image_files import ImageFiles, resize
-from lightning_dp.data.jpeg import BrokenImageError, open_image
+from lightning_dp.data.image_files import EncodedFiles, EncodedImages, ImageFiles, plain_file, resize
+from lightning_dp.data.jpeg import BrokenImageError, RandomCrops, open_image
 from lightning_dp.data.loading import BatchSlice, TrainingSampler
-from lightning_dp.data.random_crops import RandomCrops
 from tests.data.jpegs import encoded, installed, picture, write_imagenet
 from tests.data.test_imagenet import OPTIONS, SIZE, Sums, break_files, trainer
 

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_dp._lightning import LightningModule, Trainer
 from lightning_dp.data import CIFAR10
-from lightning_dp.data.download import download, extract
+from lightning_dp.data.cifar10 import download, extract
 from tests.data.images import FOLDER, pack, serve, sha256, write_folder
 from tests.ranks import run_processes
 

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 
 from lightning_dp._lightning import LightningModule, Trainer
 from lightning_dp.data import ImageNet, SyntheticImageNet, smoke_data
-from lightning_dp.data.image_files import ImageFiles
-from lightning_dp.data.image_sources import FilesInFolder
+from lightning_dp.data.image_files import FilesInFolder, ImageFiles
 from lightning_dp.data.imagenet import image_size_at
 from lightning_dp.data.jpeg import BrokenImageError
 from lightning_dp.data.loading import BatchSlice, EvaluationSampler, TrainingSampler

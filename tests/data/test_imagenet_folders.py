@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_dp.data.imagenet_folders import LABEL_FILES, list_train, list_val, read_labels
+from lightning_dp.data.imagenet import LABEL_FILES, list_train, list_val, read_labels
 from tests.data.jpegs import CLASSES, flatten_val, write_imagenet
 
 

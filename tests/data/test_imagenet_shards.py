@@ -14,7 +14,7 @@ import torch
 from lightning_dp.data import ImageNet, ImageNetShards
 from lightning_dp.data.jpeg import BrokenImageError
 from lightning_dp.data.loading import EvaluationSampler, TrainingSampler
-from lightning_dp.data.shard_index import INDEX_FILE
+from lightning_dp.data.shards import INDEX_FILE
 from tests.data.jpegs import write_imagenet
 from tests.data.shards import JPEG, sample, write_shards, write_tar
 from tests.data.test_imagenet import OPTIONS, batches, same
@@ -159,7 +159,7 @@ def test_a_subset_of_the_shards_is_read_and_the_index_may_be_elsewhere(root, tmp
 def test_the_first_rank_of_a_node_makes_the_index_for_the_others(root, tmp_path, monkeypatch):
     options = {**OPTIONS, "index_dir": tmp_path}
     ImageNetShards(root, **options).prepare_data()
-    monkeypatch.delattr("lightning_dp.data.shard_index.scan_shard")
+    monkeypatch.delattr("lightning_dp.data.shards.scan_shard")
     other = ImageNetShards(root, **options)
     other.setup("fit")
     images, _ = next(iter(other.train_dataloader()))

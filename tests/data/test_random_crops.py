@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from lightning_dp.data.jpeg import Box
-from lightning_dp.data.random_crops import RandomCrops, central_square
+from lightning_dp.data.jpeg import Box, RandomCrops, central_square
 
 
 def crops(num_images: int, kind: str = "resized", seed: int = 0) -> RandomCrops:

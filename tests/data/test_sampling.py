@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_dp.data.augment import CropAndFlip
 from lightning_dp.data.loading import (
+    CropAndFlip,
     EvaluationSampler,
     ImageDataset,
     TrainingSampler,

@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_dp.data import shard_index
-from lightning_dp.data.shard_index import INDEX_FILE, index_shards, load_index, save_index
-from lightning_dp.data.shard_scan import scan_shard
+from lightning_dp.data import shards as shards_module
+from lightning_dp.data.shards import INDEX_FILE, index_shards, load_index, save_index, scan_shard
 from tests.data.shards import JPEG, sample, write_tar
 
 
@@ -32,7 +31,7 @@ def scanned(monkeypatch) -> list[str]:
         names.append(path.name)
         return scan_shard(path)
 
-    monkeypatch.setattr(shard_index, "scan_shard", scan)
+    monkeypatch.setattr(shards_module, "scan_shard", scan)
     return names
 
 

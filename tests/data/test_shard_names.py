@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dp.data.shard_names import expand_range, find_shards
+from lightning_dp.data.shards import expand_range, find_shards
 
 
 def touch(root: Path, *names: str) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dp.data.shard_index import INDEX_FILE, index_shards
-from lightning_dp.data.shard_scan import member_name, scan_shard, split_name
+from lightning_dp.data.shards import INDEX_FILE, index_shards, member_name, scan_shard, split_name
 from tests.data.shards import sample, write_tar
 
 

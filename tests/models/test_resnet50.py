@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_dp.models import ResNet50
-from lightning_dp.models.resnet50 import Bottleneck
+from lightning_dp.models.resnet import Bottleneck
 
 
 def test_it_has_the_published_number_of_parameters():

@@ -11,8 +11,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_dp.models import resnet20
 from lightning_dp.planner import algorithms_for, apply_algorithms
-from lightning_dp.planner.algorithms import convolve
-from lightning_dp.planner.layer_choices import convolution_choices
+from lightning_dp.planner.convolutions.algorithms import convolve
+from lightning_dp.planner.convolutions.measured_plans import convolution_choices
 
 LAYERS = {
     "plain": nn.Conv2d(3, 8, 3, padding=1),

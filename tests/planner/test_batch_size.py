@@ -8,7 +8,7 @@ import random
 import pytest
 
 from lightning_dp.planner import Candidate, Choice, choose_algorithms, choose_batch_size
-from lightning_dp.planner.batch_size import held_bytes
+from lightning_dp.planner.convolutions.program import held_bytes
 
 
 def random_layers(rng: random.Random, num_layers: int) -> dict[str, list[Choice]]:

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from lightning_dp.models import resnet20
-from lightning_dp.planner import apply_algorithms, candidates, choose_batch_size, convolution_choices, layer_choices
-from lightning_dp.planner.batch_size import held_bytes
-from lightning_dp.planner.candidates import measure_candidates, measure_step, resized
+from lightning_dp.planner import apply_algorithms, choose_batch_size, convolution_choices
+from lightning_dp.planner.convolutions import measured_plans
+from lightning_dp.planner.convolutions.measured_plans import measure_candidates, measure_step, resized
+from lightning_dp.planner.convolutions.program import held_bytes
 from tests.planner.networks import network
 
 
@@ -78,7 +79,7 @@ def test_recomputation_that_the_loss_goes_around_is_named(caplog):
 def test_a_host_without_memory_for_an_algorithm_leaves_it_out(monkeypatch):
     model, images = network(), torch.randn(4, 3, 14, 14)
     model(images)
-    run = layer_choices.measure_convolution
+    run = measured_plans.measure_convolution
 
     def measured(module, shape, algorithm, *args):
         if algorithm == "fft":
@@ -87,10 +88,10 @@ def test_a_host_without_memory_for_an_algorithm_leaves_it_out(monkeypatch):
             raise RuntimeError("another error")
         return run(module, shape, algorithm, *args)
 
-    monkeypatch.setattr(layer_choices, "measure_convolution", measured)
+    monkeypatch.setattr(measured_plans, "measure_convolution", measured)
     with pytest.raises(RuntimeError, match="another error"):
         measure_candidates(model, images, (4,), 10**9, repeats=1)
-    monkeypatch.setattr(layer_choices, "algorithms_for", lambda module: ("backend", "fft"))
+    monkeypatch.setattr(measured_plans, "algorithms_for", lambda module: ("backend", "fft"))
     (candidate,) = measure_candidates(model, images, (4,), 10**9, repeats=1)
     assert [choice.algorithm for choice in candidate.layers["0"]] == ["backend"]
 
@@ -109,7 +110,7 @@ def test_sizes_after_one_that_does_not_fit_are_not_run(monkeypatch):
     sizes = []
     run = measure_step
     monkeypatch.setattr(
-        candidates, "measure_step", lambda model, batch, *args: sizes.append(len(batch)) or run(model, batch, *args)
+        measured_plans, "measure_step", lambda model, batch, *args: sizes.append(len(batch)) or run(model, batch, *args)
     )
     with pytest.raises(ValueError, match="memory_bytes=1000 holds none"):
         measure_candidates(model, images, (4, 8, 16), 1000, repeats=1)

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_dp import AdaptiveGlobalBatchNorm
-from lightning_dp.planner import FindBatchSize, measure, try_batch_sizes
+from lightning_dp.planner import FindBatchSize, try_batch_sizes
+from lightning_dp.planner.convolutions import measure
 from tests.ranks import RankError, run_processes, run_threads
 
 

@@ -10,7 +10,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_dp.models import resnet20
 from lightning_dp.planner import algorithms_for
-from lightning_dp.planner.layer_choices import convolution_choices, measure_convolution
+from lightning_dp.planner.convolutions.measured_plans import convolution_choices, measure_convolution
 
 
 def test_memory_of_algorithms_is_measured():
@@ -26,15 +26,15 @@ def test_memory_of_algorithms_is_measured():
 
 
 def test_layers_of_equal_sizes_are_measured_once(monkeypatch):
-    from lightning_dp.planner import layer_choices
+    from lightning_dp.planner.convolutions import measured_plans
 
     measured = []
 
     def counted(module, shape, algorithm, *args):
         measured.append((module, shape, algorithm))
-        return layer_choices.Choice(algorithm, 1.0)
+        return measured_plans.Choice(algorithm, 1.0)
 
-    monkeypatch.setattr(layer_choices, "measure_convolution", counted)
+    monkeypatch.setattr(measured_plans, "measure_convolution", counted)
     choices = convolution_choices(resnet20(), torch.zeros(2, 3, 32, 32))
     assert len(choices) == 19
     # Stem, and for each stage the block's convolutions; the first of stages 2 and 3 has other sizes.
@@ -42,14 +42,16 @@ def test_layers_of_equal_sizes_are_measured_once(monkeypatch):
 
 
 def test_a_layer_that_is_called_twice_takes_the_sum(monkeypatch):
-    from lightning_dp.planner import layer_choices
+    from lightning_dp.planner.convolutions import measured_plans
 
     monkeypatch.setattr(
-        layer_choices, "measure_convolution", lambda m, shape, name, *rest: layer_choices.Choice(name, 1.0, shape[2], 9)
+        measured_plans,
+        "measure_convolution",
+        lambda m, shape, name, *rest: measured_plans.Choice(name, 1.0, shape[2], 9),
     )
     conv = nn.Conv2d(3, 3, 3)
     choices = convolution_choices(nn.Sequential(conv, conv), torch.zeros(1, 3, 10, 10))
-    assert choices["0"][0] == layer_choices.Choice("backend", 2.0, 10 + 8, 9)
+    assert choices["0"][0] == measured_plans.Choice("backend", 2.0, 10 + 8, 9)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
@@ -67,7 +69,7 @@ def test_a_parametrized_layer_without_a_bias_has_algorithms():
 
 
 def test_only_layers_that_are_alike_share_a_measurement(monkeypatch):
-    from lightning_dp.planner import layer_choices
+    from lightning_dp.planner.convolutions import measured_plans
 
     class Mixed(nn.Module):
         def __init__(self):
@@ -80,13 +82,13 @@ def test_only_layers_that_are_alike_share_a_measurement(monkeypatch):
             return self.normed(self.wide(self.third(self.second(self.first(x))).double()).float())
 
     measured = []
-    measure = layer_choices.measure_convolution
+    measure = measured_plans.measure_convolution
 
     def remember(module, *args):
         measured.append(module)
         return measure(module, *args)
 
-    monkeypatch.setattr(layer_choices, "measure_convolution", remember)
+    monkeypatch.setattr(measured_plans, "measure_convolution", remember)
     model = Mixed()
     convolution_choices(model, torch.randn(1, 4, 6, 6), repeats=1)
     # The first layer's input needs no gradient, so that it is like no other. The third one is like the second.
@@ -100,18 +102,18 @@ def test_layers_whose_forward_is_replaced_are_left_out():
 
 
 def test_frozen_layers_are_measured_without_gradients(monkeypatch):
-    from lightning_dp.planner import layer_choices
+    from lightning_dp.planner.convolutions import measured_plans
 
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 5, 3), nn.Conv2d(5, 5, 1))
     model[:2].requires_grad_(False)
     needed = {}
-    measure = layer_choices.measure_convolution
+    measure = measured_plans.measure_convolution
 
     def remember(module, shape, algorithm, needs_input_grad, repeats):
         needed[module] = needs_input_grad
         return measure(module, shape, algorithm, needs_input_grad, repeats)
 
-    monkeypatch.setattr(layer_choices, "measure_convolution", remember)
+    monkeypatch.setattr(measured_plans, "measure_convolution", remember)
     choices = convolution_choices(model, torch.randn(2, 3, 9, 9), repeats=1)
     assert list(needed.values()) == [False, False, False, True]
     assert all(choice.time_s > 0 for choice in choices["0"])
@@ -119,16 +121,16 @@ def test_frozen_layers_are_measured_without_gradients(monkeypatch):
 
 
 def test_an_algorithm_that_runs_out_of_memory_is_left_out(monkeypatch):
-    from lightning_dp.planner import layer_choices
+    from lightning_dp.planner.convolutions import measured_plans
 
-    measure = layer_choices.measure_convolution
+    measure = measured_plans.measure_convolution
 
     def out_of_memory(module, shape, algorithm, *rest):
         if algorithm == "fft":
             raise torch.OutOfMemoryError
         return measure(module, shape, algorithm, *rest)
 
-    monkeypatch.setattr(layer_choices, "measure_convolution", out_of_memory)
+    monkeypatch.setattr(measured_plans, "measure_convolution", out_of_memory)
     shared = nn.Conv2d(3, 3, 3)
     choices = convolution_choices(nn.Sequential(shared, shared), torch.randn(2, 3, 9, 9), repeats=1)
     assert choices["0"][0].algorithm == "backend"

@@ -12,9 +12,9 @@ import torchmetrics
 from torch import nn
 
 from lightning_dp.models import resnet20
-from lightning_dp.planner import Candidate, Choice, apply_algorithms, measured_plans, plan_batch_size
-from lightning_dp.planner.candidates import StepMeasurement, measure_step, resized
-from lightning_dp.planner.measured_plans import measure_plans
+from lightning_dp.planner import Candidate, Choice, apply_algorithms, plan_batch_size
+from lightning_dp.planner.convolutions import measured_plans
+from lightning_dp.planner.convolutions.measured_plans import StepMeasurement, measure_plans, measure_step, resized
 from tests.planner.networks import chosen_algorithm, network
 
 

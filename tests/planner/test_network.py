@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dp.collectives.cost import ring_cost
 from lightning_dp.planner import Link, Network
+from lightning_dp.planner.traffic import ring_cost
 
 GIGABIT = Link(1e-4, 125e6)
 FAST = Link(1e-5, 10e9)

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from lightning_dp.planner.out_of_memory import is_out_of_memory, unless_out_of_memory
+from lightning_dp.planner.convolutions.measure import is_out_of_memory, unless_out_of_memory
 
 
 @pytest.mark.parametrize(

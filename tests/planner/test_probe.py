@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from lightning_dp.planner import probe
+from lightning_dp.planner import diagnose
 
 SIZE = 4  # ranks
 ALPHA_S = 1e-3
@@ -13,15 +13,15 @@ ALPHA_S = 1e-3
 
 @pytest.fixture
 def measure(monkeypatch):
-    def measured(bytes_per_s: float, at_once: float, bounds: tuple[int, int] = (65536, probe.LARGEST_BYTES)):
+    def measured(bytes_per_s: float, at_once: float, bounds: tuple[int, int] = (65536, diagnose.LARGEST_BYTES)):
         def all_reduce_s(group, num_bytes, device, repeats):
             """A ring over links that let ``at_once`` bytes pass at once, and the others at their rate."""
             steps = 2 * (SIZE - 1)
             return steps * ALPHA_S + max(0.0, steps * num_bytes / SIZE - at_once) / bytes_per_s
 
         monkeypatch.setattr(dist, "get_world_size", lambda group: SIZE)
-        monkeypatch.setattr(probe, "_all_reduce_s", all_reduce_s)
-        return probe._measure(None, bounds, "cpu", 1)
+        monkeypatch.setattr(diagnose, "_all_reduce_s", all_reduce_s)
+        return diagnose._measure(None, bounds, "cpu", 1)
 
     return measured
 

@@ -19,8 +19,8 @@ from lightning_dp.planner import (
     make_diagnosis,
     simulate,
 )
-from lightning_dp.planner.messages import sent_bytes
-from lightning_dp.planner.overrides import OVERRIDES, overrides_of
+from lightning_dp.planner.report import OVERRIDES, overrides_of
+from lightning_dp.planner.simulation import sent_bytes
 
 ALPHA, RATE = 1e-3, 1e8
 SLOW, FAST = Link(ALPHA, RATE), Link(1e-5, 1e10)

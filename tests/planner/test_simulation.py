@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_dp.planner import METHODS, Block, Head, Link, Method, Network, Recomputation, Workload, simulate
-from lightning_dp.planner.events import FREE, Schedule
+from lightning_dp.planner.simulation import FREE, Schedule
 from lightning_dp.planner.workload import fill_buckets
 
 SLOW, FAST = Link(1e-3, 1e8), Link(1e-5, 1e10)

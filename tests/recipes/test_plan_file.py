@@ -10,8 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from lightning_dp.planner.advice import PLAN_VERSION
-from lightning_dp.planner.overrides import MEMONGER, OVERRIDES, overrides_of
+from lightning_dp.planner.report import MEMONGER, OVERRIDES, PLAN_VERSION, overrides_of
 from lightning_dp.strategies import PowerSGD
 from tests.planner.test_rows import PROFILE
 from tests.recipes.conftest import ROOT

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_dp.models import AlexNet, resnet20
 from lightning_dp.recompute import apply_recompute
-from lightning_dp.recompute.blocks import find_blocks, segment_ends
+from lightning_dp.recompute.policies import find_blocks, segment_ends
 from tests.recompute.counting import Operators, counted_step, differing, recomputed, state_of
 from tests.recompute.models import Block, Shared, build, loss_of
 

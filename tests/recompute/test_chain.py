@@ -9,7 +9,7 @@ from itertools import count
 
 import pytest
 
-from lightning_dp.recompute.chain import Stage, solve_chain
+from lightning_dp.recompute.solvers import Stage, solve_chain
 
 
 def exhaustive(stages: list[Stage], budget: int) -> float:

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from lightning_dp.recompute import RecomputePlan, apply_recompute, plan_recompute
-from lightning_dp.recompute.chain import Stage, solve_chain
-from lightning_dp.recompute.graph import solve_graph
 from lightning_dp.recompute.profile import Operation
+from lightning_dp.recompute.solvers import Stage, solve_chain, solve_graph
 from tests.recompute.counting import counted_step, differing, recomputed, state_of
 from tests.recompute.models import batch, build, loss_of
 from tests.recompute.test_exact import train

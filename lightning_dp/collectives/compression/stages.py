@@ -1,16 +1,19 @@
 """The hierarchical all-reduce of layered SGD with a compressed stage between the groups."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
+from typing_extensions import override
 
-from lightning_dp.collectives.compression.compressor import Compressor
-from lightning_dp.collectives.compression.parameters import ParameterInfo, ParameterTable, Part, Piece, cut
+from lightning_dp.collectives.comm_hooks import BucketQueue
+from lightning_dp.collectives.compression.compressors import Compressor, make_compressor
+from lightning_dp.collectives.compression.layout import ParameterInfo, ParameterTable, Part, Piece, cut, whole_piece
+from lightning_dp.collectives.compression.options import Compression, check_compression
 from lightning_dp.collectives.compression.wire import Wire
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce, Stage
 
@@ -45,7 +48,7 @@ class CompressedAllReduce:
         """Bytes that this rank has sent to other groups."""
         return 0 if self._wire is None else self._wire.bytes_sent
 
-    def stages_of(self, parameters: Sequence[Tensor]) -> CompressedStages:
+    def stages_of(self, parameters: Sequence[Tensor]) -> "CompressedStages":
         """Return the stages of a bucket that holds the gradients of these parameters, in this order."""
         infos = tuple(self.parameters(parameter) for parameter in parameters)
         if infos not in self._stages:
@@ -174,3 +177,141 @@ def _places(infos: Sequence[ParameterInfo], pieces: Sequence[Piece]) -> dict[Par
         for part in piece.parts:
             places[part.info][member] = (part.begin, part.end)
     return {info: tuple(each) for info, each in places.items()}
+
+
+# --- What compressors keep between steps, by parameter and group of ranks, whatever the buckets are.
+
+State = dict[str, dict[str, Any]]
+"""``"residuals"``: name of a parameter -> (number of groups, \\*shape of the parameter), zero where nothing was left
+out. ``"others"``: name -> what else the compressor keeps of the parameter, the same in all groups."""
+
+
+def gather_state(all_reduce: CompressedAllReduce, residuals: bool = True) -> State:
+    """Gather residuals and factors on rank 0. The other ranks get the factors only.
+
+    Every rank of the job must call it, while no bucket is under way. Each parameter's residuals travel alone, so that
+    other ranks need memory for one of them only.
+
+    Args:
+        all_reduce: what keeps them.
+        residuals: False: return the factors only. Nothing is sent, so one rank may call it alone.
+    """
+    compressor = all_reduce.compressor
+    state: State = {"residuals": {}, "others": {}}
+    for info in all_reduce.parameters.all():
+        residual = all_reduce.residual_to_sum(info) if residuals else None
+        if residual is not None and compressor.keeps_residual(info):
+            sums = all_reduce.collective.gather_group_sums(residual)
+            if sums is not None:
+                state["residuals"][info.name] = torch.stack([info.as_parameter(flat) for flat in sums])
+        if others := compressor.state_of(info):
+            state["others"][info.name] = others
+    return state
+
+
+def load_state(all_reduce: CompressedAllReduce, state: State) -> None:
+    """Put a gathered state in place of the present one. Every rank must call it, while no bucket is under way.
+
+    If there were as many groups, each group gets its own residuals. Else all groups get equal parts of the residuals'
+    sum. In both cases the sum over the groups, which is what the parameters lack, stays what it was.
+
+    Raises:
+        ValueError: a residual does not have the shape of its parameter.
+    """
+    all_reduce.clear()
+    topology = all_reduce.collective.topology
+    group = topology.group_of(all_reduce.collective.rank)
+    for info in all_reduce.parameters.all():
+        if info.name in state["residuals"] and all_reduce.compressor.keeps_residual(info):
+            own = _of_group(info, state["residuals"][info.name], group, topology.num_groups)
+            all_reduce.load_residual(info, info.as_flat(own))
+        if info.name in state["others"]:
+            all_reduce.compressor.load_state_of(info, state["others"][info.name])
+
+
+def _of_group(info: ParameterInfo, residuals: Tensor, group: int, num_groups: int) -> Tensor:
+    if tuple(residuals.shape[1:]) != info.shape:
+        raise ValueError(
+            f"the residual of {info.name} in the checkpoint has the shape {tuple(residuals.shape[1:])}, and the "
+            f"parameter {info.shape}; load the checkpoint into the same model"
+        )
+    if len(residuals) == num_groups:
+        return residuals[group]
+    return residuals.sum(0).div_(num_groups)
+
+
+# --- Compression as a communication hook of `DistributedDataParallel`, on CPU.
+#
+#     model = DistributedDataParallel(module)
+#     model.register_comm_hook(CompressionState("int8"), compression_hook)
+#
+# All ranks are carriers then: the sum is compressed between all of them, not only between groups.
+
+# No `from __future__ import annotations` here: DDP compares the hook's annotations with types, and would find strings.
+
+
+class CompressionState(BucketQueue):
+    """State of `compression_hook`: the compressor with its residuals, a process group, and the queue of buckets.
+
+    It belongs to one model, and is not in checkpoints.
+
+    Args:
+        compression: ``"bf16"``, ``"fp16"``, ``"int8"`` or an instance of `PowerSGD`.
+        group: as in `BucketQueue`.
+
+    Raises:
+        ValueError: the compressor is not known.
+    """
+
+    def __init__(self, compression: Compression, group: dist.ProcessGroup | None = None) -> None:
+        check_compression(compression)
+        if compression is None:
+            raise ValueError("compression=None has nothing for a hook to do; register none, and DDP sums exactly")
+        super().__init__(group, "compression_hook")
+        self.compression = compression
+        self._compressor = make_compressor(compression)
+        self._parameters = ParameterTable()
+        self._wire: Wire | None = None
+        self._wire_group: dist.ProcessGroup | None = None
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent."""
+        return 0 if self._wire is None else self._wire.bytes_sent
+
+    @override
+    def _average(self, buffer: torch.Tensor, parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+        if self._wire is None or self._wire_group is not group:
+            self._wire = Wire(group)
+            self._wire_group = group
+        buffer.div_(group.size())  # before the sum, so that 16-bit sums do not overflow
+        piece = whole_piece([self._parameters(parameter) for parameter in parameters])
+        self._compressor.all_reduce(buffer, piece, self._wire)
+
+
+def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    """Average the gradients of ``bucket`` over the ranks, compressed, while backward continues.
+
+    Pass it to ``DistributedDataParallel.register_comm_hook(state, compression_hook)``. With Lightning's `DDPStrategy`,
+    which ignores communication hooks on CPU, register it on ``trainer.strategy.model`` in ``on_train_start``.
+
+    Args:
+        state: a `CompressionState` of this model.
+        bucket: gradients of one floating-point dtype, in host memory. Changed in place.
+
+    Returns:
+        A future of the bucket's buffer. ``backward()`` raises the errors of the worker thread.
+
+    Raises:
+        TypeError: ``state`` is not a `CompressionState`.
+        ValueError: the gradients are not on the CPU.
+    """
+    if not isinstance(state, CompressionState):
+        raise TypeError(f"the state of compression_hook is {state!r}; use CompressionState(compression)")
+    buffer = bucket.buffer()
+    if buffer.device.type != "cpu":
+        raise ValueError(
+            f"compression_hook sends messages from host memory, and these gradients are on {buffer.device}; use "
+            "LayeredSGDStrategy(compression=...), which copies them, or PyTorch's own hooks"
+        )
+    return state.submit(buffer, bucket.parameters())

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dp.collectives.point_to_point import Transfer, post
-from lightning_dp.collectives.ring_schedule import chunk_bounds
+from lightning_dp.collectives.ring import chunk_bounds
 
 SEGMENT = 512 * 1024
 """Elements that are processed together, while the messages of other segments are on their way.

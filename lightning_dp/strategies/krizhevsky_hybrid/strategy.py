@@ -15,11 +15,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dp._private.lightning_names import wrap_in_ddp
-from lightning_dp.collectives.tracing import OnStage
+from lightning_dp.collectives.groups import OnStage
 from lightning_dp.strategies.base import BaseStrategy
-from lightning_dp.strategies.krizhevsky_hybrid import checkpoint as checkpoints
-from lightning_dp.strategies.krizhevsky_hybrid import policy, sharded_checkpoint
-from lightning_dp.strategies.krizhevsky_hybrid.fitting import Fitting, Options
+from lightning_dp.strategies.krizhevsky_hybrid import checks, state
+from lightning_dp.strategies.krizhevsky_hybrid.fit import Fitting, Options
 from lightning_dp.strategies.unfreezing import ReducedParameters
 
 
@@ -79,7 +78,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         state_dict_type: Literal["full", "sharded"] = "full",
         **ddp_kwargs: Any,
     ) -> None:
-        policy.check_arguments(scheme, variable_batch, evaluation, state_dict_type, ddp_kwargs)
+        checks.check_arguments(scheme, variable_batch, evaluation, state_dict_type, ddp_kwargs)
         super().__init__(**ddp_kwargs)
         scheme = scheme or ("c" if variable_batch else "a")
         self._options = Options(head, scheme, variable_batch, evaluation, state_dict_type)
@@ -129,7 +128,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
     @override
     def setup(self, trainer: Any) -> None:
-        policy.warn_of_requeue(self.cluster_environment)
+        checks.warn_of_requeue(self.cluster_environment)
         try:
             super().setup(trainer)
             if self._fitting is not None:
@@ -153,7 +152,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         if module.trainer.state.fn == "fit":
             self._fitting = Fitting(self._options, module, self)
         else:
-            policy.require_whole(module, self._options.head)
+            checks.require_whole(module, self._options.head)
         super().model_to_device()
 
     @override
@@ -212,7 +211,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
         if self._fitting is None:
-            policy.require_whole(self.lightning_module, self._options.head)
+            checks.require_whole(self.lightning_module, self._options.head)
             return super().lightning_module_state_dict()
         with self._gathering_checkpoint() as fitting:
             return fitting.module_state(super().lightning_module_state_dict)
@@ -244,7 +243,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        is_plain = checkpoints.is_plain_file(self.checkpoint_io, filepath) and storage_options is None
+        is_plain = state.is_plain_file(self.checkpoint_io, filepath) and storage_options is None
         if self._fitting is not None:
             self._fitting.warn_of_rows(checkpoint)
             if self._fitting.writes(is_plain):
@@ -253,13 +252,13 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        if sharded_checkpoint.is_sharded(checkpoint_path):
+        if state.is_sharded(checkpoint_path):
             parts = (0, 1) if self._fitting is None else (self.global_rank, self.world_size)
-            return sharded_checkpoint.load(Path(checkpoint_path), *parts, weights_only)
+            return state.load_sharded(Path(checkpoint_path), *parts, weights_only)
         module = self.lightning_module
         is_fit = module is not None and module.trainer.state.fn == "fit"
-        if is_fit and checkpoints.is_plain_file(self.checkpoint_io, checkpoint_path):
-            return checkpoints.map_from_disk(checkpoint_path, weights_only)
+        if is_fit and state.is_plain_file(self.checkpoint_io, checkpoint_path):
+            return state.map_from_disk(checkpoint_path, weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     @contextmanager
@@ -267,7 +266,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         assert self._fitting is not None
         assert self.lightning_module is not None
         try:
-            checkpoints.require_all_ranks(self.lightning_module)
+            state.require_all_ranks(self.lightning_module)
         except RuntimeError:
             # Raising here ends Lightning's handling of the first error, so teardown will not be called.
             self._end(interrupted=True)

@@ -8,19 +8,22 @@ wait for an event.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dp.collectives import streams
+from lightning_dp.collectives import groups, streams
 from lightning_dp.collectives.compression.stages import CompressedAllReduce
-from lightning_dp.collectives.device_all_reduce import DeviceAllReduce
-from lightning_dp.collectives.tracing import OnStage
-from lightning_dp.strategies.layered_sgd.bucket import WAIT, blame
-from lightning_dp.strategies.layered_sgd.gradient_sum import CLOSE_LIMIT_S
-from lightning_dp.strategies.layered_sgd.issue_order import IssueOrder
+from lightning_dp.collectives.groups import OnStage, RankTopology, create_groups, destroy_group
+from lightning_dp.collectives.hierarchical import describe_ranks
+from lightning_dp.strategies.layered_sgd.gradient_sum import CLOSE_LIMIT_S, IssueOrder
+from lightning_dp.strategies.layered_sgd.host_communicator import WAIT, blame
 
 
 class DeviceSum:
@@ -139,3 +142,129 @@ class DeviceCommunicator:
         self._held.clear()
         if self._stream is None or streams.is_done_within(self._stream, CLOSE_LIMIT_S):
             self._collective.close()
+
+
+# --- The hierarchical all-reduce where the gradients are: on the device, in the order of the calling thread's stream.
+
+
+class DeviceAllReduce:
+    """Sum buffers over all ranks: reduce-scatter in the group, all-reduce of shards between groups, all-gather.
+
+    Each rank carries one shard of the buffer to the ranks of the same group rank in the other groups, so that every NIC
+    works and each link between groups carries each byte once. If the group size does not divide the buffer, the last
+    member's shard has the rest as well: two more collectives inside the group, and none between groups.
+
+    On NCCL each collective is queued on the current stream, and `all_reduce` returns at once. Nothing here waits on the
+    host. All ranks must call `all_reduce` with the same sizes in the same order, also relative to their collectives on
+    other groups.
+
+    Every rank of the job must call the constructor, because every rank takes part in creating every process group.
+
+    Args:
+        topology: division of the ranks into groups.
+        rank: global rank of this process.
+        timeout: of every collective. None: the backend's default.
+        make_options: makes the backend's options of the group between groups. None: its defaults.
+    """
+
+    def __init__(
+        self,
+        topology: RankTopology,
+        rank: int,
+        timeout: timedelta | None = None,
+        make_options: Callable[[], Any] | None = None,
+    ) -> None:
+        self.topology = topology
+        self.rank = rank
+        size = topology.group_size
+        intra_group = [topology.members(leader) for leader in range(0, topology.world_size, size)]
+        inter_group = [topology.peers(member) for member in range(size)]
+        self._intra_group = create_groups(intra_group, rank, timeout) if size > 1 else None
+        self._inter_group = create_groups(inter_group, rank, timeout, make_options=make_options)
+
+    def all_reduce(self, buffer: Tensor) -> None:
+        """Replace ``buffer``, (numel,), by its sum over all ranks, in place."""
+        if buffer.is_complex():
+            buffer = torch.view_as_real(buffer).view(-1)  # NCCL has no complex numbers
+        size = self.topology.group_size
+        member = self.topology.group_rank(self.rank)
+        last = size - 1
+        shard_numel = buffer.numel() // size
+        even = buffer[: size * shard_numel]
+        rest = buffer[size * shard_numel :]
+        shard = even[member * shard_numel : (member + 1) * shard_numel]
+        carried = shard if member != last else buffer[member * shard_numel :]
+
+        group = self._intra_group
+        if group is not None:
+            if shard_numel:
+                groups.reduce_scatter_single(shard, even, group)
+            if rest.numel():
+                dist.reduce(rest, group=group, group_dst=last)
+        if carried.numel():  # the same number on all ranks of this inter-group all-reduce
+            dist.all_reduce(carried, group=self._inter_group)
+        if group is not None:
+            if shard_numel:
+                groups.all_gather_single(even, shard, group)
+            if rest.numel():
+                dist.broadcast(rest, group=group, group_src=last)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Replace ``tensor`` by global rank 0's, on all ranks, in place."""
+        if self.topology.group_rank(self.rank) == 0:
+            dist.broadcast(tensor, group=self._inter_group, group_src=0)
+        if self._intra_group is not None:
+            dist.broadcast(tensor, group=self._intra_group, group_src=0)
+
+    def describe(self) -> str:
+        """Return the ranks that take part, worded for an error message."""
+        return describe_ranks(self.topology, self.rank, "all")
+
+    def close(self) -> None:
+        """Destroy the process groups."""
+        for group in (self._intra_group, self._inter_group):
+            destroy_group(group)
+
+
+# --- Settings of NCCL for several communicators that are in flight on one device at a time.
+#
+# NCCL's kernels wait for their peers while they occupy the device. If two ranks run the kernels of two communicators in
+# different orders, each can wait for the other. From version 2.26 on NCCL keeps the order in which the host has issued
+# them, if ``NCCL_LAUNCH_ORDER_IMPLICIT`` is set.
+
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+FIRST_VERSION_WITH_ORDER = (2, 26)
+
+
+def request_launch_order() -> bool:
+    """Set ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` for this process and those that it starts, unless the user has set it.
+
+    Return whether NCCL will see the variable. It reads it when the process creates its first communicator.
+    """
+    is_early = LAUNCH_ORDER in os.environ or not (dist.is_available() and dist.is_initialized())
+    os.environ.setdefault(LAUNCH_ORDER, "1")
+    return is_early
+
+
+def why_order_may_differ() -> str | None:
+    """Say why NCCL need not run kernels in the order in which the host issues them, with the remedy; None if it does.
+
+    Call it on ranks that use NCCL.
+    """
+    version = torch.cuda.nccl.version()
+    if version[:2] < FIRST_VERSION_WITH_ORDER:
+        wanted = ".".join(map(str, FIRST_VERSION_WITH_ORDER))
+        return (
+            f"NCCL {'.'.join(map(str, version))} does not order the kernels of several communicators; install a "
+            f"PyTorch with NCCL {wanted} or newer"
+        )
+    if os.environ.get(LAUNCH_ORDER, "0") == "0":
+        return f"{LAUNCH_ORDER} is 0; set it to 1"
+    return None
+
+
+def limited_options(max_ctas: int) -> Any:
+    """Return options of an NCCL group whose kernels occupy at most ``max_ctas`` blocks of the device."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = max_ctas
+    return options

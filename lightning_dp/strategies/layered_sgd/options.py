@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,24 +13,20 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn import Embedding, EmbeddingBag, Module
+from torch.optim import LBFGS, Optimizer
 
-from lightning_dp.collectives import nccl
-from lightning_dp.collectives.compression.choice import make_compressor
+from lightning_dp.collectives.compression.compressors import make_compressor
+from lightning_dp.collectives.compression.layout import ParameterTable
 from lightning_dp.collectives.compression.options import Compression, PowerSGD, check_compression, has_error_feedback
-from lightning_dp.collectives.compression.parameters import ParameterTable
 from lightning_dp.collectives.compression.stages import CompressedAllReduce
-from lightning_dp.collectives.device_all_reduce import DeviceAllReduce
-from lightning_dp.collectives.gloo_interface import gloo_interface
+from lightning_dp.collectives.groups import OnStage, RankTopology
 from lightning_dp.collectives.hierarchical import AllReduce, HierarchicalAllReduce, native_all_reduce
 from lightning_dp.collectives.ring import ring_all_reduce
-from lightning_dp.collectives.thread_priority import with_background_threads
-from lightning_dp.collectives.topology import RankTopology
-from lightning_dp.collectives.tracing import OnStage
-from lightning_dp.strategies.layered_sgd.communicator import Communicator
-from lightning_dp.strategies.layered_sgd.device_communicator import DeviceCommunicator
-from lightning_dp.strategies.layered_sgd.gradient_sum import GradientCommunicator
-from lightning_dp.strategies.layered_sgd.issue_order import IssueOrder
-from lightning_dp.strategies.layered_sgd.policy import check_options
+from lightning_dp.strategies.layered_sgd import device_communicator
+from lightning_dp.strategies.layered_sgd.device_communicator import DeviceAllReduce, DeviceCommunicator
+from lightning_dp.strategies.layered_sgd.gradient_sum import GradientCommunicator, IssueOrder
+from lightning_dp.strategies.layered_sgd.host_communicator import Communicator, with_background_threads
 
 log = logging.getLogger(__name__)
 
@@ -101,10 +100,11 @@ class CommunicatorOptions:
         """
         on_gpus = any(device.type == "cuda" for device in devices)
         uses_nccl = on_gpus and "nccl" in (backend or "nccl")
-        if uses_nccl and not nccl.request_launch_order():
+        if uses_nccl and not device_communicator.request_launch_order():
             log.warning(
-                f"LayeredSGDStrategy: a process group exists already, so NCCL may not read {nccl.LAUNCH_ORDER} any "
-                "more, and ranks may wait for each other for ever; set it to 1 before the process starts"
+                f"LayeredSGDStrategy: a process group exists already, so NCCL may not read "
+                f"{device_communicator.LAUNCH_ORDER} any more, and ranks may wait for each other for ever; set it to 1 "
+                "before the process starts"
             )
 
     def sums_on_device(self, backend: str | None) -> bool:
@@ -180,7 +180,7 @@ class CommunicatorOptions:
         return CompressedAllReduce(collective, make_compressor(self.compression), table)
 
     def _nccl_options(self, rank: int, strategy_name: str) -> Callable[[], Any]:
-        reason = nccl.why_order_may_differ()
+        reason = device_communicator.why_order_may_differ()
         if rank == 0 and reason is not None:
             log.warning(
                 f"{strategy_name}: ranks may wait for each other for ever, because {reason}, or use "
@@ -191,7 +191,7 @@ class CommunicatorOptions:
                 f"{strategy_name}: sums on GPUs, where every rank carries its shard between the groups; "
                 "communicator='leader' concerns sums in host memory"
             )
-        return lambda: nccl.limited_options(MAX_CTAS)
+        return lambda: device_communicator.limited_options(MAX_CTAS)
 
 
 def _may_reduce_on_device(backend: str | None, find_unused_parameters: bool) -> bool:
@@ -199,7 +199,7 @@ def _may_reduce_on_device(backend: str | None, find_unused_parameters: bool) -> 
 
     NCCL must keep the order in which the hook issues the sums, and this order must be the same on all ranks.
     """
-    return "nccl" in str(backend) and not find_unused_parameters and nccl.why_order_may_differ() is None
+    return "nccl" in str(backend) and not find_unused_parameters and device_communicator.why_order_may_differ() is None
 
 
 def _compressible(module: nn.Module, compression: Compression) -> ParameterTable:
@@ -209,3 +209,86 @@ def _compressible(module: nn.Module, compression: Compression) -> ParameterTable
                 f"compression={compression!r} cannot round {name}, which is {parameter.dtype}; use compression=None"
             )
     return ParameterTable(module.named_parameters())
+
+
+# --- What is refused before training starts: values of options, optimizers and layers.
+
+
+def check_optimizers(optimizers: Iterable[Optimizer], strategy_name: str) -> None:
+    """Raise ValueError for an optimizer that cannot work on several ranks, by name."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(
+                f"{strategy_name} cannot run {type(optimizer).__name__}: it calls its closure until this rank's own "
+                "loss meets a criterion, so ranks would run different numbers of backward passes and wait for each "
+                "other (under DDPStrategy, too); use a first-order optimizer"
+            )
+
+
+def check_layers(module: Module, strategy_name: str) -> None:
+    """Raise ValueError for a layer whose gradients cannot be summed in groups, by name."""
+    for name, part in module.named_modules():
+        if isinstance(part, (Embedding, EmbeddingBag)) and part.sparse:
+            raise ValueError(f"{strategy_name} cannot sum the sparse gradients of {name!r}; build it with sparse=False")
+
+
+def check_options(**choices: tuple[str, Iterable[str]]) -> None:
+    """Raise ValueError for a value that is not among its choices: value and possible values, by name."""
+    for name, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(map(repr, allowed))}")
+
+
+def check_ddp_options(ddp_kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for an option of DDPStrategy and DistributedDataParallel that cannot be given.
+
+    ``gradient_as_bucket_view`` is taken out of ``ddp_kwargs``.
+    """
+    for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision"):
+        if ddp_kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name} cannot be given: layered SGD reduces the gradients itself; use DDPStrategy for it"
+            )
+    if not ddp_kwargs.pop("gradient_as_bucket_view", True):
+        raise ValueError(
+            "gradient_as_bucket_view=False cannot work: the gradients must be views of the buckets, which are summed "
+            "in place after backward; leave the option out"
+        )
+
+
+# --- The network interface over which gloo sends, for the log.
+
+VARIABLE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+def gloo_interface() -> str:
+    """Describe the interface that gloo uses on this host: that of ``GLOO_SOCKET_IFNAME``, else of the host's name."""
+    chosen = os.environ.get(VARIABLE)
+    if chosen:
+        return f"{chosen} (from {VARIABLE})"
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return f"the loopback interface, because the host's name, {name}, has no address"
+    interface = _interface_of(address) or "an interface without that address"
+    return f"{interface} ({address}, the address of the host's name, {name})"
+
+
+def _interface_of(address: str) -> str | None:
+    """Return the name of the interface with this IPv4 address, or None if there is none or the system cannot tell."""
+    try:
+        import fcntl  # not on Windows
+    except ImportError:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:  # the interface has no IPv4 address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
-from lightning_dp._lightning import LightningModule
-from lightning_dp._private.torch_names import on_compile_start, without_torch_function
-from lightning_dp.strategies.compiled import hides_parameter_use
-from lightning_dp.strategies.layered_sgd.policy import (
-    steps_by_bucket,
-    why_hooks_are_not_postponed,
-    why_module_is_not_postponed,
-    why_step_is_not_postponed,
+from lightning_dp._lightning import FRAMEWORK, Callback, LightningModule
+from lightning_dp._private.torch_names import (
+    file_of,
+    has_any_step_hooks,
+    on_compile_start,
+    step_function,
+    without_torch_function,
 )
+from lightning_dp.strategies.base import hides_parameter_use, overlapping_parameters
 from lightning_dp.strategies.layered_sgd.reduction import LayeredReduction
-from lightning_dp.strategies.shared_memory import overlapping_parameters
 
 log = logging.getLogger(__name__)
 
@@ -148,3 +150,82 @@ class Postponement:
                 f"{self._strategy_name}: {reason} must run within its own step, so the update is not postponed: the "
                 "reduction is not hidden behind the loading of data or the next forward."
             )
+
+
+# --- When an update may be postponed, and when it may be applied bucket by bucket: predicates without state.
+
+# Modules whose optimizers compute a parameter's update from its own gradient and state alone, in one pass.
+_KNOWN_OPTIMIZERS = ("torch.optim.", "lightning_dp.optim.")
+# Where the code of their steps and of its wrappers is.
+_KNOWN_FOLDERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}")
+
+
+def why_module_is_not_postponed(module: LightningModule) -> str | None:
+    """Name what the module does that makes postponing visible, or return None."""
+    if hides_parameter_use(module) and not module.automatic_optimization:
+        return f"{type(module).__name__}.training_step, which is compiled and steps its optimizers itself,"
+    return None
+
+
+def why_hooks_are_not_postponed(trainer: Any, module: LightningModule) -> str | None:
+    """Name the hook of the module or of a callback that makes postponing visible, or return None.
+
+    These hooks run during the step, or read the gradients between two steps. Run later, they would log into the next
+    batch, or find other gradients.
+    """
+    for name in ("on_before_optimizer_step", "on_before_zero_grad"):
+        for callback in trainer.callbacks:
+            if _overrides(callback, name, Callback):
+                return f"{type(callback).__name__}.{name}"
+    for name in ("on_before_optimizer_step", "on_before_zero_grad", "configure_gradient_clipping", "clip_gradients"):
+        if _overrides(module, name, LightningModule):
+            return f"{type(module).__name__}.{name}"
+    return None
+
+
+def why_step_is_not_postponed(optimizer: Optimizer, precision_plugin: Any) -> str | None:
+    """Name what would notice if this step of ``optimizer`` were taken later, or return None.
+
+    It may communicate (all ranks must then take it at the same time, while a use of a parameter can happen on one rank
+    alone), call its closure, or look at gradients that change until then.
+    """
+    name = type(optimizer).__name__
+    step = step_function(optimizer)
+    if not f"{type(optimizer).__module__}.".startswith(_KNOWN_OPTIMIZERS):
+        return f"{name}.step, which is not PyTorch's own,"
+    if not _is_known_code(step) or step is not _of_class(optimizer):
+        return f"{name}.step, which somebody has replaced,"
+    if has_any_step_hooks(optimizer):
+        return f"a hook before or after {name}.step"
+    if not type(precision_plugin).__module__.startswith(FRAMEWORK + "."):
+        return f"{type(precision_plugin).__name__}.optimizer_step"
+    return None
+
+
+def _is_known_code(function: Any) -> bool:
+    """Whether ``function`` and all that it wraps are PyTorch's or this package's.
+
+    `functools.wraps` gives a user's function the name, the module and the marks of what it wraps, but not its code.
+    """
+    while function is not None:
+        if not (file_of(function) or "").startswith(_KNOWN_FOLDERS):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+def _of_class(optimizer: Optimizer) -> Any:
+    return type(optimizer).step
+
+
+def _overrides(instance: object, name: str, base: type) -> bool:
+    """Whether the hook is not the base class's; it may be set on the instance alone, as LambdaCallback does."""
+    return getattr(getattr(instance, name), "__func__", None) is not getattr(base, name)
+
+
+def steps_by_bucket(trainer: Any) -> bool:
+    """Return whether some parameters may be updated before the gradients of others are there.
+
+    Not with clipping by the global norm, nor with a gradient scaler: one overflow skips the whole step.
+    """
+    return not trainer.gradient_clip_val and getattr(trainer.precision_plugin, "scaler", None) is None

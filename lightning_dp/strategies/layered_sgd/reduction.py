@@ -1,10 +1,12 @@
 """What happens to gradients and updates between a backward pass and the next use of the parameters."""
 
-# No `from __future__ import annotations`: DDP checks the communication hook's annotations as objects.
+import logging
+import os
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -15,11 +17,11 @@ from torch.optim import Optimizer
 from lightning_dp._private.torch_names import call_after_backward, is_in_backward, without_torch_function
 from lightning_dp.collectives import streams
 from lightning_dp.collectives.compression.stages import CompressedAllReduce
-from lightning_dp.strategies.layered_sgd.fork_guard import ForkGuard
 from lightning_dp.strategies.layered_sgd.gradient_sum import GradientCommunicator, GradientSum
-from lightning_dp.strategies.layered_sgd.parameter_watch import ParameterWatch
-from lightning_dp.strategies.layered_sgd.pending_update import PendingUpdates
-from lightning_dp.strategies.layered_sgd.stale_use import Moment, StaleUseDetector
+from lightning_dp.strategies.layered_sgd.parameter_watch import Moment, ParameterWatch, StaleUseDetector
+from lightning_dp.strategies.layered_sgd.update import PendingUpdates
+
+# No `from __future__ import annotations`: DDP checks the communication hook's annotations as objects.
 
 
 class LayeredReduction:
@@ -256,3 +258,48 @@ class LayeredReduction:
             handle.remove()
         self._load_hooks.clear()
         self._communicator.close()
+
+
+# --- Forked processes start with everything up to date: they have no communicator that they could wait for.
+
+log = logging.getLogger(__name__)
+
+
+class ForkGuard:
+    """From its construction to `close`, calls ``bring_up_to_date`` before this process forks (a loader's worker, say).
+
+    Args:
+        lock: held during the fork, so that no thread is in the middle of an update then: the child has no such thread,
+            and would find the lock taken for ever.
+        bring_up_to_date: leaves nothing pending.
+    """
+
+    def __init__(self, lock: AbstractContextManager[object], bring_up_to_date: Callable[[], None]) -> None:
+        self.lock = lock
+        self.bring_up_to_date = bring_up_to_date
+        _guards.add(self)
+
+    def close(self) -> None:
+        """Stop guarding."""
+        _guards.discard(self)
+
+
+_guards: WeakSet[ForkGuard] = WeakSet()
+_locks = ExitStack()
+
+
+def _before_fork() -> None:
+    for guard in list(_guards):
+        _locks.enter_context(guard.lock)
+        try:
+            guard.bring_up_to_date()
+        except Exception as error:  # Python would only print it, and fork
+            log.warning(f"a process is forked while an update is pending that failed: {error}")
+
+
+def _after_fork() -> None:
+    _locks.close()
+
+
+if hasattr(os, "register_at_fork"):  # there is no fork on Windows
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

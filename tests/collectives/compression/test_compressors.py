@@ -9,10 +9,8 @@ import torch
 from support.local_wire import local_wires, run_ranks
 
 from lightning_dp.collectives.compression import PowerSGD, make_compressor
-from lightning_dp.collectives.compression.int8 import Int8
-from lightning_dp.collectives.compression.parameters import ParameterTable, cut, whole_piece
-from lightning_dp.collectives.compression.power_sgd import PowerSGDCompressor
-from lightning_dp.collectives.compression.sizes import message_bytes
+from lightning_dp.collectives.compression.compressors import Int8, PowerSGDCompressor, message_bytes
+from lightning_dp.collectives.compression.layout import ParameterTable, cut, whole_piece
 from lightning_dp.collectives.compression.wire import complete
 from tests.collectives.compression import oracle
 

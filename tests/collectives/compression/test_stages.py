@@ -7,13 +7,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_dp.collectives.compression import PowerSGD, make_compressor
-from lightning_dp.collectives.compression.checkpoint import gather_state, load_state
-from lightning_dp.collectives.compression.int8 import Int8
-from lightning_dp.collectives.compression.parameters import ParameterTable
-from lightning_dp.collectives.compression.stages import CompressedAllReduce, CompressedStages
+from lightning_dp.collectives.compression.compressors import Int8
+from lightning_dp.collectives.compression.layout import ParameterTable
+from lightning_dp.collectives.compression.stages import CompressedAllReduce, CompressedStages, gather_state, load_state
 from lightning_dp.collectives.compression.wire import complete
+from lightning_dp.collectives.groups import RankTopology
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
-from lightning_dp.collectives.topology import RankTopology
 from tests.collectives.compression import oracle
 from tests.collectives.compression.test_compressors import SHAPES, gradients, one_bucket, rebuilt
 from tests.ranks import RankError, run_processes

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp.collectives.all_to_all import Channel
-from lightning_dp.strategies.krizhevsky_hybrid.gathered_head import GatheredHead
-from lightning_dp.strategies.krizhevsky_hybrid.parameter_rows import CPU, ShardedParameters
-from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead
+from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
+from lightning_dp.strategies.krizhevsky_hybrid.state import CPU, GatheredHead, ShardedParameters
 from tests.ranks import run_processes, run_threads
 from tests.strategies.krizhevsky_hybrid.modules import StepNet, all_batches, batches, fit_with
 from tests.strategies.krizhevsky_hybrid.test_evaluation import AveragedForValidation, Validated, X

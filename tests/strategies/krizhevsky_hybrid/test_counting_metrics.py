@@ -14,8 +14,8 @@ from torchmetrics import Metric, classification, regression
 from torchmetrics.utilities.data import dim_zero_cat
 
 from lightning_dp import KrizhevskyHybridStrategy
-from lightning_dp.strategies.krizhevsky_hybrid import counting_metrics
-from lightning_dp.strategies.krizhevsky_hybrid.counting_metrics import REPEATABLE, no_counting
+from lightning_dp.strategies.krizhevsky_hybrid import checks
+from lightning_dp.strategies.krizhevsky_hybrid.checks import REPEATABLE, no_counting
 from tests.ranks import run_processes
 from tests.strategies.krizhevsky_hybrid.modules import StepNet, batches, fit_with
 from tests.strategies.modules import CLASSES
@@ -248,11 +248,11 @@ def test_a_metric_that_is_allowed_is_the_same_if_its_updates_are_repeated(kind):
 
 
 def test_what_torchmetrics_has_is_named_in_full():
-    names = {f"{task}{name}" for task in ("Binary", "Multiclass", "Multilabel") for name in counting_metrics._PER_TASK}
+    names = {f"{task}{name}" for task in ("Binary", "Multiclass", "Multilabel") for name in checks._PER_TASK}
     counting = {"ConfusionMatrix", "StatScores", "Fairness", "GroupStatRates"}
     known = {n for n in classification.__all__ if n.startswith(("Binary", "Multi")) and not n.endswith((*counting,))}
     assert known <= names
-    missing = set(counting_metrics._OF_REGRESSION) - set(regression.__all__)
+    missing = set(checks._OF_REGRESSION) - set(regression.__all__)
     assert missing == ({"JensenShannonDivergence"} if Version(torchmetrics.__version__) < Version("1.7") else set())
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dp.strategies.krizhevsky_hybrid import deferred_checks
-from lightning_dp.strategies.krizhevsky_hybrid.deferred_checks import DeferredChecks
+from lightning_dp.strategies.krizhevsky_hybrid import passes
+from lightning_dp.strategies.krizhevsky_hybrid.passes import DeferredChecks
 from tests.emulated_device.machine import Machine
 from tests.emulated_device.mutations import Mutation, applied, fails, mutations
 from tests.emulated_device.tensors import full
@@ -54,14 +54,14 @@ def test_numbers_on_a_gpu_are_checked_later(seed, monkeypatch):
     check_later(Machine(seed), monkeypatch)
 
 
-@pytest.mark.parametrize("mutation", mutations(deferred_checks), ids=str)
+@pytest.mark.parametrize("mutation", mutations(passes), ids=str)
 def test_every_wait_matters(mutation: Mutation):
     with applied(mutation):
         assert fails(check_later), f"{mutation} can be left out, and the checks pass"
 
 
 def test_the_mutations_are_those_that_are_expected():
-    assert [mutation.text for mutation in mutations(deferred_checks)] == [
+    assert [mutation.text for mutation in mutations(passes)] == [
         "non_blocking=True",
         "blocking=True",
         "streams.record_event(streams.current_stream(numbers.device), blocking=True)",

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp._lightning import DDPStrategy
 from lightning_dp.collectives.all_to_all import Channel
-from lightning_dp.strategies.krizhevsky_hybrid.parameter_rows import CPU, ShardedParameters, whole_on_rank_0
-from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead
+from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
+from lightning_dp.strategies.krizhevsky_hybrid.state import CPU, ShardedParameters, whole_on_rank_0
 from tests.ranks import run_processes, run_threads
 from tests.strategies.krizhevsky_hybrid.modules import StepNet, all_batches, batches, make_head
 from tests.strategies.modules import FEATURES, assert_same, snapshot, trainer

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dp.strategies.krizhevsky_hybrid.parameter_gradients import ParameterGradients
+from lightning_dp.strategies.krizhevsky_hybrid.head import ParameterGradients
 
 PASSES = [torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 

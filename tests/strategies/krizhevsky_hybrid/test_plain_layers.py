@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from lightning_dp import KrizhevskyHybridStrategy
-from lightning_dp.strategies.krizhevsky_hybrid.head_layers import divisible_layers
-from lightning_dp.strategies.shared_memory import overlapping_parameters
+from lightning_dp.strategies.base import overlapping_parameters
+from lightning_dp.strategies.krizhevsky_hybrid.head import divisible_layers
 from tests.ranks import run_processes
 from tests.strategies.krizhevsky_hybrid.modules import HybridNet, batches
 from tests.strategies.krizhevsky_hybrid.test_policy import check

@@ -15,8 +15,8 @@ from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp._lightning import StrategyRegistry
 from lightning_dp.optim import LARS as PackageLARS
 from lightning_dp.optim import KrizhevskySGD
-from lightning_dp.strategies.krizhevsky_hybrid.head_layers import divisible_layers
-from lightning_dp.strategies.krizhevsky_hybrid.policy import check_module, check_optimizers, check_precision, find_head
+from lightning_dp.strategies.krizhevsky_hybrid.checks import check_module, check_optimizers, check_precision, find_head
+from lightning_dp.strategies.krizhevsky_hybrid.head import divisible_layers
 from tests.strategies.krizhevsky_hybrid.modules import HybridNet, StepNet
 from tests.strategies.modules import trainer
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dp.strategies.krizhevsky_hybrid.schemes import SubPass, sub_passes
+from lightning_dp.strategies.krizhevsky_hybrid.exchange import SubPass, sub_passes
 
 SIZES = [(4, 4), (3,), (5, 5, 5), (7, 0, 2, 1), (1, 1, 1, 1), (0, 0, 3), (32, 32, 32, 32)]
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lightning_dp.collectives.all_to_all import Channel
-from lightning_dp.strategies.krizhevsky_hybrid.parameter_rows import CPU, ShardedParameters, whole_on_all_ranks
-from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead
+from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
+from lightning_dp.strategies.krizhevsky_hybrid.state import CPU, ShardedParameters, whole_on_all_ranks
 from tests.ranks import run_threads
 
 

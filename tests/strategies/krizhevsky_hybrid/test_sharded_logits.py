@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_dp.collectives.all_to_all import Channel
-from lightning_dp.collectives.ring_schedule import chunk_bounds
-from lightning_dp.strategies.krizhevsky_hybrid.sharded_logits import ShardedLogits
+from lightning_dp.collectives.ring import chunk_bounds
+from lightning_dp.strategies.krizhevsky_hybrid.logits import ShardedLogits
 from tests.ranks import run_threads
 
 SAMPLES, CLASSES = 5, 7

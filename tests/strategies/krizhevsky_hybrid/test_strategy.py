@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.strategies import KrizhevskyHybridStrategy
-from lightning_dp.strategies.krizhevsky_hybrid.schemes import sub_passes
+from lightning_dp.strategies.krizhevsky_hybrid.exchange import sub_passes
 from tests.ranks import RankError, run_processes
 from tests.strategies.krizhevsky_hybrid.modules import STEPS, HybridNet, PenaltyNet, StepNet, all_batches, batches
 from tests.strategies.modules import assert_same, optimizers, snapshot, trainer

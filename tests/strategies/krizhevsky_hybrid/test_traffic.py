@@ -15,9 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
 from lightning_dp.collectives.all_to_all import Channel
+from lightning_dp.planner.traffic import head_traffic, hybrid_cost
 from lightning_dp.strategies import KrizhevskyHybridStrategy
-from lightning_dp.strategies.krizhevsky_hybrid.sharded_head import ShardedHead
-from lightning_dp.strategies.krizhevsky_hybrid.traffic import head_traffic, hybrid_cost
+from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
 from tests.ranks import run_processes
 from tests.strategies.krizhevsky_hybrid.modules import HybridNet, StepNet
 from tests.strategies.modules import CLASSES, FEATURES, trainer

@@ -6,9 +6,9 @@ import functools
 
 import pytest
 
-from lightning_dp.collectives.cost import Cost
-from lightning_dp.strategies.krizhevsky_hybrid import traffic
-from lightning_dp.strategies.krizhevsky_hybrid.schemes import sub_passes
+from lightning_dp.planner import traffic
+from lightning_dp.planner.traffic import Cost
+from lightning_dp.strategies.krizhevsky_hybrid.exchange import sub_passes
 
 
 @pytest.mark.parametrize("scheme", ["a", "b", "c"])

@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 
-from lightning_dp.collectives import device_all_reduce
-from lightning_dp.collectives.device_all_reduce import DeviceAllReduce
-from lightning_dp.collectives.topology import RankTopology
+from lightning_dp.collectives.groups import RankTopology
 from lightning_dp.strategies.layered_sgd import device_communicator
-from lightning_dp.strategies.layered_sgd.device_communicator import DeviceCommunicator
+from lightning_dp.strategies.layered_sgd.device_communicator import DeviceAllReduce, DeviceCommunicator
 from tests.emulated_device.collectives import World
 from tests.emulated_device.machine import Machine
 from tests.emulated_device.tensors import DeviceTensor, full, raw
@@ -74,7 +72,7 @@ class Rank:
 
 def sum_on_the_device(machine: Machine, monkeypatch: Any, early: bool, seed: int = 0) -> None:
     machine.install(monkeypatch)
-    World(machine).install(monkeypatch, device_all_reduce)
+    World(machine).install(monkeypatch, device_communicator)
     ranks = [Rank(machine, rank, early) for rank in range(4)]
     order = random.Random(seed)
     for step in range(STEPS):
@@ -99,7 +97,7 @@ def sum_on_the_device(machine: Machine, monkeypatch: Any, early: bool, seed: int
 def drop_in_flight(machine: Machine, monkeypatch: Any) -> None:
     """A rank gives up after backward, and drops its buckets. Its peer still gets the right sum."""
     machine.install(monkeypatch)
-    World(machine).install(monkeypatch, device_all_reduce)
+    World(machine).install(monkeypatch, device_communicator)
     buffers = [full(machine, torch.device("cuda", rank), 3, 1.0) for rank in range(2)]
     for rank in range(2):
         collective = DeviceAllReduce(RankTopology(2, 1), rank)
@@ -112,7 +110,7 @@ def drop_in_flight(machine: Machine, monkeypatch: Any) -> None:
 def close_in_flight(machine: Machine, monkeypatch: Any) -> None:
     """Groups whose collectives have not ended are not destroyed."""
     machine.install(monkeypatch)
-    World(machine).install(monkeypatch, device_all_reduce)
+    World(machine).install(monkeypatch, device_communicator)
     monkeypatch.setattr(device_communicator, "CLOSE_LIMIT_S", 0.0)
     closed: list[int] = []
     monkeypatch.setattr(DeviceAllReduce, "close", lambda self: closed.append(self.rank))

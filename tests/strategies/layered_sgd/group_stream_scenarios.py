@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from lightning_dp.collectives import hierarchical, streams
+from lightning_dp.collectives.groups import RankTopology
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
-from lightning_dp.collectives.host_copy import HostCopy
-from lightning_dp.collectives.topology import RankTopology
-from lightning_dp.strategies.layered_sgd.communicator import Communicator
+from lightning_dp.strategies.layered_sgd.host_communicator import Communicator, HostCopy
 from tests.emulated_device.collectives import World
 from tests.emulated_device.machine import Machine
 from tests.emulated_device.tensors import full, raw

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from lightning_dp.strategies.layered_sgd import communicator as host
-from lightning_dp.strategies.layered_sgd.communicator import Communicator
+from lightning_dp.strategies.layered_sgd import host_communicator
+from lightning_dp.strategies.layered_sgd.host_communicator import Communicator
 from tests.emulated_device.machine import Machine
 from tests.emulated_device.tensors import full, raw
 
@@ -104,16 +104,16 @@ class Announced:
         self._event.wait(10)
 
 
-def host_communicator(machine: Machine, monkeypatch: Any, stages: Stages, prioritized: bool) -> Communicator:
+def make_communicator(machine: Machine, monkeypatch: Any, stages: Stages, prioritized: bool) -> Communicator:
     machine.install(monkeypatch)
     machine.set_device(DEVICE)
-    monkeypatch.setattr(host, "dist", LateBroadcast())
+    monkeypatch.setattr(host_communicator, "dist", LateBroadcast())
     return Communicator(stages, prioritized, timedelta(seconds=1), DEVICE, on_host=True)
 
 
 def sum_on_the_host(machine: Machine, monkeypatch: Any, prioritized: bool) -> None:
     stages = Stages()
-    communicator = host_communicator(machine, monkeypatch, stages, prioritized)
+    communicator = make_communicator(machine, monkeypatch, stages, prioritized)
     stages.may_reduce.set()
     try:
         _sum_on_the_host(machine, communicator, stages)
@@ -155,7 +155,7 @@ def free_what_is_copied_back(machine: Machine, monkeypatch: Any) -> None:
     """A sum is used on another stream than the one that the bucket was allocated on; then the bucket is dropped."""
     stages = Stages()
     stages.let_go()
-    communicator = host_communicator(machine, monkeypatch, stages, False)
+    communicator = make_communicator(machine, monkeypatch, stages, False)
     buffer = full(machine, DEVICE, 5, 1.0)
     bucket = communicator.submit(0, buffer)
     communicator.release()
@@ -173,7 +173,7 @@ def wait_for_copies_in_turn(machine: Machine, monkeypatch: Any) -> None:
     """
     stages = Stages()
     monkeypatch.setattr(Stages, "inter_group_all_reduce", lambda self, tensor: self.order.append(int(tensor[0]) // 2))
-    communicator = host_communicator(machine, monkeypatch, stages, True)
+    communicator = make_communicator(machine, monkeypatch, stages, True)
     try:
         buckets = [communicator.submit(index, full(machine, DEVICE, 1, float(index))) for index in range(4)]
         buckets[2].wait_for_copy()  # copies finish in order, so that of bucket 1 has arrived as well

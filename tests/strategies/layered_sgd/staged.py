@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_dp.strategies.layered_sgd.parameter_watch import ParameterWatch
-from lightning_dp.strategies.layered_sgd.pending_update import PendingUpdates
+from lightning_dp.strategies.layered_sgd.update import PendingUpdates
 
 
 class Bucket:

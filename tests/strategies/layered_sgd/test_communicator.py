@@ -7,10 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_dp.collectives.groups import RankTopology
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
-from lightning_dp.collectives.host_copy import HostCopy
-from lightning_dp.collectives.topology import RankTopology
-from lightning_dp.strategies.layered_sgd.communicator import Communicator
+from lightning_dp.strategies.layered_sgd.host_communicator import Communicator, HostCopy
 from tests.ranks import RankError, run_processes
 
 CPU = torch.device("cpu")

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.plugins.precision import MixedPrecision
 
-from lightning_dp.collectives.compression.checkpoint import gather_state
-from lightning_dp.collectives.compression.int8 import Int8
+from lightning_dp.collectives.compression.compressors import Int8
+from lightning_dp.collectives.compression.stages import gather_state
 from lightning_dp.strategies import LayeredSGDStrategy, PowerSGD
 from lightning_dp.strategies.layered_sgd import options
-from lightning_dp.strategies.layered_sgd.compression_checkpoint import KEY
+from lightning_dp.strategies.layered_sgd.strategy import KEY
 from tests.collectives.compression import oracle
 from tests.ranks import RankError, run_processes
 from tests.strategies.layered_sgd.modules import fit, layered

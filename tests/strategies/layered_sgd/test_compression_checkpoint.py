@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dp.strategies import PowerSGD
-from lightning_dp.strategies.layered_sgd.compression_checkpoint import KEY, CompressionCheckpoint
+from lightning_dp.strategies.layered_sgd.strategy import KEY, CompressionCheckpoint
 from tests.ranks import run_processes
 from tests.strategies.layered_sgd.modules import fit, layered
 from tests.strategies.modules import Net

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import DDPStrategy
 
-from lightning_dp.collectives import nccl
-from lightning_dp.collectives.device_all_reduce import DeviceAllReduce
-from lightning_dp.collectives.topology import RankTopology
+from lightning_dp.collectives.groups import RankTopology
 from lightning_dp.strategies import LayeredSGDStrategy
-from lightning_dp.strategies.layered_sgd.device_communicator import DeviceCommunicator
+from lightning_dp.strategies.layered_sgd import device_communicator
+from lightning_dp.strategies.layered_sgd.device_communicator import DeviceAllReduce, DeviceCommunicator
 from lightning_dp.strategies.layered_sgd.options import CommunicatorOptions
 from tests.ranks import run_processes
 from tests.strategies.layered_sgd.modules import OVERLAPS, Unused, fit, layered
@@ -160,22 +159,22 @@ GPUS = [torch.device("cuda", index) for index in range(2)]
     ],
 )
 def test_the_launch_order_is_requested_where_nccl_takes_part(options, devices, backend, expected, monkeypatch):
-    monkeypatch.delenv(nccl.LAUNCH_ORDER, raising=False)
+    monkeypatch.delenv(device_communicator.LAUNCH_ORDER, raising=False)
     LayeredSGDStrategy(**options)._options.prepare_environment(devices, backend)
-    assert os.environ.get(nccl.LAUNCH_ORDER) == expected
+    assert os.environ.get(device_communicator.LAUNCH_ORDER) == expected
 
 
 @pytest.mark.parametrize(("group_size", "expected"), [(1, "1"), (2, None)])
 def test_the_strategy_requests_it_before_any_process_starts(group_size, expected, monkeypatch):
     """With a single group, DDP sums."""
-    monkeypatch.delenv(nccl.LAUNCH_ORDER, raising=False)
+    monkeypatch.delenv(device_communicator.LAUNCH_ORDER, raising=False)
     strategy = LayeredSGDStrategy(group_size, parallel_devices=GPUS, cluster_environment=LightningEnvironment())
     strategy._configure_launcher()
-    assert os.environ.get(nccl.LAUNCH_ORDER) == expected
+    assert os.environ.get(device_communicator.LAUNCH_ORDER) == expected
 
 
 def test_a_launch_order_that_comes_too_late_is_warned_of(monkeypatch, caplog):
-    monkeypatch.delenv(nccl.LAUNCH_ORDER, raising=False)
+    monkeypatch.delenv(device_communicator.LAUNCH_ORDER, raising=False)
     prepare = LayeredSGDStrategy()._options.prepare_environment
     with monkeypatch.context() as patch:
         patch.setattr(dist, "is_initialized", lambda: True)
@@ -188,12 +187,12 @@ def test_a_launch_order_that_comes_too_late_is_warned_of(monkeypatch, caplog):
 
 def test_the_users_launch_order_stays_and_is_warned_of(monkeypatch):
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 26, 2))
-    monkeypatch.setenv(nccl.LAUNCH_ORDER, "0")
-    nccl.request_launch_order()
-    assert nccl.why_order_may_differ() == "NCCL_LAUNCH_ORDER_IMPLICIT is 0; set it to 1"
-    monkeypatch.delenv(nccl.LAUNCH_ORDER)
-    nccl.request_launch_order()
-    assert nccl.why_order_may_differ() is None
+    monkeypatch.setenv(device_communicator.LAUNCH_ORDER, "0")
+    device_communicator.request_launch_order()
+    assert device_communicator.why_order_may_differ() == "NCCL_LAUNCH_ORDER_IMPLICIT is 0; set it to 1"
+    monkeypatch.delenv(device_communicator.LAUNCH_ORDER)
+    device_communicator.request_launch_order()
+    assert device_communicator.why_order_may_differ() is None
 
 
 def test_an_nccl_without_launch_order_is_named(monkeypatch, caplog):
@@ -213,7 +212,7 @@ def test_only_the_group_between_nodes_is_limited(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
     monkeypatch.setattr(dist, "new_group", lambda ranks, pg_options, **_: made.append((ranks, pg_options)))
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    DeviceAllReduce(RankTopology(4, 2), 0, make_options=lambda: nccl.limited_options(3))
+    DeviceAllReduce(RankTopology(4, 2), 0, make_options=lambda: device_communicator.limited_options(3))
     assert [ranks for ranks, _ in made] == [[0, 1], [2, 3], [0, 2], [1, 3]]
     assert [getattr(each, "config", None) and each.config.max_ctas for _, each in made] == [None, None, 3, 3]
     assert made[2][1] is not made[3][1], "PyTorch writes each group's ranks into its options"
@@ -226,9 +225,9 @@ def sum_beside_busy_kernels(rank):
     """One rank: the sum is the buffer itself, but for whoever does not wait for the kernels that fill it."""
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    nccl.request_launch_order()
+    device_communicator.request_launch_order()
     dist.init_process_group("nccl", device_id=device)
-    collective = DeviceAllReduce(RankTopology(1, 1), rank, make_options=lambda: nccl.limited_options(4))
+    collective = DeviceAllReduce(RankTopology(1, 1), rank, make_options=lambda: device_communicator.limited_options(4))
     communicator = DeviceCommunicator(collective, True, device)
     matrix = torch.full((2048, 2048), 1 / 2048, device=device)
     for step in range(20):

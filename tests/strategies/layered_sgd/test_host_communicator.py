@@ -14,12 +14,11 @@ import torch
 from lightning_fabric.utilities.warnings import PossibleUserWarning
 from pytorch_lightning.strategies import DDPStrategy
 
-from lightning_dp.collectives import nccl
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
-from lightning_dp.collectives.host_copy import HostCopy
 from lightning_dp.strategies import LayeredSGDStrategy
+from lightning_dp.strategies.layered_sgd import device_communicator
 from lightning_dp.strategies.layered_sgd import options as layered_sgd
-from lightning_dp.strategies.layered_sgd.communicator import Communicator
+from lightning_dp.strategies.layered_sgd.host_communicator import Communicator, HostCopy
 from tests.ranks import RankError, run_processes
 from tests.strategies.modules import SMALL_BUCKETS_MB, Net, assert_same, data, snapshot, trainer
 
@@ -136,7 +135,7 @@ def test_groups_are_reduced_on_gpus_where_nccl_keeps_the_order_of_the_hooks(
     backend, find_unused_parameters, version, expected, monkeypatch
 ):
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
-    monkeypatch.setenv(nccl.LAUNCH_ORDER, "1")
+    monkeypatch.setenv(device_communicator.LAUNCH_ORDER, "1")
     assert layered_sgd._may_reduce_on_device(backend, find_unused_parameters) == expected
 
 

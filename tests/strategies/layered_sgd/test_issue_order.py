@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lightning_dp.strategies import LayeredSGDStrategy
 from lightning_dp.strategies.layered_sgd.device_communicator import DeviceCommunicator, DeviceSum
-from lightning_dp.strategies.layered_sgd.issue_order import IssueOrder
+from lightning_dp.strategies.layered_sgd.gradient_sum import IssueOrder
 from lightning_dp.strategies.layered_sgd.parameter_watch import is_watched
 from lightning_dp.strategies.layered_sgd.reduction import LayeredReduction
 from tests.ranks import run_processes

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dp.strategies.layered_sgd.bucket import BucketReduction, Stage
-from lightning_dp.strategies.layered_sgd.communicator import Communicator
+from lightning_dp.strategies.layered_sgd.host_communicator import BucketReduction, Communicator, Stage
 from tests.ranks import run_processes
 from tests.strategies.layered_sgd.test_communicator import CPU, Passing
 

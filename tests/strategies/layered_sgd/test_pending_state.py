@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dp.strategies.layered_sgd.pending_update import PendingUpdates
+from lightning_dp.strategies.layered_sgd.update import PendingUpdates
 from tests.strategies.layered_sgd.staged import Staged
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_dp.strategies.layered_sgd.parameter_watch import ParameterWatch, is_watched
-from lightning_dp.strategies.layered_sgd.pending_update import PendingUpdates
+from lightning_dp.strategies.layered_sgd.update import PendingUpdates
 from tests.strategies.layered_sgd.staged import Staged
 
 # --- which parameters are updated when ---

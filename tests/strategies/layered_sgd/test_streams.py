@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_dp.collectives import host_copy
-from lightning_dp.strategies.layered_sgd import bucket, communicator, device_communicator
+from lightning_dp.strategies.layered_sgd import device_communicator, host_communicator
 from tests.emulated_device.machine import Machine
 from tests.emulated_device.mutations import Mutation, applied, fails, mutations
 from tests.strategies.layered_sgd.device_stream_scenarios import close_in_flight, drop_in_flight, sum_on_the_device
@@ -39,7 +38,11 @@ SCENARIOS: dict[str, Callable[[Machine, Any], None]] = {
 # Also what can only be said of a device that is as late as it may be.
 LATE_SCENARIOS = {**SCENARIOS, "host, order": wait_for_copies_in_turn}
 
-MUTATIONS = [each for module in (host_copy, bucket, communicator, device_communicator) for each in mutations(module)]
+MUTATIONS = [
+    each
+    for module in (host_communicator, host_communicator, host_communicator, device_communicator)
+    for each in mutations(module)
+]
 
 
 @pytest.mark.parametrize("scenario", LATE_SCENARIOS)

@@ -12,7 +12,7 @@ import torch
 from pytorch_lightning.strategies import DDPStrategy
 from torch.overrides import TorchFunctionMode
 
-from lightning_dp.strategies.layered_sgd import stale_use
+from lightning_dp.strategies.layered_sgd import parameter_watch
 from tests.ranks import RankError, run_processes
 from tests.strategies.layered_sgd.test_gradients_of_users import TwoLossesOnOneGraph
 from tests.strategies.layered_sgd.user_cases import OVERLAPS, STEPS, fit, layered, on_a_slow_network
@@ -97,5 +97,5 @@ def test_a_dead_end_is_named():
 
 def suspect_everything(rank):
     on_a_slow_network()
-    stale_use._Reads.of = lambda self, parameter: set()
+    parameter_watch._Reads.of = lambda self, parameter: set()
     fit(layered("step", find_unused_parameters=True), TwoLossesOnOneGraph())

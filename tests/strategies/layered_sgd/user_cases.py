@@ -11,7 +11,7 @@ from lightning_fabric.utilities.warnings import PossibleUserWarning
 from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_dp.strategies import LayeredSGDStrategy
-from lightning_dp.strategies.layered_sgd.bucket import BucketReduction
+from lightning_dp.strategies.layered_sgd.host_communicator import BucketReduction
 from tests.strategies.modules import SMALL_BUCKETS_MB, Net, assert_same, data, snapshot, trainer
 
 OVERLAPS = ("load", "step")

@@ -1,0 +1,374 @@
+"""Checks of what `KrizhevskyHybridStrategy` works with. They keep no state, and their messages name the remedy."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torchmetrics
+from torch import nn, optim
+from torch.optim import Optimizer
+from torchmetrics import Metric, MetricCollection, classification, regression, wrappers
+
+from lightning_dp._lightning import LightningModule
+from lightning_dp._private.torch_names import has_backward_hooks, has_forward_hooks, has_tensor_hooks
+from lightning_dp.strategies.base import compiled_parts_around, overlapping_parameters
+from lightning_dp.strategies.krizhevsky_hybrid.exchange import SCHEMES
+from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, divisible_layers, require_whole_layer
+
+log = logging.getLogger(__name__)
+
+STRATEGY = "KrizhevskyHybridStrategy"
+
+ELEMENTWISE_OPTIMIZERS = (
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta),
+    *(optim.RMSprop, optim.Rprop, optim.ASGD),
+)
+
+_ALLOW_NO_BATCHES = "allow_zero_length_dataloader_with_multiple_devices"
+
+UNEQUAL_LOADERS = (
+    "Ranks whose loaders have different numbers of batches do so, too: give each rank as many batches as the others"
+)
+"""The most likely reason why one rank begins a step while another gathers the head or saves a checkpoint."""
+
+LAYERWISE_OPTIMIZERS = ("lars", "lamb", "novograd", "shampoo", "soap", "muon", "adafactor", "lbfgs", "sam")
+"""Names, in lower case, of optimizers from any library that compute with whole parameters, such as their norms."""
+
+HEAD_STEP_EXAMPLE = """
+    def head_step(self, features, target):  # -> the mean loss of these samples
+        logits = self.{head}(features)
+        return F.cross_entropy(logits, target)
+
+    def training_step(self, batch, batch_idx):
+        x, target = batch
+        return self.head_step(self.trunk(x), target)
+"""
+
+
+def check_arguments(
+    scheme: str | None, variable_batch: bool, evaluation: str, state_dict_type: str, ddp_kwargs: Mapping[str, Any]
+) -> None:
+    """Raise ValueError for arguments of the strategy that are unknown or do not go together."""
+    if scheme is not None and scheme not in SCHEMES:
+        raise ValueError(f"scheme={scheme!r} is not known; use one of {', '.join(map(repr, SCHEMES))}")
+    if variable_batch and scheme == "a":
+        raise ValueError("variable_batch=True needs several passes, and scheme='a' has one; use scheme 'b' or 'c'")
+    if evaluation not in ("gathered", "sharded"):
+        raise ValueError(f"evaluation={evaluation!r} is not known; use 'gathered' or 'sharded'")
+    if state_dict_type not in ("full", "sharded"):
+        raise ValueError(f"state_dict_type={state_dict_type!r} is not known; use 'full' or 'sharded'")
+    if ddp_kwargs.get("model_averaging_period") is not None:
+        raise ValueError(
+            "model_averaging_period cannot be used, because ranks hold different parts of the head; remove it"
+        )
+
+
+def find_head(module: LightningModule, name: str) -> nn.Module:
+    """Return the submodule called ``name``.
+
+    Raises:
+        ValueError: there is no such submodule, or ``name`` is empty.
+    """
+    if name:
+        try:
+            return module.get_submodule(name)
+        except AttributeError:
+            pass
+    there_are = [child for child, part in module.named_modules() if child and any(True for _ in part.parameters())]
+    raise ValueError(
+        f"head={name!r} names no submodule of {type(module).__name__}; use one of "
+        f"{', '.join(there_are) or 'another module: this one has no parameters'}"
+    )
+
+
+def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_name: str, variable_batch: bool) -> None:
+    """Raise ValueError if the module or the Trainer has something that does not work with a sharded head."""
+    # First, because in a compiled module the head's parameters have other names, which would confuse the other checks.
+    compiled = compiled_parts_around(module, head)
+    if compiled:
+        raise ValueError(
+            f"{compiled[0]} is compiled or scripted, and contains or belongs to the head {head_name!r}, in which "
+            f"{STRATEGY} exchanges activations; compile the trunk alone"
+        )
+    divisible_layers(head, head_name)
+    if variable_batch:
+        _check_variable_batch(module, head_name)
+    owned = {id(parameter) for parameter in head.parameters()}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in owned and not name.startswith(f"{head_name}."):
+            raise ValueError(
+                f"{name} shares a parameter with the head {head_name!r}, which is sharded over ranks; untie them"
+            )
+        if parameter.is_meta and id(parameter) not in owned:
+            raise ValueError(
+                f"{name} is on the meta device; {STRATEGY} initializes the head {head_name!r} only. Build the rest on "
+                "the CPU"
+            )
+    _check_shared_memory(module, head_name)
+    if any(getattr(each, _ALLOW_NO_BATCHES, False) for each in (module, trainer.datamodule)):
+        raise ValueError(
+            f"{_ALLOW_NO_BATCHES}=True lets ranks without batches skip a validation, at the start of which all ranks "
+            f"gather the head {head_name!r}; give each rank a batch, even an empty one, and set it to False"
+        )
+    for callback in trainer.callbacks:
+        if any("WeightAveraging" in base.__name__ for base in type(callback).__mro__):
+            raise ValueError(
+                f"{type(callback).__name__} keeps copies of the parameters, and each rank holds only a part of the "
+                f"head's; remove it, or use another strategy than {STRATEGY}"
+            )
+
+
+def _check_shared_memory(module: LightningModule, head_name: str) -> None:
+    """Raise ValueError for memory that the head shares: ranks hold copies of their rows, which would be untied."""
+    for pair in overlapping_parameters(module):
+        if any(name.startswith(f"{head_name}.") for name in pair):
+            raise ValueError(
+                f"{pair[0]} and {pair[1]} share memory, and the head {head_name!r}, which is sharded over ranks, would "
+                "have values of its own; untie them, or, within the head, let two layers have the same nn.Parameter"
+            )
+
+
+def _check_variable_batch(module: LightningModule, head_name: str) -> None:
+    if not callable(getattr(module, "head_step", None)):
+        lines = HEAD_STEP_EXAMPLE.format(head=head_name)
+        raise ValueError(
+            f"variable_batch=True needs to know where the head begins; give {type(module).__name__} this method, and "
+            f"call it in training_step (it stays an ordinary module for every other strategy):\n{lines}"
+        )
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"{type(module).__name__} sets automatic_optimization=False, so that it decides itself when to step. With "
+            "variable_batch=True the head is updated within head_step, without a call of step(); use "
+            "variable_batch=False or automatic optimization"
+        )
+    if getattr(module.optimizer_step, "__func__", None) is not LightningModule.optimizer_step:
+        raise ValueError(
+            f"{type(module).__name__} overrides optimizer_step, which Lightning calls once a step. With "
+            "variable_batch=True the head is updated several times in it, without that method; use a learning-rate "
+            "schedule, or on_before_optimizer_step, which runs before every update"
+        )
+
+
+def warn_of_single_rows(head: ShardedHead) -> None:
+    """Warn, on rank 0, of layers of which each rank holds a single row: torch broadcasts it without an error."""
+    world_size = head.channel.world_size
+    if head.channel.rank or world_size == 1:
+        return
+    for path, layer in divisible_layers(head.head, head.name):
+        if isinstance(layer, nn.Linear) and layer.out_features == world_size:
+            log.warning(
+                f"{path} has as many outputs as there are ranks, so each rank holds one row of its weight. Where a "
+                "callback averages it with a copy of the whole weight (a mean teacher), torch would not raise, but "
+                "broadcast that row. Let all ranks call trainer.strategy.gather_head() first, and average with "
+                "module.state_dict()"
+            )
+
+
+def require_unchanged(module: nn.Module, head: ShardedHead) -> None:
+    """Raise RuntimeError if the head is not what it was at set-up. Cheap enough to be called in each step."""
+    try:
+        is_same = module.get_submodule(head.name) is head.head
+    except AttributeError:
+        is_same = False
+    changed = head.changed_part() if is_same else head.name
+    if changed is not None:
+        raise RuntimeError(
+            f"{changed} was changed after set-up, and the sharded head {head.name!r} would not notice; change layers, "
+            "parameters and forwards of the head in __init__, setup or configure_model, or between two runs of fit"
+        )
+
+
+def check_hooks(head: ShardedHead) -> None:
+    """Raise ValueError for hooks that would see slices of activations or rows of gradients. Called in every step."""
+    for name, layer in head.head.named_modules(prefix=head.name):
+        # A forward hook of the head as a whole sees whole features and logits.
+        if (layer is not head.head and has_forward_hooks(layer)) or has_backward_hooks(layer):
+            raise ValueError(
+                f"{name} has hooks, and within the head {head.name!r} they would see only this rank's slices; remove "
+                "them, or register a forward hook on the head as a whole"
+            )
+    for name, parameter in head.head.named_parameters(prefix=head.name):
+        if has_tensor_hooks(parameter):
+            raise ValueError(
+                f"{name} has hooks on its gradient, and they would see only this rank's rows; remove them, and change "
+                "gradients row by row in on_after_backward"
+            )
+
+
+def check_precision(plugin: Any, variable_batch: bool) -> None:
+    """Raise ValueError for a precision that does not work with ``variable_batch``."""
+    if variable_batch and getattr(plugin, "scaler", None) is not None:
+        raise ValueError(
+            f"variable_batch=True cannot run with precision={plugin.precision!r}: the gradient scaler decides once a "
+            f"step, and {STRATEGY} updates the head several times in it; use precision='bf16-mixed'"
+        )
+
+
+def require_whole(module: nn.Module, head_name: str) -> None:
+    """Raise ValueError if an earlier `fit` has left this rank's rows in the head."""
+    try:
+        head = module.get_submodule(head_name)
+    except AttributeError:
+        return  # a module without this head, evaluated with this strategy, has no rows
+    for path, layer in head.named_modules(prefix=head_name):
+        if type(layer) is nn.Linear:
+            require_whole_layer(layer, path)
+
+
+def warn_of_requeue(cluster_environment: Any) -> None:
+    """Warn that Lightning's requeueing under SLURM saves a checkpoint wherever a rank is when the signal comes."""
+    if getattr(cluster_environment, "requeue_signal", None) and getattr(cluster_environment, "auto_requeue", False):
+        log.warning(
+            f"{STRATEGY}: all ranks make a checkpoint together, and Lightning's requeueing saves one in the middle of "
+            "a step, which ends the job with an error; use plugins=[SLURMEnvironment(auto_requeue=False)] and "
+            "ModelCheckpoint(every_n_train_steps=...)"
+        )
+
+
+def check_optimizers(optimizers: list[Optimizer], head: ShardedHead) -> None:
+    """Refuse optimizers that are known to compute with whole parameters, and warn of unknown ones.
+
+    Raises:
+        ValueError: an optimizer computes something else from a part of a parameter than from the whole.
+    """
+    for optimizer in optimizers:
+        if not any(head.owns(p) for group in optimizer.param_groups for p in group["params"]):
+            continue
+        # The exact type, because a subclass may take norms of whole layers. Some LARS implementations extend SGD.
+        kind = type(optimizer)
+        is_layerwise = any(base.__name__.lower() in LAYERWISE_OPTIMIZERS for base in kind.__mro__)
+        is_known = kind in ELEMENTWISE_OPTIMIZERS or kind.__module__.startswith("lightning_dp.")
+        if is_known and not is_layerwise:
+            continue
+        if is_layerwise or kind.__module__.startswith("torch."):
+            known = ", ".join(each.__name__ for each in ELEMENTWISE_OPTIMIZERS)
+            raise ValueError(
+                f"{kind.__name__} computes with whole parameters, and each rank holds only a part of the head's; use "
+                f"one of {known}"
+            )
+        log.warning(
+            f"{kind.__name__} updates rows of the head's weights on each rank, so it must be elementwise. If it takes "
+            "norms of whole layers, as LARS and LAMB do, the result is wrong"
+        )
+
+
+# --- Metrics that count samples must not be updated in ``head_step``, which every rank runs with all ranks' samples.
+
+# Each value is a mean, a ratio, a curve of ratios or an extremum: the same if every update is repeated. Confusion
+# matrices and the counts of StatScores are not.
+_PER_TASK = (
+    *("Accuracy", "AUROC", "AveragePrecision", "CalibrationError", "CohenKappa", "CoverageError", "EER", "ExactMatch"),
+    *("F1Score", "FBetaScore", "HammingDistance", "HingeLoss", "JaccardIndex", "LogAUC", "MatthewsCorrCoef"),
+    *("NegativePredictiveValue", "Precision", "PrecisionAtFixedRecall", "PrecisionRecallCurve", "ROC", "Recall"),
+    *("RankingAveragePrecision", "RankingLoss", "RecallAtFixedPrecision", "SensitivityAtSpecificity", "Specificity"),
+    "SpecificityAtSensitivity",
+)
+_OF_REGRESSION = (
+    *("CosineSimilarity", "ExplainedVariance", "JensenShannonDivergence", "KLDivergence", "LogCoshError"),
+    *("MeanAbsoluteError", "MeanAbsolutePercentageError", "MeanSquaredError", "MeanSquaredLogError"),
+    *("PearsonCorrCoef", "R2Score", "RelativeSquaredError", "SpearmanCorrCoef", "SymmetricMeanAbsolutePercentageError"),
+    *("TweedieDevianceScore", "WeightedMeanAbsolutePercentageError"),
+)
+# Those that wrap others are functions of them, and each of the others is checked by itself.
+_WRAPPERS = ("ClasswiseWrapper", "MinMaxMetric", "MultioutputWrapper", "MultitaskWrapper")
+# Exact types, because a subclass may compute anything. A type that this version of torchmetrics lacks becomes None.
+REPEATABLE = {
+    *(
+        getattr(classification, task + name, None)
+        for task in ("Binary", "Multiclass", "Multilabel")
+        for name in _PER_TASK
+    ),
+    *(getattr(regression, name, None) for name in _OF_REGRESSION),
+    *(getattr(wrappers, name, None) for name in _WRAPPERS),
+    *(torchmetrics.MeanMetric, torchmetrics.MaxMetric, torchmetrics.MinMetric, torchmetrics.metric.CompositionalMetric),
+} - {None}
+# With another value of these options the types above sum, or return a value for each sample.
+_OPTIONS = {"reduction": "mean", "multidim_average": "global", "adjusted": 0}
+_REDUCE_FX = list(inspect.signature(LightningModule.log).parameters).index("reduce_fx") - 1  # without self
+_EVERY_SAMPLE = "within head_step, where every rank sees the samples of all ranks"
+
+
+@contextmanager
+def no_counting(module: LightningModule, world_size: int) -> Iterator[None]:
+    """Raise ValueError if samples are counted within: they would count K times as much, for K ranks.
+
+    Means and ratios may be updated in ``head_step``, because the factor K cancels. Other metrics must declare it, with
+    the class attribute ``same_if_repeated = True``.
+    """
+    if world_size == 1:
+        yield
+        return
+    before = {id(part): part.update_count for part in module.modules() if isinstance(part, Metric)}
+    with _no_logged_sums(module):
+        yield
+    updated = {
+        id(part)
+        for part in module.modules()
+        if isinstance(part, Metric) and part.update_count != before.get(id(part), 0)
+    }
+    if updated:
+        _add_groups(module, updated)
+        for name, part in module.named_modules():
+            if id(part) in updated:
+                _require_repeatable(name, part, world_size)
+
+
+def _add_groups(module: nn.Module, updated: set[int]) -> None:
+    """Add the metrics that share their state with one in ``updated``: a collection updates one metric of a group."""
+    for collection in module.modules():
+        if isinstance(collection, MetricCollection):
+            metrics = {name: id(metric) for name, metric in collection.named_children()}
+            for names in collection.compute_groups.values():
+                group = {metrics[name] for name in names}
+                if group & updated:
+                    updated |= group
+
+
+def _require_repeatable(name: str, metric: nn.Module, world_size: int) -> None:
+    kind = type(metric)
+    # Not inherited: a subclass may compute something else.
+    if vars(kind).get("same_if_repeated", False):
+        return
+    options = [(option, value) for option, value in _OPTIONS.items() if getattr(metric, option, value) != value]
+    if kind in REPEATABLE and not options:
+        return
+    what, remedy = f"the {kind.__name__} {name} is updated {_EVERY_SAMPLE}", "use a mean or a ratio of torchmetrics"
+    if kind not in REPEATABLE:
+        rule = f"so each sample would be counted {world_size} times, and it is not known to be a mean or a ratio"
+        remedy += f", or, if it is one, declare same_if_repeated = True in the class {kind.__name__}"
+    else:
+        option, value = options[0]
+        rule = f"so with {option}={getattr(metric, option)!r} each sample would be counted {world_size} times"
+        remedy = f"use {option}={value!r}"
+    raise ValueError(f"{what}, {rule}. Update it in training_step or in validation, or {remedy}")
+
+
+@contextmanager
+def _no_logged_sums(module: LightningModule) -> Iterator[None]:
+    """Raise ValueError if ``module`` logs a sum within."""
+    if "log" in vars(module):  # the user has replaced it
+        yield
+        return
+    # Past __setattr__, which is slow. A method, because torch.compile would take a new function for new code.
+    vars(module)["log"] = MethodType(_log, module)
+    try:
+        yield
+    finally:
+        del vars(module)["log"]
+
+
+def _log(module: LightningModule, *args: Any, **kwargs: Any) -> None:
+    reduce_fx = kwargs.get("reduce_fx", args[_REDUCE_FX] if len(args) > _REDUCE_FX else "mean")
+    # Lightning takes "sum" in any case, sum and torch.sum.
+    if getattr(reduce_fx, "__name__", str(reduce_fx)).lower() == "sum":
+        name = kwargs.get("name", *args[:1])
+        raise ValueError(
+            f"self.log({name!r}, ..., reduce_fx={reduce_fx!r}) is called {_EVERY_SAMPLE}, so each sample would be "
+            f"counted {module.trainer.world_size} times. Log it in training_step, or use reduce_fx='mean'"
+        )
+    type(module).log(module, *args, **kwargs)

@@ -1,0 +1,178 @@
+"""The messages between data-parallel trunks and a model-parallel head (arXiv 1404.5997, section 4).
+
+All ranks must call the same methods in the same order. A method that returns a `Finish` has started its messages; call
+the `Finish` to wait for them and get the result. Other work goes in between.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_dp.collectives.all_to_all import Channel
+from lightning_dp.collectives.ring import chunk_bounds
+from lightning_dp.strategies.krizhevsky_hybrid.head import Bounds, sum_in_order
+
+Finish = Callable[[], Tensor]
+
+
+class FeatureExchange:
+    """Sends samples from the rank that has them to all ranks, and returns logits and gradients to that rank.
+
+    In the shapes below, N is the number of samples in a pass, n that in this rank's batch, and m that of this rank's
+    samples in the pass.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.rank = channel.rank
+
+    def assemble(self, features: Tensor, part: SubPass) -> Finish:
+        """All-gather: (n, *) on each rank to (N, *) on all, the pass's samples in rank order."""
+        begin, end = part.rows[self.rank]
+        assembled = features.new_empty(part.num_samples, *features.shape[1:])
+        blocks = list(assembled.split(part.counts))
+        blocks[self.rank].copy_(features[begin:end].detach())
+        return self._start("features", [blocks[self.rank]] * len(blocks), blocks, lambda: assembled)
+
+    def sum_back(self, gradient: Tensor, part: SubPass) -> Finish:
+        """Reduce-scatter: (N, *), a summand on each rank, to (m, *), the sum for this rank's samples."""
+        blocks = list(gradient.contiguous().split(part.counts))
+        parts = [torch.empty_like(blocks[self.rank]) for _ in blocks]
+        parts[self.rank] = blocks[self.rank]
+        return self._start("feature gradients", blocks, parts, lambda: sum_in_order(parts))
+
+    def to_owners(self, columns: Tensor, part: SubPass, bounds: Bounds) -> Finish:
+        """All-to-all: (N, own columns) on each rank to (m, C), all columns of this rank's samples."""
+        blocks = list(columns.contiguous().split(part.counts))
+        parts = [columns.new_empty(len(blocks[self.rank]), end - begin) for begin, end in bounds]
+        parts[self.rank] = blocks[self.rank].detach()
+        return self._start("logits", blocks, parts, lambda: torch.cat(parts, dim=1))
+
+    def from_owners(self, rows: Tensor, part: SubPass, bounds: Bounds) -> Finish:
+        """The reverse of `to_owners`: (n, C) on each rank to (N, own columns)."""
+        (begin, end), (first, last) = part.rows[self.rank], bounds[self.rank]
+        assembled = rows.new_empty(part.num_samples, last - first)
+        parts = list(assembled.split(part.counts))
+        blocks = [rows[begin:end, first:last] for first, last in bounds]
+        parts[self.rank].copy_(blocks[self.rank])
+        return self._start("logit gradients", blocks, parts, lambda: assembled)
+
+    def _start(self, what: str, sends: Sequence[Tensor], receives: Sequence[Tensor], result: Finish) -> Finish:
+        exchange = self.channel.all_to_all(what, sends, receives)
+
+        def finish() -> Tensor:
+            exchange.wait()
+            return result()
+
+        return finish
+
+    def gather_targets(self, leaves: Sequence[Tensor], batch_sizes: Sequence[int]) -> list[list[Tensor]]:
+        """Return, for each tensor (n, *), a list of all ranks' tensors, in rank order."""
+        gathered = []
+        for leaf in leaves:
+            parts = [leaf.new_empty(size, *leaf.shape[1:]) for size in batch_sizes]
+            parts[self.rank] = leaf.detach()
+            self.channel.all_to_all("targets", [leaf] * len(parts), parts).wait()
+            gathered.append(parts)
+        return gathered
+
+    def exchange_batch_sizes(
+        self, features: Tensor, targets: Sequence[Tensor] = (), constants: Any = (), needs_seed: bool = False
+    ) -> tuple[list[int], int | None]:
+        """Return the batch size of each rank, and a seed that is the same on all ranks, if one is needed.
+
+        Raises:
+            ValueError: ranks differ in more than the number of samples.
+        """
+        call = str([(tuple(tensor.shape[1:]), tensor.dtype) for tensor in (features, *targets)])
+        call += f" with {constants}" if constants else ""
+        call += "" if torch.is_grad_enabled() else " without gradients"
+        # Messages of NCCL have no labels. With this number, a call that one rank has made alone is found here.
+        call += f" as exchange {self.channel.num_exchanges}"
+        seed = int(torch.randint(2**62, ()).item()) if needs_seed else -1
+        gathered = self.channel.gather_integers("sizes", [len(features), zlib.crc32(call.encode()), seed])
+        sizes, calls, seeds = (list(of_ranks) for of_ranks in zip(*gathered, strict=True))
+        if len(set(calls)) > 1:
+            raise ValueError(
+                f"the ranks pass different things to the head, this one {call} (shapes without the number of samples);"
+                " only that number may differ, and all ranks must call the head at the same time"
+            )
+        return sizes, seeds[0] if needs_seed else None
+
+
+def prefetch_one(begin: Callable[[SubPass], Finish], plan: Iterable[SubPass]) -> Iterator[tuple[SubPass, Tensor]]:
+    """Yield each pass with what has arrived for it. The messages of the next pass travel while the caller works."""
+    waiting: tuple[SubPass, Finish] | None = None
+    for part in plan:
+        following = part, begin(part)
+        if waiting is not None:
+            yield waiting[0], waiting[1]()
+        waiting = following
+    if waiting is not None:
+        yield waiting[0], waiting[1]()
+
+
+# --- Which samples are in which pass through the head: schemes a, b and c of arXiv 1404.5997, section 4.
+
+Scheme = Literal["a", "b", "c"]
+SCHEMES: tuple[Scheme, ...] = ("a", "b", "c")
+
+
+@dataclass(frozen=True)
+class SubPass:
+    """One pass through the head. ``rows[r]`` is (begin, end) of the rows that it takes from the batch of rank r."""
+
+    rows: tuple[tuple[int, int], ...]
+
+    @property
+    def counts(self) -> list[int]:
+        """How many samples each rank contributes."""
+        return [end - begin for begin, end in self.rows]
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples there are in this pass."""
+        return sum(self.counts)
+
+    def rows_of(self, batches: Sequence[Tensor]) -> Tensor:
+        """Return this pass's rows of ``batches``, which are those of all ranks, concatenated in rank order."""
+        return torch.cat([batch[begin:end] for batch, (begin, end) in zip(batches, self.rows, strict=True)])
+
+
+def sub_passes(scheme: Scheme, batch_sizes: Sequence[int]) -> list[SubPass]:
+    """Divide the ranks' batches into passes through the head. Every sample is in exactly one, in its batch's order.
+
+    - (a): one pass with everything.
+    - (b): the batch of rank 0, then that of rank 1, and so on.
+    - (c): K passes for K ranks; each rank contributes a K-th of its batch to each. If K does not divide a batch, its
+      parts differ by one. Each rank has its larger parts in other passes, so that the passes are as equal as possible.
+
+    Args:
+        scheme: "a", "b" or "c".
+        batch_sizes: batch size of each rank. They may differ, and may be 0. An empty pass is left out.
+    """
+    num_ranks = len(batch_sizes)
+    if scheme == "a":
+        passes = [SubPass(tuple((0, size) for size in batch_sizes))]
+    elif scheme == "b":
+        passes = [
+            SubPass(tuple((0, size) if rank == turn else (0, 0) for rank, size in enumerate(batch_sizes)))
+            for turn in range(num_ranks)
+        ]
+    else:
+        parts = [_rotated_parts(size, num_ranks, rank) for rank, size in enumerate(batch_sizes)]
+        passes = [SubPass(tuple(part[turn] for part in parts)) for turn in range(num_ranks)]
+    return [one for one in passes if one.num_samples]
+
+
+def _rotated_parts(size: int, num_parts: int, shift: int) -> list[tuple[int, int]]:
+    """Consecutive parts of ``size`` rows, the larger ones from place ``-shift`` on."""
+    sizes = [end - begin for begin, end in chunk_bounds(size, num_parts)]
+    return list(pairwise(accumulate(sizes[shift:] + sizes[:shift], initial=0)))

@@ -1,0 +1,758 @@
+"""What exists for one run of ``fit``: the head's rows, its channels and passes, and what they replace in the module."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
+
+from lightning_dp._lightning import Callback, LightningModule
+from lightning_dp._private.lightning_names import strategy_timeout
+from lightning_dp._private.torch_names import backend_name, ignore_in_ddp, scaler_device, stop_ignoring_in_ddp
+from lightning_dp.collectives.all_to_all import CallMismatchError, Channel
+from lightning_dp.collectives.groups import create_groups, destroy_group, unbound_default_group
+from lightning_dp.collectives.point_to_point import peer_error
+from lightning_dp.strategies.krizhevsky_hybrid import checks
+from lightning_dp.strategies.krizhevsky_hybrid.checks import no_counting
+from lightning_dp.strategies.krizhevsky_hybrid.exchange import Scheme
+from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, SharedByCopies
+from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses, require_features
+from lightning_dp.strategies.krizhevsky_hybrid.state import (
+    GatheredHead,
+    ShardedParameters,
+    State,
+    StateDictHooks,
+    gather_optimizer_state,
+    gather_parameters,
+    make_whole,
+    own_optimizer_state,
+    require_one_trunk,
+    sample_of,
+    save_sharded,
+    shard_state,
+    warn_of_other_shapes,
+    warn_of_rows,
+    write_to_disk,
+)
+
+if TYPE_CHECKING:
+    from lightning_dp.strategies.krizhevsky_hybrid.strategy import KrizhevskyHybridStrategy
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The user's arguments of `KrizhevskyHybridStrategy`, which explains them."""
+
+    head: str
+    scheme: Scheme
+    variable_batch: bool
+    evaluation: Literal["gathered", "sharded"]
+    state_dict_type: Literal["full", "sharded"]
+
+
+class Fitting(SharedByCopies):
+    """Shards the head of ``module`` for one run of ``fit``, and makes it whole again. All ranks must construct it.
+
+    A run ends with one of three methods: `fail` if set-up fails, `abandon` after an exception, otherwise `finish`.
+
+    Args:
+        options: the user's arguments.
+        module: on the device where it was built, usually the CPU.
+        strategy: has the device, precision plugin, optimizers, timeout and ``on_stage``.
+
+    Raises:
+        ValueError: the module, its head or the Trainer has something that does not work with a sharded head.
+    """
+
+    def __init__(self, options: Options, module: LightningModule, strategy: KrizhevskyHybridStrategy) -> None:
+        self._options = options
+        self._module = module
+        self._strategy = strategy
+        self._checked: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()  # sizes of their groups
+        plugin = strategy.precision_plugin
+        layers = checks.find_head(module, options.head)
+        checks.check_module(module, module.trainer, layers, options.head, options.variable_batch)
+        checks.check_precision(plugin, options.variable_batch)
+        # Two groups, because features travel while the head exchanges activations, and the messages of one group must
+        # start in the same order on all ranks.
+        timeout = strategy_timeout(strategy)
+        with unbound_default_group(None):
+            groups = [dist.new_group(timeout=timeout) for _ in range(2)]
+        host = _make_host_group(groups[0], strategy.root_device, timeout)
+        hidden = Channel(groups[0], self._record_stage, checks.UNEQUAL_LOADERS)
+        features = Channel(groups[1], self._record_stage, checks.UNEQUAL_LOADERS, host)
+        self.channels = [features, hidden]
+        # Parameters and checks travel in the features' group. If one rank gathers the head while another begins a step,
+        # each receives a message that it does not expect, and raises at once. In two groups both would wait.
+        control = Channel(features.group, hint=checks.UNEQUAL_LOADERS)
+        self.head = ShardedHead(layers, hidden, options.head, control)
+        checks.warn_of_single_rows(self.head)
+        self._parameters = ShardedParameters(self.head)
+        # If anything in here raises, what was done is undone, the last first, and the user's module is as it was. Where
+        # all goes well, `pop_all` keeps the callbacks of ``stack`` for the end, and forgets those of ``undo_all``.
+        with ExitStack() as undo_all, ExitStack() as stack:
+            undo_all.callback(self._parameters.restore)
+            stack.callback(self._destroy_groups)
+            self._parameters.shard(strategy.root_device)
+            passes = self._passes = HeadPasses(self.head, options.scheme, features)
+            self.takeover = Takeover(module, passes, plugin, options.variable_batch, self._optimizers)
+            stack.callback(self.takeover.undo)
+            self._stack = stack.pop_all()
+            undo_all.pop_all()
+
+    @property
+    def bytes_sent(self) -> dict[str, int]:
+        """Bytes that this rank has sent in training steps, by kind of message."""
+        total: Counter[str] = Counter()
+        for channel in self.channels:
+            total.update(channel.bytes_sent)
+        return dict(total)
+
+    def succeed(self) -> None:
+        """Complete set-up, and gather the head for what comes before the first step. All ranks must call it.
+
+        Raises:
+            ValueError: an optimizer cannot work on rows.
+        """
+        self._check_optimizers()
+        # If set-up has failed on another rank, this call fails, while `fail` can still restore the module.
+        self.head.control.all_gather("end of set-up", torch.zeros(1, device=self._strategy.root_device))
+        self._parameters.keep()
+        for optimizer in self._optimizers():
+            shard_state(optimizer, self.head)
+        self.takeover.remember_rows()
+        if self._options.evaluation == "gathered":
+            self.takeover.gather_head()
+            callback = GatherHead(self.gather, self.gather_if_changed)
+            self._stack.enter_context(callback.installed(self._module.trainer))
+
+    def _meet(self) -> None:
+        """Raise CallMismatchError if a rank is elsewhere, before others wait for it. All ranks must call it."""
+        require_same_place(self._strategy.root_device, checks.UNEQUAL_LOADERS)
+
+    def gather(self) -> None:
+        """Gather the head, so that each rank can call it alone until the next training step. All ranks must call it."""
+        self._meet()
+        self.takeover.gather_head()
+
+    def gather_if_changed(self) -> None:
+        """Gather the head unless what was gathered is still the same on all ranks. All ranks must call it.
+
+        At the start of a validation this comes after the hooks of all callbacks. A callback may have put averaged
+        weights into the module. `GatherHead` may be missing: Lightning's tuner removes callbacks.
+        """
+        if self._options.evaluation != "gathered":
+            return
+        self._meet()
+        is_changed = torch.tensor([float(not self.takeover.has_current_head)], device=self._strategy.root_device)
+        if self.head.control.all_gather("is changed", is_changed).any():
+            self.takeover.gather_head()
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Run a training step within the context, see `Takeover.training_step`."""
+        self._check_optimizers()  # before head_step, which may update the head
+        with self.takeover.training_step():
+            yield
+
+    @contextmanager
+    def backward(self, loss: Tensor) -> Iterator[None]:
+        """Run backward of ``loss`` within the context, see `Takeover.backward`."""
+        with self.takeover.backward(loss):
+            yield
+        self._check_optimizers()  # again, because on_after_backward may have changed them
+
+    @contextmanager
+    def validation_step(self) -> Iterator[None]:
+        """Run a validation step within the context. If the head is never gathered, its calls are collective there."""
+        with self.takeover.exchanging() if self._options.evaluation == "sharded" else nullcontext():
+            yield
+
+    def fail(self) -> None:
+        """Restore the module after set-up has failed on this rank. No other rank is needed."""
+        if self._parameters.restore():
+            self._stack.close()
+        else:
+            self.abandon()
+
+    def explain(self, error: BaseException) -> None:
+        """Log the likely cause of an error about shapes that was not raised here: rows where the whole was expected."""
+        if self.head.is_sharded and "size of tensor" in str(error) and not is_raised_here(error):
+            log.warning(
+                f"the error may come from the head {self._options.head!r}: during fit, rank "
+                f"{self.head.channel.rank} holds only its rows of the parameters and optimizer states. To average "
+                "weights with a whole copy (a mean teacher, torch's AveragedModel), let all ranks call "
+                "trainer.strategy.gather_head(), and use module.state_dict(), which then has whole tensors"
+            )
+
+    def abandon(self) -> None:
+        """Leave the rows in the head. After an exception the other ranks may be gone, and their rows with them."""
+        log.warning(
+            f"after an exception rank {self.head.channel.rank} holds only its rows of {self._options.head!r}. Build "
+            "the module anew and load a checkpoint before you use it again"
+        )
+        self._stack.close()
+
+    def finish(self) -> None:
+        """Make the head and its optimizer states whole again on every rank, in host memory. All ranks must call it."""
+        self._passes.checks.finish()
+        if self._keeps_rows:
+            log.warning(
+                f"state_dict_type='sharded': rank {self.head.channel.rank} holds only its rows of "
+                f"{self._options.head!r} after fit. To use the whole head, convert a checkpoint with "
+                "lightning_dp.strategies.consolidate_checkpoint, and load it into a new module"
+            )
+        else:
+            # The gathered values were copies. Free them first, because what follows is the peak of memory: each rank
+            # ends with the whole weights and optimizer states.
+            self.takeover.forget_gathered_head()
+            for optimizer in self._optimizers():
+                make_whole(optimizer, self.head)
+            self._parameters.unshard()
+        self._stack.close()
+
+    def module_state(self, state_dict: Callable[[], State]) -> State:
+        """Return the module's state for a checkpoint: whole on rank 0, or this rank's rows. All ranks must call it."""
+        self._passes.checks.finish()
+        self._meet()
+        with self.takeover.state_dict_hooks.leaving_rows():
+            state = state_dict()
+        require_one_trunk(self._module, self.head)
+        if self._keeps_rows:
+            return state
+        # A module may leave parameters out of its state_dict.
+        whole = gather_parameters(self._module, self.head)
+        return state | {name: value for name, value in whole.items() if name in state}
+
+    def optimizer_state(self, optimizer: Optimizer, state: State) -> State:
+        """Return an optimizer's state for a checkpoint, like `module_state`. All ranks must call it."""
+        warn_of_other_shapes(optimizer, self.head)
+        return state if self._keeps_rows else gather_optimizer_state(optimizer, state, self.head)
+
+    def own_states(self, states: list[State]) -> list[State]:
+        """Return the optimizers' states of a checkpoint, cut to this rank's rows."""
+        both = zip(self._optimizers(), states, strict=False)  # Lightning, too, ignores states without an optimizer
+        return [own_optimizer_state(optimizer, state, self.head) for optimizer, state in both]
+
+    def warn_of_rows(self, checkpoint: State) -> None:
+        """Warn of what ``checkpoint`` holds of rank 0 alone."""
+        warn_of_rows(checkpoint, self._module, self.head)
+
+    def writes(self, is_plain: bool) -> bool:
+        """Return whether to save by `write`. Lightning's own way makes two more copies of a checkpoint in memory.
+
+        Args:
+            is_plain: whether the checkpoint is an ordinary local file to Lightning.
+
+        Raises:
+            ValueError: each rank must write its rows, and the checkpoint is not a plain local file.
+        """
+        if self._keeps_rows and not is_plain:
+            raise ValueError(
+                "state_dict_type='sharded' writes local files only; remove the checkpoint plugin and storage_options, "
+                "or use state_dict_type='full'"
+            )
+        return is_plain
+
+    def write(self, checkpoint: State, path: Path) -> None:
+        """Write a checkpoint: a file by rank 0, or a folder by all ranks. All ranks must call it."""
+        if self._keeps_rows:
+            # `ModelCheckpoint` may put a metric into the name that differs between ranks. All write to rank 0's folder.
+            path = self._strategy.broadcast(path)
+            barrier = self._strategy.barrier
+            save_sharded(checkpoint, path, self._module, self._optimizers(), self.head, barrier)
+        elif self.head.channel.rank == 0:
+            write_to_disk(checkpoint, path)
+
+    def _optimizers(self) -> list[Optimizer]:
+        return self._strategy.optimizers  # they do not exist before set-up ends
+
+    def _check_optimizers(self) -> None:
+        """Check those that are new, or have other parameters: callbacks add groups, and replace optimizers."""
+        for optimizer in self._optimizers():
+            sizes = [len(group["params"]) for group in optimizer.param_groups]
+            if self._checked.get(optimizer) != sizes:
+                checks.check_optimizers([optimizer], self.head)
+                self._checked[optimizer] = sizes
+
+    def _record_stage(self, stage: str, start_s: float, end_s: float) -> None:
+        if self._strategy.on_stage is not None:
+            self._strategy.on_stage(stage, start_s, end_s)
+
+    @property
+    def _keeps_rows(self) -> bool:
+        return self._options.state_dict_type == "sharded"
+
+    def _destroy_groups(self) -> None:
+        for channel in self.channels:
+            destroy_group(channel.host_group)
+            dist.destroy_process_group(channel.group)
+
+
+def _make_host_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Return a gloo group for numbers that the host needs, or None if ``group`` has one. All ranks must call it."""
+    if device.type == "cpu" or backend_name(group, device) == "gloo":
+        return None
+    return create_groups([list(range(dist.get_world_size()))], dist.get_rank(), timeout, "gloo")
+
+
+# --- What hybrid parallelism replaces during ``fit``, and how each replacement is undone.
+#
+# - The head's ``forward``, and in training steps the module's ``head_step``: they run passes through the sharded head.
+# - ``state_dict``, ``load_state_dict`` and ``copy.deepcopy`` of the head: they convert between rows and whole tensors.
+# - The precision plugin's clipping by norm, and its gradient scaler: both must take all ranks' shards into account.
+# - DDP's list of parameters: the head's are left out.
+#
+# What a call of the head means depends on when it comes, and is set by replacing ``forward``, never by a flag:
+#
+# ================================== ================================== ================================ when
+# ``head(x)`` calls who must call it ================================== ==================================
+# ================================ in ``training_step``, in backward `HeadPasses.own_batch` all ranks in ``head_step``
+# `HeadPasses.forward_in_pass` all ranks, with the same features in validation, between steps
+# `Takeover._forward_outside` any rank alone ================================== ==================================
+# ================================
+#
+# With ``evaluation="sharded"`` the head is never whole: a call in validation is made by all ranks, and one between
+# steps is refused.
+
+
+HeadStep = Callable[..., Tensor]
+
+
+class Takeover(SharedByCopies):
+    """The replacements for one run of ``fit``. They are in place from construction to `undo`.
+
+    Args:
+        module: the user's module, whose head is sharded.
+        passes: the passes through that head.
+        plugin: Lightning's precision plugin.
+        variable_batch: whether the head is updated after each pass.
+        optimizers: returns the optimizers. They do not exist yet when the replacements are made.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        passes: HeadPasses,
+        plugin: Any,
+        variable_batch: bool,
+        optimizers: Callable[[], list[Optimizer]],
+    ) -> None:
+        self._module = module
+        self._passes = passes
+        self._plugin = plugin
+        self._variable_batch = variable_batch
+        self._optimizers = optimizers
+        self._gathered: GatheredHead | None = None  # from `gather_head` to the next training step
+        self._initial: InitialRows | None = None  # from `remember_rows` to the first training step
+        self.state_dict_hooks = StateDictHooks(passes.head, lambda: self._gathered)
+        # If one of these raises, the block undoes those before it. The user's module must not keep half of them.
+        with ExitStack() as stack:
+            stack.enter_context(passes.head.forwarding_to(self._forward_outside))
+            stack.enter_context(self.state_dict_hooks.installed())
+            stack.enter_context(replaced(plugin, "clip_grad_by_norm", self._clip_grad_by_norm))
+            stack.enter_context(_sharded_scaler(plugin))
+            stack.enter_context(_ignored_in_ddp(module, list(passes.head.names_in(module))))
+            self._stack = stack.pop_all()
+
+    def undo(self) -> None:
+        """Put everything back, the last replacement first. A second call does nothing."""
+        self._stack.close()
+
+    def remember_rows(self) -> None:
+        """Remember the rows at the end of set-up, for a warning if a hook changes them before the first step."""
+        self._initial = InitialRows(self._passes.head)
+
+    @property
+    def has_current_head(self) -> bool:
+        """Whether the head was gathered, and the rows of this rank are still those that were gathered."""
+        return self._gathered is not None and self._gathered.is_current and self._gathered.has_same_rows
+
+    def gather_head(self) -> None:
+        """Gather the head, so that each rank can call it alone until the next training step. All ranks must call it."""
+        self._gathered = None  # free the old one first, or two whole heads would be in memory
+        self._gathered = GatheredHead(self._passes.head)
+
+    def forget_gathered_head(self) -> None:
+        """Free the gathered head: the rows are about to change, or it is no longer needed."""
+        self._gathered = None
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Make calls of the head collective within the context: all ranks must make the same calls."""
+        with self._passes.head.forwarding_to(self._passes.own_batch):
+            yield
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Run a training step within the context: calls of the head and of ``head_step`` are collective.
+
+        Raises:
+            ValueError: ``variable_batch`` is on, and ``head_step`` was not called.
+        """
+        passes, module = self._passes, self._module
+        num_steps = passes.num_steps
+        passes.begin_training_step(module)
+        if self._initial is not None and not self.state_dict_hooks.has_loaded:
+            self._initial.warn_if_changed()
+        self._initial = None
+        self.forget_gathered_head()
+        with ExitStack() as stack:
+            stack.enter_context(self.exchanging())
+            if hasattr(module, "head_step"):
+                stack.enter_context(replaced(module, "head_step", self._with_passes(cast(HeadStep, module.head_step))))
+            try:
+                yield
+            except Exception as error:
+                # Errors of ours name their own cause.
+                if passes.num_calls == 0 and not is_raised_here(error):
+                    self._hint_at_weights()
+                raise
+        if self._variable_batch and passes.num_steps == num_steps:
+            raise ValueError(
+                "variable_batch=True updates the head within head_step, and training_step did not call it; call "
+                f"self.head_step(features, target) instead of self.{passes.head.name}(features)"
+            )
+
+    @contextmanager
+    def backward(self, loss: Tensor) -> Iterator[None]:
+        """Run backward of ``loss`` within the context, in which it may call the head (`torch.utils.checkpoint`).
+
+        Raises:
+            ValueError: the loss leaves out what the head has returned, or there are wrong gradients in the head.
+        """
+        # Manual optimization may have several losses, of which only some go through the head.
+        if self._module.automatic_optimization:
+            self._passes.require_part_in(loss)
+        with self.exchanging():
+            yield
+        self._check_gradients()
+
+    def _check_gradients(self) -> None:
+        """Raise ValueError if backward has left wrong gradients in the head.
+
+        With ``variable_batch``, ``head_step`` has consumed all gradients of the head. A gradient that is left comes
+        from elsewhere, for example from a penalty on the weights. The optimizer would make an additional update of the
+        head with that gradient alone.
+        """
+        head = self._passes.head
+        if not any(p.grad is not None for p in head.parameters):
+            return
+        if self._variable_batch:
+            raise ValueError(
+                f"{head.name!r} got a gradient outside of head_step, where variable_batch=True updates it; compute "
+                "everything that trains the head (a penalty on its weights, too) within head_step"
+            )
+        if self._passes.num_calls == 0:
+            raise ValueError(
+                f"{head.name!r} got a gradient, but training_step never called it: it seems to {self._read_weights()}"
+            )
+
+    def _hint_at_weights(self) -> None:
+        """Log a likely cause, beside the error itself, when the first step fails before it has called the head."""
+        log.warning(f"training_step failed before it called the head. It may {self._read_weights()}")
+
+    def _read_weights(self) -> str:
+        """Return the end of a message: what ``training_step`` seems to do, and the remedy."""
+        name = self._passes.head.name
+        return (
+            f"read the weights of {name!r} directly, as F.normalize(self.{name}.weight) does. During fit, rank "
+            f"{self._passes.channel.rank} holds only its own rows of them. Call the head as a module, or pass another "
+            "submodule as head=..."
+        )
+
+    def _forward_outside(self, features: Tensor) -> Tensor:
+        name = self._passes.head.name
+        if self._gathered is None:
+            raise RuntimeError(
+                f"{name!r} was called on rank {self._passes.channel.rank} outside of a training step, but the whole "
+                f"head has not been gathered: the rank holds only its own rows. Call {name!r} in validation "
+                "(evaluation='gathered' gathers it there), or have all ranks call trainer.strategy.gather_head() first"
+            )
+        if not self._gathered.is_current:
+            raise RuntimeError(
+                f"the parameters of {name!r} were changed on rank {self._passes.channel.rank} after they had been "
+                "gathered from all ranks; have all ranks call trainer.strategy.gather_head() again, then call the head"
+            )
+        return self._gathered.forward(features)
+
+    def _with_passes(self, head_step: HeadStep) -> HeadStep:
+        """Return what replaces ``head_step``: it runs the user's on the samples of all ranks, pass by pass."""
+        signature = inspect.signature(head_step)
+
+        def run(*args: Any, **kwargs: Any) -> Tensor:
+            # Without gradients there is no backward to run at once: the head's own call exchanges what is needed.
+            if not torch.is_grad_enabled():
+                return head_step(*args, **kwargs)
+            # Bound by name, so that each argument keeps its place however the user passes it. The first parameter is
+            # the features, whatever it is called.
+            arguments = signature.bind(*args, **kwargs).arguments
+            first = next(iter(arguments))
+            features = arguments.pop(first)
+            require_features(features, f"head_step's first argument, {first!r},")
+
+            def of_pass(x: Tensor, others: dict[str, Any]) -> Tensor:
+                bound = inspect.BoundArguments(signature, {first: x, **others})
+                return head_step(*bound.args, **bound.kwargs)
+
+            return self._step(features, arguments, of_pass)
+
+        return run
+
+    def _step(self, features: Tensor, arguments: dict[str, Any], head_step: HeadStep) -> Tensor:
+        passes, trainer = self._passes, self._module.trainer
+        scaler = getattr(self._plugin, "scaler", None)
+        scale = {} if scaler is None else {"scale": scaler.scale}
+        named = self._module.named_parameters()
+        others = {name: p for name, p in named if p.requires_grad and not passes.head.owns(p)}
+        # With variable_batch the head's updates are done when backward begins. Whatever the user multiplies the loss by
+        # afterwards reaches the trunk alone, so it may only be what Lightning itself divides by. On GPUs it is checked
+        # in the first step only: reading the factor waits.
+        only_factor = None
+        if self._variable_batch and not (features.is_cuda and passes.num_steps):
+            only_factor = 1 / trainer.accumulate_grad_batches
+        update = self._update_head if self._variable_batch else None
+        with no_counting(self._module, passes.channel.world_size):
+            return passes.step(features, arguments, head_step, update, others=others, only_factor=only_factor, **scale)
+
+    def _update_head(self, gradients: Any) -> None:
+        update_head(self._module, self._plugin, self._optimizers(), self._passes.head, gradients)
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        clip_by_global_norm(self._plugin.main_params(optimizer), clip_val, self._passes.head)
+
+
+def is_raised_here(error: BaseException) -> bool:
+    """Return whether a module of this package has raised ``error``, or called what raised it."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("lightning_dp.")
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within the context, give the instance ``owner`` another value of an attribute."""
+    was_set = name in vars(owner)
+    before = vars(owner).get(name)
+    # Past __setattr__, with which a module would register the value as a submodule or parameter.
+    object.__setattr__(owner, name, value)
+    try:
+        yield
+    finally:
+        if was_set:
+            object.__setattr__(owner, name, before)
+        else:
+            object.__delattr__(owner, name)
+
+
+@contextmanager
+def _sharded_scaler(plugin: Any) -> Iterator[None]:
+    """If one rank's shard overflows, skip the step on all ranks. Otherwise their trunks would differ afterwards."""
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is None or isinstance(scaler, ShardedGradScaler):
+        yield
+        return
+    sharded = ShardedGradScaler(scaler_device(scaler))
+    sharded.load_state_dict(scaler.state_dict())
+    with replaced(plugin, "scaler", sharded):
+        try:
+            yield
+        finally:
+            scaler.load_state_dict(sharded.state_dict())
+
+
+@contextmanager
+def _ignored_in_ddp(module: LightningModule, names: list[str]) -> Iterator[None]:
+    """Keep DDP from reducing these parameters, which differ between ranks, and from broadcasting those of rank 0."""
+    ignore_in_ddp(module, names)
+    try:
+        yield
+    finally:
+        stop_ignoring_in_ddp(module, names)
+
+
+# --- When the whole head is gathered for use outside of training steps: in hooks that Lightning calls on all ranks.
+#
+# Checkpoints gather the head on rank 0 only, see `checkpoint`.
+
+
+class GatherHead(SharedByCopies, Callback):
+    """Gathers the head when training or a validation begins, and when training ends.
+
+    It is a callback because Lightning calls the hooks of callbacks first, then those of the module, and those of the
+    strategy last. From a hook of the strategy, the gather would come after the ``on_validation_start`` and
+    ``on_train_end`` of all others, which may call the head.
+
+    Args:
+        gather: gathers the head. All ranks must call it.
+        gather_if_changed: gathers it, unless what was gathered before is still the same. All ranks must call it.
+    """
+
+    def __init__(self, gather: Callable[[], None], gather_if_changed: Callable[[], None]) -> None:
+        self._gather = gather
+        self._gather_if_changed = gather_if_changed
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Gather if something has changed the rows since set-up. Lightning calls this on all ranks.
+
+        A checkpoint may have been loaded, or a callback has put other weights in for the sanity check and back.
+        """
+        self._gather_if_changed()
+
+    def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Gather. Lightning calls this on all ranks, also on those without a batch."""
+        self._gather()
+
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Gather. Lightning calls this on all ranks."""
+        self._gather()
+
+    @contextmanager
+    def installed(self, trainer: Any) -> Iterator[None]:
+        """Be the first of the Trainer's callbacks within the context, and have `_GatherAgain` as the last."""
+        again = _GatherAgain(self._gather_if_changed)
+        # A new list each time, because Lightning may be iterating over the old one.
+        trainer.callbacks = [self, *trainer.callbacks, again]
+        try:
+            yield
+        finally:
+            trainer.callbacks = [callback for callback in trainer.callbacks if callback not in (self, again)]
+
+
+class _GatherAgain(SharedByCopies, Callback):
+    """Gathers the head once more if a callback has put averaged weights in for the validation of an epoch.
+
+    Lightning's own callbacks of averaged weights do it in ``on_validation_epoch_start``, and others follow them.
+    """
+
+    def __init__(self, gather_if_changed: Callable[[], None]) -> None:
+        self._gather_if_changed = gather_if_changed
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Gather if the rows have changed. Lightning calls this on all ranks."""
+        self._gather_if_changed()
+
+
+# --- Updates of a sharded head alone, and clipping by a norm to which every rank contributes.
+
+
+def update_head(
+    module: LightningModule,
+    plugin: Any,
+    optimizers: Sequence[Optimizer],
+    head: ShardedHead,
+    gradients: Sequence[Tensor | None],
+) -> None:
+    """Update the head alone with the gradients of one pass (arXiv 1404.5997, section 4.2). All ranks must call it.
+
+    It steps the user's own optimizers, as Lightning does after a backward: with the hooks ``on_after_backward`` and
+    ``on_before_optimizer_step`` and with clipping. Parameters outside the head have no gradient meanwhile, so the
+    optimizers skip them.
+    """
+    own = dict(zip(head.parameters, gradients, strict=True))
+    # The forward of the head may have run under autocast. An update does not.
+    of_optimizers = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    everything = dict.fromkeys([*module.parameters(), *of_optimizers])
+    with _gradients_alone(everything, own), torch.autocast(head.parameters[0].device.type, enabled=False):
+        plugin.post_backward(torch.zeros(()), module)  # calls on_after_backward; it returns the loss, unused here
+        for optimizer in optimizers:
+            if any(p in own for group in optimizer.param_groups for p in group["params"]):
+                plugin.optimizer_step(optimizer, model=module, closure=lambda: None)
+
+
+@contextmanager
+def _gradients_alone(parameters: Iterable[Tensor], gradients: Mapping[Tensor, Tensor | None]) -> Iterator[None]:
+    """Within the context, ``parameters`` have these gradients, or none. Afterwards those of ``gradients`` have none."""
+    # With gradient accumulation the trunk has gradients of earlier batches, which it keeps for its own step.
+    before = {p: p.grad for p in parameters if p not in gradients}
+    for p in (*before, *gradients):
+        p.grad = gradients.get(p)
+    try:
+        yield
+    finally:
+        for p in (*before, *gradients):
+            p.grad = before.get(p)
+
+
+def clip_by_global_norm(parameters: Iterable[Tensor], clip_val: float, head: ShardedHead) -> None:
+    """Clip gradients, in place, by the norm of the whole gradient. All ranks must call it.
+
+    Each rank holds slices of the head's gradients. The norm that it would compute alone differs from the other ranks',
+    and the trunks, scaled by different factors, would drift apart.
+    """
+    parameters = list(parameters)
+    device = head.parameters[0].device
+    ours = [p.grad for p in parameters if p.grad is not None and head.owns(p)]
+    others = [p.grad for p in parameters if p.grad is not None and not head.owns(p)]
+    own_square = torch.nn.utils.get_total_norm(ours).to(device) ** 2
+    square_of_head = head.channel.all_gather("norm", own_square).sum()
+    norm = (torch.nn.utils.get_total_norm(others).to(device) ** 2 + square_of_head).sqrt()
+    torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
+
+
+# --- Whether a hook has changed the head between set-up and the first step, when each rank has its own rows only.
+
+
+class InitialRows(SharedByCopies):
+    """The values of the head's parameters at the end of set-up, of which it keeps a sample.
+
+    ``nn.init`` in ``on_fit_start`` would draw the same numbers on all ranks, which are usually seeded alike: several
+    features of a layer would begin with the same weights. It would also take the number of rows for that of features.
+    """
+
+    def __init__(self, head: ShardedHead) -> None:
+        self._head = head
+        self._samples = {p: sample_of(p) for p in head.parameters}
+
+    def warn_if_changed(self) -> None:
+        """Log a warning if the parameters have other values by now. Whole tensors that were loaded are no mistake."""
+        is_same = all(torch.allclose(sample_of(p), before, equal_nan=True) for p, before in self._samples.items())
+        if not is_same:
+            log.warning(
+                f"the parameters of {self._head.name!r} were changed after set-up, in a hook such as on_fit_start or "
+                f"on_train_start, where rank {self._head.channel.rank} holds only its own rows. Random numbers are the "
+                "same on all ranks that were seeded alike, and so would their rows be. Initialize the head in "
+                "__init__, setup or configure_model, or load whole tensors with load_state_dict"
+            )
+
+
+# --- Ranks that are not in the same place are found before they wait for each other until the timeout.
+
+_MARK = 2
+
+
+def require_same_place(device: torch.device, hint: str) -> None:
+    """Raise CallMismatchError if rank 0 is in another batch, while this rank gathers the head. All ranks must call it.
+
+    A rank whose loader has ended gathers the head at the end of training, while the others begin another batch. There
+    Lightning broadcasts from rank 0 whether the job was told to stop: 0 or 1, one integer in the default group. This
+    rank receives that number in place of the mark that rank 0 would send here. In the other direction, Lightning takes
+    the mark for no reason to stop, and the exchanges of that batch find the mismatch.
+    """
+    mark = torch.tensor([_MARK if dist.get_rank() == 0 else 0], device=device)
+    try:
+        dist.broadcast(mark, src=0)
+    except RuntimeError as error:
+        group = dist.group.WORLD
+        assert group is not None
+        raise peer_error(group, "reach", 0 if dist.get_rank() else 1, error) from error
+    if mark.item() != _MARK:
+        raise CallMismatchError(
+            f"rank {dist.get_rank()} gathers the head, to evaluate, to save a checkpoint or to end training, and rank "
+            f"0 is in another batch: one of them has made a call that the other has not. {hint}"
+        )

@@ -1,0 +1,485 @@
+"""A fully-connected head whose linear layers are sharded over ranks by output features (arXiv 1404.5997, section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import takewhile
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_dp._private.torch_names import child_entries
+from lightning_dp.collectives.all_to_all import Channel
+from lightning_dp.collectives.ring import chunk_bounds
+
+Bounds = list[tuple[int, int]]
+"""Begin and end of each rank's part of the features."""
+
+
+class SharedByCopies:
+    """Base of the objects of one run of ``fit``. A deep copy of what refers to them, such as the Trainer, shares them.
+
+    They hold process groups, which cannot be copied.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a module whose head is sharded cannot be pickled during fit; use trainer.save_checkpoint(...), or pickle "
+            "copy.deepcopy(module)"
+        )
+
+
+class ShardedHead(SharedByCopies):
+    """``head`` on the ranks of ``channel``: each holds, and computes, a slice of every layer's features.
+
+    `ShardedParameters.shard` leaves each rank with its rows of each weight and bias, in the same parameters with the
+    same names. Sizes that the number of ranks does not divide differ by one.
+
+    Args:
+        head: an nn.Linear, or an nn.Sequential (of Sequentials) of nn.Linear, `ELEMENTWISE` layers and, before the
+            first nn.Linear, nn.Flatten.
+        channel: for the activations between layers.
+        name: of the head in its module, for messages.
+        control: for parameters and checks. None: a channel of the same group as ``channel``.
+
+    Raises:
+        ValueError: the head has a layer that cannot be sharded, by name, or no nn.Linear.
+    """
+
+    def __init__(self, head: nn.Module, channel: Channel, name: str = "head", control: Channel | None = None) -> None:
+        self.head = head
+        self.channel = channel
+        self._control = control
+        self.name = name
+        self.layers = [layer for _, layer in divisible_layers(head, name)]
+        self.linears = list(dict.fromkeys(layer for layer in self.layers if isinstance(layer, nn.Linear)))
+        self._bounds = {layer: chunk_bounds(layer.out_features, channel.world_size) for layer in self.linears}
+        self._bounds_of_parameter: dict[Tensor, Bounds] = {
+            p: self._bounds[layer] for layer in self.linears for p in layer.parameters()
+        }
+        self._parts = parts_by_path(head, name)
+        self._forward: Callable[[Tensor], Tensor] | None = None  # what `forwarding_to` has put into the head
+        self.is_sharded = False  # set by `ShardedParameters`
+
+    @cached_property
+    def control(self) -> Channel:
+        """A channel for parameters and checks, whose bytes are not counted as those of training steps."""
+        return Channel(self.channel.group) if self._control is None else self._control
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters of all linear layers. They hold this rank's rows while sharded."""
+        return list(self._bounds_of_parameter)
+
+    @property
+    def output_bounds(self) -> Bounds:
+        """Begin and end of each rank's columns of the head's output."""
+        last = next(layer for layer in reversed(self.layers) if isinstance(layer, nn.Linear))
+        return self._bounds[last]
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Return whether ``parameter`` is one of the head's."""
+        return parameter in self._bounds_of_parameter
+
+    def bounds_of(self, parameter: Tensor) -> Bounds:
+        """Return begin and end of each rank's rows of ``parameter``."""
+        return self._bounds_of_parameter[parameter]
+
+    def whole_shape(self, parameter: Tensor) -> torch.Size:
+        """Return the shape of ``parameter`` when it is not sharded."""
+        return torch.Size([self._bounds_of_parameter[parameter][-1][1], *parameter.shape[1:]])
+
+    def own_rows(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        """Return a copy of this rank's rows of ``whole``, a tensor with the shape of the whole ``parameter``."""
+        begin, end = self._bounds_of_parameter[parameter][self.channel.rank]
+        return whole[begin:end].clone()
+
+    def names_in(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the head's parameters by their names in ``module``. A shared one appears under each of its names."""
+        named = module.named_parameters(remove_duplicate=False)
+        return {name: parameter for name, parameter in named if self.owns(parameter)}
+
+    @cached_property
+    def _changes_features(self) -> bool:
+        """Whether a layer before the first nn.Linear works in place, perhaps on a view, as nn.Flatten makes it."""
+        before_linear = takewhile(lambda layer: not isinstance(layer, nn.Linear), self.layers)
+        return any(getattr(layer, "inplace", False) for layer in before_linear)
+
+    @property
+    def draws_random_numbers(self) -> bool:
+        """Whether the next call needs a seed."""
+        return any(isinstance(layer, nn.Dropout) and layer.training for layer in self.layers)
+
+    def __call__(self, x: Tensor, seed: int | None = None, gradients: ParameterGradients | None = None) -> Tensor:
+        """Compute this rank's slice of the output, (N, own columns). All ranks must call it.
+
+        Args:
+            x: features (N, *), the same on all ranks. Its gradient is this rank's part of a sum over ranks.
+            seed: seed for dropout, the same on all ranks. All ranks then drop the same elements of ``x``, and each rank
+                draws for its own slices. The state of the global generator is kept. None: use the global generator.
+            gradients: sums the parameters' gradients in backward, in the place of autograd.
+        """
+        bounds = None  # of the slices of x; None while every rank has all of it
+        if self._changes_features:
+            x = x.clone()  # the caller still needs the features
+        with seeded(seed, x.device):
+            for layer in self.layers:
+                if not isinstance(layer, nn.Linear):
+                    x = layer(x)
+                    continue
+                if bounds is not None:
+                    x = _GatherColumns.apply(x, bounds, self.channel)
+                else:
+                    self._require_rows(x)
+                    # From here on x is a slice, and equal masks on all ranks would drop the same columns of each.
+                    if seed is not None:
+                        torch.manual_seed(seed + 1 + self.channel.rank)
+                x = gradients.linear(x, layer) if gradients else F.linear(x, layer.weight, layer.bias)
+                bounds = self._bounds[layer]
+        return x
+
+    def changed_part(self) -> str | None:
+        """Return the path of a layer, parameter or forward that is not the one of construction, or None."""
+        if vars(self.head).get("forward") is not self._forward:
+            return f"{self.name}.forward"
+        now = parts_by_path(self.head, self.name)
+        paths = [*self._parts, *(path for path in now if path not in self._parts)]
+        return next((path for path in paths if self._parts.get(path) is not now.get(path)), None)
+
+    @contextmanager
+    def forwarding_to(self, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Let ``head(x)`` call ``function(x)`` within the context. Hooks of the head run as usual. May be nested."""
+        before = vars(self.head).get("forward")  # that of the instance, which hides the one of the class
+        own_before, self._forward = self._forward, function
+        vars(self.head)["forward"] = function
+        try:
+            yield
+        finally:
+            self._forward = own_before
+            if before is None:
+                del vars(self.head)["forward"]
+            else:
+                vars(self.head)["forward"] = before
+
+    def _require_rows(self, x: Tensor) -> None:
+        if x.dim() != 2:
+            raise ValueError(
+                f"features of shape {tuple(x.shape)} reach {self.name}'s first nn.Linear; flatten them to (N, features)"
+                " before it, by nn.Flatten() in the head or in the trunk"
+            )
+
+
+@contextmanager
+def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Draw random numbers from ``seed`` within the context, and restore the generator. None: change nothing."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+class _GatherColumns(torch.autograd.Function):
+    """(N, own columns) to (N, all columns). Backward sums over ranks, and returns the gradient of the own columns."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, bounds: Bounds, channel: Channel) -> Tensor:
+        ctx.bounds, ctx.channel = bounds, channel
+        return gather_columns(own, bounds, channel, "hidden activations")
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        require_first_derivative()
+        (gradient,) = gradients
+        channel: Channel = ctx.channel
+        blocks = [gradient[:, begin:end] for begin, end in ctx.bounds]
+        own = blocks[channel.rank].contiguous()
+        parts = [torch.empty_like(own) for _ in blocks]
+        parts[channel.rank] = own
+        channel.all_to_all("hidden gradients", blocks, parts).wait()
+        return sum_in_order(parts), None, None
+
+
+def gather_columns(own: Tensor, bounds: Bounds, channel: Channel, what: str) -> Tensor:
+    """Return the columns of all ranks, (N, all columns), without a graph. All ranks must call it."""
+    # Received tensors must be contiguous, and a block of columns is not. So blocks are received first, then joined.
+    blocks = [own.new_empty(len(own), end - begin) for begin, end in bounds]
+    blocks[channel.rank] = own.detach()
+    channel.all_to_all(what, [own] * channel.world_size, blocks).wait()
+    return torch.cat(blocks, dim=1)
+
+
+def sum_in_order(parts: list[Tensor]) -> Tensor:
+    """Return the sum from first to last, in at least 32 bits. One order on all ranks gives bitwise identical sums."""
+    if len(parts) == 1:
+        return parts[0]
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts[0].dtype)
+
+
+# --- Which layers a head that is sharded over ranks may consist of.
+
+ELEMENTWISE = (
+    *(nn.Identity, nn.Dropout, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish),
+    *(nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Threshold),
+)
+"""Layers that may stand between linear ones. Each output depends on one input, so slices can be computed alone."""
+
+_ALLOWED = (
+    "a head may be an nn.Linear, or an nn.Sequential of nn.Linear, elementwise activations, nn.Dropout and, before the "
+    "first nn.Linear, nn.Flatten()"
+)
+
+
+def divisible_layers(module: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+    """Return path and module of each layer of the head, in order.
+
+    Raises:
+        ValueError: a layer cannot be sharded over ranks, or is not what its class says, or there is no nn.Linear.
+    """
+    layers = list(_walk(module, name))
+    before_linear = True
+    for path, layer in layers:
+        if type(layer) is nn.Linear:
+            before_linear = False
+            _require_plain(layer, path)
+        elif not (type(layer) in ELEMENTWISE or (before_linear and type(layer) is nn.Flatten and layer.start_dim == 1)):
+            raise ValueError(
+                f"{path} is a {type(layer).__name__}, which cannot be sharded over ranks: {_ALLOWED}. "
+                f"{_remedy(module, name, layer)}"
+            )
+    if before_linear:
+        raise ValueError(f"{name} has no nn.Linear to shard over ranks; name the submodule that holds them")
+    # Last, because a copy with one rank's rows has such a forward, too, and the rows have a better message.
+    _require_no_own_forward(module, name)
+    return layers
+
+
+def parts_by_path(module: nn.Module, name: str) -> dict[str, Any]:
+    """Return by path what a sharded head computes with: layers, parameters, and forwards that replace a class's.
+
+    Not the forward of the head itself, which hybrid parallelism replaces.
+    """
+    forwards = {path: forward for path, forward in _own_forwards(module, name) if path != f"{name}.forward"}
+    # Parameters last, so that a layer is named before its parameters.
+    return {**dict(_walk(module, name)), **forwards, **dict(module.named_parameters(name, remove_duplicate=False))}
+
+
+def _remedy(module: nn.Module, name: str, layer: nn.Module) -> str:
+    """Return what to do about a layer that cannot be sharded: almost always to name an inner layer as the head."""
+    if isinstance(layer, nn.Linear):
+        return "Use nn.Linear itself; a subclass may do anything with its weight"
+    linears = [(path, part) for path, part in module.named_modules(prefix=name) if type(part) is nn.Linear]
+    if not linears:
+        return "Name the submodule that holds the large nn.Linear"
+    largest, _ = max(linears, key=lambda pair: pair[1].weight.numel())
+    also = ", or leave it out and use F.cross_entropy" if isinstance(layer, (nn.Softmax, nn.LogSoftmax)) else ""
+    return (
+        f"Name an nn.Linear inside instead, the largest is head={largest!r}; all else is then part of the trunk{also}"
+    )
+
+
+def _walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    if type(module) is nn.Sequential:
+        for child_name, child in child_entries(module):
+            assert child is not None
+            yield from _walk(child, f"{name}.{child_name}")
+    else:
+        yield name, module
+
+
+def _own_forwards(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
+    for path, part in module.named_modules(prefix=name):
+        forward = vars(part).get("forward")
+        if forward is not None and not isinstance(forward, Refusal):  # the strategy's own
+            yield f"{path}.forward", forward
+
+
+def _require_no_own_forward(module: nn.Module, name: str) -> None:
+    for path, _ in _own_forwards(module, name):
+        raise ValueError(
+            f"{path.removesuffix('.forward')} has a forward that was set on the instance, which a sharded head would "
+            f"not call; remove it (del module.{path}), and do what it adds where the module calls the head"
+        )
+
+
+def require_whole_layer(layer: nn.Linear, path: str) -> None:
+    """Raise ValueError if the layer holds one rank's rows, which an earlier `fit` can leave."""
+    if layer.weight.shape != (layer.out_features, layer.in_features):
+        raise ValueError(
+            f"{path}.weight is {tuple(layer.weight.shape)}, and not {(layer.out_features, layer.in_features)}. A run "
+            "that ends with an exception, or has state_dict_type='sharded', leaves one rank's rows there. Build the "
+            "module anew, and load a checkpoint"
+        )
+
+
+def _require_plain(layer: nn.Linear, path: str) -> None:
+    require_whole_layer(layer, path)
+    for kind in ("weight", "bias"):
+        value = getattr(layer, kind)
+        if value is not None and not isinstance(value, nn.Parameter):
+            raise ValueError(
+                f"{path} computes its {kind} (pruning, weight_norm, spectral_norm, ...), which mixes rows of different "
+                "ranks; remove the parametrization (torch.nn.utils.prune.remove, remove_weight_norm, ...)"
+            )
+    for name, _ in layer.named_parameters(remove_duplicate=False):
+        if name not in ("weight", "bias"):
+            raise ValueError(
+                f"{path} has a parameter {name!r}, and each rank holds rows of weight and bias only; keep the "
+                "parameter outside of the head, and use it where the module calls the head"
+            )
+    if layer.bias is not None and layer.bias.shape != (layer.out_features,):
+        raise ValueError(
+            f"{path}.bias is {tuple(layer.bias.shape)}, and not {(layer.out_features,)}: each rank holds as many rows "
+            "of it as of the weight; give it a value for each output"
+        )
+
+
+# --- Calls of a layer within the head: refused, because the layer holds one rank's rows during ``fit``.
+
+
+@contextmanager
+def refused_inner_calls(head: ShardedHead) -> Iterator[None]:
+    """Within the context, let a call of an nn.Linear within the head raise RuntimeError.
+
+    `ShardedHead` computes these layers without calling them. So whoever calls one while it has rows is the user, who
+    would get this rank's columns, and a gradient of this rank's samples alone.
+    """
+    refused: list[nn.Module] = []
+    if head.channel.world_size > 1:  # otherwise the rows are the whole layer
+        for path, layer in head.head.named_modules(prefix=head.name):
+            # A head that is an nn.Linear itself has its ``forward`` replaced as any head.
+            if layer is not head.head and type(layer) is nn.Linear:
+                vars(layer)["forward"] = Refusal(head, layer, path)
+                refused.append(layer)
+    try:
+        yield
+    finally:
+        for layer in refused:
+            vars(layer).pop("forward", None)
+
+
+class Refusal:
+    """Stands for the forward of a layer within the head.
+
+    Args:
+        head: the sharded head.
+        layer: an nn.Linear within it.
+        path: of the layer in the module.
+    """
+
+    def __init__(self, head: ShardedHead, layer: nn.Linear, path: str) -> None:
+        self._head, self._layer, self._path = head, layer, path
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Refusal:
+        return self  # a copy of a layer alone also holds rows, and so raises, too
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute the layer if it is whole, else raise."""
+        # While the gathered head computes, it has put whole tensors in the place of the parameters.
+        if not self._head.owns(self._layer.weight):
+            return F.linear(x, self._layer.weight, self._layer.bias)
+        raise RuntimeError(
+            f"{self._path!r} was called by itself on rank {self._head.channel.rank}, which during fit holds only its "
+            f"own rows of it. Call the whole head {self._head.name!r}, or shard this layer alone "
+            f"(head={self._path!r}), so that the other layers belong to the trunk"
+        )
+
+
+# --- Gradients of the head's parameters, summed over the passes as they are computed.
+
+
+class ParameterGradients:
+    """The sum of the gradients of ``parameters`` over several passes, multiplied by ``factor``.
+
+    A weight's gradient is the product of two matrices with few rows each, and is as large as the weight. Autograd would
+    write the product to new memory in each pass and then add it to the total. With AlexNet's head and 32 samples, that
+    takes three times as long as the product itself. Here the product is added to the total as it is computed.
+
+    Args:
+        parameters: this rank's rows of the head's parameters.
+        factor: multiplies every gradient that is added.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], factor: float = 1.0) -> None:
+        self._parameters = list(parameters)
+        self._factor = factor
+        self._totals: dict[Tensor, Tensor] = {}
+        self._spare: dict[Tensor, Tensor] = {}  # memory of totals that were taken, to be written again
+
+    def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
+        """Apply ``layer`` to x, (N, in) to (N, out). In backward, this object receives the weight's gradient.
+
+        Autograd receives the bias's, which is small.
+        """
+        # Autocast chooses dtypes within F.linear and keeps 16-bit copies of the weights, so autograd must see it.
+        if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+            return F.linear(x, layer.weight, layer.bias)
+        return _Linear.apply(x, layer.weight, layer.bias, self)
+
+    def add_product(self, weight: Tensor, of_output: Tensor, x: Tensor) -> None:
+        """Add a weight's gradient: that of the layer's output (N, out), transposed, times the input x (N, in)."""
+        total = self._totals.get(weight)
+        if total is not None:
+            total.addmm_(of_output.T, x, alpha=self._factor)
+            return
+        total = self._spare.pop(weight, None)
+        total = torch.empty_like(weight) if total is None else total
+        # With beta=0 torch ignores what is in the memory, even NaN.
+        self._totals[weight] = torch.addmm(total, of_output.T, x, beta=0, alpha=self._factor, out=total)
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add gradients, in the order of the parameters. The given tensors may be changed in place, or kept."""
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            total = self._totals.get(parameter)
+            if gradient is not None and total is not None:
+                total.add_(gradient, alpha=self._factor)
+            elif gradient is not None:
+                self._totals[parameter] = gradient if self._factor == 1.0 else gradient.mul_(self._factor)
+
+    def take(self, reuse_memory: bool = False) -> list[Tensor | None]:
+        """Return the totals in the order of the parameters, None where nothing was added, and start again from zero.
+
+        Args:
+            reuse_memory: whether the next pass may write to the returned tensors. The caller needs them until then.
+        """
+        taken = [self._totals.get(parameter) for parameter in self._parameters]
+        self._spare = self._totals if reuse_memory else {}
+        self._totals = {}
+        return taken
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sums: ParameterGradients) -> Tensor:
+        ctx.sums = sums
+        ctx.weight = weight  # hooks on saved tensors may return another object, and the totals are kept by object
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        require_first_derivative()
+        x, weight = ctx.saved_tensors
+        (of_output,) = gradients
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        if needs_weight:
+            ctx.sums.add_product(ctx.weight, of_output, x)
+        return of_output @ weight if needs_x else None, None, of_output.sum(0) if needs_bias else None, None
+
+
+def require_first_derivative() -> None:
+    """Raise RuntimeError in a backward with ``create_graph=True``: messages have no second derivative here."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("a head that is sharded over ranks cannot be differentiated twice (create_graph=True)")

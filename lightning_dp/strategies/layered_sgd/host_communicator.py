@@ -1,0 +1,608 @@
+"""The communicator on the host: a thread that takes gradient buckets through the hierarchical all-reduce.
+
+`DeviceCommunicator` has the same interface, `GradientCommunicator`, and sums on the GPU.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dp.collectives import streams
+from lightning_dp.collectives.compression.stages import CompressedAllReduce, CompressedStages
+from lightning_dp.collectives.compression.wire import complete
+from lightning_dp.collectives.groups import OnStage
+from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
+from lightning_dp.strategies.layered_sgd.gradient_sum import CLOSE_LIMIT_S, IssueOrder
+
+NO_BUCKET = -1
+# Buckets that the communicator has begun and not settled; the one after them is chosen already. More would not fill the
+# link any better, and what the next forward needs first would have to wait for them.
+MAX_BEGUN = 2
+
+
+class _Choice:
+    """Rank 0's choice of the next bucket, on its way to all ranks."""
+
+    def __init__(self, index: int, group: dist.ProcessGroup, where: str) -> None:
+        self._what = f"the order of the gradient buckets, {where}"
+        self._index = torch.tensor([index])
+        with blame(self._what):
+            self._work = dist.broadcast(self._index, group=group, group_src=0, async_op=True)
+
+    def wait(self) -> int:
+        """Return the bucket's index, or `NO_BUCKET`."""
+        with blame(self._what):
+            self._work.wait()
+        return int(self._index)
+
+
+class Communicator:
+    """Sums the submitted buckets in host memory, in one order; every rank of the job has one.
+
+    In the paper the communicator is a CPU process on each node (arXiv 1906.05936, section 4.1). Here it is a thread
+    with process groups of its own: the data flow is the same, and its waits are in native code, so the rank's own
+    Python code runs on.
+
+    The order of the buckets is decided in `_next` and `_choose`. All ranks must sum them in one order. Otherwise two
+    ranks could each wait for a bucket that the other sums later. With compression, a second thread finishes a sum when
+    its last messages are under way, and the first one begins with the next bucket.
+
+    Args:
+        collective: performs the stages.
+        prioritized: sum a bucket as soon as its data is in host memory, the highest index first: DDP gives it to the
+            layers nearest the input, which the next forward runs first. Ranks see buckets become ready at different
+            times, so rank 0 chooses and tells the others. False: after backward, in the order of submission, which is
+            DDP's and the same on all ranks.
+        timeout: how long to wait for a bucket that rank 0 has chosen and this rank has not submitted.
+        device: where the buckets are.
+        on_host: sum copies of the buckets. Buckets on a GPU must be copied.
+        on_stage: called with name, start and end of each stage, and of the time that the training thread waits.
+        compressed: performs the stages in place of ``collective``, with a compressed stage between groups.
+    """
+
+    issue_order: IssueOrder | None = None  # what has arrived decides
+
+    def __init__(
+        self,
+        collective: HierarchicalAllReduce,
+        prioritized: bool,
+        timeout: timedelta,
+        device: torch.device,
+        on_host: bool = False,
+        on_stage: OnStage | None = None,
+        compressed: CompressedAllReduce | None = None,
+    ) -> None:
+        self._collective = collective
+        self.compressed = compressed
+        self._on_stage = on_stage
+        self._timeout_s = timeout.total_seconds()
+        self._on_host = on_host
+        assert on_host or not streams.has_streams(device), "sums in GPU memory are for DeviceCommunicator"
+        self._device = device
+        self._stream = streams.new_stream(device) if streams.has_streams(device) else None
+        # A group of its own: the choice of the next bucket travels during the current one's inter-group all-reduce.
+        self._order_group = dist.new_group(timeout=timeout, backend="gloo") if prioritized else None
+        self._held: list[BucketReduction] = []  # submitted, not yet released
+        # Guards what threads share: `_ready`, `_begun`, `_closed` and `_failed`. Notified when one of them changes.
+        self._changed = threading.Condition()
+        self._ready: dict[int, BucketReduction] = {}
+        self._begun: list[BucketReduction] = []  # taken from `_ready`, not yet settled
+        self._closed = False
+        self._failed: Exception | None = None
+        self._crossing: SimpleQueue[BucketReduction | None] = SimpleQueue()  # to be finished; None: no more will come
+        self._threads = [threading.Thread(target=self._run, name="lightning_dp communicator", daemon=True)]
+        if compressed is not None:
+            self._threads.append(threading.Thread(target=self._finish, name="lightning_dp finisher", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, index: int, buffer: Tensor, parameters: Sequence[Tensor] = ()) -> BucketReduction:
+        """Start the sum of ``buffer`` over all ranks, in place: immediately if ``prioritized``, else after `release`.
+
+        ``parameters`` are those whose gradients lie in the buffer, in its order; only compression needs them.
+
+        Every rank submits the same indices in the same order, and an index again only after `BucketReduction.wait` has
+        returned for it.
+        """
+        stages = self._collective if self.compressed is None else self.compressed.stages_of(parameters)
+        bucket = BucketReduction(index, buffer, stages, self._stream, self._on_host, self.release, self._on_stage)
+        self._held.append(bucket)
+        if self._order_group is not None:
+            self.release()
+        return bucket
+
+    def release(self) -> None:
+        """Let the thread process all buckets that were submitted so far. Called when backward has ended."""
+        with self._changed:
+            for bucket in self._held:
+                assert bucket.index not in self._ready, f"bucket {bucket.index} submitted twice"
+                if self._failed is not None:
+                    bucket.fail(self._failed)
+                else:
+                    self._ready[bucket.index] = bucket
+            self._held.clear()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop the threads when they have summed all buckets. Destroy the groups if that does not take long."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        # A thread that waits for a dead peer ends when its collective times out; do not wait for that.
+        deadline_s = time.monotonic() + CLOSE_LIMIT_S
+        for thread in self._threads:
+            thread.join(timeout=max(0.0, deadline_s - time.monotonic()))
+        # The device may still reduce buckets that were never released.
+        is_idle = self._stream is None or streams.is_done_within(self._stream, CLOSE_LIMIT_S)
+        if is_idle and not any(thread.is_alive() for thread in self._threads):
+            self._collective.close()
+            if self._order_group is not None:
+                dist.destroy_process_group(self._order_group)
+
+    def _run(self) -> None:
+        if self._stream is not None:
+            # The thread starts on device 0. On other ranks its first call would create a context there, which takes
+            # about half a gigabyte of that GPU's memory.
+            streams.set_device(self._device)
+        proposal: _Choice | None = None
+        try:
+            while (bucket := self._next(proposal)) is not None:
+                proposal = self._begin(bucket)
+                del bucket  # its buffer may be of the size of the model
+        except Exception as error:
+            self._fail(error)
+        self._crossing.put(None)
+
+    def _finish(self) -> None:
+        """Finish sums whose last messages are under way. The second thread's work."""
+        try:
+            while (bucket := self._crossing.get()) is not None:
+                self._settle(bucket)
+                del bucket  # as in `_run`
+        except Exception as error:
+            self._fail(error)
+
+    def _next(self, proposal: _Choice | None) -> BucketReduction | None:
+        """Wait for the bucket whose turn it is. Return None when the communicator is closed."""
+        index = NO_BUCKET if proposal is None else proposal.wait()
+        if index == NO_BUCKET:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ready or self._closed)
+                if not self._ready:
+                    return None
+                first = next(iter(self._ready.values()))
+            index = first.index
+            # All ranks submit in one order and have summed the same buckets, so the first one left is the same on all.
+            # If it is the first of a backward, the link is idle, and an agreement would cost more than the priority of
+            # another bucket is worth.
+            if self._order_group is not None and index != 0:
+                # On a GPU backward has only launched the kernels that fill the buckets. Copies arrive in the order of
+                # submission; with the first one there is something to choose.
+                first.wait_for_copy()
+                index = self._choose(self._order_group).wait()
+        with self._changed:
+            # Rank 0 may be ahead, and choose a bucket that backward has not filled here yet.
+            if not self._changed.wait_for(lambda: index in self._ready or self._closed, self._timeout_s):
+                raise TimeoutError(
+                    f"gradient bucket {index}, which rank 0 has chosen next, was not filled on this rank within "
+                    f"{self._timeout_s} s: does every rank run the same forward and backward, or has this rank stalled?"
+                )
+            return self._ready.pop(index, None)
+
+    def _choose(self, group: dist.ProcessGroup) -> _Choice:
+        """Start to tell all ranks which bucket comes next: of those whose data is there on rank 0, the highest index.
+
+        Every rank takes part in the broadcast; what the others propose is overwritten by rank 0's choice.
+        """
+        with self._changed:
+            # A bucket whose copy is still under way would keep the link idle while others wait behind it.
+            there = [index for index, bucket in self._ready.items() if bucket.copy_is_done]
+            index = max(there, default=NO_BUCKET)
+        return _Choice(index, group, self._collective.describe("all"))
+
+    def _begin(self, bucket: BucketReduction) -> _Choice | None:
+        """Take ``bucket`` through the stages, or up to its last messages; return the proposal for the next one."""
+        with self._changed:
+            self._begun.append(bucket)
+            self._changed.wait_for(lambda: len(self._begun) <= MAX_BEGUN or self._failed)
+            if self._failed is not None:
+                raise self._failed
+        bucket.reduce_intra_group()
+        # The ranks agree on the next bucket during this one's inter-group all-reduce. If they agreed after it, the
+        # link would be idle for a round trip. A compressed one is under way when `_next` asks, which may then have more
+        # to choose from.
+        proposal: _Choice | None = None
+        if self._order_group is not None and self.compressed is None:
+            proposal = self._choose(self._order_group)
+        if bucket.start_inter_group():
+            self._crossing.put(bucket)
+        else:
+            self._settle(bucket)
+        return proposal
+
+    def _settle(self, bucket: BucketReduction) -> None:
+        bucket.finish_inter_group()
+        bucket.start_broadcast()
+        with self._changed:
+            self._begun.remove(bucket)
+            self._changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        """Fail all buckets that are begun or ready. `release` fails those that are submitted later."""
+        with self._changed:
+            if self._failed is None:  # what comes later is a consequence
+                self._failed = error
+            stranded = [*self._begun, *self._ready.values()]
+            self._ready.clear()
+            self._changed.notify_all()
+        for each in stranded:
+            each.fail(self._failed)
+
+
+# --- One gradient bucket on its way through the hierarchical all-reduce.
+
+INTRA_GROUP_REDUCE = "intra-group reduce"
+INTER_GROUP_ALL_REDUCE = "inter-group all-reduce"
+INTRA_GROUP_BROADCAST = "intra-group broadcast"
+WAIT = "wait"
+
+
+class Stage(enum.Enum):
+    """What has happened to a bucket. `BucketReduction` moves through the members in this order."""
+
+    SUBMITTED = enum.auto()
+    """Backward has filled the buffer, or on a GPU has launched the kernels that fill it and the copy to the host."""
+    REDUCED = enum.auto()
+    """Each carrier (the leader, or every member its shard) has the sum over its group."""
+    CROSSING = enum.auto()
+    """The last messages between the groups are under way, or have arrived."""
+    CROSSED = enum.auto()
+    """Each carrier has the sum over all ranks."""
+    SETTLED = enum.auto()
+    """The broadcast is under way, and the communicator is done. `wait` waits for the rest."""
+    DELIVERED = enum.auto()
+    """The buffer holds the sum over all ranks."""
+    FAILED = enum.auto()
+    """A stage has raised, and `wait` raises the error."""
+
+
+_FOLLOWS = {
+    Stage.REDUCED: Stage.SUBMITTED,
+    Stage.CROSSING: Stage.REDUCED,
+    Stage.CROSSED: Stage.CROSSING,
+    Stage.SETTLED: Stage.CROSSED,
+    Stage.DELIVERED: Stage.SETTLED,
+}
+
+
+class BucketReduction:
+    """The sum of one gradient bucket over all ranks: three collectives, started on one thread and awaited on another.
+
+    The training thread calls the constructor, every thread that needs the sum `wait`, and the communicator's threads
+    the other methods: one after the other, but one may call `fail` while another works on the bucket. So only
+    `_advance` and `fail` change the stage, under a lock.
+
+    Args:
+        index: DDP's number of the bucket; the highest index holds the layers nearest the input.
+        buffer: (numel,) the bucket's gradients, changed in place.
+        collective: performs the stages.
+        stream: of the copy to host memory, if the buffer is on a GPU; then ``on_host`` must be given as well.
+        on_host: sum a copy of the buffer in host memory, and copy the sum back in `wait`.
+        release: called by `wait` if the bucket has not settled: lets the communicator begin with a bucket that it holds
+            back until backward ends. Without it, a hook that reads a gradient during backward would wait forever.
+        on_stage: called with name, start and end of each stage, and of the time that `wait` blocks.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        buffer: Tensor,
+        collective: HierarchicalAllReduce | CompressedStages,
+        stream: streams.Stream | None = None,
+        on_host: bool = False,
+        release: Callable[[], None] | None = None,
+        on_stage: OnStage | None = None,
+    ) -> None:
+        self.index = index
+        self.buffer = buffer
+        self.stage = Stage.SUBMITTED
+        self._collective = collective
+        self._stream = stream
+        self._release = release
+        self._on_stage = on_stage
+        self._host_copy: HostCopy | None = None
+        self._works: list[dist.Work] = []  # of the collective that is under way inside the group
+        self._rest: Iterator[None] | None = None  # of the all-reduce between groups
+        self._crossing_since_s = 0.0
+        self._delivered: streams.Event | None = None  # the sum is on the GPU again
+        self._transition = threading.Lock()
+        self._settled_or_failed = threading.Event()
+        self._delivery = threading.Lock()
+        self._error: Exception | None = None
+        if on_host:
+            # What NCCL has summed within the node need not be copied by each of its ranks, and gloo has less to sum.
+            self._host_copy = HostCopy(buffer, stream, self._reduce_on_device if collective.reduces_on_device else None)
+        if stream is None:
+            # The data is complete. The copy of a GPU's buffer is not: this thread would have to wait for it, so the
+            # communicator starts the reduce.
+            self._start_intra_group_reduce()
+
+    @property
+    def _payload(self) -> Tensor:
+        """What the collectives change: the buffer, or its copy in host memory."""
+        return self.buffer if self._host_copy is None else self._host_copy.tensor
+
+    def _advance(self, stage: Stage) -> None:
+        with self._transition:
+            assert self.stage is _FOLLOWS[stage], f"bucket {self.index} cannot go from {self.stage} to {stage}"
+            self.stage = stage
+
+    def _start_intra_group_reduce(self) -> None:
+        self._works = self._collective.intra_group_reduce(self._payload)
+
+    def _reduce_on_device(self, buffer: Tensor) -> slice:
+        try:
+            return self._collective.reduce_on_device(buffer)
+        except RuntimeError:
+            with self._named(self._collective.describe("inside")):
+                raise
+
+    @property
+    def copy_is_done(self) -> bool:
+        """Whether the data to sum is in host memory."""
+        return self._host_copy is None or self._host_copy.is_done
+
+    def wait_for_copy(self) -> None:
+        """Return when the data to sum is in host memory."""
+        if self._host_copy is not None:
+            self._host_copy.wait()
+
+    def reduce_intra_group(self) -> None:
+        """Wait until the carriers have the sum over their group."""
+        with self._stage_reported(INTRA_GROUP_REDUCE):
+            if self._stream is not None:
+                self.wait_for_copy()
+                self._start_intra_group_reduce()
+            self._wait_for_works()
+        self._advance(Stage.REDUCED)
+
+    def start_inter_group(self) -> bool:
+        """Begin to sum this rank's shard over the groups. Return whether messages are still under way."""
+        self._crossing_since_s = time.perf_counter()
+        with self._named(self._collective.describe("between")):
+            self._rest = self._collective.inter_group_all_reduce(self._payload)
+        self._advance(Stage.CROSSING)
+        return self._rest is not None
+
+    def finish_inter_group(self) -> None:
+        """Wait until this rank's shard is summed; nothing to do for a rank that carries none."""
+        if self._rest is not None:
+            with self._named(self._collective.describe("between")):
+                complete(self._rest)
+            self._rest = None
+        if self._on_stage is not None:
+            self._on_stage(INTER_GROUP_ALL_REDUCE, self._crossing_since_s, time.perf_counter())
+        self._advance(Stage.CROSSED)
+
+    def start_broadcast(self) -> None:
+        """Start the broadcast of the sum within the group. Not awaited: the next bucket's all-reduce runs meanwhile."""
+        start_s = time.perf_counter()
+        self._works = self._collective.intra_group_broadcast(self._payload)
+        if self._works and (on_stage := self._on_stage) is not None:
+            done = self._works[-1].get_future()
+            done.add_done_callback(lambda _: on_stage(INTRA_GROUP_BROADCAST, start_s, time.perf_counter()))
+        self._advance(Stage.SETTLED)
+        self._settled_or_failed.set()
+
+    def fail(self, error: Exception) -> None:
+        """Raise ``error`` in the threads that wait for the bucket. Once it has settled they get their sum."""
+        with self._transition:
+            if self.stage in (Stage.SETTLED, Stage.DELIVERED):
+                return
+            self.stage = Stage.FAILED
+            self._error = error
+        self._settled_or_failed.set()
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `wait` would return immediately."""
+        if self.stage is Stage.DELIVERED:
+            return True
+        return self.stage is Stage.SETTLED and all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        """Return when ``buffer`` holds the sum over all ranks; on a GPU, when the current stream will see it.
+
+        Raises:
+            RuntimeError: a stage failed; the message names the bucket, the stage and the ranks that took part.
+        """
+        start_s = time.perf_counter()
+        if self._release is not None and not self._settled_or_failed.is_set():
+            self._release()
+        self._settled_or_failed.wait()
+        if self._error is not None:
+            raise RuntimeError(str(self._error)) from self._error
+        with self._delivery:  # a second thread must not see half of it, nor deliver again
+            if self._delivered is not None:
+                # In each call, not only in the first: the current stream may be another one.
+                streams.current_stream(self.buffer.device).wait_event(self._delivered)
+            if self.stage is Stage.SETTLED:
+                self._finish_delivery()
+        if self._on_stage is not None:
+            self._on_stage(WAIT, start_s, time.perf_counter())
+
+    def _finish_delivery(self) -> None:
+        self._wait_for_works()
+        if self._host_copy is not None:
+            # The waiting thread copies the sum back, not the communicator: that would have to wait for the broadcast
+            # while the link between the groups is idle. And only once: later changes to the gradients must stay.
+            self._host_copy.copy_back()
+            self._host_copy = None
+            if self._stream is not None:
+                self._delivered = streams.record_event(streams.current_stream(self.buffer.device))
+        self._advance(Stage.DELIVERED)
+
+    def _wait_for_works(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError:
+            # Named only now: that takes longer than to see that a bucket has arrived, which is asked for each of them.
+            with self._named(self._collective.describe("inside")):
+                raise
+
+    @contextmanager
+    def _stage_reported(self, stage: str) -> Iterator[None]:
+        start_s = time.perf_counter()
+        yield
+        if self._on_stage is not None:
+            self._on_stage(stage, start_s, time.perf_counter())
+
+    @contextmanager
+    def _named(self, where: str) -> Iterator[None]:
+        with blame(f"the sum of gradient bucket {self.index}, {where}"):
+            yield
+
+
+@contextmanager
+def blame(what: str) -> Iterator[None]:
+    """Let a backend's error say which operation failed, between which ranks."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{what} failed: one of these ranks has died, or has been silent for longer than the strategy's timeout; "
+            f"look at its log first. The backend says: {error}"
+        ) from error
+
+
+# --- Copy of a gradient bucket in host memory, for a communicator that reduces on the CPU.
+
+
+class HostCopy:
+    """Copy of a buffer in host memory. The stages of `HierarchicalAllReduce` work on ``tensor`` instead of the buffer.
+
+    In the paper the communicator runs on the CPU, "thereby allowing GPUs to focus on computation" (arXiv 1906.05936,
+    section 4.3). A GPU buffer is copied to pinned host memory on ``stream``, and back on the current stream of the
+    caller of `copy_back`. PyTorch takes pinned memory from a pool and hands a block out again only after all copies
+    that use it have finished. Therefore a new `HostCopy` per bucket and step is as cheap as one that is kept, and it
+    may be dropped while `copy_back` is still queued. A CPU buffer is copied at once.
+
+    Args:
+        buffer: any dense tensor. Work already queued on the current stream is finished before the copy reads it.
+        stream: stream of the copy. None for a buffer on the CPU.
+        reduce: called on ``stream`` before the copy. It reduces the buffer in place with those of other ranks, and
+            returns the part to copy; the rest of ``tensor`` is uninitialized. None: the whole buffer is copied.
+
+    Attributes:
+        tensor: the copy. Valid after `wait`.
+    """
+
+    def __init__(
+        self,
+        buffer: Tensor,
+        stream: streams.Stream | None = None,
+        reduce: Callable[[Tensor], slice] | None = None,
+    ) -> None:
+        self._buffer = buffer  # and so its memory is not reused while the copy reads it
+        self._copied: streams.Event | None = None
+        if stream is None:
+            self.tensor = torch.empty_like(buffer, device="cpu")
+            self._fill(reduce)
+            return
+        self.tensor = streams.pinned_like(buffer)
+        # Backward fills the buffer on the current stream: without this the copy could read half of it.
+        stream.wait_stream(streams.current_stream(buffer.device))
+        with streams.on_stream(stream):
+            self._fill(reduce)
+        if reduce is not None:
+            # A rank that gives up after an error drops the buffer, of which its neighbors still need the values.
+            streams.keep_until_done(buffer, stream)
+        # A thread waits for it. Without `blocking` that thread would keep a core busy, which loader workers need.
+        self._copied = streams.record_event(stream, blocking=True)
+
+    def _fill(self, reduce: Callable[[Tensor], slice] | None) -> None:
+        source = self._buffer
+        target = self.tensor
+        if reduce is not None:
+            part = reduce(source)
+            source = source[part]
+            target = target[part]
+        target.copy_(source, non_blocking=True)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return immediately."""
+        return self._copied is None or self._copied.query()
+
+    def wait(self) -> None:
+        """Block the calling thread until ``tensor`` holds the buffer's contents."""
+        if self._copied is not None:
+            # The CPU reads the tensor next, so waiting on a stream would not be enough.
+            self._copied.synchronize()
+
+    def copy_back(self) -> None:
+        """Copy ``tensor`` into the buffer on the current stream. Does not block."""
+        self._buffer.copy_(self.tensor, non_blocking=True)
+        if self._copied is not None:
+            # The current stream need not be the one on which the buffer was allocated.
+            streams.keep_until_done(self._buffer, streams.current_stream(self._buffer.device))
+
+
+# --- Threads that let the training thread go first, where threads share cores.
+#
+# Collectives on the host take processor time: gloo's threads copy and add, and so do the communicator's. The training
+# thread sleeps while a device computes, and has little to do when it wakes up; but all that follows waits for it.
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+# On a busy core a thread of this priority gets half the time of one that has none: Linux gives 1.25 times as much for
+# each step. With 10 steps messages were late, and ranks waited for each other.
+NICE_STEPS = 3
+
+
+def with_background_threads(make: Callable[[], Result], device: torch.device) -> Result:
+    """Return ``make()``. The threads that it starts, and those that they start, have a lower priority than the caller.
+
+    Only on Linux, where each thread has a priority, and inherits that of its creator. Elsewhere, and where the system
+    forbids it, all threads have the caller's. An exception that ``make`` raises is raised here.
+
+    Args:
+        make: called in a thread of its own, because lowering one's own priority cannot be undone without a permission.
+        device: the current device of that thread.
+    """
+    if not sys.platform.startswith("linux"):
+        return make()
+
+    def in_own_thread() -> Result:
+        if streams.has_streams(device):
+            streams.set_device(device)
+        _lower_priority()
+        return make()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(in_own_thread).result()
+
+
+def _lower_priority() -> None:
+    thread = threading.get_native_id()
+    try:
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICE_STEPS)
+    except OSError as error:
+        log.info(f"the threads that sum gradients keep the priority of the training thread: {error}")
