@@ -18,7 +18,7 @@ ALLOWED = {
     "layers": {"_private", "collectives"},
     "recompute": {"_private", "collectives"},
     "optim": set(),
-    "planner": {"_lightning", "_private", "callbacks", "collectives", "recompute"},
+    "planner": {"_lightning", "_private", "callbacks", "collectives", "recompute", "strategies"},
     "models": {"_lightning", "layers"},
     "data": {"_lightning"},
     "strategies": {"_lightning", "_private", "collectives", "layers", "recompute"},

@@ -139,9 +139,9 @@ def train_sizes(rank: int, max_batch_size: int) -> tuple[list[bool], float, list
     loader = DataLoader(dataset(2), batch_sampler=Batches([list(range(size)) for size in SIZES[rank]]))
     probe, callback, groups = Probe(), AdaptiveGlobalBatchNorm(max_batch_size=max_batch_size), []
 
-    def counted(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        assert group is callback._batch_size_group
-        groups.append(tensor.numel())
+    def counted(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+        if group is callback._batch_size_group:
+            groups.append(tensor.numel())
         return small_all_gather(tensor, group)
 
     adaptive_global_batch_norm.small_all_gather = counted

@@ -73,11 +73,11 @@ def test_all_ranks_use_the_group_if_one_rank_cannot_be_reached(obstacle, monkeyp
 
     monkeypatch.setattr(module_under_test.tempfile, "mkdtemp", refuse if obstacle == "no folder" else folder)
     if obstacle == "no Unix sockets":
-        monkeypatch.delattr(small_all_gather.socket, "AF_UNIX")
+        monkeypatch.delattr(module_under_test.socket, "AF_UNIX")
 
-    class Socket(small_all_gather.socket.socket):
+    class Socket(module_under_test.socket.socket):
         def setsockopt(self, level: int, option: int, value: Any) -> None:
-            small = obstacle == "small buffers" and option == small_all_gather.socket.SO_SNDBUF
+            small = obstacle == "small buffers" and option == module_under_test.socket.SO_SNDBUF
             super().setsockopt(level, option, 8192 if small else value)
 
         def bind(self, address: str) -> None:

@@ -44,7 +44,7 @@ def calls(monkeypatch) -> list[str]:
     monkeypatch.setattr(dist, "all_to_all", exchange)
     monkeypatch.setattr(all_to_all, "sends_together", lambda tensor, group: True)
     monkeypatch.setattr(small_all_gather, "backend_name", lambda group, device: "nccl")
-    monkeypatch.setattr(groups, "all_gather", gather)
+    monkeypatch.setattr(groups, "all_gather_single", gather)
     return names
 
 

@@ -32,16 +32,16 @@ class World:
         self._meetings: dict[tuple[tuple[int, ...], int], Meeting] = {}
 
     def install(self, monkeypatch: Any, module: Any) -> None:
-        """Take the place of ``dist``, ``single_tensor`` and ``create_groups`` in ``module``."""
+        """Take the place of ``dist``, ``groups`` and ``create_groups`` in ``module``."""
         monkeypatch.setattr(module, "dist", self)
-        monkeypatch.setattr(module, "single_tensor", self, raising=False)
+        monkeypatch.setattr(module, "groups", self, raising=False)
         monkeypatch.setattr(module, "create_groups", self.create_groups)
         monkeypatch.setattr(module, "destroy_group", lambda group: None)
 
     def create_groups(self, partition: Sequence[Sequence[int]], rank: int, *_: Any, **__: Any) -> Group | None:
         return next((Group(self, tuple(ranks), rank) for ranks in partition if rank in ranks), None)
 
-    def reduce_scatter(self, output: DeviceTensor, input: DeviceTensor, group: Group) -> None:
+    def reduce_scatter_single(self, output: DeviceTensor, input: DeviceTensor, group: Group) -> None:
         def run(values: Values) -> None:
             total = sum(values[rank][1] for rank in group.ranks)
             for rank, chunk in zip(group.ranks, total.chunk(len(group.ranks)), strict=True):
@@ -49,7 +49,7 @@ class World:
 
         self._issue("reduce-scatter", group, run, output, input)
 
-    def all_gather(self, output: DeviceTensor, input: DeviceTensor, group: Group) -> None:
+    def all_gather_single(self, output: DeviceTensor, input: DeviceTensor, group: Group) -> None:
         def run(values: Values) -> None:
             gathered = torch.cat([values[rank][1] for rank in group.ranks])
             for rank in group.ranks:

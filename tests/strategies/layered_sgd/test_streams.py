@@ -38,10 +38,12 @@ SCENARIOS: dict[str, Callable[[Machine, Any], None]] = {
 # Also what can only be said of a device that is as late as it may be.
 LATE_SCENARIOS = {**SCENARIOS, "host, order": wait_for_copies_in_turn}
 
+# `with_background_threads` has a test of its own, without a device: `tests/collectives/test_thread_priority.py`.
 MUTATIONS = [
     each
-    for module in (host_communicator, host_communicator, host_communicator, device_communicator)
+    for module in (host_communicator, device_communicator)
     for each in mutations(module)
+    if each.text != "streams.set_device(device)" or "background" not in each.function
 ]
 
 
