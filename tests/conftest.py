@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from lightning_fabric.utilities.rank_zero import rank_zero_only
 
+from tests.ranks import start_server
+
 # These files take longest. They come first, so that no worker of pytest-xdist begins one of them at the end.
 LONGEST = (
     "tests/recipes/test_train.py",
@@ -27,6 +29,13 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the server of the ranks import the tests that need it, while the others run."""
+    needed = {item.module.__name__ for item in session.items if hasattr(item.module, "run_processes")}
+    if needed and not session.config.option.collectonly:
+        start_server(needed)
 
 
 @pytest.fixture(autouse=True)

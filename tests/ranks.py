@@ -2,9 +2,12 @@
 
 ``run_threads(world_size, function, ...)`` calls ``function(rank, group, ...)`` in one thread per rank, over gloo; it
 takes 0.05 s. ``run_processes(world_size, function, ...)`` calls ``function(rank, ...)`` in one process per rank, with
-the environment variables that torchrun sets, so that ``Trainer(devices=world_size)`` works in it; it takes 0.5 s. The
-processes have the environment of the start of the test session, not what the test changed in it, and the test's warning
-filters.
+the environment variables that torchrun sets, so that ``Trainer(devices=world_size)`` works in it; it takes 0.05 s, too.
+The processes have the environment of the start of the test session, not what the test changed in it, and the test's
+warning filters.
+
+Each process is new, so a test may patch classes in it, kill it, or leave threads behind. It is a fork of a server that
+has imported already what ranks need, the modules of the tests included. These imports would take most of the time.
 
 Both return the results in rank order. They raise `RankError` with the traceback of each failed rank. No process
 outlives the call, and no port is fixed.
@@ -26,8 +29,9 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -41,11 +45,29 @@ GRACE_S = 30.0
 
 # A server process that has imported once what every rank needs. Each rank is a fork of it, without the test's threads.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torchmetrics", "pytorch_lightning", "lightning_dp"])
+_PRELOADED = ("torch", "torchmetrics", "pytorch_lightning", "lightning_dp")
+_ROOT = Path(__file__).parents[1]
 
 
 class RankError(AssertionError):
     """A rank raised, died or did not finish in time."""
+
+
+def start_server(modules: Iterable[str]) -> None:
+    """Start the process of which the ranks are forks, and let it import these modules of tests meanwhile.
+
+    A rank imports what the server has not. With a GPU the server imports no tests: some ask for GPUs when they are
+    imported, and a process that has asked cannot have forks that use CUDA.
+    """
+    _context.set_forkserver_preload([*_PRELOADED, *(() if torch.cuda.is_available() else sorted(modules))])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *([before] if before else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
 
 
 def thread_group(store: dist.Store, rank: int, world_size: int, timeout: float) -> dist.ProcessGroup:
