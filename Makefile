@@ -4,8 +4,8 @@ VENV    := .venv
 BIN     := $(VENV)/bin
 READY   := $(VENV)/.ready
 DOCS    := $(VENV)/.docs
-# Of the tests that run side by side. They wait for processes much of the time.
-WORKERS ?= 3
+# Of the tests that run side by side. Many start two processes each.
+WORKERS ?= 2
 PIP     := pip install --quiet --disable-pip-version-check
 # Without a restart, a worker that crashes ends the run; with one, xdist can wait forever at the end.
 PYTEST  := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
@@ -43,6 +43,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
+	$(BIN)/python -m pytest -q -m "repository and not slow"
 
 # Lightning's own tests with our strategies in DDP's place. LIGHTNING=DIR: a checkout of the installed version's source.
 test-lightning: $(READY)
@@ -66,9 +67,10 @@ bench: $(READY)
 gpu-check:
 	PYTHONPATH="$(CURDIR)" $(PYTHON) benchmarks/gpu_check.py $(BENCH_OPTIONS)
 
-# The documentation site, in build/site. Warnings are errors. The variable silences an advertisement of the theme.
+# The documentation site, in build/site, and what its pages claim. Warnings are errors. The variable silences an advertisement of the theme.
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m pytest -q -m "docs and not slow"
 
 clean:
 	rm -rf .venv .venv-oldest .venv-newest .coverage* .mypy_cache .pytest_cache .ruff_cache *.egg-info

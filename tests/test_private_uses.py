@@ -13,22 +13,21 @@ import torch
 import lightning_dp
 from tests.private_names.uses import PACKAGE, ROOT, inherited_private_names, own_private_names, private_names
 
+pytestmark = pytest.mark.repository
 FOLDERS = ("lightning_dp", "recipes", "benchmarks")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 # Private methods of Lightning's that our classes override, each with a contract in tests/test_private_names.py.
 OVERRIDES = {"LayeredSGDStrategy": {"_configure_launcher"}}
 
 
-@pytest.fixture(scope="module")
-def own() -> frozenset[str]:
-    return own_private_names(FILES)
-
-
-@pytest.mark.parametrize(
-    "path", [p for p in FILES if p.parent != PACKAGE / "_private"], ids=lambda p: str(p.relative_to(ROOT))
-)
-def test_no_private_name_of_upstream_is_used(path, own):
-    found = [f"line {line}: {name}" for line, name in private_names(path, own)]
+def test_no_private_name_of_upstream_is_used():
+    own = own_private_names(FILES)
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in FILES
+        if path.parent != PACKAGE / "_private"
+        for line, name in private_names(path, own)
+    ]
     assert not found, f"wrap these in lightning_dp/_private, each with a contract: {found}"
 
 

@@ -16,6 +16,7 @@ import yaml
 
 import lightning_dp
 
+pytestmark = pytest.mark.repository
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FLOORS = runpy.run_path(str(ROOT / ".ci" / "floors.py"))["floors"]

@@ -17,6 +17,7 @@ import pytest
 
 from tests.commands import run_command
 
+pytestmark = pytest.mark.repository
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PROJECT["tool"]["setuptools"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,11 +48,6 @@ def spans(text: str) -> list[str]:
     return [re.sub(r"\s+", " ", span) for span in _SPAN.findall(prose(text))]
 
 
-def words(cell: str) -> int:
-    """How many words a reader sees in a cell of a table: links count as their text."""
-    return len(re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", cell).split())
-
-
 def tables(text: str) -> list[list[list[str]]]:
     """The tables of a page: rows of cells, without the line under the head."""
     found: list[list[list[str]]] = [[]]
@@ -63,6 +59,11 @@ def tables(text: str) -> list[list[list[str]]]:
         elif found[-1]:
             found.append([])
     return [table for table in found if table]
+
+
+def found_on_pages(rule: Callable[[Path, str], Sequence[object]]) -> dict[str, Sequence[object]]:
+    """What ``rule(page, text)`` finds on each page. Pages on which it finds nothing are left out."""
+    return {name_of(page): found for page in PAGES if (found := rule(page, page.read_text()))}
 
 
 def links(text: str) -> list[str]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
-from tests.docs.pages import DOCS, PAGES, ROOT, anchors, links, name_of, prose, spans
+from tests.docs.pages import DOCS, PAGES, ROOT, anchors, found_on_pages, links, prose, spans
 
 FOLDERS = {"lightning_dp", "conf", "recipes", "tests", "benchmarks", "docs"}
 MACHINE = re.compile(r"(?<![\w./-])/(?:home|root|work|tmp|Users|mnt|opt|var|usr)/|[A-Z]:\\")
@@ -36,19 +34,16 @@ def missing_paths(text: str) -> list[str]:
     return [path for path in named if path.split("/")[0] in FOLDERS and not (ROOT / path).exists()]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_relative_link_and_anchor_exists(page):
-    assert broken_links(page, page.read_text()) == []
+def test_every_relative_link_and_anchor_exists():
+    assert found_on_pages(broken_links) == {}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_path_in_inline_code_exists(page):
-    assert missing_paths(page.read_text()) == []
+def test_every_path_in_inline_code_exists():
+    assert found_on_pages(lambda page, text: missing_paths(text)) == {}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_no_page_names_a_path_of_somebodys_machine(page):
-    assert MACHINE.findall(page.read_text()) == []
+def test_no_page_names_a_path_of_somebodys_machine():
+    assert found_on_pages(lambda page, text: MACHINE.findall(text)) == {}
 
 
 def test_broken_links_and_paths_are_seen():

@@ -1,4 +1,4 @@
-"""What pages promise about themselves: short, one word for one thing, and true to the files."""
+"""What pages promise about themselves: lines to review, one word for one thing, and true to the files."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import re
 import subprocess
 import sys
 
-import pytest
-
-from tests.docs.pages import DOCS, PAGES, ROOT, name_of, prose, spans, tables, words
+from tests.docs.pages import DOCS, ROOT, found_on_pages, name_of, prose, spans, tables
 
 PACKAGE = ROOT / "lightning_dp"
-MAX_METHOD_LINES, MAX_README_LINES, MAX_CELL_WORDS, MAX_LINE = 90, 120, 15, 130
+MAX_LINE = 130
 
 # What not to write -> what to write. Spelling is codespell's, in `make lint`.
 WORDING = {
@@ -34,9 +32,8 @@ def wording(name: str, text: str) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_one_word_for_one_thing(page):
-    assert wording(name_of(page), page.read_text()) == []
+def test_one_word_for_one_thing():
+    assert found_on_pages(lambda page, text: wording(name_of(page), text)) == {}
 
 
 def test_wording_is_seen():
@@ -45,26 +42,12 @@ def test_wording_is_seen():
     assert wording("docs/measurements/gpu.md", "Nothing has been run on a GPU yet.") == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_lines_are_short_enough_to_review(page):
-    long = [line for line in prose(page.read_text()).splitlines() if len(line) > MAX_LINE]
-    assert [line for line in long if not line.startswith(("|", "!["))] == []
+def long_lines(text: str) -> list[str]:
+    return [line for line in prose(text).splitlines() if len(line) > MAX_LINE and not line.startswith(("|", "!["))]
 
 
-@pytest.mark.parametrize("page", sorted((DOCS / "methods").glob("*.md")), ids=name_of)
-def test_a_method_fits_on_90_lines(page):
-    assert len(page.read_text().splitlines()) <= MAX_METHOD_LINES
-
-
-def test_the_readme_is_short_and_so_are_the_cells_of_its_tables():
-    text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= MAX_README_LINES
-    assert [cell for table in tables(text) for row in table for cell in row if words(cell) > MAX_CELL_WORDS] == []
-
-
-def test_words_are_counted_as_a_reader_does():
-    assert words("[two words](a/b.md) and `three`") == 4
-    assert tables("| a | b |\n|---|---|\n| c <!-- d e --> | [f](g) |\n")[0][1] == ["c", "[f](g)"]
+def test_lines_are_short_enough_to_review():
+    assert found_on_pages(lambda page, text: long_lines(text)) == {}
 
 
 def test_the_readme_states_the_floors_of_pyproject():
@@ -73,32 +56,6 @@ def test_the_readme_states_the_floors_of_pyproject():
         floor = re.search(rf'"{package}>=([\d.]+)', project)[1]
         assert f"{package} {floor}" in re.sub(r"\s+", " ", readme), f"pyproject.toml says {package}>={floor}"
     assert f"Python {re.search(r'requires-python = .>=([0-9.]+)', project)[1]}" in readme
-
-
-def mapped_files(text: str) -> list[str]:
-    """The files that the map of architecture.md lists, as paths in the package."""
-    found, folder, inner = [], "", ""
-    for line in text.splitlines():
-        if line.startswith("### "):
-            heading = line.removeprefix("### ")
-            folder, inner = (heading.removeprefix("lightning_dp/") if heading.startswith("lightning_dp/") else "", "")
-        elif match := re.match(r"\| \*\*(\w+/)\*\* \|", line):
-            inner = match[1]
-        elif match := re.match(r"\| `(?:lightning_dp/)?([\w/]+\.py)` \|", line):
-            found.append(folder + inner + match[1])
-    return found
-
-
-def test_the_map_lists_every_file_of_the_package_and_no_other():
-    text = (DOCS / "architecture.md").read_text()
-    listed = mapped_files(text[text.index("## Map") : text.index("## Ranks and groups")])
-    present = [str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
-    assert sorted(listed) == sorted(present)
-
-
-def test_the_map_is_read_as_it_is_written():
-    text = "### lightning_dp/a/\n| `x.py` | |\n| **b/** | |\n| `y.py` | |\n### Rest\n| `lightning_dp/z.py` | |\n"
-    assert mapped_files(text) == ["a/x.py", "a/b/y.py", "z.py"]
 
 
 def test_the_glossary_names_what_is_in_the_code():
