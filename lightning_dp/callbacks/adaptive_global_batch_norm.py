@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -94,6 +95,7 @@ class AdaptiveGlobalBatchNorm(Callback):
         self._num_global_batches = 0  # in this epoch
         self._ranks_differ = False  # whether the running statistics differ between ranks
         self._validated = False  # in this epoch
+        self._awaited: Trainer | None = None  # after an epoch whose metric was not logged before this callback's turn
         self._checked_batch = False  # whether the first batch was checked for single values
         self._statistics_group: dist.ProcessGroup | None = None
         self._batch_size_group: dist.ProcessGroup | None = None
@@ -149,6 +151,7 @@ class AdaptiveGlobalBatchNorm(Callback):
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._conversion.require_complete(pl_module)
+        self._ask_late()
         self._num_batches = 0
         self._num_global_batches = 0
         self._validated = False
@@ -216,22 +219,36 @@ class AdaptiveGlobalBatchNorm(Callback):
             # The value is the same on all ranks. With both options Lightning does not reduce it, and does not warn.
             fraction = self._num_global_batches / self._num_batches
             pl_module.log("agbn/is_global", fraction, on_epoch=True, sync_dist=True, rank_zero_only=True)
-            if self.convergence is not None and not self._converged:
-                self._converged = self._ask_criterion(trainer, self.convergence)
+            # Lightning calls this hook before the module's own, which may be the one that logs the metric.
+            if not self._ask_criterion(trainer, may_be_missing=True):
+                self._awaited = trainer
         self._average(trainer, pl_module)
 
-    def _ask_criterion(self, trainer: Trainer, criterion: Convergence) -> bool:
-        """Evaluate the criterion on rank 0. Return its answer on all ranks, or raise its exception on all ranks."""
+    def _ask_late(self) -> None:
+        """Evaluate the criterion on a metric that was logged after this callback's turn at the end of the epoch.
+
+        All ranks call it: before the next epoch, and before a checkpoint has the criterion's state.
+        """
+        trainer, self._awaited = self._awaited, None
+        if trainer is not None and not trainer.interrupted:
+            # A validation metric is missing until the first validation.
+            self._ask_criterion(trainer, may_be_missing=trainer.enable_validation and not self._validated)
+
+    def _ask_criterion(self, trainer: Trainer, may_be_missing: bool) -> bool:
+        """Evaluate the criterion on rank 0, for all ranks. An exception of the criterion is raised on all ranks.
+
+        Return whether nothing is left to evaluate: False if the monitored metric was not logged.
+        """
+        if self.convergence is None or self._converged:
+            return True
         metrics = dict(trainer.callback_metrics)
-        answer = (False, "")
-        # A validation metric is missing until the first validation.
-        may_be_missing = trainer.enable_validation and not self._validated
+        answer = (False, False, "")
         if trainer.is_global_zero and self._monitor.is_due(metrics, may_be_missing):
-            answer = ask(criterion, metrics)
-        converged, failure = trainer.strategy.broadcast(answer)
+            answer = (True, *ask(self.convergence, metrics))
+        is_asked, self._converged, failure = trainer.strategy.broadcast(answer)
         if failure:
             raise ValueError(f"the convergence criterion failed on rank 0:\n{failure}")
-        return converged
+        return is_asked
 
     def _average(self, trainer: Any, pl_module: LightningModule) -> None:
         """Average the running statistics over all ranks, if they differ."""
@@ -249,7 +266,7 @@ class AdaptiveGlobalBatchNorm(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._average(trainer, pl_module)
+        self._ask_late()
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -260,6 +277,7 @@ class AdaptiveGlobalBatchNorm(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        self._ask_late()
         save = getattr(self.convergence, "state_dict", dict)
         return {"converged": self._converged, "convergence": save()}
 
@@ -276,6 +294,7 @@ class AdaptiveGlobalBatchNorm(Callback):
         self._revert(trainer, pl_module)
         # The ranks may have failed at different places, so that a later average could wait for some of them.
         self._ranks_differ = False
+        self._awaited = None
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -290,7 +309,7 @@ class AdaptiveGlobalBatchNorm(Callback):
         self._conversion.revert(pl_module, model_copies(trainer.callbacks, pl_module))
 
 
-# --- Policy of `AdaptiveGlobalBatchNorm`: in which steps statistics are global. Pure functions, no Trainer.
+# When statistics are global: functions without state.
 
 GlobalPhase = Literal["until_converged", "after_converged", "always"]
 
@@ -301,11 +320,13 @@ def in_global_phase(global_phase: GlobalPhase, converged: bool) -> bool:
 
 
 def local_batch_size(batch: Any) -> int:
-    """Return the length of the first tensor in ``batch``, which may consist of nested lists, tuples and dictionaries.
+    """Return the length of the first tensor in ``batch``: nested lists, tuples, dictionaries and dataclasses.
 
     Raises:
         ValueError: ``batch`` holds no tensor with at least one dimension, or a list of tensors that may be images.
     """
+    kind = type(batch).__name__
+    batch = _with_opened_dataclasses(batch)
     siblings = _list_of_first_tensor(batch)
     if len(siblings) > 1 and all(isinstance(each, Tensor) and _may_be_image(each) for each in siblings):
         raise ValueError(
@@ -317,9 +338,20 @@ def local_batch_size(batch: Any) -> int:
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return leaf.shape[0]
     raise ValueError(
-        f"max_batch_size needs the size of the batch, but a {type(batch).__name__} without tensors does not have one; "
+        f"max_batch_size needs the size of the batch, but a {kind} without tensors does not have one; "
         "return tensors from the collate function, or leave max_batch_size out"
     )
+
+
+def _with_opened_dataclasses(batch: Any) -> Any:
+    """Return ``batch`` with a dictionary of its fields in place of each dataclass; Lightning accepts these, too."""
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return {field.name: _with_opened_dataclasses(getattr(batch, field.name)) for field in fields(batch)}
+    if isinstance(batch, dict):
+        return {key: _with_opened_dataclasses(value) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return [_with_opened_dataclasses(value) for value in batch]
+    return batch
 
 
 def _may_be_image(tensor: Tensor) -> bool:
@@ -368,9 +400,6 @@ def check_arguments(
         raise ValueError(
             f"convergence={convergence!r} is neither a function nor has it update(metrics); use Plateau(...)"
         )
-
-
-# --- Conversion of a LightningModule to global batch norm for the time of one fit.
 
 
 class BatchNormConversion:
@@ -444,9 +473,6 @@ class BatchNormConversion:
             layer.is_global = is_global
         self._converted_names = []
         self._own_layers = []
-
-
-# --- Copies of the trained model that other callbacks hold, such as moving averages of its weights.
 
 
 def average_over_ranks(callbacks: Iterable[Callback], model: LightningModule) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 
@@ -95,11 +98,18 @@ def test_phases(phase, before, after):
     assert in_global_phase(phase, converged=True) is after
 
 
+@dataclass(frozen=True)
+class Pair:
+    first: Any
+    second: Any
+
+
 def test_local_batch_size():
     images = torch.zeros(5, 3, 8, 8)
     assert local_batch_size(images) == local_batch_size([images, torch.zeros(5)]) == 5
     assert local_batch_size({"name": "x", "scale": torch.tensor(2.0), "x": (images, None)}) == 5
     assert local_batch_size(torch.zeros(0, 3)) == 0
+    assert local_batch_size([Pair("x", images)]) == local_batch_size(Pair({"x": images}, None)) == 5
     with pytest.raises(ValueError, match="a list without tensors does not have one"):
         local_batch_size([1, 2])
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_dp.callbacks import AdaptiveGlobalBatchNorm, Plateau
@@ -104,3 +108,35 @@ def train_logged_once(rank: int) -> list[tuple[float | None, int]]:
 def test_training_metrics_of_earlier_epochs_are_not_counted_again():
     states = run_processes(2, train_logged_once)[0]
     assert states == [(None, 0), (1.0, 0), (1.0, 0), (1.0, 0)]
+
+
+class LoggedByTheModule(Net):
+    """Logs in its own ``on_train_epoch_end``, which Lightning calls after that of the callbacks."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log("own", VALUES[self.current_epoch], sync_dist=True)
+
+
+def train_logged_by_the_module(rank: int, folder: str) -> tuple[Any, ...]:
+    plateau, probe = Plateau("own", patience=1), Probe()
+    callback = AdaptiveGlobalBatchNorm(convergence=plateau)
+    saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    fit(2, callback, probe, saver, net=LoggedByTheModule(), max_epochs=4)
+    saved = [torch.load(Path(folder, f"epoch={epoch}.ckpt"))["callbacks"][callback.state_key] for epoch in range(4)]
+    return (plateau.best, plateau.converged), probe.is_global[::STEPS], [state["converged"] for state in saved]
+
+
+def test_a_metric_that_the_module_logs_at_the_end_of_the_epoch_is_read(tmp_path):
+    (first, is_global, saved), (_, others, _) = run_processes(2, train_logged_by_the_module, str(tmp_path))
+    assert first == (2.0, True)
+    assert is_global == others == [True, True, True, False]
+    assert saved == [False, False, True, True], "a checkpoint has what the criterion said of its epoch"
+
+
+def train_without_the_metric(rank: int) -> None:
+    with pytest.raises(ValueError, match="monitor='own' was not logged"):
+        fit(2, AdaptiveGlobalBatchNorm(convergence=Plateau("own")), net=Net(), max_epochs=1)
+
+
+def test_a_metric_that_nobody_logs_in_the_only_epoch_is_an_error():
+    run_processes(2, train_without_the_metric)

@@ -126,6 +126,25 @@ def test_float32_where_the_mean_is_10000_standard_deviations(memory_format):
     assert not torch.allclose(naive.double(), whole[0].double().var((0, 2, 3)), rtol=0.1)
 
 
+@pytest.mark.parametrize("shape", [(64, 16, 32, 32), (4096, 16)], ids=str)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_one_thread_adds_many_values_as_accurately_as_several(memory_format, shape):
+    x = torch.randn(shape) + 1e4
+    if len(shape) == 4:
+        x = x.contiguous(memory_format=memory_format)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # torchrun's default
+    try:
+        mean, deviations = batch_statistics.local_moments(x, 1e-5)
+    finally:
+        torch.set_num_threads(num_threads)
+    by_channel = x.double().transpose(0, 1).flatten(1)
+    # Half of the spacing of float32 numbers near 1e4, and the rounding of a float32 sum.
+    torch.testing.assert_close(mean.double(), by_channel.mean(1), rtol=0, atol=2**-11)
+    variance = deviations.double() / by_channel.shape[1]
+    torch.testing.assert_close(variance, by_channel.var(1, correction=0), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_half_precision_activations_have_float32_statistics(dtype, memory_format):
