@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from lightning_dp import _rank_report
-from lightning_dp._rank_report import RankReport, dead_ranks, first_report, run_and_report
-from lightning_dp.launch import _launch_error
+from lightning_dp import launch as launch_module
+from lightning_dp.launch import RankReport, _launch_error, dead_ranks, first_report, run_and_report
 
 
 def report(rank: int, time_s: float, message: str, follows_death: bool = False) -> RankReport:
@@ -99,8 +98,8 @@ def test_only_ranks_that_ended_without_a_report_are_dead(tmp_path):
 def test_a_rank_that_fails_after_a_death_says_so_and_waits_for_the_agent(tmp_path, monkeypatch, peer):
     waits: list[float] = []
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(_rank_report.time, "sleep", waits.append)
-    monkeypatch.setattr(_rank_report, "dead_ranks", lambda folder, but: [1] if peer == "dead" else [])
+    monkeypatch.setattr(launch_module.time, "sleep", waits.append)
+    monkeypatch.setattr(launch_module, "dead_ranks", lambda folder, but: [1] if peer == "dead" else [])
     handler = signal.getsignal(signal.SIGTERM)
 
     def lose() -> None:

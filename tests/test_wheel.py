@@ -1,4 +1,4 @@
-"""What an installation has: the package, recipes and conf, console commands, a README for the package page."""
+"""What an installation has: the package with conf, console commands, a README for the package page."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_dp import runs
 from tests.commands import run_command
 
 pytestmark = pytest.mark.repository
@@ -32,23 +33,20 @@ def test_every_package_is_listed():
     assert found - set(SETUPTOOLS["packages"]) == set(), "add it to [tool.setuptools] packages in pyproject.toml"
 
 
-def test_every_command_is_a_function_with_a_script():
-    import lightning_dp.console as console
-
-    assert console.recipes_folder() == ROOT / "recipes"
-    for target in PROJECT["project"]["scripts"].values():
+def test_every_command_is_a_function_that_a_script_calls():
+    assert runs.conf_folder() == ROOT / "conf"
+    for command, target in PROJECT["project"]["scripts"].items():
         module, _, name = target.partition(":")
-        assert module == console.__name__
-        assert (ROOT / "recipes" / f"{name}.py").exists()
-        assert getattr(console, name).__doc__
+        assert module == runs.__name__
+        assert getattr(runs, name).__doc__.startswith(f"``{command}``")
+        script = ROOT / "recipes" / f"{command.removeprefix('lightning-dp-')}.py"
+        assert f"    {name}()" in script.read_text()
 
 
 def test_a_command_without_the_extra_names_it(monkeypatch):
-    from lightning_dp import console
-
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "hydra" else object())
     with pytest.raises(SystemExit, match=r"hydra missing; pip install lightning-dp\[recipes\]"):
-        console.train()
+        runs.train_command()
 
 
 def test_links_on_the_package_page_are_absolute():
@@ -78,13 +76,12 @@ def wheel(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_wheel_has_the_recipes_and_every_file_of_conf(wheel):
+def test_a_wheel_has_the_commands_and_every_file_of_conf(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (metadata,) = [name for name in names if name.endswith("METADATA")]
         page = archive.read(metadata).decode()
     expected = {f"lightning_dp/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
-    expected |= {f"lightning_dp/{path.relative_to(ROOT)}" for path in (ROOT / "recipes").glob("*.py")}
     expected |= {str(path.relative_to(ROOT)) for path in (ROOT / "lightning_dp").rglob("*.py")}
     expected |= {"hydra_plugins/lightning_dp_search_path.py", "lightning_dp/py.typed"}
     assert expected - names == set()

@@ -21,12 +21,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from lightning_dp.runs.validation import check_arguments, targets
 from tests.commands import run_command
 from tests.docs.pages import DOCS, ROOT, blocks, spans
-
-sys.path.insert(0, str(ROOT / "recipes"))  # the recipes are scripts, and import each other as such
-
-from validation import check_arguments, targets
 
 COMMAND = "lightning-dp-"  # the console commands: a script of recipes/ each
 PROGRAMS = (
@@ -149,7 +146,7 @@ def check(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras)
     elif program.startswith(COMMAND):
         script = program.removeprefix(COMMAND)
-        assert f'{program} = "lightning_dp.console:{script}"' in (ROOT / "pyproject.toml").read_text()
+        assert f'{program} = "lightning_dp.runs:{script}_command"' in (ROOT / "pyproject.toml").read_text()
         if script == "train" and "--config-dir" not in arguments:
             compose_recipe([argument for argument in arguments if argument != "--multirun"])
     elif program == "pytest":

@@ -12,11 +12,8 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from lightning_dp.runs import plan as recipe
 from tests.docs.pages import ROOT
-
-sys.path.insert(0, str(ROOT / "recipes"))  # the recipes are scripts, and import each other as such
-
-import plan as recipe
 
 TINY = ("data=synthetic", "data.num_train=48", "data.num_val=20", "data.num_test=21", "data.batch_size=8")
 

@@ -15,8 +15,6 @@ from tests.commands import run_command
 ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "recipes" / "train.py"
 
-sys.path.insert(0, str(ROOT / "recipes"))  # the recipes are scripts, and import each other as such
-
 TINY = (
     *("name=tiny", "data=synthetic", "data.num_train=48", "data.num_val=20", "data.num_test=21", "data.batch_size=16"),
     *("trainer=cpu", "trainer.max_epochs=2", "trainer.enable_progress_bar=false"),

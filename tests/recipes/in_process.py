@@ -10,6 +10,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from lightning_dp.runs import train as training
 from tests.recipes.conftest import ROOT, TINY
 
 QUIET = ("trainer.enable_progress_bar=false", "trainer.enable_model_summary=false")
@@ -29,8 +30,6 @@ def tiny(run_dir: Path, *overrides: str) -> dict[str, Any]:
 
 def train(config: dict[str, Any]) -> dict[str, float]:
     """Train and test in this process."""
-    import training
-
     with warnings.catch_warnings():
         # Of Lightning: a small run has few batches, and the like.
         warnings.simplefilter("ignore")

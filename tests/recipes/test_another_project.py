@@ -14,7 +14,8 @@ PROJECT = ROOT / "docs" / "examples" / "hydra_project" / "configs"
 
 
 @pytest.fixture
-def plugin():
+def plugin(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))  # an installation puts it beside the package
     from hydra_plugins.lightning_dp_search_path import LightningDpSearchPath
 
     # Hydra looks for plugins once. In a process of its own it finds this one; see test_wheel.py.

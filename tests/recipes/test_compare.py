@@ -3,6 +3,9 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
+from lightning_dp.runs import compare
+from lightning_dp.runs.compare import common_accuracy, main, read_sweep, table
+from lightning_dp.runs.traffic import bytes_per_step
 from tests.recipes.in_process import composed
 
 HEADER = "agbn/is_global,epoch,step,test/acc,time/images_per_s,time/train_s,val/acc\n"
@@ -37,8 +40,6 @@ def sweep(tmp_path):
 
 
 def test_jobs_that_differ_in_their_seed_are_one_row_with_its_spread(sweep):
-    from compare import common_accuracy, read_sweep, table
-
     jobs = read_sweep(sweep, "val/acc")
     assert common_accuracy(jobs) == 0.7
     header, _, ddp, layered = table(jobs, "val/acc", 0.7).splitlines()
@@ -55,16 +56,12 @@ def test_jobs_that_differ_in_their_seed_are_one_row_with_its_spread(sweep):
 
 
 def test_an_accuracy_that_a_job_has_not_reached_is_named_as_such(sweep):
-    from compare import read_sweep, table
-
     *_, ddp, layered = table(read_sweep(sweep, "val/acc"), "val/acc", 0.85).splitlines()
     assert ddp.rstrip(" |").endswith("30.0, 1 without")
     assert layered.rstrip(" |").endswith("| -")
 
 
 def test_the_command_writes_a_table_and_a_plot(sweep, monkeypatch, capsys):
-    import compare
-
     monkeypatch.setattr("sys.argv", ["compare.py", str(sweep)])
     compare.main()
     assert (sweep / "compare.md").read_text().strip() in capsys.readouterr().out
@@ -72,8 +69,6 @@ def test_the_command_writes_a_table_and_a_plot(sweep, monkeypatch, capsys):
 
 
 def test_jobs_without_validation_are_compared_by_their_training(tmp_path, monkeypatch, capsys):
-    from compare import main
-
     for name, overrides, accuracy in (("0", [], 0.5), ("1", ["strategy=layered_sgd_single"], 0.6)):
         job(tmp_path / name, overrides, [])
         (tmp_path / name / "metrics.csv").write_text(
@@ -88,24 +83,18 @@ def test_jobs_without_validation_are_compared_by_their_training(tmp_path, monkey
 
 
 def test_a_metric_that_nobody_logged_is_refused(sweep, monkeypatch):
-    from compare import main
-
     monkeypatch.setattr("sys.argv", ["compare.py", str(sweep), "--metric", "val/acx"])
     with pytest.raises(SystemExit, match="--metric val/acx was logged by no job .*; use one of .*test/acc.*val/acc"):
         main()
 
 
 def test_a_folder_that_is_no_sweep_is_refused(tmp_path, monkeypatch):
-    import compare
-
     monkeypatch.setattr("sys.argv", ["compare.py", str(tmp_path)])
     with pytest.raises(SystemExit, match="give the folder of a sweep"):
         compare.main()
 
 
 def num_bytes(tmp_path, *overrides, share=0.0):
-    from traffic import bytes_per_step
-
     return bytes_per_step(composed(tmp_path, "trainer=cpu", *overrides), share)
 
 

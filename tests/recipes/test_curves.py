@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_dp.runs.metrics import draw_curves, phases, read_metrics
+
 HEADER = "agbn/is_global,epoch,lr-SGD,step,test/acc,train/acc,train/loss,val/acc,val/loss\n"
 ROWS = (
     ",,0.1,0,,,,,\n",
@@ -15,8 +17,6 @@ ROWS = (
 
 
 def test_columns_become_series_over_epochs(tmp_path):
-    from curves import read_metrics
-
     (tmp_path / "metrics.csv").write_text(HEADER + "".join(ROWS))
     series = read_metrics(tmp_path / "metrics.csv")
     assert series["train/loss"] == [(1.0, 1.5), (2.0, 0.5), (3.0, 0.2)]
@@ -34,15 +34,11 @@ def test_columns_become_series_over_epochs(tmp_path):
     ],
 )
 def test_the_phases_of_batch_norm_are_found(values, expected):
-    from curves import phases
-
     assert phases([(epoch + 1.0, value) for epoch, value in enumerate(values)]) == expected
 
 
 @pytest.mark.parametrize("columns", ["all", "without batch norm's", "nothing"])
 def test_a_plot_is_drawn_for_any_logged_columns(tmp_path, columns):
-    from curves import draw_curves
-
     text = {"all": HEADER + "".join(ROWS), "nothing": "epoch,step\n"}.get(columns)
     if text is None:
         text = HEADER.replace("agbn/is_global", "other") + "".join(ROWS)
@@ -51,7 +47,5 @@ def test_a_plot_is_drawn_for_any_logged_columns(tmp_path, columns):
 
 
 def test_a_folder_without_metrics_is_refused(tmp_path):
-    from curves import draw_curves
-
     with pytest.raises(FileNotFoundError, match=r"has no metrics\.csv"):
         draw_curves(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_dp.runs.validation import validate
 from tests.recipes.in_process import composed, tiny, train
 from tests.recipes.test_compose import names
 
@@ -20,6 +21,4 @@ def test_the_profiler_writes_its_table(tmp_path):
 
 @pytest.mark.parametrize("option", sorted(set(names("debug")) - {"smoke"}))
 def test_every_option_of_debug_goes_with_the_demo(option, tmp_path):
-    from validation import validate
-
     validate(composed(tmp_path, "experiment=digits_resnet20", f"debug={option}", "trainer.devices=1"))

@@ -5,10 +5,10 @@ import pickle
 import pytest
 import torch
 
+from lightning_dp.runs.evaluate import evaluate, read_checkpoint, read_config
+
 
 def test_a_file_that_is_not_a_checkpoint_is_refused(tmp_path):
-    from evaluate import read_checkpoint, read_config
-
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         read_checkpoint(tmp_path / "last.ckpt")
     (tmp_path / "sharded.ckpt").mkdir()
@@ -34,8 +34,6 @@ class Trap:
 
 
 def test_nothing_in_a_checkpoint_is_executed(tmp_path):
-    from evaluate import read_checkpoint
-
     torch.save({"state_dict": Trap()}, tmp_path / "last.ckpt")
     with pytest.raises(ValueError, match="is not a checkpoint"):
         read_checkpoint(tmp_path / "last.ckpt")
@@ -45,8 +43,6 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path):
 
 
 def test_a_checkpoint_of_another_model_is_refused(single):
-    from evaluate import evaluate
-
     checkpoint = single.run_dir() / "checkpoints" / "last.ckpt"
     with pytest.raises(ValueError, match="holds another model"):
         evaluate(checkpoint, ["model.model.num_classes=9"])

@@ -11,12 +11,13 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
+from lightning_dp.runs import command_line, train
+from lightning_dp.runs.command_line import arguments_of_rank, config_error
+
 
 @pytest.fixture
 def fail(monkeypatch, tmp_path, capsys):
     """``fail("data=nope")``: the error that train.py ends with. No process may have been started."""
-    import command_line
-    import train
 
     def launched(*args: object, **options: object) -> None:
         pytest.fail("processes were started")
@@ -26,7 +27,7 @@ def fail(monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(sys, "argv", ["train.py", "name=bad", *arguments])
         handlers, level = list(logging.root.handlers), logging.root.level
         with pytest.raises(SystemExit) as caught:
-            command_line.run(train.main)
+            command_line.run(train.job, "train")
         logging.root.handlers[:], logging.root.level = handlers, level
         assert list(tmp_path.iterdir()) == [], "something was left on disk"
         assert "Traceback" not in capsys.readouterr().err
@@ -37,13 +38,10 @@ def fail(monkeypatch, tmp_path, capsys):
 
 
 def test_a_run_of_no_epochs_ends_well_without_a_metric_of_training(monkeypatch, capsys):
-    import command_line
-    import train
-
     monkeypatch.setattr(train, "launch", lambda *args, **options: {"test/acc": 0.125})
     monkeypatch.setattr(sys, "argv", ["train.py", "trainer=cpu", "trainer.max_epochs=0", "optimized_metric=val/acc"])
     handlers, level = list(logging.root.handlers), logging.root.level
-    command_line.run(train.main)
+    command_line.run(train.job, "train")
     for handler in set(logging.root.handlers) - set(handlers):
         handler.close()
     logging.root.handlers[:], logging.root.level = handlers, level
@@ -80,7 +78,7 @@ def test_a_run_of_no_epochs_ends_well_without_a_metric_of_training(monkeypatch, 
         (["--multirun", "ckpt_path=last", "seed=1,2"], ["no job of", "hydra.sweep.dir=FOLDER"]),
         (["train=false"], ["train=false needs weights to test"]),
         (["trainer.profiler=simple"], ["trainer.profiler is unknown", "write +trainer.profiler=..."]),
-        (["callbacks.progress_bar._target_=progress.RichBar"], ["rich"]),
+        (["callbacks.progress_bar._target_=lightning_dp.runs.progress.RichBar"], ["rich"]),
         (["--multirun", "strategy=ddp,nope"], ["Could not find 'strategy/nope'", "layered_sgd"]),
     ],
     ids=lambda value: " ".join(value),
@@ -133,20 +131,15 @@ def test_a_sweep_under_torchrun_is_refused(fail, monkeypatch):
 
 
 def test_only_the_first_rank_of_a_launcher_has_a_run_folder():
-    from command_line import arguments_of_rank
-
     assert arguments_of_rank(["seed=1"], 0, "/elsewhere") == ["seed=1"]
     assert arguments_of_rank(["seed=1"], 1, "/elsewhere")[1] == "hydra.run.dir=/elsewhere"
 
 
 def test_multirun_is_accepted_between_overrides():
-    from command_line import arguments_of_rank
-
     assert arguments_of_rank(["a=1", "-m", "b=1,2"], None, "/elsewhere") == ["-m", "a=1", "b=1,2"]
 
 
 def test_a_folder_with_results_is_never_removed(tmp_path):
-    from command_line import config_error
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 

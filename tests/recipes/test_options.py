@@ -7,13 +7,13 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
+from lightning_dp.runs.train import result_line
+from lightning_dp.runs.validation import check_top_level, validate, without_contradictions
 from tests.recipes.conftest import metrics
 from tests.recipes.in_process import composed, tiny, train
 
 
 def test_a_key_that_nobody_reads_is_refused():
-    from options import check_top_level
-
     with pytest.raises(ValueError, match="nothing reads the key ckpt_pth; did you mean ckpt_path"):
         check_top_level(OmegaConf.create({"ckpt_pth": "a.ckpt", "seed": 0}))
     with pytest.raises(ValueError, match="nothing reads the key xyzzy; there are callbacks, ckpt_path, data"):
@@ -44,8 +44,6 @@ def test_a_key_that_nobody_reads_is_refused():
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_options_that_contradict_each_other_are_refused(overrides, message, tmp_path):
-    from validation import validate
-
     with pytest.raises(ValueError, match=message):
         validate(composed(tmp_path, "trainer=cpu", *overrides))
 
@@ -59,8 +57,6 @@ def test_options_that_contradict_each_other_are_refused(overrides, message, tmp_
     ],
 )
 def test_what_the_trainer_switches_off_is_left_out_of_the_callbacks(option, left_out, tmp_path):
-    from options import without_contradictions
-
     config = composed(tmp_path)
     switched = composed(tmp_path, f"trainer.{option}=false")
     assert set(config["callbacks"]) - set(without_contradictions(switched)["callbacks"]) == left_out
@@ -112,8 +108,6 @@ def test_images_per_second_are_logged_and_shown(tmp_path, capsys):
 
 
 def test_the_result_is_the_best_known_metric():
-    from training import result_line
-
     assert result_line({"test/acc": 0.5, "val/acc": 1.0}, "runs/a") == "test/acc=0.5000  run_dir=runs/a"
     assert result_line({"val/acc": 1.0}, "runs/a") == "val/acc=1.0000  run_dir=runs/a"
     assert result_line({}, "runs/a") == "done  run_dir=runs/a"

@@ -11,11 +11,10 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from lightning_dp.planner.report import MEMONGER, OVERRIDES, PLAN_VERSION, overrides_of
+from lightning_dp.runs import command_line
 from lightning_dp.strategies import PowerSGD
 from tests.planner.test_rows import PROFILE
 from tests.recipes.conftest import ROOT
-
-import plan_file  # isort: skip  the recipes are scripts, and conftest has put their folder on the path
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def plan(tmp_path):
 
 def test_the_overrides_take_its_place_and_a_line_names_them(plan):
     argument = plan("strategy=layered_sgd", "strategy.overlap=load")
-    arguments, line = plan_file.with_plan(["seed=1", argument, "--multirun", "+strategy.group_size=1"])
+    arguments, line = command_line.with_plan(["seed=1", argument, "--multirun", "+strategy.group_size=1"])
     assert arguments == [
         "seed=1",
         "--multirun",
@@ -39,7 +38,7 @@ def test_the_overrides_take_its_place_and_a_line_names_them(plan):
         "strategy.overlap=load",
     ]
     assert line == f"{argument}: strategy=layered_sgd strategy.overlap=load"
-    assert plan_file.with_plan(["seed=1", "experiment=digits_resnet20"]) == (
+    assert command_line.with_plan(["seed=1", "experiment=digits_resnet20"]) == (
         ["seed=1", "experiment=digits_resnet20"],
         None,
     )
@@ -48,7 +47,7 @@ def test_the_overrides_take_its_place_and_a_line_names_them(plan):
 @pytest.mark.parametrize("method", [*OVERRIDES, *MEMONGER])
 def test_what_the_planner_writes_composes(plan, method):
     overrides = overrides_of(method, PROFILE, world_size=2)
-    arguments, _ = plan_file.with_plan([plan(*overrides)])
+    arguments, _ = command_line.with_plan([plan(*overrides)])
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("train", arguments)
     parser = OverridesParser.create()
@@ -58,7 +57,7 @@ def test_what_the_planner_writes_composes(plan, method):
 
 
 def test_a_plan_with_factors_makes_the_compressor(plan):
-    arguments, _ = plan_file.with_plan([plan(*OVERRIDES["layered_sgd_step_power_sgd"])])
+    arguments, _ = command_line.with_plan([plan(*OVERRIDES["layered_sgd_step_power_sgd"])])
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("train", arguments)
     assert instantiate(config.strategy.compression) == PowerSGD(rank=4)
@@ -74,17 +73,17 @@ def test_a_plan_with_factors_makes_the_compressor(plan):
 )
 def test_contradictions_are_refused(plan, arguments, message):
     with pytest.raises(ValueError, match=message):
-        plan_file.with_plan([plan("strategy=layered_sgd", "strategy.overlap=load"), *arguments])
+        command_line.with_plan([plan("strategy=layered_sgd", "strategy.overlap=load"), *arguments])
 
 
 def test_a_missing_file_is_refused():
-    with pytest.raises(FileNotFoundError, match="plan=nothing.yaml: there is no such file; recipes/plan.py writes one"):
-        plan_file.with_plan(["plan=nothing.yaml"])
+    with pytest.raises(FileNotFoundError, match="plan=nothing.yaml: there is no such file; lightning-dp-plan writes"):
+        command_line.with_plan(["plan=nothing.yaml"])
 
 
 @pytest.mark.slow
 def test_a_missing_file_is_an_error_of_the_command(start):
     run = start("plan=nothing.yaml")
     assert run.status == 1
-    assert run.err == "error: plan=nothing.yaml: there is no such file; recipes/plan.py writes one, plan.yaml\n"
+    assert run.err == "error: plan=nothing.yaml: there is no such file; lightning-dp-plan writes one, plan.yaml\n"
     assert run.files() == {}

@@ -5,6 +5,8 @@ import os
 import pytest
 import torch
 
+from lightning_dp.runs.command_line import arguments_of_rank
+from lightning_dp.runs.resume import find_checkpoint, with_last_checkpoint
 from tests.ranks import RankError, run_processes
 from tests.recipes.conftest import metrics
 from tests.recipes.in_process import tiny, train, train_rank
@@ -48,8 +50,6 @@ def test_dropout_draws_the_same_after_a_checkpoint_and_continues_in_another_fold
 
 
 def find(requested, run_dir, in_sweep=False):
-    from resume import find_checkpoint
-
     return find_checkpoint(requested, run_dir, "tiny", in_sweep)
 
 
@@ -97,8 +97,6 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
 
 
 def test_under_a_launcher_last_needs_a_folder_and_starts_if_that_is_empty(tmp_path, capsys):
-    from resume import with_last_checkpoint
-
     assert with_last_checkpoint(["seed=1"]) == ["seed=1"]
     for folder in ([], ["hydra.run.dir=runs/${name}"]):
         with pytest.raises(ValueError, match=r"hydra\.run\.dir=FOLDER"):
@@ -112,8 +110,6 @@ def test_under_a_launcher_last_needs_a_folder_and_starts_if_that_is_empty(tmp_pa
 
 
 def test_the_command_line_of_a_restarted_rank_names_the_checkpoint_of_rank_0(tmp_path):
-    from command_line import arguments_of_rank
-
     own = save(tmp_path / "run")
     arguments = arguments_of_rank(["ckpt_path=last", f"hydra.run.dir={tmp_path / 'run'}"], 1, "/elsewhere")
     assert arguments[0] == f"ckpt_path={own}"

@@ -9,6 +9,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from lightning_dp.runs.train import train
+from lightning_dp.runs.validation import validate
 from tests.recipes.test_compose import CONF, names
 
 QUICK = {"digits_resnet20", "imagenet_resnet50"}  # the others take longer, or differ from these in a few values
@@ -27,9 +29,6 @@ def config_of(experiment: str, run_dir: Path, *overrides: str) -> dict[str, Any]
     [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in names("experiment")],
 )
 def test_an_experiment_runs_in_seconds(experiment, tmp_path):
-    from training import train
-    from validation import validate
-
     small = ("data.image_size=64",) if experiment.startswith(SMALL) else ()
     config = config_of(experiment, tmp_path, *small)
     assert validate(config) == 1

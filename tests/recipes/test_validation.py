@@ -4,6 +4,8 @@ import logging
 
 import pytest
 
+from lightning_dp.runs.validation import check_arguments, count_processes, targets
+
 
 @pytest.mark.parametrize(
     ("accelerator", "devices", "num_gpus", "expected"),
@@ -21,8 +23,6 @@ import pytest
     ],
 )
 def test_processes_are_counted_as_the_trainer_counts_devices(accelerator, devices, num_gpus, expected):
-    from validation import count_processes
-
     assert count_processes(accelerator, devices, num_gpus=num_gpus, num_cores=4) == expected
 
 
@@ -40,15 +40,11 @@ def test_processes_are_counted_as_the_trainer_counts_devices(accelerator, device
     ],
 )
 def test_devices_that_do_not_exist_are_refused(accelerator, devices, num_gpus, message):
-    from validation import count_processes
-
     with pytest.raises(ValueError, match=message):
         count_processes(accelerator, devices, num_gpus=num_gpus, num_cores=4)
 
 
 def test_more_ranks_than_cores_is_a_warning(caplog):
-    from validation import count_processes
-
     with caplog.at_level(logging.WARNING):
         assert count_processes("cpu", 5, num_gpus=0, num_cores=4) == 5
     assert "5 ranks share 4 CPU cores" in caplog.text
@@ -57,7 +53,6 @@ def test_more_ranks_than_cores_is_a_warning(caplog):
 def test_every_object_of_every_configuration_exists_and_accepts_its_arguments():
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
-    from validation import check_arguments, targets
 
     from tests.recipes.conftest import ROOT
 

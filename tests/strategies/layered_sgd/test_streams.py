@@ -66,7 +66,7 @@ def test_sums_are_right_whichever_rank_is_ahead(early, seed, monkeypatch):
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_every_wait_matters(mutation: Mutation, monkeypatch):
-    for module in (communicator, device_communicator):
+    for module in (host_communicator, device_communicator):
         monkeypatch.setattr(module, "CLOSE_LIMIT_S", 0.2)  # without some waits, a thread never ends
     with applied(mutation):
         assert any(map(fails, LATE_SCENARIOS.values())), f"{mutation} can be left out, and no scenario fails"
@@ -74,4 +74,4 @@ def test_every_wait_matters(mutation: Mutation, monkeypatch):
 
 def test_waits_are_found_in_each_module():
     """A wait that is written in another way would not be found."""
-    assert {mutation.module for mutation in MUTATIONS} == {host_copy, bucket, communicator, device_communicator}
+    assert {mutation.module for mutation in MUTATIONS} == {host_communicator, device_communicator}

@@ -1,20 +1,63 @@
-"""What each rank of a run does: build the objects of the configuration, fit, and test."""
+"""Train and test one configuration: check it, start its ranks, and on each of them build, fit and test.
+
+Each run has a folder: metrics.csv, curves.png, checkpoints/, .hydra/ with the configuration, train.log, hparams.yaml.
+Of the checkpoints, last.ckpt has the weights at the end.
+"""
 
 from __future__ import annotations
 
 import logging.config
 import os
+import random
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
+import torch
+import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from hydra.utils import instantiate
-from options import without_contradictions
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
+from pytorch_lightning.callbacks import ModelCheckpoint
 
-# Lightning is imported in the functions. When it is imported, it checks whether logging is configured, so `train` must
-# configure logging first.
+from lightning_dp.data.loading import derive_seed
+from lightning_dp.launch import external_rank, launch
+from lightning_dp.runs.command_line import config_error, job_error, job_logging, run
+from lightning_dp.runs.metrics import MetricsFile, draw_curves, last_values, rows_before
+from lightning_dp.runs.resume import find_checkpoint
+from lightning_dp.runs.validation import Config, check_top_level, validate, without_contradictions
 
-Config = dict[str, Any]
+
+def main() -> None:
+    """Run the command: a job for the configuration on the command line, or the jobs of a sweep."""
+    run(job, "train")
+
+
+def job(cfg: DictConfig) -> float | None:
+    """Run one job: check its configuration, then train and test in its processes, and print the result."""
+    try:
+        check_top_level(cfg)
+        config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+        num_processes = validate(config)
+        in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+        checkpoint = find_checkpoint(config["ckpt_path"], Path(config["run_dir"]), config["name"], in_sweep)
+        config["ckpt_path"] = None if checkpoint is None else str(checkpoint)
+    except (ValueError, OSError, ImportError) as error:
+        raise config_error(cfg.run_dir, error) from error
+    is_first = external_rank() in (None, 0)
+    if cfg.print_config and is_first:
+        print(OmegaConf.to_yaml(cfg, resolve=True), flush=True)
+    try:
+        metrics = launch(train, config, job_logging(), num_processes=num_processes, num_nodes=cfg.trainer.num_nodes)
+        if is_first:
+            print(result_line(metrics, cfg.run_dir), flush=True)
+        has_trained = cfg.train and 0 not in (cfg.trainer.max_epochs, cfg.trainer.get("max_steps"))
+        return optimized(metrics, cfg.optimized_metric if has_trained else None)
+    except Exception as error:
+        raise job_error(cfg.run_dir, error) from error
 
 
 def train(config: Config, logging_config: Config | None) -> dict[str, float]:
@@ -26,13 +69,8 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
     """
     if logging_config is not None:
         configure_logging(logging_config, int(os.environ.get("RANK", 0)))
-    import torch.distributed as dist
-    from pytorch_lightning import seed_everything
-
     # Lightning calls a function that newer versions of torch deprecate.
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec")
-    from continuation import last_values, rows_before
-
     seed_everything(config["seed"], workers=True, verbose=False)
     # Other ranks write no metrics, and must not read a file that rank 0 replaces.
     is_first = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) == 0
@@ -56,16 +94,12 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
             # The next job of a sweep may run in this process.
             dist.destroy_process_group()
     if trainer.is_global_zero and Path(config["run_dir"], "metrics.csv").exists():
-        from curves import draw_curves
-
         draw_curves(config["run_dir"])
     return {name: float(value) for name, value in metrics.items()}
 
 
 def make_loggers(config: Config, rows: list[dict[str, str]]) -> list[Any]:
     """Return the loggers: always that of metrics.csv, which begins with ``rows``, and those of the group ``logger``."""
-    from continuation import MetricsFile
-
     chosen = [instantiate(node) for node in config["logger"].values() if node is not None]
     return [MetricsFile(config["run_dir"], rows), *chosen]
 
@@ -91,9 +125,6 @@ def configure_logging(config: Config, rank: int) -> None:
 
 def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, Any]:
     """Make the Trainer, the LightningModule and the LightningDataModule of a configuration."""
-    import torch
-    from continuation import SeedEachEpoch
-
     # For each job of a sweep, since it holds for the whole process. Configurations of old runs do not have it.
     torch.set_float32_matmul_precision(config.get("matmul_precision", "highest"))
     model, data = instantiate(config["model"]), instantiate(config["data"])
@@ -107,8 +138,6 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
 
 def best_checkpoint(config: Config) -> Any:
     """Return the callback that keeps the weights with the best ``optimized_metric`` in checkpoints/best.ckpt."""
-    from pytorch_lightning.callbacks import ModelCheckpoint
-
     return ModelCheckpoint(
         dirpath=Path(config["run_dir"], "checkpoints"),
         filename="best",
@@ -135,3 +164,25 @@ def optimized(metrics: dict[str, float], name: str | None) -> float | None:
     if name is not None and name not in metrics:
         raise ValueError(f"optimized_metric={name} was not logged; there are {', '.join(sorted(metrics))}, or null")
     return None if name is None else metrics[name]
+
+
+class SeedEachEpoch(Callback):
+    """Seed the generators of PyTorch, NumPy and Python from the run's seed and the epoch, the same on all ranks.
+
+    A checkpoint does not hold the state of these generators. With this callback, a run that continues from the end of
+    an epoch draws what the uninterrupted run draws, for example in dropout.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Seed the generators at the first batch of an epoch."""
+        # Not at the start of the epoch: the loader's iterator draws a number, before it in the first epoch of a run,
+        # and after it in all others.
+        if batch_idx > 0:
+            return
+        seed = derive_seed(self._seed, trainer.current_epoch)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)

@@ -71,7 +71,7 @@ def completed_steps(checkpoint: Path) -> int:
         # The weights stay on disk.
         return int(torch.load(file, map_location="cpu", weights_only=True, mmap=True)["global_step"])
     except Exception as error:  # an unpickler can raise any error for bytes that are not a pickle
-        raise ValueError(f"ckpt_path={checkpoint} is not a checkpoint of recipes/train.py: {error}") from error
+        raise ValueError(f"ckpt_path={checkpoint} is not a checkpoint of a run: {error}") from error
 
 
 def with_last_checkpoint(arguments: list[str]) -> list[str]:

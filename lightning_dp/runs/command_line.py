@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import logging
 import os
@@ -10,26 +11,37 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from plan_file import with_plan
-from resume import with_last_checkpoint
 
 from lightning_dp.launch import LaunchError, external_rank
+from lightning_dp.planner import read_overrides
+from lightning_dp.runs import conf_folder
+from lightning_dp.runs.resume import with_last_checkpoint
 
 log = logging.getLogger("train")
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 LOG_FILE = "train.log"
 GROUPS = ("debug", "experiment", "hparams_search", "plan")  # keys of a command line that choose files, and `plan=FILE`
+PLAN = "plan="
+
+
+def argument_parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help names the command as it was typed: installed, or a script of ``recipes/``."""
+    script = sys.argv[0]
+    typed = command if Path(script).name == command else f"python {script}"
+    text = (description or "").replace(command, typed)
+    return argparse.ArgumentParser(typed, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 class SweepFolder(Callback):
@@ -49,22 +61,19 @@ class JobError(Exception):
     """A job failed. The message is complete, so no traceback is shown."""
 
 
-def run(main: Callable[[], Any]) -> None:
-    """Call a ``hydra.main`` function. An error ends the program with a message and status 1.
+def run(job: Callable[[DictConfig], Any], config_name: str) -> None:
+    """Compose the configuration of the command line and call ``job`` with it; in a sweep, for each job.
 
-    With ``HYDRA_FULL_ERROR=1`` in the environment, tracebacks are shown in full. Under torchrun or SLURM, only rank 0
-    has a run folder.
+    An error ends the program with a message and status 1. With ``HYDRA_FULL_ERROR=1`` in the environment, tracebacks
+    are shown in full. Under torchrun or SLURM, only rank 0 has a run folder.
     """
     before = os.environ.get(FULL_ERROR)
     # With this variable, Hydra raises errors instead of printing them.
     os.environ[FULL_ERROR] = "1"
-    # A launcher such as submitit starts another Python, which must find the modules of this folder.
-    paths = [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     with tempfile.TemporaryDirectory(prefix="rank_") as folder:
         try:
             sys.argv[1:] = arguments_of_rank(sys.argv[1:], external_rank(), folder)
-            main()
+            hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name=config_name)(job)()
         except (JobError, HydraException, OmegaConfBaseException) as error:
             if SweepFolder.path is not None:
                 _discard(SweepFolder.path, {"multirun.yaml"})
@@ -108,6 +117,33 @@ def arguments_of_rank(arguments: list[str], rank: int | None, folder: str) -> li
     if rank:
         return [*arguments, f"hydra.run.dir={folder}", "hydra.output_subdir=null", "hydra/job_logging=none"]
     return arguments
+
+
+def with_plan(arguments: Sequence[str]) -> tuple[list[str], str | None]:
+    """Return the command line with the overrides of a plan in its place, and a line that says so, if there is one.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no plan, two are given, or the command line also sets what the plan sets.
+    """
+    files = [argument.removeprefix(PLAN) for argument in arguments if argument.startswith(PLAN)]
+    if not files:
+        return list(arguments), None
+    if len(files) > 1:
+        raise ValueError(f"plan={files[0]} and plan={files[1]}: give one plan")
+    path = Path(files[0])
+    if not path.is_file():
+        raise FileNotFoundError(f"plan={path}: there is no such file; lightning-dp-plan writes one, plan.yaml")
+    overrides = read_overrides(path)
+    others = [argument for argument in arguments if not argument.startswith(PLAN)]
+    given = {_key(argument) for argument in others if "=" in argument}
+    if twice := [override for override in overrides if _key(override) in given]:
+        raise ValueError(f"plan={path} sets {twice[0]}, and so does the command line; leave out one of the two")
+    return [*others, *overrides], f"plan={path}: {' '.join(overrides)}"
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
 
 
 def explain(error: Exception) -> str:

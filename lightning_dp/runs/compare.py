@@ -1,0 +1,220 @@
+"""Compare the jobs of a sweep: a table and a plot over strategies, with the spread over seeds.
+
+lightning-dp-compare runs/digits_resnet20/sweep_DATE
+lightning-dp-compare SWEEP_DIR --metric val/acc --accuracy 0.95
+
+Jobs that differ only in their seed are one row: the median over seeds, and the minimum to maximum. The folder gets
+compare.md and compare.png.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from matplotlib.figure import Figure
+from omegaconf import OmegaConf
+
+from lightning_dp.runs.command_line import argument_parser
+from lightning_dp.runs.traffic import bytes_per_step
+
+DEFAULT_METRICS = ("val/acc", "train/acc")
+LEAST_SPAN = 0.02  # of the accuracy's axis
+
+Points = list[tuple[float, float]]  # (seconds of training, metric)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one job of a sweep found.
+
+    Attributes:
+        label: its overrides that other jobs of the sweep do not share, without the seed.
+        accuracy: the last test/acc or, without a test, the last value of the metric.
+        images_per_s: training images per second, the mean over the epochs but the first, which warms up.
+        global_share: share of the steps with global statistics; None without AGBN.
+        num_bytes: bytes that a rank sends in a step, by calculation; None if `bytes_per_step` cannot say.
+        curve: the metric over the time of training.
+    """
+
+    label: str
+    accuracy: float | None
+    images_per_s: float | None
+    global_share: float | None
+    num_bytes: float | None
+    curve: Points
+
+    def time_to(self, accuracy: float) -> float | None:
+        """Return the seconds of training until the metric had reached ``accuracy``, or None if it never did."""
+        return next((seconds for seconds, value in self.curve if value >= accuracy), None)
+
+
+def read_sweep(folder: Path, metric: str) -> list[Job]:
+    """Return the jobs of a sweep that have metrics, in order.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    paths = _metrics_files(folder)
+    overrides = [_overrides(path.parent) for path in paths]
+    shared = set.intersection(*map(set, overrides))
+    jobs = []
+    for path, own in zip(paths, overrides, strict=True):
+        different = [text for text in own if text not in shared and not text.startswith("seed=")]
+        jobs.append((path, " ".join(different)))
+    # One of several rows may have no overrides of its own: the defaults.
+    empty = "defaults" if any(label for _, label in jobs) else "all jobs"
+    return [_read_job(path, label or empty, metric) for path, label in jobs]
+
+
+def _metrics_files(folder: Path) -> list[Path]:
+    paths = sorted(folder.glob("*/metrics.csv"), key=lambda path: (len(path.parent.name), path.parent.name))
+    if not paths:
+        raise FileNotFoundError(f"{folder} has no jobs with a metrics.csv; give the folder of a sweep, sweep_DATE")
+    return paths
+
+
+def choose_metric(folder: Path, wanted: str | None) -> str:
+    """Return ``wanted``; None stands for val/acc or, where no job validates, train/acc.
+
+    Raises:
+        FileNotFoundError: there are no jobs.
+        ValueError: no job of the sweep has it.
+    """
+    logged: set[str] = set()
+    for path in _metrics_files(folder):
+        with open(path, newline="") as file:
+            for row in csv.DictReader(file):
+                logged.update(name for name, value in row.items() if value)
+    for metric in DEFAULT_METRICS if wanted is None else (wanted,):
+        if metric in logged:
+            return metric
+    known = ", ".join(sorted(logged - {"epoch", "step"}))
+    raise ValueError(f"--metric {wanted or DEFAULT_METRICS[0]} was logged by no job of {folder}; use one of {known}")
+
+
+def _overrides(folder: Path) -> list[str]:
+    return [str(text) for text in OmegaConf.load(folder / ".hydra" / "overrides.yaml")]
+
+
+def _read_job(path: Path, label: str, metric: str) -> Job:
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+
+    def values(name: str) -> dict[int, float]:
+        return {int(row["step"]): float(row[name]) for row in rows if row.get(name)}
+
+    seconds, logged, shares = values("time/train_s"), values(metric), list(values("agbn/is_global").values())
+    rates = list(values("time/images_per_s").values())
+    config = OmegaConf.to_container(OmegaConf.load(path.parent / ".hydra" / "config.yaml"), resolve=False)
+    found = list((values("test/acc") or logged).values())
+    share = mean(shares) if shares else None
+    return Job(
+        label=label,
+        accuracy=found[-1] if found else None,
+        images_per_s=mean(rates[1:] or rates) if rates else None,
+        global_share=share,
+        num_bytes=bytes_per_step(_resolved(config, path.parent), share or 0.0),
+        curve=[(seconds[step], value) for step, value in sorted(logged.items()) if step in seconds],
+    )
+
+
+def _resolved(config: Any, folder: Path) -> dict[str, Any]:
+    # The folder of a run comes from Hydra while it runs.
+    config["run_dir"] = str(folder)
+    return OmegaConf.to_container(OmegaConf.create(config), resolve=True)  # type: ignore[return-value]
+
+
+def common_accuracy(jobs: Sequence[Job]) -> float | None:
+    """Return the highest value of the metric that every job has reached."""
+    best = [max((value for _, value in job.curve), default=None) for job in jobs]
+    return None if any(value is None for value in best) else min(value for value in best if value is not None)
+
+
+def by_label(jobs: Sequence[Job]) -> dict[str, list[Job]]:
+    """Return the jobs by label, in order."""
+    groups: dict[str, list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(job.label, []).append(job)
+    return groups
+
+
+def table(jobs: Sequence[Job], metric: str, accuracy: float | None) -> str:
+    """Return a Markdown table with a row for each label."""
+    columns: list[tuple[str, str, Callable[[Job], float | None]]] = [
+        ("accuracy", ".4f", lambda job: job.accuracy),
+        ("images/s", ".0f", lambda job: job.images_per_s),
+        ("global steps (%)", ".0f", lambda job: None if job.global_share is None else 100 * job.global_share),
+        ("MB sent per rank and step", ".3f", lambda job: None if job.num_bytes is None else job.num_bytes / 1e6),
+    ]
+    if accuracy is not None:
+        target = accuracy
+        columns.append((f"s of training to {metric} {target:.4g}", ".1f", lambda job: job.time_to(target)))
+    header = ["", "jobs", *(title for title, _, _ in columns)]
+    rows = [header, ["---"] * len(header)]
+    for label, group in by_label(jobs).items():
+        cells = [_spread([value(job) for job in group], spec) for _, spec, value in columns]
+        rows.append([label, str(len(group)), *cells])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _spread(values: Sequence[float | None], spec: str) -> str:
+    """Return the median with minimum and maximum, and how many jobs have none."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    low, middle, high = (format(value, spec) for value in (min(known), median(known), max(known)))
+    text = middle if low == high else f"{middle} ({low} to {high})"
+    return text if len(known) == len(values) else f"{text}, {len(values) - len(known)} without"
+
+
+def draw(jobs: Sequence[Job], metric: str, path: Path) -> None:
+    """Plot the metric over the time of training, and the accuracy of each job."""
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    curves, final = figure.subplots(1, 2)
+    groups = by_label(jobs)
+    for place, (label, group) in enumerate(groups.items()):
+        for number, job in enumerate(group):
+            name = label if number == 0 else None
+            if job.curve:
+                curves.plot(*zip(*job.curve, strict=True), color=f"C{place}", marker=".", alpha=0.8, label=name)
+        known = [job.accuracy for job in group if job.accuracy is not None]
+        final.plot([place] * len(known), known, "o", color=f"C{place}", alpha=0.5)
+        if known:
+            final.hlines(median(known), place - 0.3, place + 0.3, color=f"C{place}")
+    curves.set(title=f"{metric} of each job", xlabel="seconds of training (rank 0)")
+    low, high = final.get_ylim()
+    if high - low < LEAST_SPAN:  # else a difference of nothing would fill the plot
+        final.set_ylim((low + high - LEAST_SPAN) / 2, (low + high + LEAST_SPAN) / 2)
+    final.set(title="accuracy at the end: each job, and the median", xlim=(-0.6, len(groups) - 0.4))
+    final.set_xticks(range(len(groups)), [label.replace(" ", "\n") for label in groups], fontsize=8)
+    for axes in (curves, final):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    if curves.get_legend_handles_labels()[0]:
+        curves.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Print the table, and write it and the plot to the sweep's folder."""
+    parser = argument_parser("lightning-dp-compare", __doc__)
+    parser.add_argument("sweep_dir", type=Path)
+    parser.add_argument("--metric", help="of the curves and of the time to accuracy (default: val/acc, else train/acc)")
+    parser.add_argument("--accuracy", type=float, help="default: the highest that every job has reached")
+    arguments = parser.parse_args()
+    try:
+        metric = choose_metric(arguments.sweep_dir, arguments.metric)
+        jobs = read_sweep(arguments.sweep_dir, metric)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    accuracy = common_accuracy(jobs) if arguments.accuracy is None else arguments.accuracy
+    text = table(jobs, metric, accuracy)
+    (arguments.sweep_dir / "compare.md").write_text(text + "\n")
+    draw(jobs, metric, arguments.sweep_dir / "compare.png")
+    print(f"{text}\n\nwritten to {arguments.sweep_dir / 'compare.md'} and compare.png")

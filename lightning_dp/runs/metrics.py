@@ -1,0 +1,191 @@
+"""The metrics of a run: metrics.csv, which a continued run completes, and curves.png, the plot of it."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from omegaconf import OmegaConf
+from pytorch_lightning.loggers import Logger
+from pytorch_lightning.utilities import rank_zero_only
+
+from lightning_dp.runs.command_line import argument_parser
+from lightning_dp.runs.resume import completed_steps
+
+Series = list[tuple[float, float]]  # (epochs trained, value)
+Phase = tuple[float, float, bool]  # start, end (epochs trained), whether statistics were global
+
+TRAIN_COLOR = "#1f77b4"
+VAL_COLOR = "#e66101"
+TEST_COLOR = "#111111"
+GLOBAL_COLOR = "#5aae61"
+LOCAL_COLOR = "#bdbdbd"
+RATE_COLOR = "#7b3294"
+IS_GLOBAL = "agbn/is_global"
+
+
+class MetricsFile(Logger):
+    """Writes ``metrics.csv`` and ``hparams.yaml`` of a run, on rank 0.
+
+    Each row is written when it is logged, so a run that is killed has lost none.
+
+    Args:
+        run_dir: where the files are.
+        rows: what the file begins with; see `rows_before`.
+    """
+
+    name = ""
+    version = ""
+
+    def __init__(self, run_dir: str, rows: Sequence[dict[str, Any]] = ()) -> None:
+        super().__init__()
+        self._folder = Path(run_dir)
+        self._rows = list(rows)
+        self._columns: list[str] = []
+        self._hyperparameters: dict[str, Any] = {}
+
+    @property
+    def save_dir(self) -> str:
+        """The run folder."""
+        return str(self._folder)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
+        """Add to the hyperparameters, and write them."""
+        self._hyperparameters |= dict(params)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / "hparams.yaml").write_text(OmegaConf.to_yaml(self._hyperparameters))
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Append a row."""
+        self._rows.append({**metrics, "step": len(self._rows) if step is None else step})
+        path = self._folder / "metrics.csv"
+        if self._rows[-1].keys() <= set(self._columns):
+            with open(path, "a", newline="") as file:
+                csv.DictWriter(file, self._columns).writerow(self._rows[-1])
+            return
+        self._columns = sorted(set().union(*self._rows))
+        part = path.with_suffix(".part")
+        with open(part, "w", newline="") as file:
+            writer = csv.DictWriter(file, self._columns)
+            writer.writeheader()
+            writer.writerows(self._rows)
+        # At once, so that there is never half a file.
+        part.replace(path)
+
+
+def rows_before(checkpoint: Path) -> list[dict[str, str]]:
+    """Return the rows in the metrics.csv of a checkpoint's run that were logged before it was saved."""
+    path = checkpoint.parents[1] / "metrics.csv"
+    if not path.is_file():
+        return []
+    num_steps = completed_steps(checkpoint)
+    with open(path, newline="") as file:
+        rows = [row for row in csv.DictReader(file) if int(row["step"]) < num_steps]
+    return [{name: value for name, value in row.items() if value} for row in rows]
+
+
+def last_values(rows: Sequence[dict[str, str]]) -> dict[str, float]:
+    """Return the last value of each metric."""
+    return {name: float(value) for row in rows for name, value in row.items() if name not in ("epoch", "step")}
+
+
+def read_metrics(path: Path) -> dict[str, Series]:
+    """Return each column as a series. The file has one row for each time of logging, with gaps. Steps count from 0."""
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    ends = [(int(row["step"]) + 1, float(row["epoch"]) + 1) for row in rows if row.get("train/loss")]
+    steps_per_epoch = ends[-1][0] / ends[-1][1] if ends else 1.0
+    series: dict[str, Series] = {}
+    for row in rows:
+        for name, value in row.items():
+            if value and name not in ("epoch", "step"):
+                series.setdefault(name, []).append(((int(row["step"]) + 1) / steps_per_epoch, float(value)))
+    return series
+
+
+def phases(is_global: Series) -> list[Phase]:
+    """Return the intervals with the same kind of statistics. A logged value is for the interval that ends there."""
+    found: list[Phase] = []
+    start = 0.0
+    for end, value in is_global:
+        state = value >= 0.5
+        if found and found[-1][2] == state:
+            start = found.pop()[0]
+        found.append((start, end, state))
+        start = end
+    return found
+
+
+def draw_curves(run_dir: str | Path) -> Path:
+    """Write ``curves.png`` into the run folder and return its path.
+
+    Raises:
+        FileNotFoundError: the folder has no ``metrics.csv``.
+    """
+    folder = Path(run_dir).resolve()
+    if not (folder / "metrics.csv").is_file():
+        raise FileNotFoundError(f"{folder} has no metrics.csv; give the folder of a run")
+    series = read_metrics(folder / "metrics.csv")
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    loss, accuracy = figure.subplots(1, 2)
+    for axes, metric, title in ((loss, "loss", "loss"), (accuracy, "acc", "accuracy")):
+        _shade(axes, phases(series.get(IS_GLOBAL, [])))
+        _plot(axes, series.get(f"train/{metric}", []), TRAIN_COLOR, "train")
+        _plot(axes, series.get(f"val/{metric}", []), VAL_COLOR, "validation")
+        axes.set(title=title, xlabel="epoch")
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    if min((value for _, value in series.get("train/loss", [])), default=0.0) > 0:
+        loss.set_yscale("log")
+    for name, values in series.items():
+        if name == "test/acc":
+            value = values[-1][1]
+            accuracy.axhline(
+                value, color=TEST_COLOR, linewidth=1, linestyle=":", label=f"test, at the end: {value:.4f}"
+            )
+        elif name.startswith("lr-"):
+            _plot_learning_rate(loss, values)
+    for axes in (loss, accuracy):
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="best", fontsize=8, framealpha=0.9)
+    figure.suptitle(f"{folder.parent.name}/{folder.name}", fontsize=9, color="#555555")
+    figure.savefig(folder / "curves.png", dpi=120)
+    return folder / "curves.png"
+
+
+def _plot(axes: Axes, values: Series, color: str, label: str) -> None:
+    if values:
+        marker = "o" if len(values) <= 60 else None
+        axes.plot(*zip(*values, strict=True), marker=marker, markersize=3.5, color=color, label=label)
+
+
+def _plot_learning_rate(axes: Axes, values: Series) -> None:
+    """Plot the learning rate on an axis of its own at the right. The legend of ``axes`` names it."""
+    right = axes.twinx()
+    right.plot(*zip(*values, strict=True), color=RATE_COLOR, linewidth=1, linestyle="--")
+    right.set_ylim(bottom=0)
+    right.tick_params(labelsize=8, colors=RATE_COLOR)
+    right.spines["top"].set_visible(False)
+    axes.plot([], [], color=RATE_COLOR, linewidth=1, linestyle="--", label="learning rate (right)")
+
+
+def _shade(axes: Axes, intervals: list[Phase]) -> None:
+    named: set[bool] = set()
+    for start, end, is_global in intervals:
+        label = None if is_global in named else f"batch norm: {'global' if is_global else 'local'} statistics"
+        named.add(is_global)
+        axes.axvspan(start, end, color=GLOBAL_COLOR if is_global else LOCAL_COLOR, alpha=0.22, linewidth=0, label=label)
+
+
+def main() -> None:
+    """Plot a run again, and print the path of the plot."""
+    parser = argument_parser("recipes/curves.py", "Plot a run from its metrics.csv.")
+    parser.add_argument("run_dir", type=Path)
+    print(draw_curves(parser.parse_args().run_dir))
