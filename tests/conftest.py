@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+
+# Tests run side by side on tiny tensors: a second thread would only wait. Torch reads it when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import multiprocessing
 import threading
 from collections.abc import Iterator
 

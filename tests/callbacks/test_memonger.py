@@ -16,7 +16,6 @@ from lightning_dp import AdaptiveGlobalBatchNorm, KrizhevskyHybridStrategy, Laye
 from lightning_dp.layers import NoEffectWarning, batch_statistics
 from lightning_dp.recompute import apply_recompute
 from tests.callbacks.training import fit
-from tests.one_thread import one_thread  # noqa: F401  a fixture for all tests here
 from tests.ranks import run_processes
 from tests.recompute.counting import OperatorCounts, differing, recomputed, state_of
 from tests.recompute.models import residual
