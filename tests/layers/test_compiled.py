@@ -95,5 +95,6 @@ def test_compiled_layers_of_different_widths_leave_the_buffers_without_gradient(
     run_processes(2, compiled_widths)
 
 
+@pytest.mark.slow
 def test_compiled_layers_take_batches_of_changing_size_and_refuse_empty_ones():
     run_processes(2, compiled_block)
