@@ -164,6 +164,44 @@ def run_processes(
     return [r.result for r in ranks]
 
 
+def run_cases(world_size: int, function: Callable[..., Any], cases: Iterable[str], *args: Any, **options: Any) -> None:
+    """Call ``function(rank, case, *args)`` for one case after the other, all in the same processes.
+
+    A case that fails ends its processes; the next one then has new ones. ``options`` are those of `run_processes`.
+
+    Raises:
+        RankError: some cases failed. It names each of them, with the errors of its ranks.
+    """
+    errors: dict[str, str] = {}
+    left = list(cases)
+    while left:
+        try:
+            run_processes(world_size, _each, function, left, args, **options)
+            break
+        except RankError as error:
+            # All ranks take the cases in the same order, so the first that is named ends them all.
+            begun = [place for place, case in enumerate(left) if _in(case) in str(error)]
+            if not begun:
+                raise
+            errors[left[min(begun)]] = str(error)
+            left = left[min(begun) + 1 :]
+    if errors:
+        raise RankError("\n".join(f"case {case!r}: {text}" for case, text in errors.items()))
+
+
+def _in(case: str) -> str:
+    return f"in the case {case!r}"
+
+
+def _each(rank: int, function: Callable[..., Any], cases: list[str], args: tuple[Any, ...]) -> None:
+    for case in cases:
+        try:
+            function(rank, case, *args)
+        except BaseException as error:
+            error.add_note(_in(case))
+            raise
+
+
 def _receive(
     ranks: list[_Process], limit_s: float, arrived: Callable[[_Process], bool], stop_at_error: bool = True
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError, run_processes, run_threads
+from tests.ranks import RankError, run_cases, run_processes, run_threads
 
 
 def test_threads_reduce_over_gloo():
@@ -129,3 +129,51 @@ def test_warnings_are_errors_in_a_process_too():
 @pytest.mark.filterwarnings("ignore:that is old")
 def test_a_process_ignores_the_warnings_that_the_test_ignores():
     run_processes(1, warn)
+
+
+IMPORTED_BY = os.getpid()
+
+
+def spoil(rank):
+    """Change what only a new process has as it was."""
+    assert not hasattr(dist, "spoiled")
+    assert "SPOILED" not in os.environ
+    dist.spoiled, os.environ["SPOILED"] = True, "1"
+    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+    return os.getppid() == IMPORTED_BY
+
+
+def test_each_call_has_new_processes_and_the_server_has_imported_the_test():
+    for _ in range(2):
+        assert run_processes(2, spoil) == [not torch.cuda.is_available()] * 2
+
+
+def fail_in_two_cases(rank, case, folder):
+    """Rank 1 fails in one case, both ranks in another."""
+    (folder / f"{case} {rank}").write_text(str(os.getpid()))
+    if case == "second" and rank == 1:
+        raise KeyError("lost")
+    if case == "third":
+        raise ValueError("bad")
+
+
+def test_cases_share_processes_and_each_that_fails_is_named(tmp_path):
+    with pytest.raises(RankError) as caught:
+        run_cases(2, fail_in_two_cases, ["first", "second", "third", "fourth", "fifth"], tmp_path)
+    message = str(caught.value)
+    named = [name for name in ("first", "second", "third", "fourth", "fifth") if f"case {name!r}: rank" in message]
+    assert named == ["second", "third"]
+    assert "KeyError: 'lost'" in message
+    assert "ValueError: bad" in message
+    pids = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert pids["first 1"] == pids["second 1"] != pids["third 1"]
+    assert pids["fourth 0"] == pids["fifth 0"]
+
+
+def die_in_case(rank, case):
+    os._exit(7)
+
+
+def test_a_death_in_a_case_is_reported():
+    with pytest.raises(RankError, match="died with exit code 7"):
+        run_cases(1, die_in_case, ["only"])
