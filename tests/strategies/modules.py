@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 FEATURES, CLASSES = 6, 3
-# Bytes, in DDP's unit: two or three tensors of `Net` a bucket, so that a step has several.
-SMALL_BUCKETS_MB = 1000 / 2**20
+# 200 bytes, in DDP's unit: a layer of `Net` in each bucket. DDP closes a bucket when it has reached the limit.
+SMALL_BUCKETS_MB = 200 / 2**20
 
 
 def optimizers(name: str, parameters: Any) -> torch.optim.Optimizer:
@@ -72,6 +72,16 @@ def data(world_size: int, steps: int = 30, local_batch_size: int = 3) -> DataLoa
     return DataLoader(TensorDataset(x, y), batch_size=local_batch_size)
 
 
+class SeveralBuckets(pl.Callback):
+    """Sees that steps have several buckets. With a single one, nothing is done bucket by bucket."""
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        found = trainer.strategy.model._get_ddp_logging_data()
+        sizes = found.get("rebuilt_bucket_sizes") or found["bucket_sizes"]
+        if trainer.global_step > 1:  # DDP starts with one bucket, and divides it after the first step
+            assert "," in sizes, f"each step has a single bucket, of {sizes} bytes"
+
+
 def trainer(strategy: Any, world_size: int, num_nodes: int = 1, **options: Any) -> pl.Trainer:
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
@@ -83,6 +93,8 @@ def trainer(strategy: Any, world_size: int, num_nodes: int = 1, **options: Any) 
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
+    if getattr(strategy, "_ddp_kwargs", {}).get("bucket_cap_mb") == SMALL_BUCKETS_MB:
+        options["callbacks"] = [*options.get("callbacks", ()), SeveralBuckets()]
     return pl.Trainer(strategy=strategy, **{**defaults, **options})
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Subset
 
 from tests.strategies.modules import CLASSES, FEATURES, data, optimizers, snapshot, trainer
 
-STEPS = 20
+STEPS = 10
 Result = dict[str, Tensor]
 
 

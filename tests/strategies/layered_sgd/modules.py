@@ -14,6 +14,7 @@ from lightning_dp.strategies import LayeredSGDStrategy
 from tests.strategies.modules import SMALL_BUCKETS_MB, Net, data, trainer
 
 OVERLAPS, COMMUNICATORS = ("load", "step"), ("leader", "sharded")
+STEPS = 10
 
 
 def layered(group_size: int | None = 1, communicator: str = "leader", overlap: str = "step", **options: Any):
@@ -25,7 +26,7 @@ def fit(strategy: Any, world_size: int, module: pl.LightningModule | None = None
     t = trainer(strategy, world_size, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PossibleUserWarning)  # advice: more loader workers, a validation set, ...
-        t.fit(module, data(world_size))
+        t.fit(module, data(world_size, STEPS))
     return module, t
 
 

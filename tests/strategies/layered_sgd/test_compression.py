@@ -18,11 +18,10 @@ from lightning_dp.strategies.layered_sgd import options
 from lightning_dp.strategies.layered_sgd.strategy import KEY
 from tests.collectives.compression import oracle
 from tests.ranks import RankError, run_processes
-from tests.strategies.layered_sgd.modules import fit, layered
+from tests.strategies.layered_sgd.modules import STEPS, fit, layered
 from tests.strategies.layered_sgd.test_host_communicator import OnHost, ReducesFirst
 from tests.strategies.modules import Net, assert_same, data, trainer
 
-STEPS = 8
 POWER_SGD = PowerSGD(rank=2, min_compression_rate=1.0)  # the matrices of `Net` are small
 
 
@@ -42,7 +41,7 @@ def oracles(choice, module, num_groups):
 def play(choice, world_size, group_size):
     """Train on one process that plays all groups."""
     module = Net()
-    dataset = data(world_size).dataset
+    dataset = data(world_size, STEPS).dataset
     samplers = [torch.utils.data.DistributedSampler(dataset, world_size, rank) for rank in range(world_size)]
     batches = [torch.tensor(list(sampler)).split(3) for sampler in samplers]
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}

@@ -9,8 +9,8 @@ import torch
 from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
-from tests.ranks import RankError, run_processes
-from tests.strategies.layered_sgd.modules import COMMUNICATORS, OVERLAPS, fit, layered
+from tests.ranks import RankError, run_cases, run_processes
+from tests.strategies.layered_sgd.modules import COMMUNICATORS, OVERLAPS, STEPS, fit, layered
 from tests.strategies.modules import Net, assert_same, data, snapshot
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -29,20 +29,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def compare_with_ddp(rank, world_size, group_size, variants, overlaps=OVERLAPS, communicators=COMMUNICATORS):
-    for name in variants:
-        options = dict(VARIANTS[name])
-        net = options.pop("net", {})
-        expected = snapshot(*fit(DDPStrategy(), world_size, Net(**net), **options))
-        for overlap in overlaps:
-            for communicator in communicators:
-                strategy = layered(group_size, communicator, overlap)
-                assert_same(snapshot(*fit(strategy, world_size, Net(**net), **options)), expected)
+def compare_with_ddp(rank, variant, world_size, group_size, overlaps=OVERLAPS, communicators=COMMUNICATORS):
+    options = dict(VARIANTS[variant])
+    net = options.pop("net", {})
+    expected = snapshot(*fit(DDPStrategy(), world_size, Net(**net), **options))
+    for overlap in overlaps:
+        for communicator in communicators:
+            strategy = layered(group_size, communicator, overlap)
+            assert_same(snapshot(*fit(strategy, world_size, Net(**net), **options)), expected)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_equals_ddp(variant):
-    run_processes(4, compare_with_ddp, 4, 2, [variant])
+def test_equals_ddp():
+    run_cases(4, compare_with_ddp, VARIANTS, 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -51,13 +49,13 @@ def test_equals_ddp(variant):
     ids=lambda n: str(n),
 )
 def test_equals_ddp_in_every_topology(world_size, group_size):
-    run_processes(world_size, compare_with_ddp, world_size, group_size, ["momentum", "adamw"])
+    run_cases(world_size, compare_with_ddp, ["momentum", "adamw"], world_size, group_size)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "group_size"), [(2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 4)])
 def test_equals_ddp_in_every_variant_and_topology(world_size, group_size):
-    run_processes(world_size, compare_with_ddp, world_size, group_size, list(VARIANTS), timeout=300)
+    run_cases(world_size, compare_with_ddp, VARIANTS, world_size, group_size, timeout=300)
 
 
 def compare_with_ring(rank):
@@ -72,7 +70,7 @@ def test_ring_between_groups():
 
 def compare_without_crossing(rank):
     HierarchicalAllReduce.inter_group_all_reduce = lambda self, buffer: None
-    compare_with_ddp(rank, 2, 1, ["momentum"], overlaps=["step"], communicators=["leader"])
+    compare_with_ddp(rank, "momentum", 2, 1, overlaps=["step"], communicators=["leader"])
 
 
 def test_differs_from_ddp_if_nothing_crosses_the_groups():
@@ -82,16 +80,16 @@ def test_differs_from_ddp_if_nothing_crosses_the_groups():
 
 def compare_with_one_process(rank):
     """The ranks' batches, concatenated, on one process."""
-    world_size, steps = 2, 30
+    world_size = 2
     module, _ = fit(layered(), world_size)
     if rank:
         return
     alone = Net()
     optimizer = alone.configure_optimizers()
-    dataset = data(world_size).dataset
+    dataset = data(world_size, STEPS).dataset
     indices = [torch.utils.data.DistributedSampler(dataset, world_size, r, shuffle=True) for r in range(world_size)]
-    indices = [torch.tensor(list(sampler)).view(steps, -1) for sampler in indices]
-    for step in range(steps):
+    indices = [torch.tensor(list(sampler)).view(STEPS, -1) for sampler in indices]
+    for step in range(STEPS):
         optimizer.zero_grad()
         alone.loss(dataset[torch.cat([each[step] for each in indices])]).backward()
         optimizer.step()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from tests.ranks import run_processes
+from tests.ranks import run_cases
 from tests.strategies.layered_sgd.user_cases import Case, Manual, compare_on_a_slow_network
 from tests.strategies.modules import Net
 
@@ -156,6 +155,5 @@ def compare_case(rank, name):
     compare_on_a_slow_network(CASES[name])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_equals_ddp(name):
-    run_processes(2, compare_case, name)
+def test_equals_ddp():
+    run_cases(2, compare_case, CASES)

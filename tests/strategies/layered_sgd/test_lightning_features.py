@@ -207,7 +207,7 @@ def compare_compiled(rank, make):
     return counts
 
 
-@pytest.mark.parametrize("make", [Net, ManualNet])
+@pytest.mark.parametrize("make", [Net, pytest.param(ManualNet, marks=pytest.mark.slow)])
 def test_a_compiled_lightning_module(make):
     for counts in run_processes(2, compare_compiled, make):
         assert min(counts) >= 5, "nothing compiled was run"

@@ -168,5 +168,6 @@ def compare_compiled(rank):
         assert_same(snapshot(got, t), expected)
 
 
+@pytest.mark.slow
 def test_compiled_parts():
     run_processes(2, compare_compiled)

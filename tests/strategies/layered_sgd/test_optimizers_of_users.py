@@ -6,14 +6,13 @@ import functools
 import warnings
 from typing import Any
 
-import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tests.ranks import run_processes
+from tests.ranks import run_cases
 from tests.strategies.layered_sgd.user_cases import Case, compare_on_a_slow_network
 from tests.strategies.modules import Net
 
@@ -264,6 +263,5 @@ def compare_case(rank, name):
     compare_on_a_slow_network(CASES[name])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_equals_ddp(name):
-    run_processes(2, compare_case, name)
+def test_equals_ddp():
+    run_cases(2, compare_case, CASES)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
-import pytest
+import pytorch_lightning as pl
 
 from lightning_dp.strategies import LayeredSGDStrategy
-from tests.ranks import run_processes
+from tests.ranks import run_cases
 from tests.strategies.layered_sgd.test_hidden_uses import CompiledBetweenSteps, CompiledMethod, TiedThroughData
 from tests.strategies.layered_sgd.test_optimizers_of_users import (
     GlobalStepHook,
@@ -29,32 +30,40 @@ class CompiledPart(Net):
         self.shared.compile(backend="eager")
 
 
-def say_why(rank, make, callback):
+# Name -> the module, a callback, and what the warning says.
+CASES: dict[str, tuple[Callable[[], Net], Callable[[], pl.Callback] | None, str]] = {
+    "SAM": (WithSAM, None, "SAM.step, which is not PyTorch's own, must run within its own step"),
+    "ZeRO": (WithZeRO, None, "ZeroRedundancyOptimizer.step, which is not PyTorch's own, must run"),
+    "a patched step": (PatchedStep, None, "SGD.step, which somebody has replaced, must run"),
+    "a wrapped step": (WrappedStep, None, "SGD.step, which somebody has replaced, must run"),
+    "a wrapped class": (Net, WrapsTheClass, "SGD.step, which somebody has replaced, must run"),
+    "own clipping": (OwnClipping, None, "OwnClipping.clip_gradients must run"),
+    "a step hook": (StepPreHook, None, "a hook before or after SGD.step must run"),
+    "a global step hook": (Net, GlobalStepHook, "a hook before or after SGD.step must run"),
+    "a compiled part": (
+        CompiledPart, None, "a part of the module is compiled or scripted, so a use of parameters can go unseen"
+    ),
+    "a compiled method": (
+        CompiledMethod, None, "training_step runs compiled code, so a use of parameters can go unseen"
+    ),
+    "compiled code between steps": (
+        Net, CompiledBetweenSteps, "compiled code that runs between two training steps must run"
+    ),
+    "shared memory": (TiedThroughData, None, "copy.weight and shared.weight share memory, so a use"),
+}  # fmt: skip
+
+
+def say_why(rank, name):
+    make, callback, reason = CASES[name]
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("lightning_dp").addHandler(handler)
+    logger = logging.getLogger("lightning_dp")
+    logger.addHandler(handler)
     fit(LayeredSGDStrategy(1), make(), [] if callback is None else [callback()])
-    return [record for record in records if "LayeredSGDStrategy:" in record]
+    logger.removeHandler(handler)
+    assert [reason in record for record in records if "LayeredSGDStrategy:" in record] == [True], records
 
 
-@pytest.mark.parametrize(
-    ("make", "callback", "reason"),
-    [
-        (WithSAM, None, "SAM.step, which is not PyTorch's own, must run within its own step"),
-        (WithZeRO, None, "ZeroRedundancyOptimizer.step, which is not PyTorch's own, must run"),
-        (PatchedStep, None, "SGD.step, which somebody has replaced, must run"),
-        (WrappedStep, None, "SGD.step, which somebody has replaced, must run"),
-        (Net, WrapsTheClass, "SGD.step, which somebody has replaced, must run"),
-        (OwnClipping, None, "OwnClipping.clip_gradients must run"),
-        (StepPreHook, None, "a hook before or after SGD.step must run"),
-        (Net, GlobalStepHook, "a hook before or after SGD.step must run"),
-        (CompiledPart, None, "a part of the module is compiled or scripted, so a use of parameters can go unseen"),
-        (CompiledMethod, None, "training_step runs compiled code, so a use of parameters can go unseen"),
-        (Net, CompiledBetweenSteps, "compiled code that runs between two training steps must run"),
-        (TiedThroughData, None, "copy.weight and shared.weight share memory, so a use"),
-    ],
-)
-def test_a_warning_names_what_costs_the_overlap_once(make, callback, reason):
-    for records in run_processes(2, say_why, make, callback):
-        assert [reason in record for record in records] == [True], records
+def test_a_warning_names_what_costs_the_overlap_once():
+    run_cases(2, say_why, CASES)

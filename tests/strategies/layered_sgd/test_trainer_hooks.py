@@ -14,7 +14,7 @@ from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint, WeightA
 from pytorch_lightning.strategies import DDPStrategy
 
 from tests.ranks import run_processes
-from tests.strategies.layered_sgd.modules import OVERLAPS, fit, layered
+from tests.strategies.layered_sgd.modules import OVERLAPS, STEPS, fit, layered
 from tests.strategies.modules import Net, assert_same, data, snapshot, trainer
 
 
@@ -36,18 +36,18 @@ class NetWithValidation(Net):
 
 
 def watched_fit(rank, folder, strategy):
-    checkpoint = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=7, save_top_k=-1)
+    checkpoint = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
     module = NetWithValidation(schedule="epoch")
     module, t = fit(
         strategy, 2, module, callbacks=[checkpoint, Average()], enable_checkpointing=True,
-        val_check_interval=10, num_sanity_val_steps=0, max_epochs=2,
+        val_check_interval=4, num_sanity_val_steps=0, max_epochs=2,
     )  # fmt: skip
     return module.seen, snapshot(module, t)
 
 
 def compare_watched_fits(rank, folder):
     expected_seen, expected = watched_fit(rank, f"{folder}/ddp", DDPStrategy())
-    assert len(expected_seen) == 2 * 3 * 2
+    assert len(expected_seen) == 2 * 2 * 2
     for overlap in OVERLAPS:
         seen, values = watched_fit(rank, f"{folder}/{overlap}", layered(overlap=overlap))
         assert_same(values, expected)
@@ -57,7 +57,7 @@ def compare_watched_fits(rank, folder):
 def test_validation_checkpoints_and_weight_averaging_see_the_updated_weights(tmp_path):
     run_processes(2, compare_watched_fits, str(tmp_path))
     names = sorted(path.name for path in (tmp_path / "ddp").iterdir())
-    assert len(names) == 8
+    assert len(names) == 6
     for overlap in OVERLAPS:
         for name in names:
             ours, ddps = (torch.load(tmp_path / side / name, weights_only=True) for side in (overlap, "ddp"))
@@ -75,7 +75,7 @@ def test_a_checkpoint_goes_on_in_a_plain_trainer_as_ddps_would(tmp_path):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PossibleUserWarning)
             warnings.filterwarnings("ignore", ".*callbacks used to create the checkpoint.*")
-            t.fit(module, data(1), ckpt_path=tmp_path / side / "step=49.ckpt", weights_only=True)
+            t.fit(module, data(1), ckpt_path=tmp_path / side / "step=18.ckpt", weights_only=True)
         ends.append(snapshot(module, t))
     assert_same(ends[1], ends[0])
     assert_same(ends[2], ends[0])
@@ -95,7 +95,7 @@ def compare_gradients(rank, callback):
         norms = callback()
         fit(strategy, 2, callbacks=[norms])
         results.append(norms.seen)
-    assert len(results[0]) == 30
+    assert len(results[0]) == STEPS
     torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=0)
     torch.testing.assert_close(results[2], results[0], rtol=1e-10, atol=0)
 
@@ -125,7 +125,7 @@ def compare_hook_of_an_instance(rank):
         hook = LambdaCallback(on_before_optimizer_step=lambda t, m, o, steps=steps: steps.append(t.global_step))
         fit(strategy, 2, callbacks=[hook])
         seen.append(steps)
-    assert seen[1] == seen[0] == list(range(30))
+    assert seen[1] == seen[0] == list(range(STEPS))
 
 
 def test_hooks_of_an_instance_run_within_their_step():
