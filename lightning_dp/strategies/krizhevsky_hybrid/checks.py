@@ -6,16 +6,16 @@ import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import zip_longest
 from types import MethodType
 from typing import Any
 
-import torchmetrics
 from torch import nn, optim
 from torch.optim import Optimizer
-from torchmetrics import Metric, MetricCollection, classification, regression, wrappers
+from torchmetrics import Metric
 
 from lightning_dp._lightning import LightningModule
-from lightning_dp._private.torch_names import has_backward_hooks, has_forward_hooks, has_tensor_hooks
+from lightning_dp._private.torch_names import has_backward_hooks, has_forward_hooks, has_tensor_hooks, tree_leaves
 from lightning_dp.strategies.base import compiled_parts_around, overlapping_parameters
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import SCHEMES
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, divisible_layers, require_whole_layer
@@ -98,18 +98,8 @@ def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_na
     divisible_layers(head, head_name)
     if variable_batch:
         _check_variable_batch(module, head_name)
-    owned = {id(parameter) for parameter in head.parameters()}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) in owned and not name.startswith(f"{head_name}."):
-            raise ValueError(
-                f"{name} shares a parameter with the head {head_name!r}, which is sharded over ranks; untie them"
-            )
-        if parameter.is_meta and id(parameter) not in owned:
-            raise ValueError(
-                f"{name} is on the meta device; {STRATEGY} initializes the head {head_name!r} only. Build the rest on "
-                "the CPU"
-            )
-    _check_shared_memory(module, head_name)
+    _check_ties(module, head, head_name)
+    _check_shared_memory(module, head, head_name)
     if any(getattr(each, _ALLOW_NO_BATCHES, False) for each in (module, trainer.datamodule)):
         raise ValueError(
             f"{_ALLOW_NO_BATCHES}=True lets ranks without batches skip a validation, at the start of which all ranks "
@@ -123,10 +113,31 @@ def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_na
             )
 
 
-def _check_shared_memory(module: LightningModule, head_name: str) -> None:
-    """Raise ValueError for memory that the head shares: ranks hold copies of their rows, which would be untied."""
+def _check_ties(module: LightningModule, head: nn.Module, head_name: str) -> None:
+    """Raise ValueError for parameters that the trunk shares with the head, or that have no values yet."""
+    # By layers, not by names: the head, or a layer of it, may be an attribute of the module under a second name.
+    inside = set(head.modules())
+    owned = {id(parameter) for parameter in head.parameters()}
+    for path, layer in module.named_modules():
+        own = () if layer in inside else layer.named_parameters(path, recurse=False, remove_duplicate=False)
+        for name, parameter in own:
+            if id(parameter) in owned:
+                raise ValueError(
+                    f"{name} shares a parameter with the head {head_name!r}, which is sharded over ranks; untie them"
+                )
+            if parameter.is_meta:
+                raise ValueError(
+                    f"{name} is on the meta device; {STRATEGY} initializes the head {head_name!r} only. Build the rest "
+                    "on the CPU"
+                )
+
+
+def _check_shared_memory(module: LightningModule, head: nn.Module, head_name: str) -> None:
+    """Raise ValueError for memory that the head shares: local shards are copies, which would be untied."""
+    named, owned = dict(module.named_parameters()), set(head.parameters())
     for pair in overlapping_parameters(module):
-        if any(name.startswith(f"{head_name}.") for name in pair):
+        is_of_head = any(named[name] in owned for name in pair)
+        if is_of_head and any(named[name].requires_grad for name in pair):  # frozen, both keep their values
             raise ValueError(
                 f"{pair[0]} and {pair[1]} share memory, and the head {head_name!r}, which is sharded over ranks, would "
                 "have values of its own; untie them, or, within the head, let two layers have the same nn.Parameter"
@@ -154,37 +165,21 @@ def _check_variable_batch(module: LightningModule, head_name: str) -> None:
         )
 
 
-def warn_of_single_rows(head: ShardedHead) -> None:
-    """Warn, on rank 0, of layers of which each rank holds a single row: torch broadcasts it without an error."""
-    world_size = head.channel.world_size
-    if head.channel.rank or world_size == 1:
-        return
-    for path, layer in divisible_layers(head.head, head.name):
-        if isinstance(layer, nn.Linear) and layer.out_features == world_size:
-            log.warning(
-                f"{path} has as many outputs as there are ranks, so each rank holds one row of its weight. Where a "
-                "callback averages it with a copy of the whole weight (a mean teacher), torch would not raise, but "
-                "broadcast that row. Let all ranks call trainer.strategy.gather_head() first, and average with "
-                "module.state_dict()"
-            )
-
-
 def require_unchanged(module: nn.Module, head: ShardedHead) -> None:
-    """Raise RuntimeError if the head is not what it was at set-up. Cheap enough to be called in each step."""
+    """Raise RuntimeError if the head is not the one of set-up: the strategy would go on with the old parameters."""
     try:
-        is_same = module.get_submodule(head.name) is head.head
+        now = list(module.get_submodule(head.name).parameters())
     except AttributeError:
-        is_same = False
-    changed = head.changed_part() if is_same else head.name
-    if changed is not None:
+        now = []
+    if any(p is not before for p, before in zip_longest(now, head.parameters)):
         raise RuntimeError(
-            f"{changed} was changed after set-up, and the sharded head {head.name!r} would not notice; change layers, "
-            "parameters and forwards of the head in __init__, setup or configure_model, or between two runs of fit"
+            f"{head.name} was changed after set-up, and the sharded head would not notice; change its layers and "
+            "parameters in __init__, setup or configure_model, or between two runs of fit"
         )
 
 
 def check_hooks(head: ShardedHead) -> None:
-    """Raise ValueError for hooks that would see slices of activations or rows of gradients. Called in every step."""
+    """Raise ValueError for hooks that would see slices of activations or of gradients. Called in the first step."""
     for name, layer in head.head.named_modules(prefix=head.name):
         # A forward hook of the head as a whole sees whole features and logits.
         if (layer is not head.head and has_forward_hooks(layer)) or has_backward_hooks(layer):
@@ -220,16 +215,6 @@ def require_whole(module: nn.Module, head_name: str) -> None:
             require_whole_layer(layer, path)
 
 
-def warn_of_requeue(cluster_environment: Any) -> None:
-    """Warn that Lightning's requeueing under SLURM saves a checkpoint wherever a rank is when the signal comes."""
-    if getattr(cluster_environment, "requeue_signal", None) and getattr(cluster_environment, "auto_requeue", False):
-        log.warning(
-            f"{STRATEGY}: all ranks make a checkpoint together, and Lightning's requeueing saves one in the middle of "
-            "a step, which ends the job with an error; use plugins=[SLURMEnvironment(auto_requeue=False)] and "
-            "ModelCheckpoint(every_n_train_steps=...)"
-        )
-
-
 def check_optimizers(optimizers: list[Optimizer], head: ShardedHead) -> None:
     """Refuse optimizers that are known to compute with whole parameters, and warn of unknown ones.
 
@@ -237,7 +222,8 @@ def check_optimizers(optimizers: list[Optimizer], head: ShardedHead) -> None:
         ValueError: an optimizer computes something else from a part of a parameter than from the whole.
     """
     for optimizer in optimizers:
-        if not any(head.owns(p) for group in optimizer.param_groups for p in group["params"]):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(head.owns(p) and p.requires_grad for p in parameters):
             continue
         # The exact type, because a subclass may take norms of whole layers. Some LARS implementations extend SGD.
         kind = type(optimizer)
@@ -253,99 +239,49 @@ def check_optimizers(optimizers: list[Optimizer], head: ShardedHead) -> None:
             )
         log.warning(
             f"{kind.__name__} updates rows of the head's weights on each rank, so it must be elementwise. If it takes "
-            "norms of whole layers, as LARS and LAMB do, the result is wrong"
+            "norms of whole layers, as LARS and LAMB do, the result is wrong. States of another shape than the "
+            "parameter's, as 8-bit optimizers have, are saved of rank 0 only"
         )
 
 
-# --- Metrics that count samples must not be updated in ``head_step``, which every rank runs with all ranks' samples.
+# --- What counts samples must not be in ``head_step``, which every rank runs with the samples of all ranks ---
 
-# Each value is a mean, a ratio, a curve of ratios or an extremum: the same if every update is repeated. Confusion
-# matrices and the counts of StatScores are not.
-_PER_TASK = (
-    *("Accuracy", "AUROC", "AveragePrecision", "CalibrationError", "CohenKappa", "CoverageError", "EER", "ExactMatch"),
-    *("F1Score", "FBetaScore", "HammingDistance", "HingeLoss", "JaccardIndex", "LogAUC", "MatthewsCorrCoef"),
-    *("NegativePredictiveValue", "Precision", "PrecisionAtFixedRecall", "PrecisionRecallCurve", "ROC", "Recall"),
-    *("RankingAveragePrecision", "RankingLoss", "RecallAtFixedPrecision", "SensitivityAtSpecificity", "Specificity"),
-    "SpecificityAtSensitivity",
-)
-_OF_REGRESSION = (
-    *("CosineSimilarity", "ExplainedVariance", "JensenShannonDivergence", "KLDivergence", "LogCoshError"),
-    *("MeanAbsoluteError", "MeanAbsolutePercentageError", "MeanSquaredError", "MeanSquaredLogError"),
-    *("PearsonCorrCoef", "R2Score", "RelativeSquaredError", "SpearmanCorrCoef", "SymmetricMeanAbsolutePercentageError"),
-    *("TweedieDevianceScore", "WeightedMeanAbsolutePercentageError"),
-)
-# Those that wrap others are functions of them, and each of the others is checked by itself.
-_WRAPPERS = ("ClasswiseWrapper", "MinMaxMetric", "MultioutputWrapper", "MultitaskWrapper")
-# Exact types, because a subclass may compute anything. A type that this version of torchmetrics lacks becomes None.
-REPEATABLE = {
-    *(
-        getattr(classification, task + name, None)
-        for task in ("Binary", "Multiclass", "Multilabel")
-        for name in _PER_TASK
-    ),
-    *(getattr(regression, name, None) for name in _OF_REGRESSION),
-    *(getattr(wrappers, name, None) for name in _WRAPPERS),
-    *(torchmetrics.MeanMetric, torchmetrics.MaxMetric, torchmetrics.MinMetric, torchmetrics.metric.CompositionalMetric),
-} - {None}
-# With another value of these options the types above sum, or return a value for each sample.
-_OPTIONS = {"reduction": "mean", "multidim_average": "global", "adjusted": 0}
-_REDUCE_FX = list(inspect.signature(LightningModule.log).parameters).index("reduce_fx") - 1  # without self
 _EVERY_SAMPLE = "within head_step, where every rank sees the samples of all ranks"
+_LOG = inspect.signature(LightningModule.log)
 
 
 @contextmanager
 def no_counting(module: LightningModule, world_size: int) -> Iterator[None]:
     """Raise ValueError if samples are counted within: they would count K times as much, for K ranks.
 
-    Means and ratios may be updated in ``head_step``, because the factor K cancels. Other metrics must declare it, with
-    the class attribute ``same_if_repeated = True``.
+    The factor K cancels in means and ratios. It cannot be seen whether a metric is one, so it must declare it: with the
+    attribute ``same_if_repeated = True``, of its class or of the metric itself.
     """
     if world_size == 1:
         yield
         return
-    before = {id(part): part.update_count for part in module.modules() if isinstance(part, Metric)}
+    before = {id(metric): metric.update_count for _, metric in _metrics(module)}
     with _no_logged_sums(module):
         yield
-    updated = {
-        id(part)
-        for part in module.modules()
-        if isinstance(part, Metric) and part.update_count != before.get(id(part), 0)
-    }
-    if updated:
-        _add_groups(module, updated)
-        for name, part in module.named_modules():
-            if id(part) in updated:
-                _require_repeatable(name, part, world_size)
+    for name, metric in _metrics(module):
+        is_updated = metric.update_count != before.get(id(metric), 0)
+        if is_updated and not getattr(metric, "same_if_repeated", False):
+            raise ValueError(
+                f"the {type(metric).__name__} {name} is updated {_EVERY_SAMPLE}, so each would be counted "
+                f"{world_size} times. Update it in training_step or in validation. If its value is the same when every "
+                "update is repeated, as a mean or a ratio is, set same_if_repeated = True on it or in its class"
+            )
 
 
-def _add_groups(module: nn.Module, updated: set[int]) -> None:
-    """Add the metrics that share their state with one in ``updated``: a collection updates one metric of a group."""
-    for collection in module.modules():
-        if isinstance(collection, MetricCollection):
-            metrics = {name: id(metric) for name, metric in collection.named_children()}
-            for names in collection.compute_groups.values():
-                group = {metrics[name] for name in names}
-                if group & updated:
-                    updated |= group
-
-
-def _require_repeatable(name: str, metric: nn.Module, world_size: int) -> None:
-    kind = type(metric)
-    # Not inherited: a subclass may compute something else.
-    if vars(kind).get("same_if_repeated", False):
-        return
-    options = [(option, value) for option, value in _OPTIONS.items() if getattr(metric, option, value) != value]
-    if kind in REPEATABLE and not options:
-        return
-    what, remedy = f"the {kind.__name__} {name} is updated {_EVERY_SAMPLE}", "use a mean or a ratio of torchmetrics"
-    if kind not in REPEATABLE:
-        rule = f"so each sample would be counted {world_size} times, and it is not known to be a mean or a ratio"
-        remedy += f", or, if it is one, declare same_if_repeated = True in the class {kind.__name__}"
-    else:
-        option, value = options[0]
-        rule = f"so with {option}={getattr(metric, option)!r} each sample would be counted {world_size} times"
-        remedy = f"use {option}={value!r}"
-    raise ValueError(f"{what}, {rule}. Update it in training_step or in validation, or {remedy}")
+def _metrics(module: nn.Module) -> Iterator[tuple[str, Metric]]:
+    """Yield the metrics of ``module`` by name, also those in its plain lists and dictionaries."""
+    for path, part in module.named_modules():
+        if isinstance(part, Metric):
+            yield path, part
+        for name, value in vars(part).items():
+            if isinstance(value, list | tuple | dict) and name not in ("_modules", "_parameters", "_buffers"):
+                inner = (leaf for leaf in tree_leaves(value) if isinstance(leaf, nn.Module))
+                yield from ((name, metric) for each in inner for metric in each.modules() if isinstance(metric, Metric))
 
 
 @contextmanager
@@ -363,12 +299,12 @@ def _no_logged_sums(module: LightningModule) -> Iterator[None]:
 
 
 def _log(module: LightningModule, *args: Any, **kwargs: Any) -> None:
-    reduce_fx = kwargs.get("reduce_fx", args[_REDUCE_FX] if len(args) > _REDUCE_FX else "mean")
+    given = _LOG.bind(module, *args, **kwargs).arguments
+    reduce_fx = given.get("reduce_fx", "mean")
     # Lightning takes "sum" in any case, sum and torch.sum.
     if getattr(reduce_fx, "__name__", str(reduce_fx)).lower() == "sum":
-        name = kwargs.get("name", *args[:1])
         raise ValueError(
-            f"self.log({name!r}, ..., reduce_fx={reduce_fx!r}) is called {_EVERY_SAMPLE}, so each sample would be "
+            f"self.log({given['name']!r}, ..., reduce_fx={reduce_fx!r}) is called {_EVERY_SAMPLE}, so each would be "
             f"counted {module.trainer.world_size} times. Log it in training_step, or use reduce_fx='mean'"
         )
     type(module).log(module, *args, **kwargs)

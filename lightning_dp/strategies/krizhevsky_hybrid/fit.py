@@ -1,17 +1,29 @@
-"""What exists for one run of ``fit``: the head's rows, its channels and passes, and what they replace in the module."""
+"""One run of ``fit``: what exists from set-up to teardown, and what is replaced meanwhile.
+
+`HybridFitState` is the life of it. `FitPatches` are the replacements, and how each is undone. What a call of the head
+means depends on when it comes, and is set by replacing its ``forward``, never by a flag:
+
+- in ``training_step``, and in backward: `HeadPasses.own_batch`. All ranks must call it;
+- in ``head_step``: `HeadPasses.forward_in_pass`. All ranks call it with the same features;
+- in validation and between steps: `FitPatches._forward_outside`. Any rank may call it alone.
+
+With ``evaluation="sharded"`` the head is never whole: a call in validation is made by all ranks, and one between steps
+raises.
+"""
 
 from __future__ import annotations
 
 import inspect
 import logging
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from types import MethodType
+from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,12 +33,11 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightning_dp._lightning import Callback, LightningModule
-from lightning_dp._private.lightning_names import strategy_timeout
 from lightning_dp._private.torch_names import backend_name, ignore_in_ddp, scaler_device, stop_ignoring_in_ddp
-from lightning_dp.collectives.all_to_all import CallMismatchError, Channel
-from lightning_dp.collectives.groups import create_groups, destroy_group, unbound_default_group
+from lightning_dp.collectives.all_to_all import Channel
+from lightning_dp.collectives.groups import OnStage, create_groups, destroy_group, unbound_default_group
 from lightning_dp.collectives.point_to_point import peer_error
-from lightning_dp.strategies.krizhevsky_hybrid import checks
+from lightning_dp.strategies.krizhevsky_hybrid import checkpoint, checks
 from lightning_dp.strategies.krizhevsky_hybrid.checks import no_counting
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import Scheme
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, SharedByCopies
@@ -41,18 +52,12 @@ from lightning_dp.strategies.krizhevsky_hybrid.state import (
     make_whole,
     own_optimizer_state,
     require_one_trunk,
-    sample_of,
-    save_sharded,
     shard_state,
-    warn_of_other_shapes,
-    warn_of_rows,
-    write_to_disk,
 )
 
-if TYPE_CHECKING:
-    from lightning_dp.strategies.krizhevsky_hybrid.strategy import KrizhevskyHybridStrategy
-
 log = logging.getLogger(__name__)
+
+HeadStep = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,19 @@ class Options:
     state_dict_type: Literal["full", "sharded"]
 
 
-class Fitting(SharedByCopies):
+@dataclass(frozen=True)
+class FitEnvironment:
+    """What a run of ``fit`` needs of Lightning's strategy."""
+
+    device: torch.device
+    precision_plugin: Any
+    timeout: timedelta  # of process groups
+    on_stage: OnStage  # called with name, start and end of each stage
+    optimizers: Callable[[], list[Optimizer]]  # they do not exist before set-up ends
+    broadcast: Callable[[Any], Any]  # returns rank 0's value
+
+
+class HybridFitState(SharedByCopies):
     """Shards the head of ``module`` for one run of ``fit``, and makes it whole again. All ranks must construct it.
 
     A run ends with one of three methods: `fail` if set-up fails, `abandon` after an exception, otherwise `finish`.
@@ -74,45 +91,44 @@ class Fitting(SharedByCopies):
     Args:
         options: the user's arguments.
         module: on the device where it was built, usually the CPU.
-        strategy: has the device, precision plugin, optimizers, timeout and ``on_stage``.
+        environment: of Lightning's strategy.
 
     Raises:
         ValueError: the module, its head or the Trainer has something that does not work with a sharded head.
     """
 
-    def __init__(self, options: Options, module: LightningModule, strategy: KrizhevskyHybridStrategy) -> None:
+    def __init__(self, options: Options, module: LightningModule, environment: FitEnvironment) -> None:
         self._options = options
         self._module = module
-        self._strategy = strategy
-        self._checked: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()  # sizes of their groups
-        plugin = strategy.precision_plugin
+        self._environment = environment
+        # Of each optimizer, how many trainable parameters its groups had when it was checked.
+        self._checked: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
         layers = checks.find_head(module, options.head)
         checks.check_module(module, module.trainer, layers, options.head, options.variable_batch)
-        checks.check_precision(plugin, options.variable_batch)
+        checks.check_precision(environment.precision_plugin, options.variable_batch)
         # Two groups, because features travel while the head exchanges activations, and the messages of one group must
         # start in the same order on all ranks.
-        timeout = strategy_timeout(strategy)
         with unbound_default_group(None):
-            groups = [dist.new_group(timeout=timeout) for _ in range(2)]
-        host = _make_host_group(groups[0], strategy.root_device, timeout)
-        hidden = Channel(groups[0], self._record_stage, checks.UNEQUAL_LOADERS)
-        features = Channel(groups[1], self._record_stage, checks.UNEQUAL_LOADERS, host)
+            groups = [dist.new_group(timeout=environment.timeout) for _ in range(2)]
+        host = _make_host_group(groups[0], environment.device, environment.timeout)
+        hidden = Channel(groups[0], environment.on_stage, checks.UNEQUAL_LOADERS)
+        features = Channel(groups[1], environment.on_stage, checks.UNEQUAL_LOADERS, host)
         self.channels = [features, hidden]
         # Parameters and checks travel in the features' group. If one rank gathers the head while another begins a step,
         # each receives a message that it does not expect, and raises at once. In two groups both would wait.
         control = Channel(features.group, hint=checks.UNEQUAL_LOADERS)
+        self._places = Channel(host or features.group, hint=checks.UNEQUAL_LOADERS)  # see `_meet`
         self.head = ShardedHead(layers, hidden, options.head, control)
-        checks.warn_of_single_rows(self.head)
         self._parameters = ShardedParameters(self.head)
         # If anything in here raises, what was done is undone, the last first, and the user's module is as it was. Where
         # all goes well, `pop_all` keeps the callbacks of ``stack`` for the end, and forgets those of ``undo_all``.
         with ExitStack() as undo_all, ExitStack() as stack:
             undo_all.callback(self._parameters.restore)
             stack.callback(self._destroy_groups)
-            self._parameters.shard(strategy.root_device)
+            self._parameters.shard(environment.device)
             passes = self._passes = HeadPasses(self.head, options.scheme, features)
-            self.takeover = Takeover(module, passes, plugin, options.variable_batch, self._optimizers)
-            stack.callback(self.takeover.undo)
+            self.patches = FitPatches(module, passes, environment, options.variable_batch)
+            stack.callback(self.patches.undo)
             self._stack = stack.pop_all()
             undo_all.pop_all()
 
@@ -124,65 +140,25 @@ class Fitting(SharedByCopies):
             total.update(channel.bytes_sent)
         return dict(total)
 
+    # --- From set-up to the end ---
+
     def succeed(self) -> None:
         """Complete set-up, and gather the head for what comes before the first step. All ranks must call it.
 
         Raises:
-            ValueError: an optimizer cannot work on rows.
+            ValueError: an optimizer cannot work on a local shard.
         """
         self._check_optimizers()
         # If set-up has failed on another rank, this call fails, while `fail` can still restore the module.
-        self.head.control.all_gather("end of set-up", torch.zeros(1, device=self._strategy.root_device))
+        self.head.control.all_gather("end of set-up", torch.zeros(1, device=self._environment.device))
         self._parameters.keep()
-        for optimizer in self._optimizers():
+        for optimizer in self._environment.optimizers():
             shard_state(optimizer, self.head)
-        self.takeover.remember_rows()
         if self._options.evaluation == "gathered":
-            self.takeover.gather_head()
+            self.patches.gather_head()
             callback = GatherHead(self.gather, self.gather_if_changed)
-            self._stack.enter_context(callback.installed(self._module.trainer))
-
-    def _meet(self) -> None:
-        """Raise CallMismatchError if a rank is elsewhere, before others wait for it. All ranks must call it."""
-        require_same_place(self._strategy.root_device, checks.UNEQUAL_LOADERS)
-
-    def gather(self) -> None:
-        """Gather the head, so that each rank can call it alone until the next training step. All ranks must call it."""
-        self._meet()
-        self.takeover.gather_head()
-
-    def gather_if_changed(self) -> None:
-        """Gather the head unless what was gathered is still the same on all ranks. All ranks must call it.
-
-        At the start of a validation this comes after the hooks of all callbacks. A callback may have put averaged
-        weights into the module. `GatherHead` may be missing: Lightning's tuner removes callbacks.
-        """
-        if self._options.evaluation != "gathered":
-            return
-        self._meet()
-        is_changed = torch.tensor([float(not self.takeover.has_current_head)], device=self._strategy.root_device)
-        if self.head.control.all_gather("is changed", is_changed).any():
-            self.takeover.gather_head()
-
-    @contextmanager
-    def training_step(self) -> Iterator[None]:
-        """Run a training step within the context, see `Takeover.training_step`."""
-        self._check_optimizers()  # before head_step, which may update the head
-        with self.takeover.training_step():
-            yield
-
-    @contextmanager
-    def backward(self, loss: Tensor) -> Iterator[None]:
-        """Run backward of ``loss`` within the context, see `Takeover.backward`."""
-        with self.takeover.backward(loss):
-            yield
-        self._check_optimizers()  # again, because on_after_backward may have changed them
-
-    @contextmanager
-    def validation_step(self) -> Iterator[None]:
-        """Run a validation step within the context. If the head is never gathered, its calls are collective there."""
-        with self.takeover.exchanging() if self._options.evaluation == "sharded" else nullcontext():
-            yield
+            self._stack.enter_context(callback.installed(self._module))
+        self._stack.enter_context(_in_summaries(self._module.trainer, self.patches.shown_whole))
 
     def fail(self) -> None:
         """Restore the module after set-up has failed on this rank. No other rank is needed."""
@@ -191,28 +167,19 @@ class Fitting(SharedByCopies):
         else:
             self.abandon()
 
-    def explain(self, error: BaseException) -> None:
-        """Log the likely cause of an error about shapes that was not raised here: rows where the whole was expected."""
-        if self.head.is_sharded and "size of tensor" in str(error) and not is_raised_here(error):
-            log.warning(
-                f"the error may come from the head {self._options.head!r}: during fit, rank "
-                f"{self.head.channel.rank} holds only its rows of the parameters and optimizer states. To average "
-                "weights with a whole copy (a mean teacher, torch's AveragedModel), let all ranks call "
-                "trainer.strategy.gather_head(), and use module.state_dict(), which then has whole tensors"
-            )
-
     def abandon(self) -> None:
-        """Leave the rows in the head. After an exception the other ranks may be gone, and their rows with them."""
+        """Leave the local shard in the head. After an exception the other ranks may be gone, and theirs with them."""
         log.warning(
             f"after an exception rank {self.head.channel.rank} holds only its rows of {self._options.head!r}. Build "
-            "the module anew and load a checkpoint before you use it again"
+            "the module again and load a checkpoint before you use it"
         )
         self._stack.close()
 
     def finish(self) -> None:
         """Make the head and its optimizer states whole again on every rank, in host memory. All ranks must call it."""
+        self._meet()
         self._passes.checks.finish()
-        if self._keeps_rows:
+        if self._keeps_shards:
             log.warning(
                 f"state_dict_type='sharded': rank {self.head.channel.rank} holds only its rows of "
                 f"{self._options.head!r} after fit. To use the whole head, convert a checkpoint with "
@@ -221,20 +188,85 @@ class Fitting(SharedByCopies):
         else:
             # The gathered values were copies. Free them first, because what follows is the peak of memory: each rank
             # ends with the whole weights and optimizer states.
-            self.takeover.forget_gathered_head()
-            for optimizer in self._optimizers():
+            self.patches.forget_gathered_head()
+            for optimizer in self._environment.optimizers():
                 make_whole(optimizer, self.head)
             self._parameters.unshard()
         self._stack.close()
 
+    # --- Steps ---
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Run a training step within the context, see `FitPatches.training_step`."""
+        self._check_optimizers()  # before head_step, which may update the head
+        here = torch.zeros(1, dtype=torch.uint8)
+        arriving = [torch.empty_like(here) for _ in range(self._places.world_size)]
+        said = self._places.all_to_all("training step", [here] * len(arriving), arriving)  # see `_meet`
+        with self.patches.training_step():
+            yield
+        said.wait()
+
+    @contextmanager
+    def backward(self, loss: Tensor) -> Iterator[None]:
+        """Run backward of ``loss`` within the context, see `FitPatches.backward`."""
+        with self.patches.backward(loss):
+            yield
+        self._check_optimizers()  # again, because on_after_backward may have changed them
+
+    @contextmanager
+    def validation_step(self) -> Iterator[None]:
+        """Run a validation step within the context. If the head is never gathered, its calls are collective there."""
+        with self.patches.exchanging() if self._options.evaluation == "sharded" else nullcontext():
+            yield
+
+    # --- The whole head, between steps ---
+
+    def gather(self) -> None:
+        """Gather the head, so that each rank can call it alone until the next training step. All ranks must call it."""
+        self._meet()
+        self.patches.gather_head()
+
+    def gather_if_changed(self) -> None:
+        """Gather the head unless what was gathered is still the same on all ranks. All ranks must call it.
+
+        At the start of a validation this comes after the hooks of all callbacks. A callback may have put averaged
+        weights into the module. `GatherHead` may be missing: Lightning's tuner removes callbacks.
+        """
+        self._meet()
+        if self._options.evaluation != "gathered":
+            return
+        is_changed = torch.tensor([float(not self.patches.has_current_head)], device=self._environment.device)
+        if self.head.control.all_gather("is changed", is_changed).any():
+            self.patches.gather_head()
+
+    def _meet(self) -> None:
+        """Raise CallMismatchError if a rank is in another batch, instead of waiting for it. All ranks must call it.
+
+        A rank whose loader has ended comes here, while the others begin another batch. Each rank says so at the begin
+        of a training step, and does not wait for the answer, so this rank receives it in place of what it expects.
+        """
+        # Before a batch, Lightning broadcasts from rank 0 whether the job was told to stop, in the default group: 0 or
+        # 1, one integer. The ranks that wait for that number get it from here, and go on to their training step.
+        go_on = torch.zeros(1, dtype=torch.int64, device=self._environment.device)
+        try:
+            dist.broadcast(go_on, src=0)
+        except RuntimeError as error:
+            group = dist.group.WORLD
+            assert group is not None
+            raise peer_error(group, "reach", 0 if dist.get_rank() else 1, error) from error
+        self._places.all_gather("between training steps", torch.zeros(1, dtype=torch.uint8))
+
+    # --- Checkpoints ---
+
     def module_state(self, state_dict: Callable[[], State]) -> State:
-        """Return the module's state for a checkpoint: whole on rank 0, or this rank's rows. All ranks must call it."""
+        """Return the module's state for a checkpoint: whole on rank 0, or the local shard. All ranks must call it."""
         self._passes.checks.finish()
         self._meet()
-        with self.takeover.state_dict_hooks.leaving_rows():
+        with self.patches.state_dict_hooks.leaving_shards():
             state = state_dict()
         require_one_trunk(self._module, self.head)
-        if self._keeps_rows:
+        if self._keeps_shards:
             return state
         # A module may leave parameters out of its state_dict.
         whole = gather_parameters(self._module, self.head)
@@ -242,17 +274,13 @@ class Fitting(SharedByCopies):
 
     def optimizer_state(self, optimizer: Optimizer, state: State) -> State:
         """Return an optimizer's state for a checkpoint, like `module_state`. All ranks must call it."""
-        warn_of_other_shapes(optimizer, self.head)
-        return state if self._keeps_rows else gather_optimizer_state(optimizer, state, self.head)
+        return state if self._keeps_shards else gather_optimizer_state(optimizer, state, self.head)
 
     def own_states(self, states: list[State]) -> list[State]:
-        """Return the optimizers' states of a checkpoint, cut to this rank's rows."""
-        both = zip(self._optimizers(), states, strict=False)  # Lightning, too, ignores states without an optimizer
+        """Return the optimizers' states of a checkpoint, cut to the local shard."""
+        # Lightning, too, ignores states without an optimizer.
+        both = zip(self._environment.optimizers(), states, strict=False)
         return [own_optimizer_state(optimizer, state, self.head) for optimizer, state in both]
-
-    def warn_of_rows(self, checkpoint: State) -> None:
-        """Warn of what ``checkpoint`` holds of rank 0 alone."""
-        warn_of_rows(checkpoint, self._module, self.head)
 
     def writes(self, is_plain: bool) -> bool:
         """Return whether to save by `write`. Lightning's own way makes two more copies of a checkpoint in memory.
@@ -261,43 +289,34 @@ class Fitting(SharedByCopies):
             is_plain: whether the checkpoint is an ordinary local file to Lightning.
 
         Raises:
-            ValueError: each rank must write its rows, and the checkpoint is not a plain local file.
+            ValueError: each rank must write its local shard, and the checkpoint is not a plain local file.
         """
-        if self._keeps_rows and not is_plain:
+        if self._keeps_shards and not is_plain:
             raise ValueError(
                 "state_dict_type='sharded' writes local files only; remove the checkpoint plugin and storage_options, "
                 "or use state_dict_type='full'"
             )
         return is_plain
 
-    def write(self, checkpoint: State, path: Path) -> None:
+    def write(self, content: State, path: Path) -> None:
         """Write a checkpoint: a file by rank 0, or a folder by all ranks. All ranks must call it."""
-        if self._keeps_rows:
-            # `ModelCheckpoint` may put a metric into the name that differs between ranks. All write to rank 0's folder.
-            path = self._strategy.broadcast(path)
-            barrier = self._strategy.barrier
-            save_sharded(checkpoint, path, self._module, self._optimizers(), self.head, barrier)
+        if self._keeps_shards:
+            optimizers, broadcast = self._environment.optimizers(), self._environment.broadcast
+            checkpoint.write_folder(content, path, self._module, optimizers, self.head, broadcast)
         elif self.head.channel.rank == 0:
-            write_to_disk(checkpoint, path)
+            checkpoint.write_file(content, path)
 
-    def _optimizers(self) -> list[Optimizer]:
-        return self._strategy.optimizers  # they do not exist before set-up ends
+    @property
+    def _keeps_shards(self) -> bool:
+        return self._options.state_dict_type == "sharded"
 
     def _check_optimizers(self) -> None:
-        """Check those that are new, or have other parameters: callbacks add groups, and replace optimizers."""
-        for optimizer in self._optimizers():
-            sizes = [len(group["params"]) for group in optimizer.param_groups]
+        """Check those that are new, or train other parameters: callbacks add groups, and replace optimizers."""
+        for optimizer in self._environment.optimizers():
+            sizes = [sum(p.requires_grad for p in group["params"]) for group in optimizer.param_groups]
             if self._checked.get(optimizer) != sizes:
                 checks.check_optimizers([optimizer], self.head)
                 self._checked[optimizer] = sizes
-
-    def _record_stage(self, stage: str, start_s: float, end_s: float) -> None:
-        if self._strategy.on_stage is not None:
-            self._strategy.on_stage(stage, start_s, end_s)
-
-    @property
-    def _keeps_rows(self) -> bool:
-        return self._options.state_dict_type == "sharded"
 
     def _destroy_groups(self) -> None:
         for channel in self.channels:
@@ -312,55 +331,31 @@ def _make_host_group(group: dist.ProcessGroup, device: torch.device, timeout: ti
     return create_groups([list(range(dist.get_world_size()))], dist.get_rank(), timeout, "gloo")
 
 
-# --- What hybrid parallelism replaces during ``fit``, and how each replacement is undone.
-#
-# - The head's ``forward``, and in training steps the module's ``head_step``: they run passes through the sharded head.
-# - ``state_dict``, ``load_state_dict`` and ``copy.deepcopy`` of the head: they convert between rows and whole tensors.
-# - The precision plugin's clipping by norm, and its gradient scaler: both must take all ranks' shards into account.
-# - DDP's list of parameters: the head's are left out.
-#
-# What a call of the head means depends on when it comes, and is set by replacing ``forward``, never by a flag:
-#
-# ================================== ================================== ================================ when
-# ``head(x)`` calls who must call it ================================== ==================================
-# ================================ in ``training_step``, in backward `HeadPasses.own_batch` all ranks in ``head_step``
-# `HeadPasses.forward_in_pass` all ranks, with the same features in validation, between steps
-# `Takeover._forward_outside` any rank alone ================================== ==================================
-# ================================
-#
-# With ``evaluation="sharded"`` the head is never whole: a call in validation is made by all ranks, and one between
-# steps is refused.
+class FitPatches(SharedByCopies):
+    """What is replaced for one run of ``fit``, from construction to `undo`.
 
-
-HeadStep = Callable[..., Tensor]
-
-
-class Takeover(SharedByCopies):
-    """The replacements for one run of ``fit``. They are in place from construction to `undo`.
+    - The head's ``forward``, and in training steps the module's ``head_step``: they run passes through the head.
+    - ``state_dict``, ``load_state_dict`` and ``copy.deepcopy`` of the head: see `StateDictHooks`.
+    - The precision plugin's clipping by norm, and its gradient scaler: both must take all ranks' shards into account.
+    - DDP's list of parameters: the head's are left out.
 
     Args:
         module: the user's module, whose head is sharded.
         passes: the passes through that head.
-        plugin: Lightning's precision plugin.
+        environment: of Lightning's strategy.
         variable_batch: whether the head is updated after each pass.
-        optimizers: returns the optimizers. They do not exist yet when the replacements are made.
     """
 
     def __init__(
-        self,
-        module: LightningModule,
-        passes: HeadPasses,
-        plugin: Any,
-        variable_batch: bool,
-        optimizers: Callable[[], list[Optimizer]],
+        self, module: LightningModule, passes: HeadPasses, environment: FitEnvironment, variable_batch: bool
     ) -> None:
         self._module = module
         self._passes = passes
-        self._plugin = plugin
+        self._plugin = plugin = environment.precision_plugin
+        self._optimizers = environment.optimizers
         self._variable_batch = variable_batch
-        self._optimizers = optimizers
         self._gathered: GatheredHead | None = None  # from `gather_head` to the next training step
-        self._initial: InitialRows | None = None  # from `remember_rows` to the first training step
+        self._has_checked_hooks = False
         self.state_dict_hooks = StateDictHooks(passes.head, lambda: self._gathered)
         # If one of these raises, the block undoes those before it. The user's module must not keep half of them.
         with ExitStack() as stack:
@@ -375,14 +370,10 @@ class Takeover(SharedByCopies):
         """Put everything back, the last replacement first. A second call does nothing."""
         self._stack.close()
 
-    def remember_rows(self) -> None:
-        """Remember the rows at the end of set-up, for a warning if a hook changes them before the first step."""
-        self._initial = InitialRows(self._passes.head)
-
     @property
     def has_current_head(self) -> bool:
-        """Whether the head was gathered, and the rows of this rank are still those that were gathered."""
-        return self._gathered is not None and self._gathered.is_current and self._gathered.has_same_rows
+        """Whether the head was gathered, and the local shard is still the one that was gathered."""
+        return self._gathered is not None and self._gathered.is_current and self._gathered.has_same_shard
 
     def gather_head(self) -> None:
         """Gather the head, so that each rank can call it alone until the next training step. All ranks must call it."""
@@ -390,7 +381,7 @@ class Takeover(SharedByCopies):
         self._gathered = GatheredHead(self._passes.head)
 
     def forget_gathered_head(self) -> None:
-        """Free the gathered head: the rows are about to change, or it is no longer needed."""
+        """Free the gathered head: the local shard is about to change, or the head is no longer needed."""
         self._gathered = None
 
     @contextmanager
@@ -398,6 +389,24 @@ class Takeover(SharedByCopies):
         """Make calls of the head collective within the context: all ranks must make the same calls."""
         with self._passes.head.forwarding_to(self._passes.own_batch):
             yield
+
+    @contextmanager
+    def shown_whole(self) -> Iterator[None]:
+        """Give the parameters their whole shapes within the context, for Lightning's summary, and no values."""
+        head = self._passes.head
+
+        def of_its_shape(features: Tensor) -> Tensor:
+            return features.new_zeros(len(features), head.output_bounds[-1][1])
+
+        shards = {p: p.data for p in head.parameters}
+        with head.forwarding_to(of_its_shape if self._gathered is None else self._gathered.forward):
+            for p, shard in shards.items():
+                p.data = shard.new_empty(1).expand(head.whole_shape(p))  # one number in memory
+            try:
+                yield
+            finally:
+                for p, shard in shards.items():
+                    p.data = shard
 
     @contextmanager
     def training_step(self) -> Iterator[None]:
@@ -409,21 +418,15 @@ class Takeover(SharedByCopies):
         passes, module = self._passes, self._module
         num_steps = passes.num_steps
         passes.begin_training_step(module)
-        if self._initial is not None and not self.state_dict_hooks.has_loaded:
-            self._initial.warn_if_changed()
-        self._initial = None
+        if not self._has_checked_hooks:
+            checks.check_hooks(passes.head)
+            self._has_checked_hooks = True
         self.forget_gathered_head()
         with ExitStack() as stack:
             stack.enter_context(self.exchanging())
             if hasattr(module, "head_step"):
                 stack.enter_context(replaced(module, "head_step", self._with_passes(cast(HeadStep, module.head_step))))
-            try:
-                yield
-            except Exception as error:
-                # Errors of ours name their own cause.
-                if passes.num_calls == 0 and not is_raised_here(error):
-                    self._hint_at_weights()
-                raise
+            yield
         if self._variable_batch and passes.num_steps == num_steps:
             raise ValueError(
                 "variable_batch=True updates the head within head_step, and training_step did not call it; call "
@@ -461,21 +464,11 @@ class Takeover(SharedByCopies):
             )
         if self._passes.num_calls == 0:
             raise ValueError(
-                f"{head.name!r} got a gradient, but training_step never called it: it seems to {self._read_weights()}"
+                f"{head.name!r} got a gradient, but training_step never called it: it seems to read the "
+                f"weights of {head.name!r} directly, as F.normalize(self.{head.name}.weight) does. During fit, rank "
+                f"{head.channel.rank} holds only its own rows of them. Call the head as a module, or pass another "
+                "submodule as head=..."
             )
-
-    def _hint_at_weights(self) -> None:
-        """Log a likely cause, beside the error itself, when the first step fails before it has called the head."""
-        log.warning(f"training_step failed before it called the head. It may {self._read_weights()}")
-
-    def _read_weights(self) -> str:
-        """Return the end of a message: what ``training_step`` seems to do, and the remedy."""
-        name = self._passes.head.name
-        return (
-            f"read the weights of {name!r} directly, as F.normalize(self.{name}.weight) does. During fit, rank "
-            f"{self._passes.channel.rank} holds only its own rows of them. Call the head as a module, or pass another "
-            "submodule as head=..."
-        )
 
     def _forward_outside(self, features: Tensor) -> Tensor:
         name = self._passes.head.name
@@ -538,12 +531,6 @@ class Takeover(SharedByCopies):
         clip_by_global_norm(self._plugin.main_params(optimizer), clip_val, self._passes.head)
 
 
-def is_raised_here(error: BaseException) -> bool:
-    """Return whether a module of this package has raised ``error``, or called what raised it."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("lightning_dp.")
-
-
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Within the context, give the instance ``owner`` another value of an attribute."""
@@ -586,9 +573,22 @@ def _ignored_in_ddp(module: LightningModule, names: list[str]) -> Iterator[None]
         stop_ignoring_in_ddp(module, names)
 
 
-# --- When the whole head is gathered for use outside of training steps: in hooks that Lightning calls on all ranks.
-#
-# Checkpoints gather the head on rank 0 only, see `checkpoint`.
+@contextmanager
+def _in_summaries(trainer: Any, shown_whole: Callable[[], Any]) -> Iterator[None]:
+    """Run Lightning's summaries of the model in the context of ``shown_whole``. They would count this rank's shard."""
+
+    def summarize(on_fit_start: Callable[..., None], *args: Any) -> None:
+        with shown_whole():
+            on_fit_start(*args)
+
+    with ExitStack() as stack:
+        for callback in trainer.callbacks:
+            if any(base.__name__ == "ModelSummary" for base in type(callback).__mro__):
+                stack.enter_context(replaced(callback, "on_fit_start", partial(summarize, callback.on_fit_start)))
+        yield
+
+
+# --- When the whole head is gathered ---
 
 
 class GatherHead(SharedByCopies, Callback):
@@ -608,7 +608,7 @@ class GatherHead(SharedByCopies, Callback):
         self._gather_if_changed = gather_if_changed
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Gather if something has changed the rows since set-up. Lightning calls this on all ranks.
+        """Gather if something has changed the local shard since set-up. Lightning calls this on all ranks.
 
         A checkpoint may have been loaded, or a callback has put other weights in for the sanity check and back.
         """
@@ -623,32 +623,31 @@ class GatherHead(SharedByCopies, Callback):
         self._gather()
 
     @contextmanager
-    def installed(self, trainer: Any) -> Iterator[None]:
-        """Be the first of the Trainer's callbacks within the context, and have `_GatherAgain` as the last."""
-        again = _GatherAgain(self._gather_if_changed)
+    def installed(self, module: LightningModule) -> Iterator[None]:
+        """Be the first of the Trainer's callbacks within the context, and gather after ``on_validation_epoch_start``.
+
+        In that hook, Lightning's callbacks of averaged weights put these in. The module's comes after all callbacks'.
+        """
+        trainer: Any = module.trainer
+        own = module.on_validation_epoch_start
+
+        def then_gather(each: LightningModule) -> None:
+            if each is not module:  # a deep copy of the module, which has this method, too
+                type(each).on_validation_epoch_start(each)
+                return
+            own()
+            self._gather_if_changed()
+
         # A new list each time, because Lightning may be iterating over the old one.
-        trainer.callbacks = [self, *trainer.callbacks, again]
+        trainer.callbacks = [self, *trainer.callbacks]
         try:
-            yield
+            with replaced(module, "on_validation_epoch_start", MethodType(then_gather, module)):
+                yield
         finally:
-            trainer.callbacks = [callback for callback in trainer.callbacks if callback not in (self, again)]
+            trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
 
 
-class _GatherAgain(SharedByCopies, Callback):
-    """Gathers the head once more if a callback has put averaged weights in for the validation of an epoch.
-
-    Lightning's own callbacks of averaged weights do it in ``on_validation_epoch_start``, and others follow them.
-    """
-
-    def __init__(self, gather_if_changed: Callable[[], None]) -> None:
-        self._gather_if_changed = gather_if_changed
-
-    def on_validation_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Gather if the rows have changed. Lightning calls this on all ranks."""
-        self._gather_if_changed()
-
-
-# --- Updates of a sharded head alone, and clipping by a norm to which every rank contributes.
+# --- Updates of a sharded head alone, and clipping by a norm to which every rank contributes ---
 
 
 def update_head(
@@ -703,56 +702,3 @@ def clip_by_global_norm(parameters: Iterable[Tensor], clip_val: float, head: Sha
     square_of_head = head.channel.all_gather("norm", own_square).sum()
     norm = (torch.nn.utils.get_total_norm(others).to(device) ** 2 + square_of_head).sqrt()
     torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
-
-
-# --- Whether a hook has changed the head between set-up and the first step, when each rank has its own rows only.
-
-
-class InitialRows(SharedByCopies):
-    """The values of the head's parameters at the end of set-up, of which it keeps a sample.
-
-    ``nn.init`` in ``on_fit_start`` would draw the same numbers on all ranks, which are usually seeded alike: several
-    features of a layer would begin with the same weights. It would also take the number of rows for that of features.
-    """
-
-    def __init__(self, head: ShardedHead) -> None:
-        self._head = head
-        self._samples = {p: sample_of(p) for p in head.parameters}
-
-    def warn_if_changed(self) -> None:
-        """Log a warning if the parameters have other values by now. Whole tensors that were loaded are no mistake."""
-        is_same = all(torch.allclose(sample_of(p), before, equal_nan=True) for p, before in self._samples.items())
-        if not is_same:
-            log.warning(
-                f"the parameters of {self._head.name!r} were changed after set-up, in a hook such as on_fit_start or "
-                f"on_train_start, where rank {self._head.channel.rank} holds only its own rows. Random numbers are the "
-                "same on all ranks that were seeded alike, and so would their rows be. Initialize the head in "
-                "__init__, setup or configure_model, or load whole tensors with load_state_dict"
-            )
-
-
-# --- Ranks that are not in the same place are found before they wait for each other until the timeout.
-
-_MARK = 2
-
-
-def require_same_place(device: torch.device, hint: str) -> None:
-    """Raise CallMismatchError if rank 0 is in another batch, while this rank gathers the head. All ranks must call it.
-
-    A rank whose loader has ended gathers the head at the end of training, while the others begin another batch. There
-    Lightning broadcasts from rank 0 whether the job was told to stop: 0 or 1, one integer in the default group. This
-    rank receives that number in place of the mark that rank 0 would send here. In the other direction, Lightning takes
-    the mark for no reason to stop, and the exchanges of that batch find the mismatch.
-    """
-    mark = torch.tensor([_MARK if dist.get_rank() == 0 else 0], device=device)
-    try:
-        dist.broadcast(mark, src=0)
-    except RuntimeError as error:
-        group = dist.group.WORLD
-        assert group is not None
-        raise peer_error(group, "reach", 0 if dist.get_rank() else 1, error) from error
-    if mark.item() != _MARK:
-        raise CallMismatchError(
-            f"rank {dist.get_rank()} gathers the head, to evaluate, to save a checkpoint or to end training, and rank "
-            f"0 is in another batch: one of them has made a call that the other has not. {hint}"
-        )

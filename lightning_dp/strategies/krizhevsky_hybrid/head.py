@@ -64,8 +64,6 @@ class ShardedHead(SharedByCopies):
         self._bounds_of_parameter: dict[Tensor, Bounds] = {
             p: self._bounds[layer] for layer in self.linears for p in layer.parameters()
         }
-        self._parts = parts_by_path(head, name)
-        self._forward: Callable[[Tensor], Tensor] | None = None  # what `forwarding_to` has put into the head
         self.is_sharded = False  # set by `ShardedParameters`
 
     @cached_property
@@ -145,24 +143,14 @@ class ShardedHead(SharedByCopies):
                 bounds = self._bounds[layer]
         return x
 
-    def changed_part(self) -> str | None:
-        """Return the path of a layer, parameter or forward that is not the one of construction, or None."""
-        if vars(self.head).get("forward") is not self._forward:
-            return f"{self.name}.forward"
-        now = parts_by_path(self.head, self.name)
-        paths = [*self._parts, *(path for path in now if path not in self._parts)]
-        return next((path for path in paths if self._parts.get(path) is not now.get(path)), None)
-
     @contextmanager
     def forwarding_to(self, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
         """Let ``head(x)`` call ``function(x)`` within the context. Hooks of the head run as usual. May be nested."""
         before = vars(self.head).get("forward")  # that of the instance, which hides the one of the class
-        own_before, self._forward = self._forward, function
         vars(self.head)["forward"] = function
         try:
             yield
         finally:
-            self._forward = own_before
             if before is None:
                 del vars(self.head)["forward"]
             else:
@@ -264,16 +252,6 @@ def divisible_layers(module: nn.Module, name: str) -> list[tuple[str, nn.Module]
     # Last, because a copy with one rank's rows has such a forward, too, and the rows have a better message.
     _require_no_own_forward(module, name)
     return layers
-
-
-def parts_by_path(module: nn.Module, name: str) -> dict[str, Any]:
-    """Return by path what a sharded head computes with: layers, parameters, and forwards that replace a class's.
-
-    Not the forward of the head itself, which hybrid parallelism replaces.
-    """
-    forwards = {path: forward for path, forward in _own_forwards(module, name) if path != f"{name}.forward"}
-    # Parameters last, so that a layer is named before its parameters.
-    return {**dict(_walk(module, name)), **forwards, **dict(module.named_parameters(name, remove_duplicate=False))}
 
 
 def _remedy(module: nn.Module, name: str, layer: nn.Module) -> str:

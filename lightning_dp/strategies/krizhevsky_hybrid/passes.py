@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lightning_dp._private.torch_names import tree_flatten, tree_unflatten
 from lightning_dp.collectives import streams
 from lightning_dp.collectives.all_to_all import Channel
-from lightning_dp.strategies.krizhevsky_hybrid.checks import check_hooks, require_unchanged
+from lightning_dp.strategies.krizhevsky_hybrid.checks import require_unchanged
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import (
     FeatureExchange,
     Finish,
@@ -76,7 +76,6 @@ class HeadPasses(SharedByCopies):
     def own_batch(self, features: Tensor) -> Tensor:
         """Return the logits (n, C) for the features (n, *) of this rank's samples. n may differ, and may be 0."""
         self.num_calls += 1
-        check_hooks(self.head)
         require_features(features, f"the argument of {self.head.name!r}")
         sizes, seed = self.exchange.exchange_batch_sizes(features, needs_seed=self.head.draws_random_numbers)
         return self._remembered(ForwardFirst(self, sub_passes(self.scheme, sizes), seed)(features))
@@ -129,7 +128,6 @@ class HeadPasses(SharedByCopies):
                 another one than ``only_factor`` (on a GPU in the next backward, see `DeferredChecks`). See also
                 `StepArguments`.
         """
-        check_hooks(self.head)
         own = StepArguments(arguments, len(features))
         sizes, seed = self.exchange.exchange_batch_sizes(features, own.tensors, own.constants, needs_seed=True)
         own.gather(self.exchange, sizes)

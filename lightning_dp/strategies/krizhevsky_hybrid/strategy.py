@@ -14,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dp._private.lightning_names import wrap_in_ddp
+from lightning_dp._private.lightning_names import strategy_timeout, wrap_in_ddp
 from lightning_dp.collectives.groups import OnStage
 from lightning_dp.strategies.base import BaseStrategy
-from lightning_dp.strategies.krizhevsky_hybrid import checks, state
-from lightning_dp.strategies.krizhevsky_hybrid.fit import Fitting, Options
+from lightning_dp.strategies.krizhevsky_hybrid import checkpoint as files
+from lightning_dp.strategies.krizhevsky_hybrid import checks
+from lightning_dp.strategies.krizhevsky_hybrid.fit import FitEnvironment, HybridFitState, Options
 from lightning_dp.strategies.unfreezing import ReducedParameters
 
 
@@ -30,9 +31,9 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     that of synchronous SGD on the batches of all ranks, unless ``variable_batch`` is on. See arXiv 1404.5997.
     ``docs/methods/krizhevsky_hybrid.md`` says when the method pays and what it does not work with.
 
-    During ``fit`` the head's parameters hold this rank's rows only. The strategy gathers the whole head at points that
-    all ranks reach: before training, at the start of a validation, and at the end of training. Until the next training
-    step, every rank can then call the head alone, and ``state_dict()`` returns whole tensors.
+    During ``fit`` the head's parameters hold this rank's rows, its local shard. The strategy gathers the whole head at
+    points that all ranks reach: before training, at the start of a validation, and at the end of training. Until the
+    next training step, every rank can then call the head alone, and ``state_dict()`` returns whole tensors.
 
     Args:
         head: dotted name of the submodule to shard: an nn.Linear, or an nn.Sequential of nn.Linear and elementwise
@@ -49,7 +50,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
             of batches. The head cannot be called outside of training and validation steps.
         state_dict_type: ``"full"``: a checkpoint is a file with whole tensors, which rank 0 gathers in host memory, and
             the module is whole after ``fit``. ``"sharded"``, for heads that are too large for one host: a checkpoint is
-            a folder with a file of rows for each rank, and each rank keeps its rows after ``fit``.
+            a folder with a file of each rank's local shard, which it keeps after ``fit``.
         **ddp_kwargs: options of DDPStrategy and DistributedDataParallel, for the trunk.
 
     Raises:
@@ -64,9 +65,8 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     - ``configure_ddp``: DDP refuses a module whose trunk is frozen.
     - ``training_step``, ``backward``, ``validation_step``: calls of the head are collective here.
     - ``on_validation_start``: gathers the head if no callback has done it.
-    - ``on_exception``: names the rows as the likely cause of an error about shapes.
     - ``lightning_module_state_dict``, ``optimizer_state``, ``load_optimizer_state_dict``, ``save_checkpoint``,
-      ``load_checkpoint``, ``restore_checkpoint_after_setup``: rows to whole tensors, and back.
+      ``load_checkpoint``, ``restore_checkpoint_after_setup``: local shards to whole tensors, and back.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         super().__init__(**ddp_kwargs)
         scheme = scheme or ("c" if variable_batch else "a")
         self._options = Options(head, scheme, variable_batch, evaluation, state_dict_type)
-        self._fitting: Fitting | None = None  # from set-up to teardown
+        self._fitting: HybridFitState | None = None  # from set-up to teardown
         self._reduced: ReducedParameters | None = None  # of the trunk, while fitting
         self._restores_after_setup = False
         self._bytes_sent: dict[str, int] = {}  # by the last run of fit
@@ -108,7 +108,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
     @property
     def sharded_parameter_names(self) -> list[str]:
-        """Names of the parameters of which this rank holds rows: the head's during ``fit``, otherwise none."""
+        """Names of the parameters of which this rank holds a local shard: the head's during ``fit``, otherwise none."""
         fitting, module = self._fitting, self.lightning_module
         if fitting is None or module is None or not fitting.head.is_sharded:
             return []
@@ -128,7 +128,6 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
     @override
     def setup(self, trainer: Any) -> None:
-        checks.warn_of_requeue(self.cluster_environment)
         try:
             super().setup(trainer)
             if self._fitting is not None:
@@ -150,7 +149,15 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         module = self.lightning_module
         assert module is not None
         if module.trainer.state.fn == "fit":
-            self._fitting = Fitting(self._options, module, self)
+            environment = FitEnvironment(
+                device=self.root_device,
+                precision_plugin=self.precision_plugin,
+                timeout=strategy_timeout(self),
+                on_stage=self._record_stage,
+                optimizers=lambda: self.optimizers,
+                broadcast=self.broadcast,
+            )
+            self._fitting = HybridFitState(self._options, module, environment)
         else:
             checks.require_whole(module, self._options.head)
         super().model_to_device()
@@ -167,6 +174,10 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         else:  # DDP refuses a module without any gradient to reduce, but the ranks must still start from equal values
             for tensor in (*trunk, *module.buffers()):
                 dist.broadcast(tensor.data, src=0)
+
+    def _record_stage(self, stage: str, start_s: float, end_s: float) -> None:
+        if self.on_stage is not None:
+            self.on_stage(stage, start_s, end_s)
 
     def _reduce_unfrozen(self) -> None:
         """Let DDP also reduce those parameters of the trunk that have become trainable since it wrapped the module."""
@@ -213,16 +224,14 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         if self._fitting is None:
             checks.require_whole(self.lightning_module, self._options.head)
             return super().lightning_module_state_dict()
-        with self._gathering_checkpoint() as fitting:
-            return fitting.module_state(super().lightning_module_state_dict)
+        return self._with_all_ranks().module_state(super().lightning_module_state_dict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state: dict[str, Any] = super().optimizer_state(optimizer)
         if self._fitting is None:
             return state
-        with self._gathering_checkpoint() as fitting:
-            return fitting.optimizer_state(optimizer, state)
+        return self._with_all_ranks().optimizer_state(optimizer, state)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
@@ -233,7 +242,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether to load a checkpoint after set-up, into rows: a sharded one, or for a module on the meta device."""
+        """Whether to load after set-up, into local shards: a sharded checkpoint, or a module on the meta device."""
         module = self.lightning_module
         if self._fitting is None and module is not None:  # Lightning asks before set-up, and again after it
             is_sharded = self._options.state_dict_type == "sharded"
@@ -243,41 +252,41 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        is_plain = state.is_plain_file(self.checkpoint_io, filepath) and storage_options is None
-        if self._fitting is not None:
-            self._fitting.warn_of_rows(checkpoint)
-            if self._fitting.writes(is_plain):
-                return self._fitting.write(checkpoint, Path(filepath))
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        is_plain = files.is_plain_file(self.checkpoint_io, filepath) and storage_options is None
+        if self._fitting is not None and self._fitting.writes(is_plain):
+            self._fitting.write(checkpoint, Path(filepath))
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        if state.is_sharded(checkpoint_path):
+        checkpoint_path = files.existing(checkpoint_path)
+        if files.is_sharded(checkpoint_path):
             parts = (0, 1) if self._fitting is None else (self.global_rank, self.world_size)
-            return state.load_sharded(Path(checkpoint_path), *parts, weights_only)
+            return files.load_folder(Path(checkpoint_path), *parts, weights_only)
         module = self.lightning_module
         is_fit = module is not None and module.trainer.state.fn == "fit"
-        if is_fit and state.is_plain_file(self.checkpoint_io, checkpoint_path):
-            return state.map_from_disk(checkpoint_path, weights_only)
+        if is_fit and files.is_plain_file(self.checkpoint_io, checkpoint_path):
+            return files.map_file(checkpoint_path, weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only)
 
-    @contextmanager
-    def _gathering_checkpoint(self) -> Iterator[Fitting]:
-        assert self._fitting is not None
+    def _with_all_ranks(self) -> HybridFitState:
+        """Return the state of the fit, for a checkpoint to which all ranks contribute.
+
+        Raises:
+            RuntimeError: there was an exception, so other ranks may be gone, and a gather would wait for them.
+        """
+        fitting = self._fitting
+        assert fitting is not None
         assert self.lightning_module is not None
-        try:
-            state.require_all_ranks(self.lightning_module)
-        except RuntimeError:
+        if self.lightning_module.trainer.interrupted:
             # Raising here ends Lightning's handling of the first error, so teardown will not be called.
             self._end(interrupted=True)
-            raise
-        yield self._fitting
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        if self._fitting is not None:
-            self._fitting.explain(exception)
+            raise RuntimeError(
+                "cannot save a checkpoint after an exception: the head's parameters are spread over all ranks, and the "
+                "others may be gone. Save every few steps instead: ModelCheckpoint(every_n_train_steps=...)"
+            )
+        return fitting
 
     @override
     def teardown(self) -> None:

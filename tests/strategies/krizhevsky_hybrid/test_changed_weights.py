@@ -5,18 +5,19 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
 
 from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
 from lightning_dp.strategies.krizhevsky_hybrid.state import CPU, GatheredHead, ShardedParameters
 from tests.ranks import run_processes, run_threads
-from tests.strategies.krizhevsky_hybrid.modules import StepNet, all_batches, batches, fit_with
+from tests.strategies.krizhevsky_hybrid.modules import all_batches, batches
 from tests.strategies.krizhevsky_hybrid.test_evaluation import AveragedForValidation, Validated, X
-from tests.strategies.krizhevsky_hybrid.test_misuse import logged
 from tests.strategies.modules import trainer
 
 
@@ -38,36 +39,6 @@ def test_after_a_sanity_check_of_averaged_weights_the_head_can_be_called():
         expected = Validated()(X)
     for seen in run_processes(2, _sanity_checked):
         torch.testing.assert_close(seen, expected, rtol=1e-12, atol=1e-12)
-
-
-class Initializes(StepNet):
-    """Draws other initial weights where each rank has its rows."""
-
-    def on_fit_start(self) -> None:
-        nn.init.xavier_uniform_(self.head[-1].weight)
-
-
-class LoadsWhole(StepNet):
-    """Loads pretrained weights in the same place."""
-
-    def on_fit_start(self) -> None:
-        self.load_state_dict({name: value * 2 for name, value in StepNet().state_dict().items()})
-
-
-def _initialized(rank: int) -> list[list[str]]:
-    results = []
-    for net in (Initializes, LoadsWhole, StepNet):
-        with logged() as said:
-            fit_with(batches(rank, 2, steps=2), KrizhevskyHybridStrategy(), 2, net, {})
-        results.append(said)
-    return results
-
-
-def test_weights_that_are_initialized_as_rows_come_with_a_warning():
-    for rows, whole, unchanged in run_processes(2, _initialized):
-        assert sum("changed after set-up" in line and "Initialize the head in __init__" in line for line in rows) == 1
-        assert not whole
-        assert not unchanged
 
 
 class AveragedForEpoch(AveragedForValidation):
@@ -95,6 +66,65 @@ def test_weights_that_are_put_in_at_the_start_of_an_epoch_are_validated():
         torch.testing.assert_close(validated, module.validated, rtol=1e-9, atol=1e-12)
 
 
+class SwapsByItself(Validated):
+    """A module that keeps averaged weights of its own, and puts them in in its own hook."""
+
+    def on_validation_epoch_start(self) -> None:
+        AveragedForValidation.on_validation_start(self, self.trainer, self)
+
+    def on_validation_epoch_end(self) -> None:
+        AveragedForValidation.on_validation_end(self, self.trainer, self)
+
+
+def _validation(num_batches: int) -> DataLoader:
+    return DataLoader(Subset(all_batches(1).dataset, range(3 * num_batches)), batch_size=3)
+
+
+def _swapping(rank: int, evaluation: Any) -> list[Tensor]:
+    module = SwapsByItself()
+    runner = trainer(KrizhevskyHybridStrategy(evaluation=evaluation), 2, use_distributed_sampler=False)
+    more = rank if evaluation == "gathered" else 0  # then ranks need not have equally many batches
+    runner.fit(module, batches(rank, 2, steps=2), _validation(2 + more))
+    assert "on_validation_epoch_start" not in vars(module)
+    return module.validated
+
+
+@pytest.mark.parametrize("evaluation", ["gathered", "sharded"])
+def test_weights_that_the_module_itself_puts_in_are_validated(evaluation):
+    module = SwapsByItself()
+    trainer("auto", 1).fit(module, all_batches(2, steps=2), _validation(2))
+    first, second = run_processes(2, _swapping, evaluation)
+    torch.testing.assert_close(first, module.validated, rtol=1e-9, atol=1e-12)
+    if evaluation == "gathered":
+        assert len(second) == len(first) + 1
+        second.pop()
+    torch.testing.assert_close(second, module.validated, rtol=1e-9, atol=1e-12)
+
+
+class CopiesItself(pl.Callback):
+    """A copy made during fit has the hooks of its class."""
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        copy.deepcopy(pl_module).on_validation_epoch_start()
+
+
+class Counts(Validated):
+    def on_validation_epoch_start(self) -> None:
+        self.seen = [*getattr(self, "seen", []), id(self)]
+
+
+def _copying(rank: int) -> int:
+    module = Counts()
+    runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, callbacks=[CopiesItself()])
+    runner.fit(module, batches(rank, 2, steps=2), batches(0, 2, steps=2))
+    assert set(module.seen) == {id(module)}
+    return len(module.seen)
+
+
+def test_a_copy_gathers_nothing():
+    assert run_processes(2, _copying) == [2, 2]
+
+
 HEAD = nn.Linear(32, 128)
 
 
@@ -102,9 +132,9 @@ def _changed(rank: int, group: Any) -> list[bool]:
     head = ShardedHead(copy.deepcopy(HEAD), Channel(group))
     ShardedParameters(head).shard(CPU)
     gathered = GatheredHead(head)
-    found = [gathered.has_same_rows]
+    found = [gathered.has_same_shard]
     head.parameters[0].data[0, 1] += 1
-    return [*found, gathered.has_same_rows]
+    return [*found, gathered.has_same_shard]
 
 
 def test_a_change_of_one_value_is_found():

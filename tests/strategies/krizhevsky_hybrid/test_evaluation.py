@@ -222,7 +222,7 @@ def _lone(rank: int) -> int:
     def counting(self: Channel, what: str, *messages: Any) -> Any:
         if module.trainer.validating or module.trainer.sanity_checking:
             counts.append(1)
-            assert what in ("parameters", "is changed")
+            assert what in ("parameters", "is changed", "between training steps")
         return start(self, what, *messages)
 
     Channel.all_to_all = counting
@@ -234,8 +234,53 @@ def _lone(rank: int) -> int:
 
 def test_an_evaluation_sends_the_parameters_once_and_nothing_else():
     num_parameters = len(list(HybridNet().head.parameters()))
-    # The sanity check, and one epoch. Each also asks twice whether a callback has changed the rows.
-    assert run_processes(2, _lone) == [2 * (num_parameters + 2)] * 2
+    # The sanity check, and one epoch. Each also asks twice whether a callback has changed the rows, and each of these
+    # three begins with a check of the place.
+    assert run_processes(2, _lone) == [2 * (num_parameters + 2 + 3)] * 2
+
+
+class Summarized(StepNet):
+    """Lightning calls it for its summary, on all ranks, before training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(2, FEATURES, dtype=torch.float64)
+
+
+class Summary(pl.callbacks.ModelSummary):
+    seen: tuple[int, int, dict[str, Any]]
+
+    @staticmethod
+    def summarize(data: Any, total: int, trainable: int, *_: Any, **__: Any) -> None:
+        Summary.seen = total, trainable, dict(data)
+
+
+def _summarized(rank: int, evaluation: Any) -> Any:
+    Summary.seen = ()
+    summary = Summary(max_depth=2)
+    strategy: Any = "auto" if evaluation is None else KrizhevskyHybridStrategy(evaluation=evaluation)
+    world_size = 1 if evaluation is None else 2
+    runner = trainer(strategy, world_size, use_distributed_sampler=False, callbacks=[summary], max_steps=2)
+    module = Summarized()
+    runner.fit(module, batches(rank, 2, steps=2))
+    assert "on_fit_start" not in vars(summary)
+    return Summary.seen, {name: p.detach() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("evaluation", ["gathered", "sharded"])
+def test_the_summary_counts_the_whole_head_and_knows_its_sizes(evaluation):
+    (total, trainable, plain), _ = _summarized(0, None)
+    assert total == trainable == sum(p.numel() for p in StepNet().parameters())
+    (seen, first), (nothing, second) = run_processes(2, _summarized, evaluation)
+    assert not nothing  # Lightning prints on rank 0
+    assert seen[:2] == (total, trainable)
+    head = plain["Name"].index("head")
+    # Sharded, the layers within the head are not called one by one.
+    rows = range(len(plain["Name"])) if evaluation == "gathered" else [head]
+    for column in ("Name", "Params", "In sizes", "Out sizes"):
+        assert [seen[2][column][row] for row in rows] == [plain[column][row] for row in rows]
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name])  # and training went on with the values of before
 
 
 class AveragedForValidation(pl.Callback):

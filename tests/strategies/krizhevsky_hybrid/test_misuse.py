@@ -83,9 +83,8 @@ class BackwardHook(StepNet):
 
 
 class TensorHook(StepNet):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.head[-1].weight.register_hook(lambda gradient: gradient / gradient.norm())
+    def on_train_start(self) -> None:
+        self.head[-1].weight.register_hook(lambda gradient: gradient / gradient.norm())
 
 
 class Summing(StepNet):

@@ -127,28 +127,8 @@ def replace_head(module: pl.LightningModule) -> None:
     module.head = nn.Linear(6, CLASSES).double()
 
 
-def replace_activation(module: pl.LightningModule) -> None:
-    module.head[2] = nn.Sigmoid()
-
-
-def append(module: pl.LightningModule) -> None:
-    module.head[3].append(nn.Tanh())
-
-
 def replace_weight(module: pl.LightningModule) -> None:
     module.head[1].weight = nn.Parameter(module.head[1].weight.detach().clone())
-
-
-def set_forward(module: pl.LightningModule) -> None:
-    module.head[2].forward = triple
-
-
-def set_forward_of_linear(module: pl.LightningModule) -> None:
-    module.head[1].forward = triple
-
-
-def set_forward_of_head(module: pl.LightningModule) -> None:
-    module.head.forward = triple
 
 
 def prune_head(module: pl.LightningModule) -> None:
@@ -159,16 +139,11 @@ def parametrize_head(module: pl.LightningModule) -> None:
     parametrize.register_parametrization(module.head, "weight", Doubled())
 
 
-CHANGES: dict[Callable[[Any], None], tuple[type[HybridNet], str]] = {
-    replace_head: (OneLayer, "head"),
-    replace_activation: (HybridNet, "head.2"),
-    append: (HybridNet, "head.3.3"),
-    replace_weight: (HybridNet, "head.1.weight"),
-    set_forward: (HybridNet, "head.2.forward"),
-    set_forward_of_linear: (HybridNet, "head.1.forward"),
-    set_forward_of_head: (HybridNet, "head.forward"),
-    prune_head: (OneLayer, "head.weight"),
-    parametrize_head: (OneLayer, "head.weight"),
+CHANGES: dict[Callable[[Any], None], type[HybridNet]] = {
+    replace_head: OneLayer,
+    replace_weight: HybridNet,
+    prune_head: OneLayer,
+    parametrize_head: OneLayer,
 }
 
 
@@ -183,7 +158,7 @@ class InSecondEpoch(pl.Callback):
 
 def _changed(rank: int) -> dict[str, str]:
     said = {}
-    for change, (net, _) in CHANGES.items():
+    for change, net in CHANGES.items():
         runner = trainer(KrizhevskyHybridStrategy(), 2, max_epochs=2, callbacks=[InSecondEpoch(change)])
         with pytest.raises(RuntimeError) as error:
             runner.fit(net(), batches(rank, 2, steps=1))
@@ -191,10 +166,10 @@ def _changed(rank: int) -> dict[str, str]:
     return said
 
 
-def test_changes_of_the_head_after_set_up():
+def test_new_parameters_of_the_head_after_set_up():
     for said in run_processes(2, _changed):
-        for change, (_, path) in CHANGES.items():
-            assert said[change.__name__].startswith(f"{path} was changed after set-up"), said[change.__name__]
+        for change in CHANGES:
+            assert said[change.__name__].startswith("head was changed after set-up"), said[change.__name__]
 
 
 def _fit_twice(rank: int) -> None:

@@ -167,6 +167,26 @@ def test_a_parameter_that_the_trunk_shares():
         check(module)
 
 
+def test_a_second_name_of_the_head_is_no_tie():
+    module = HybridNet()
+    module.classifier = module.head
+    module.last = module.head[-1]
+    check(module)
+
+
+def test_frozen_memory_that_the_head_shares_stays_equal():
+    module = HybridNet()
+    module.copy = nn.Linear(5, 3).double()
+    module.copy.weight.data = module.head[-1].weight.data
+    with pytest.raises(ValueError, match="share memory"):
+        check(module)
+    module.copy.requires_grad_(False)
+    with pytest.raises(ValueError, match="share memory"):
+        check(module)
+    module.head.requires_grad_(False)
+    check(module)
+
+
 def test_copies_of_the_parameters():
     with pytest.raises(ValueError, match="StochasticWeightAveraging keeps copies"):
         check(HybridNet(), callbacks=[StochasticWeightAveraging(0.1)])
@@ -229,6 +249,15 @@ class OfTheHead:
 def test_optimizers_that_look_at_whole_parameters(name):
     optimizer = getattr(torch.optim, name)(nn.Linear(2, 2).parameters())
     with pytest.raises(ValueError, match=f"{name} computes with whole parameters.* use one of SGD, Adam, AdamW"):
+        check_optimizers([optimizer], OfTheHead())
+
+
+def test_an_optimizer_of_whole_parameters_may_hold_a_frozen_head():
+    layer = nn.Linear(2, 2).requires_grad_(False)
+    optimizer = torch.optim.Adafactor(layer.parameters())
+    check_optimizers([optimizer], OfTheHead())
+    layer.bias.requires_grad_(True)
+    with pytest.raises(ValueError, match="Adafactor computes with whole parameters"):
         check_optimizers([optimizer], OfTheHead())
 
 

@@ -1,0 +1,321 @@
+"""How a checkpoint gets to disk and back, so that one that was complete can be read at every instant.
+
+``state_dict_type="full"``: one file with whole tensors, which rank 0 writes. Any strategy can load it.
+
+``state_dict_type="sharded"``: a folder, so that no rank ever holds the whole head. ``checkpoint.ckpt`` has everything
+but the head and is written by rank 0; each rank writes a file with its local shard. Any number of ranks can load it,
+and `consolidate` converts it to an ordinary file. It is not the format of ``torch.distributed.checkpoint``, whose
+index can only be read by ``pickle.load``, which runs code that the file chooses.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dp._lightning import LightningModule
+from lightning_dp._private.torch_names import tree_map_only
+from lightning_dp.collectives.ring import chunk_bounds
+from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
+from lightning_dp.strategies.krizhevsky_hybrid.state import State, convert_head, is_like
+
+log = logging.getLogger(__name__)
+
+MAIN_FILE = "checkpoint.ckpt"
+_HIDDEN = re.compile(r"\..+\.unfinished-(?P<pid>\d+)-on-(?P<host>.+)")
+
+# --- One file ---
+
+
+def write_file(checkpoint: State, path: str | os.PathLike[str]) -> None:
+    """Save to a local file, without a copy in memory. What is there is replaced once the new file is complete."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = hidden_beside(path)
+    try:
+        _save(checkpoint, unfinished)
+        replace(path, unfinished)
+    finally:
+        remove(unfinished)
+
+
+def is_plain_file(checkpoint_io: Any, path: Any) -> bool:
+    """Return whether Lightning would write the checkpoint as an ordinary local file, so that we may do it instead."""
+    return type(checkpoint_io).__name__ == "TorchCheckpointIO" and "://" not in str(path)
+
+
+def map_file(path: str | os.PathLike[str], weights_only: bool | None = None) -> State:
+    """Load a checkpoint from a local file, and map parameters and optimizer states into memory instead of reading them.
+
+    Only the rows that are used are then read, and the ranks of a host share them. They must be copied before they are
+    changed or kept, because the file may be replaced.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"Checkpoint file not found: {path}")
+    try:
+        checkpoint: State = torch.load(str(path), map_location="cpu", mmap=True, weights_only=weights_only)
+    except RuntimeError:  # files of old versions of torch cannot be mapped
+        return torch.load(path, map_location="cpu", weights_only=weights_only)
+    mapped = ("state_dict", "optimizer_states")
+    return {
+        key: value if key in mapped else tree_map_only(Tensor, Tensor.clone, value) for key, value in checkpoint.items()
+    }
+
+
+# --- A folder with a file of each rank ---
+
+
+def write_folder(
+    checkpoint: State,
+    folder: Path,
+    module: LightningModule,
+    optimizers: Sequence[Optimizer],
+    head: ShardedHead,
+    broadcast: Callable[[Any], Any],
+) -> None:
+    """Write a checkpoint to which each rank contributes its local shard of the head.
+
+    All ranks must call it, and all must see the same file system. If one of them cannot write, all raise, and what was
+    at ``folder`` stays.
+
+    Args:
+        checkpoint: this rank's checkpoint, as Lightning makes it.
+        folder: path of the checkpoint. What is there is replaced once all ranks have written.
+        module: the module that the head belongs to.
+        optimizers: in the order of the checkpoint's ``optimizer_states``.
+        head: in its sharded state.
+        broadcast: returns rank 0's value of its argument.
+    """
+    rank, world_size = head.channel.rank, head.channel.world_size
+    # `ModelCheckpoint` may put a metric into the name that differs between ranks. All write to rank 0's folder.
+    folder, unfinished = broadcast((folder, hidden_beside(folder)) if rank == 0 else None)
+    try:
+        with _all_succeed(head, "create a folder for the checkpoint"):
+            if rank == 0:
+                unfinished.mkdir(parents=True)
+        with _all_succeed(head, "write the checkpoint"):
+            rest, local = _split(checkpoint, module, optimizers, head)
+            _save(local, unfinished / f"rows-{rank:05}-of-{world_size:05}.pt")
+            if rank == 0:
+                _save(rest, unfinished / MAIN_FILE)
+        with _all_succeed(head, "put the checkpoint into its place"):
+            if rank == 0:
+                replace(folder, unfinished)
+    finally:
+        if rank == 0:
+            remove(unfinished)
+
+
+@contextmanager
+def _all_succeed(head: ShardedHead, what: str) -> Iterator[None]:
+    """Do the same on all ranks within the context. If one of them raises OSError or RuntimeError, all raise."""
+    error: Exception | None = None
+    try:
+        yield
+    except (OSError, RuntimeError) as raised:  # torch raises the second where a disk is full
+        error = raised
+    # Without this exchange, the others would wait for a rank whose disk is full.
+    flag = torch.tensor([float(error is not None)], device=head.parameters[0].device)
+    failed = head.control.all_gather("success", flag).flatten().nonzero().flatten().tolist()
+    if error is not None:
+        raise error
+    if failed:
+        raise RuntimeError(f"rank {failed[0]} could not {what}: see its error. The checkpoint of before is kept")
+
+
+def is_sharded(path: Any) -> bool:
+    """Return whether there is a sharded checkpoint at ``path``."""
+    return "://" not in str(path) and Path(path, MAIN_FILE).is_file()
+
+
+def load_folder(folder: Path, rank: int = 0, world_size: int = 1, weights_only: bool | None = None) -> State:
+    """Return the checkpoint with the local shard of ``rank`` of ``world_size`` ranks; by default, with the whole head.
+
+    The number of ranks may differ from when it was saved. Files are mapped, not read, so that memory is needed for
+    this shard only.
+
+    Raises:
+        ValueError: the files of some ranks are missing.
+    """
+    checkpoint: State = torch.load(folder / MAIN_FILE, map_location="cpu", weights_only=weights_only)
+    files = sorted(folder.glob("rows-*-of-*.pt"))
+    count = int(files[0].stem.rpartition("-")[2]) if files else 1
+    if len(files) != count:
+        raise ValueError(f"{folder} holds the rows of {len(files)} ranks of {count}; copy the files of all ranks there")
+    parts = [torch.load(file, map_location="cpu", mmap=True, weights_only=True) for file in files]
+
+    def join(blocks: list[Tensor]) -> Tensor:
+        begin, end = chunk_bounds(sum(len(block) for block in blocks), world_size)[rank]
+        return _rows(blocks, begin, end)
+
+    for name in parts[0]["parameters"]:
+        checkpoint["state_dict"][name] = join([part["parameters"][name] for part in parts])
+    for number, of_parameters in enumerate(parts[0]["optimizer_states"]):
+        state = checkpoint["optimizer_states"][number]["state"]
+        for index, values in of_parameters.items():
+            of_index = [part["optimizer_states"][number][index] for part in parts]
+            state.setdefault(index, {}).update({key: join([part[key] for part in of_index]) for key in values})
+    return checkpoint
+
+
+def consolidate(folder: str | Path, file: str | Path, weights_only: bool = True) -> None:
+    """Convert a sharded checkpoint to one ordinary file with whole tensors, which any Trainer can load.
+
+    Args:
+        folder: the sharded checkpoint, with the files of all ranks.
+        file: path of the file to write. It must not exist.
+        weights_only: see `torch.load`. False also reads objects of other classes, as hyperparameters may be. That runs
+            code which the file chooses, so use it only if you trust the file.
+
+    Raises:
+        ValueError: there is no sharded checkpoint at ``folder``, it holds such objects, or ``file`` exists.
+    """
+    folder = existing(folder)
+    if not is_sharded(folder):
+        raise ValueError(f"{folder} is not a sharded checkpoint: it has no {MAIN_FILE}; give the folder that has one")
+    if Path(file).exists():
+        raise ValueError(f"{file} exists; remove it, or give another name")
+    try:
+        checkpoint = load_folder(Path(folder), weights_only=weights_only)
+    except UnpicklingError as error:
+        raise ValueError(
+            f"{folder} holds more than weights, numbers and text, and reading it would run code that the file chooses; "
+            "if you trust it, use weights_only=False"
+        ) from error
+    write_file(checkpoint, file)
+
+
+def _split(
+    checkpoint: State, module: LightningModule, optimizers: Sequence[Optimizer], head: ShardedHead
+) -> tuple[State, State]:
+    """Return the checkpoint without the head's local shard, and that shard."""
+    names = head.names_in(module)
+    state_dict = checkpoint["state_dict"]
+    local: State = {"parameters": {name: state_dict[name] for name in names if name in state_dict}}
+    rest = checkpoint | {"state_dict": {name: value for name, value in state_dict.items() if name not in names}}
+    local["optimizer_states"] = []
+    rest_of_optimizers = []
+    for optimizer, state in zip(optimizers, checkpoint.get("optimizer_states", []), strict=False):
+        own: dict[int, State] = {}
+        converted = convert_head(optimizer, state, head, lambda value, p: None if is_like(value, p.shape) else value)
+        for index, values in converted.get("state", {}).items():
+            kept = {key: value for key, value in values.items() if value is not None}
+            taken = {key: value for key, value in state["state"][index].items() if key not in kept}
+            converted["state"][index] = kept
+            if taken:
+                own[index] = taken
+        local["optimizer_states"].append(own)
+        rest_of_optimizers.append(converted)
+    if "optimizer_states" in checkpoint:
+        rest["optimizer_states"] = rest_of_optimizers
+    return rest, local
+
+
+def _rows(blocks: Sequence[Tensor], begin: int, end: int) -> Tensor:
+    """Return rows ``begin`` to ``end`` of the concatenated blocks, without concatenating the others."""
+    found = []
+    first = 0
+    for block in blocks:
+        found.append(block[max(0, begin - first) : max(0, end - first)])
+        first += len(block)
+    return torch.cat(found)
+
+
+# --- Renames in place of overwriting: a kill or a full disk leaves the old checkpoint, or the new one ---
+
+
+def hidden_beside(path: Path) -> Path:
+    """Return a hidden name beside ``path`` that no other process uses, and remove what killed processes have left."""
+    for left in path.parent.glob(".*.unfinished-*"):
+        match = _HIDDEN.fullmatch(left.name)
+        # Of the processes of other hosts it is not known whether they live, but none writes this checkpoint beside us.
+        if match is not None:
+            is_dead = match["host"] == socket.gethostname() and not _is_alive(int(match["pid"]))
+            if is_dead or left.name.startswith(f".{path.name}.unfinished-"):
+                remove(left)
+    return _hidden(path)
+
+
+def replace(path: Path, unfinished: Path) -> None:
+    """Rename ``unfinished`` to ``path``, and remove what was there.
+
+    The system replaces a file by another in one step, but not a folder. There the old one is put aside under a name
+    that begins alike, so that ``ckpt_path="last"`` finds it, too, and only then is the new one put into its place.
+    """
+    aside = _aside(path)
+    if path.exists() and (path.is_dir() or unfinished.is_dir()):
+        _hide_and_remove(aside)
+        path.rename(aside)
+    unfinished.replace(path)
+    _hide_and_remove(aside)
+    _sync(path.parent)
+
+
+def existing(path: Any) -> Any:
+    """Return ``path``, or what `replace` has put aside if the process was killed before the new one was in place."""
+    if "://" in str(path) or Path(path).exists() or not _aside(Path(path)).exists():
+        return path
+    log.warning(f"{path} was being replaced when its process ended; {_aside(Path(path))} is the one of before")
+    return _aside(Path(path))
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if there is one."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _hide_and_remove(path: Path) -> None:
+    """Rename first: nobody must find a folder that is half removed."""
+    if path.exists():
+        remove(path.rename(_hidden(path)))
+
+
+def _hidden(path: Path) -> Path:
+    return path.with_name(f".{path.name}.unfinished-{os.getpid()}-on-{socket.gethostname()}")
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f"{path.stem}-being-replaced{path.suffix}")
+
+
+def _save(content: State, path: Path) -> None:
+    """Write a file, and have it on the disk when this returns: a rename may reach the disk before the content does."""
+    torch.save(content, path)
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    with suppress(PermissionError):  # some file systems do not let a folder be opened
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
