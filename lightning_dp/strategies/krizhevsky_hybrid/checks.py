@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn, optim
 from torch.optim import Optimizer
-from torchmetrics import Metric
+from torchmetrics import MeanMetric, Metric
+from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, MultilabelAccuracy
 
 from lightning_dp._lightning import LightningModule
 from lightning_dp._private.torch_names import has_backward_hooks, has_forward_hooks, has_tensor_hooks, tree_leaves
@@ -248,14 +249,15 @@ def check_optimizers(optimizers: list[Optimizer], head: ShardedHead) -> None:
 
 _EVERY_SAMPLE = "within head_step, where every rank sees the samples of all ranks"
 _LOG = inspect.signature(LightningModule.log)
+_MEANS = (MeanMetric, BinaryAccuracy, MulticlassAccuracy, MultilabelAccuracy)  # and no subclass: it may count
 
 
 @contextmanager
 def no_counting(module: LightningModule, world_size: int) -> Iterator[None]:
     """Raise ValueError if samples are counted within: they would count K times as much, for K ranks.
 
-    The factor K cancels in means and ratios. It cannot be seen whether a metric is one, so it must declare it: with the
-    attribute ``same_if_repeated = True``, of its class or of the metric itself.
+    The factor K cancels in means and ratios. It cannot be seen whether a metric is one, so all but torchmetrics' mean
+    and accuracy must declare it: with the attribute ``same_if_repeated = True``, of the class or the metric itself.
     """
     if world_size == 1:
         yield
@@ -265,7 +267,8 @@ def no_counting(module: LightningModule, world_size: int) -> Iterator[None]:
         yield
     for name, metric in _metrics(module):
         is_updated = metric.update_count != before.get(id(metric), 0)
-        if is_updated and not getattr(metric, "same_if_repeated", False):
+        is_mean = type(metric) in _MEANS and getattr(metric, "multidim_average", "global") == "global"
+        if is_updated and not is_mean and not getattr(metric, "same_if_repeated", False):
             raise ValueError(
                 f"the {type(metric).__name__} {name} is updated {_EVERY_SAMPLE}, so each would be counted "
                 f"{world_size} times. Update it in training_step or in validation. If its value is the same when every "

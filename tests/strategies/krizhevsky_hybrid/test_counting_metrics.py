@@ -85,16 +85,22 @@ def net_with(make: Callable[[], Any]) -> type[Net]:
     return type("Net", (Net,), {"make": staticmethod(make)})
 
 
-def _declared_accuracy() -> Metric:
-    accuracy = classification.MulticlassAccuracy(CLASSES)
-    accuracy.same_if_repeated = True
-    return accuracy
+def _declared() -> Metric:
+    score = classification.MulticlassF1Score(CLASSES)
+    score.same_if_repeated = True
+    return score
+
+
+class AccuracyCount(classification.MulticlassAccuracy):
+    def compute(self) -> Tensor:
+        return self.tp.sum()
 
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (Correct, "the Correct metric is updated within head_step"),
     (Collected, "set same_if_repeated = True on it or in its class"),
-    (lambda: classification.MulticlassAccuracy(CLASSES), "the MulticlassAccuracy metric is updated"),
+    (lambda: classification.MulticlassF1Score(CLASSES), "the MulticlassF1Score metric is updated"),
+    (lambda: AccuracyCount(CLASSES), "the AccuracyCount metric is updated"),
     (lambda: torchmetrics.MetricCollection({"c": Correct()}), "the Correct metric.c is updated"),
     (lambda: torchmetrics.ClasswiseWrapper(classification.MulticlassAccuracy(CLASSES)), "metric is updated"),
 ]
@@ -137,8 +143,10 @@ LOGS = (LogsSum, LogsSumByPosition, LogsDictionary)
 ALLOWED: list[type[StepNet]] = [
     LogsMean,
     net_with(OwnRatio),
-    net_with(_declared_accuracy),
-    net_with(lambda: torchmetrics.MetricCollection([_declared_accuracy()])),
+    net_with(_declared),
+    net_with(lambda: torchmetrics.MetricCollection([_declared()])),
+    net_with(lambda: classification.MulticlassAccuracy(CLASSES)),
+    net_with(torchmetrics.MeanMetric),
 ]
 
 
