@@ -23,7 +23,7 @@ from lightning_dp.collectives.compression.stages import CompressedAllReduce
 from lightning_dp.collectives.groups import RankTopology, destroy_group
 from lightning_dp.collectives.ring import SEGMENT_BYTES, run_ring
 from lightning_dp.strategies import LayeredSGDStrategy
-from lightning_dp.strategies.layered_sgd.gradient_sum import GradientCommunicator, IssueOrder
+from lightning_dp.strategies.layered_sgd.gradient_sum import GradientCommunicator
 from lightning_dp.strategies.layered_sgd.options import CommunicatorOptions
 
 
@@ -69,7 +69,6 @@ class RingHalves:
     """
 
     compressed: CompressedAllReduce | None = None  # sums are exact
-    issue_order: IssueOrder | None = None  # the order of `release` is fixed
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp._private.torch_names import step_below_hooks
+from lightning_dp.strategies.layered_sgd.gradient_sum import WAIT
 from lightning_dp.strategies.layered_sgd.host_communicator import (
     INTER_GROUP_ALL_REDUCE,
     INTRA_GROUP_BROADCAST,
     INTRA_GROUP_REDUCE,
-    WAIT,
     BucketReduction,
 )
 from lightning_dp.strategies.layered_sgd.reduction import LayeredReduction
@@ -65,11 +65,11 @@ class PostponedUpdate:
             bucket.take_gradients()
             self._hook(None, bucket)
         self._reduction.end_backward()
-        self._reduction.stage(self._optimizer, None)
+        self._reduction.updates.stage(self._optimizer)
 
     def finish(self) -> None:
         """Apply everything that is left: what `LayeredSGDStrategy.finish_update` does."""
-        self._reduction.finish_update()
+        self._reduction.updates.finish()
 
     @property
     def is_pending(self) -> bool:
@@ -122,7 +122,6 @@ class _Communicator:
     """In place of the communicator: takes each bucket through all stages at once."""
 
     compressed = None
-    issue_order = None
 
     def __init__(self) -> None:
         self.have_arrived = True

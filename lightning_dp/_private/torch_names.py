@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -57,6 +58,7 @@ __all__ = [
     "release_reducer",
     "scaler_device",
     "sequence_number",
+    "shallow_copy_of",
     "step_below_hooks",
     "step_function",
     "stop_ignoring_in_ddp",
@@ -221,26 +223,54 @@ def step_below_hooks(optimizer: Optimizer) -> Callable[[], Any]:
     return partial(function, optimizer)
 
 
+def shallow_copy_of(optimizer: Optimizer) -> Any:
+    """Return an optimizer that shares groups, state and attributes with ``optimizer``, and has no step hooks.
+
+    Nothing that is later assigned to one of the two is assigned to the other. `copy.copy` would run ``__setstate__``.
+    """
+    copied: Any = object.__new__(type(optimizer))
+    copied.__dict__.update(optimizer.__dict__)
+    copied.__dict__.pop("step", None)  # a schedule's wrapper, which steps the original
+    copied._optimizer_step_pre_hooks = OrderedDict()
+    copied._optimizer_step_post_hooks = OrderedDict()
+    return copied
+
+
 def has_modes() -> bool:
-    """Return whether a dispatch mode or a `torch.func` transform is in force."""
-    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    """Return whether a dispatch mode or a `torch.func` transform is in force, or `torch.jit.trace` records."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Run as if at the top level: no dispatch mode of the caller's and no `torch.func` transform is in force."""
-    with _disable_current_modes(), temporarily_clear_interpreter_stack():
-        yield
+    """Run as if at the top level: under no dispatch mode, in no `torch.func` transform, unseen by `torch.jit.trace`."""
+    set_tracing_state: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]
+    tracing_state = torch._C._get_tracing_state()
+    set_tracing_state(None)
+    try:
+        with _disable_current_modes(), temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        set_tracing_state(tracing_state)
 
 
-def on_compile_start(callback: Callable[[], None]) -> Callable[[], None]:
-    """Call ``callback`` before Dynamo traces a function; return a function that stops that."""
+def on_compile_start(callback: Callable[..., None]) -> Callable[[], None]:
+    """Call ``callback`` before Dynamo traces a function; return a function that stops that.
 
-    def call(*_: Any) -> None:  # later versions of torch pass an argument
-        callback()
+    Further calls with the same ``callback`` have an effect only after `torch.compiler.reset`, which drops callbacks.
+    """
 
-    callback_handler.register_start_callback(call)
-    return lambda: callback_handler.remove_start_callback(call)
+    def stop() -> None:
+        if callback in callback_handler.start_callbacks:
+            callback_handler.remove_start_callback(callback)
+
+    if callback not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(callback)
+    return stop
 
 
 def is_in_backward() -> bool:

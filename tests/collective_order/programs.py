@@ -152,7 +152,7 @@ def run(program: Program, rank: int, make_communicator: MakeCommunicator | None)
         if reduction is None:
             optimizer.step()
         else:
-            reduction.stage(optimizer, None)
+            reduction.updates.stage(optimizer)
         optimizer.zero_grad()
         _metric(program, "step")
         if (step, rank) in program.readers:

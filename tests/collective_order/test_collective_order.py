@@ -18,7 +18,6 @@ from lightning_dp.collectives.groups import RankTopology, resolve_group
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
 from lightning_dp.strategies.layered_sgd import options
 from lightning_dp.strategies.layered_sgd.device_communicator import DeviceAllReduce, DeviceCommunicator, DeviceSum
-from lightning_dp.strategies.layered_sgd.gradient_sum import IssueOrder
 from lightning_dp.strategies.layered_sgd.host_communicator import Communicator
 from lightning_dp.strategies.layered_sgd.options import CommunicatorOptions
 from tests.collective_order import recorder
@@ -89,14 +88,14 @@ def sum_in_a_thread(rank: int, timeout: timedelta, make: MakeCommunicator) -> Ma
 
 
 def issue_in_own_order(rank: int, timeout: timedelta, make: MakeCommunicator) -> MakeCommunicator:
-    """Let each rank order its sums after backward by its own forward, and not by rank 0's."""
+    """Let each rank issue its sums after backward in an order of its own."""
 
-    class Own(IssueOrder):
-        def _agree(self) -> None:
-            self._broadcast = lambda tensor: None
-            super()._agree()
+    class Own(DeviceCommunicator):
+        def release(self) -> None:
+            self._held.sort(key=lambda bucket: bucket.index, reverse=rank == 0)
+            super().release()
 
-    options.IssueOrder = Own
+    options.DeviceCommunicator = Own
     return make
 
 

@@ -161,6 +161,24 @@ def check_a_schedule_believes_that_the_optimizer_has_stepped() -> None:
         schedule.step()
 
 
+@contract(SGD([nn.Parameter(torch.ones(1))]), "_optimizer_step_pre_hooks")
+@contract(SGD([nn.Parameter(torch.ones(1))]), "_optimizer_step_post_hooks")
+def check_a_shallow_copy_of_an_optimizer_steps_without_hooks_and_leaves_the_original() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    optimizer = SGD([parameter], lr=0.5, momentum=0.9)
+    StepLR(optimizer, 1)  # replaces `step`
+    calls: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    copied = torch_names.shallow_copy_of(optimizer)
+    copied.param_groups = [{**optimizer.param_groups[0], "lr": 0.25}]
+    copied.step()
+    assert parameter.item() == 0.75
+    assert not calls
+    assert list(optimizer.state) == [parameter]
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 @contract(nn.Module, "_modules")
 def check_children_are_listed_with_repetitions_and_none() -> None:
     module, child = nn.Module(), nn.ReLU()
@@ -267,6 +285,8 @@ class Passing(TorchDispatchMode):
 @contract("torch._functorch.pyfunctorch", "_functorch")
 @contract(torch._C, "_functorch")
 @contract(torch._C, "_len_torch_dispatch_stack")
+@contract(torch._C, "_get_tracing_state")
+@contract(torch._C, "_set_tracing_state")
 @contract(torch.utils._python_dispatch, "_disable_current_modes")
 def check_modes_and_transforms_are_seen_and_left() -> None:
     disable = importlib.import_module("torch.utils._python_dispatch")._disable_current_modes
@@ -284,4 +304,8 @@ def check_modes_and_transforms_are_seen_and_left() -> None:
     torch.func.grad(look)(torch.ones(2))
     with Passing():
         look(torch.ones(2))
-    assert seen == [(False, False), (False, False), (True, True), (False, False), (True, False), (False, False)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tracing is deprecated
+        torch.jit.trace(look, torch.ones(2), check_trace=False)
+    outside = (False, False)
+    assert seen == [outside, outside, (True, True), outside, (True, False), outside, (True, False), outside]

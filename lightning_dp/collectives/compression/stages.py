@@ -209,6 +209,41 @@ def gather_state(all_reduce: CompressedAllReduce, residuals: bool = True) -> Sta
     return state
 
 
+class OwnState:
+    """The part of one rank of the state; it outlives the process groups of ``all_reduce``.
+
+    Making one sends nothing. `gather` does, so that a fit can end on one rank while others are still in a step.
+    """
+
+    def __init__(self, all_reduce: CompressedAllReduce) -> None:
+        compressor = all_reduce.compressor
+        self._topology = all_reduce.collective.topology
+        self._rank = all_reduce.collective.rank
+        self._residuals: list[tuple[ParameterInfo, Tensor]] = []
+        self._others: dict[str, Any] = {}
+        for info in all_reduce.parameters.all():
+            residual = all_reduce.residual_to_sum(info)
+            if residual is not None and compressor.keeps_residual(info):
+                self._residuals.append((info, residual))
+            if others := compressor.state_of(info):
+                self._others[info.name] = others
+
+    def gather(self) -> State:
+        """Gather the residuals on rank 0, as `gather_state` does. Every rank of the job must call it."""
+        state: State = {"residuals": {}, "others": self._others}
+        if not self._residuals:
+            return state
+        group = dist.new_group(backend="gloo")
+        for info, residual in self._residuals:
+            of_groups = residual.new_zeros(self._topology.num_groups, info.numel)
+            of_groups[self._topology.group_of(self._rank)] = residual
+            dist.reduce(of_groups, group=group, group_dst=0)
+            if self._rank == 0:
+                state["residuals"][info.name] = torch.stack([info.as_parameter(flat) for flat in of_groups])
+        dist.destroy_process_group(group)
+        return state
+
+
 def load_state(all_reduce: CompressedAllReduce, state: State) -> None:
     """Put a gathered state in place of the present one. Every rank must call it, while no bucket is under way.
 

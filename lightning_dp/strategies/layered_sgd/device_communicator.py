@@ -2,7 +2,7 @@
 
 No thread, no copy to the host, and no agreement between ranks: the communication hook issues a bucket's collectives
 itself, so their order is that of the program, also relative to collectives of DDP, Lightning and the user. NCCL
-requires one order on all ranks and one issuing thread at a time. Whoever uses a parameter only makes the current stream
+requires one order on all ranks and one issuing thread at a time. A use of a parameter only makes the current stream
 wait for an event.
 """
 
@@ -22,8 +22,7 @@ from lightning_dp.collectives import groups, streams
 from lightning_dp.collectives.compression.stages import CompressedAllReduce
 from lightning_dp.collectives.groups import OnStage, RankTopology, create_groups, destroy_group
 from lightning_dp.collectives.hierarchical import describe_ranks
-from lightning_dp.strategies.layered_sgd.gradient_sum import CLOSE_LIMIT_S, IssueOrder
-from lightning_dp.strategies.layered_sgd.host_communicator import WAIT, blame
+from lightning_dp.strategies.layered_sgd.gradient_sum import CLOSE_LIMIT_S, WAIT, naming_backend_errors
 
 
 class DeviceSum:
@@ -55,7 +54,7 @@ class DeviceSum:
                 collective.all_reduce(self.buffer)
             except RuntimeError:
                 # Named only now: a description of all ranks takes longer than queueing the collectives.
-                with blame(f"the sum of gradient bucket {self.index}, {collective.describe()}"):
+                with naming_backend_errors(f"the sum of gradient bucket {self.index}, {collective.describe()}"):
                     raise
         if stream is not None:
             # A rank that gives up after an error drops the bucket while the collectives are under way.
@@ -99,7 +98,6 @@ class DeviceCommunicator:
         early: issue the collectives of a bucket when it is submitted, in backward. False: after backward.
         device: where the buckets are.
         on_stage: called with name, start and end of the time that the host spends in `DeviceSum.wait`.
-        issue_order: of the buckets that are issued after backward. None: the order of submission.
     """
 
     compressed: CompressedAllReduce | None = None
@@ -110,31 +108,26 @@ class DeviceCommunicator:
         early: bool,
         device: torch.device,
         on_stage: OnStage | None = None,
-        issue_order: IssueOrder | None = None,
     ) -> None:
-        self.issue_order = issue_order
         self._collective = collective
         self._early = early
         self._on_stage = on_stage
         # Urgent: its few small kernels wait for the network, and should start to do so as soon as they can.
         self._stream = streams.new_stream(device, urgent=True) if streams.has_streams(device) else None
-        self._held: list[tuple[DeviceSum, Sequence[Tensor]]] = []
+        self._held: list[DeviceSum] = []
 
     def submit(self, index: int, buffer: Tensor, parameters: Sequence[Tensor] = ()) -> DeviceSum:
         """Issue the sum of ``buffer`` over all ranks, in place: immediately if ``early``, else in `release`."""
         bucket = DeviceSum(index, buffer, self._on_stage)
-        self._held.append((bucket, parameters))
+        self._held.append(bucket)
         if self._early:
             self.release()
         return bucket
 
     def release(self) -> None:
-        """Issue the sums of all buckets that were submitted so far."""
+        """Issue the sums of all buckets that were submitted so far, in the order of submission, which is DDP's."""
         held, self._held = self._held, []
-        if self.issue_order is not None and held:
-            order = self.issue_order.sort([(bucket.index, parameters) for bucket, parameters in held])
-            held = [held[position] for position in order]
-        for bucket, _ in held:
+        for bucket in held:
             bucket.issue(self._collective, self._stream)
 
     def close(self) -> None:
@@ -208,13 +201,6 @@ class DeviceAllReduce:
                 groups.all_gather_single(even, shard, group)
             if rest.numel():
                 dist.broadcast(rest, group=group, group_src=last)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Replace ``tensor`` by global rank 0's, on all ranks, in place."""
-        if self.topology.group_rank(self.rank) == 0:
-            dist.broadcast(tensor, group=self._inter_group, group_src=0)
-        if self._intra_group is not None:
-            dist.broadcast(tensor, group=self._intra_group, group_src=0)
 
     def describe(self) -> str:
         """Return the ranks that take part, worded for an error message."""

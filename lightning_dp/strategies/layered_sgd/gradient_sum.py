@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from lightning_dp.collectives.compression.stages import CompressedAllReduce
@@ -13,6 +13,8 @@ from lightning_dp.collectives.compression.stages import CompressedAllReduce
 # How long `GradientCommunicator.close` waits for what is under way, in its thread and on the device. With a dead peer
 # it need never end.
 CLOSE_LIMIT_S = 5.0
+WAIT = "wait"
+"""The stage in which a thread of the training program waits for a sum; see `OnStage`."""
 
 
 class GradientSum(Protocol):
@@ -20,7 +22,7 @@ class GradientSum(Protocol):
 
     @property
     def buffer(self) -> Tensor:
-        """The bucket's gradients, (numel,), in place of which the sum is put."""
+        """Flat gradient buffer of the bucket, (numel,), reduced in place."""
 
     @property
     def has_arrived(self) -> bool:
@@ -40,8 +42,6 @@ class GradientCommunicator(Protocol):
     """Sums gradient buckets over all ranks while the rank computes: `Communicator`, or `DeviceCommunicator`."""
 
     compressed: CompressedAllReduce | None
-    issue_order: IssueOrder | None
-    """What is to be told of the parameters' uses in a forward, until it has been measured."""
 
     def submit(self, index: int, buffer: Tensor, parameters: Sequence[Tensor] = ()) -> GradientSum:
         """Begin with a bucket that backward has filled; on a GPU, whose kernels backward has launched.
@@ -61,63 +61,13 @@ class GradientCommunicator(Protocol):
         """Give up what was not released, and free groups and threads."""
 
 
-# --- The order in which sums are issued that had to wait for the end of backward: that of rank 0's second forward.
-
-
-class IssueOrder:
-    """Sorts buckets by the first use of their parameters, as rank 0 has seen it once.
-
-    In the hook, the order is that in which backward fills the buckets. After backward all of them are there, and the
-    next forward needs first what backward has filled last. All ranks must issue in one order, and ranks may use other
-    parameters in other orders. So rank 0's order counts: it is measured in the forward after the first backward, sent
-    to all ranks once, and not changed any more.
-
-    Args:
-        parameters: of the module, in one order on all ranks.
-        broadcast: replaces a tensor by rank 0's, on all ranks. Each rank calls it at the same place in its program.
-        device: of that tensor.
-    """
-
-    def __init__(self, parameters: Iterable[Tensor], broadcast: Callable[[Tensor], None], device: torch.device) -> None:
-        self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
-        self._broadcast = broadcast
-        self._device = device
-        self._uses: dict[Tensor, int] = {}
-        self._num_sorted = 0
-        self._places: list[int] = []  # of each parameter; those that rank 0 has not seen come last
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether nothing more has to be noted."""
-        return bool(self._places)
-
-    def note_use(self, parameter: Tensor) -> None:
-        """Note that the forward uses ``parameter``. Only the first use counts."""
-        if not self.is_measured:
-            self._uses.setdefault(parameter, len(self._uses))
-
-    def sort(self, buckets: Sequence[tuple[int, Sequence[Tensor]]]) -> list[int]:
-        """Return the positions of ``buckets`` in the order in which they are to be issued.
-
-        All ranks must call it with the same buckets. The second call sends rank 0's order to all ranks.
-
-        Args:
-            buckets: index and parameters of each. Among those that rank 0 has not seen in use, the highest index comes
-                first: DDP gives it to the layers nearest the input.
-        """
-        self._num_sorted += 1
-        if self._num_sorted == 2:
-            self._agree()
-        return sorted(range(len(buckets)), key=lambda position: self._key(*buckets[position]))
-
-    def _agree(self) -> None:
-        last = len(self._numbers)
-        places = torch.tensor([self._uses.get(parameter, last) for parameter in self._numbers], device=self._device)
-        self._broadcast(places)
-        self._places = places.tolist()
-        self._uses.clear()
-
-    def _key(self, index: int, parameters: Sequence[Tensor]) -> tuple[int, int]:
-        last = len(self._numbers)
-        places = [self._places[self._numbers[p]] for p in parameters if p in self._numbers] if self._places else []
-        return min(places, default=last), -index
+@contextmanager
+def naming_backend_errors(what: str) -> Iterator[None]:
+    """Let a backend's error say which operation failed, between which ranks."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{what} failed: one of these ranks has died, or has been silent for longer than the strategy's timeout; "
+            f"look at its log first. The backend says: {error}"
+        ) from error

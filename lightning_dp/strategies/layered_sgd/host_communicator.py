@@ -27,7 +27,7 @@ from lightning_dp.collectives.compression.stages import CompressedAllReduce, Com
 from lightning_dp.collectives.compression.wire import complete
 from lightning_dp.collectives.groups import OnStage
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
-from lightning_dp.strategies.layered_sgd.gradient_sum import CLOSE_LIMIT_S, IssueOrder
+from lightning_dp.strategies.layered_sgd.gradient_sum import CLOSE_LIMIT_S, WAIT, naming_backend_errors
 
 NO_BUCKET = -1
 # Buckets that the communicator has begun and not settled; the one after them is chosen already. More would not fill the
@@ -41,12 +41,12 @@ class _Choice:
     def __init__(self, index: int, group: dist.ProcessGroup, where: str) -> None:
         self._what = f"the order of the gradient buckets, {where}"
         self._index = torch.tensor([index])
-        with blame(self._what):
+        with naming_backend_errors(self._what):
             self._work = dist.broadcast(self._index, group=group, group_src=0, async_op=True)
 
     def wait(self) -> int:
         """Return the bucket's index, or `NO_BUCKET`."""
-        with blame(self._what):
+        with naming_backend_errors(self._what):
             self._work.wait()
         return int(self._index)
 
@@ -75,8 +75,6 @@ class Communicator:
         compressed: performs the stages in place of ``collective``, with a compressed stage between groups.
     """
 
-    issue_order: IssueOrder | None = None  # what has arrived decides
-
     def __init__(
         self,
         collective: HierarchicalAllReduce,
@@ -103,8 +101,8 @@ class Communicator:
         self._ready: dict[int, BucketReduction] = {}
         self._begun: list[BucketReduction] = []  # taken from `_ready`, not yet settled
         self._closed = False
-        self._failed: Exception | None = None
-        self._crossing: SimpleQueue[BucketReduction | None] = SimpleQueue()  # to be finished; None: no more will come
+        self._failed: BaseException | None = None
+        self._to_finish: SimpleQueue[BucketReduction | None] = SimpleQueue()  # to be finished; None: no more will come
         self._threads = [threading.Thread(target=self._run, name="lightning_dp communicator", daemon=True)]
         if compressed is not None:
             self._threads.append(threading.Thread(target=self._finish, name="lightning_dp finisher", daemon=True))
@@ -164,18 +162,22 @@ class Communicator:
             while (bucket := self._next(proposal)) is not None:
                 proposal = self._begin(bucket)
                 del bucket  # its buffer may be of the size of the model
-        except Exception as error:
+        except BaseException as error:
             self._fail(error)
-        self._crossing.put(None)
+        else:
+            self._fail_what_is_left()
+        self._to_finish.put(None)
 
     def _finish(self) -> None:
         """Finish sums whose last messages are under way. The second thread's work."""
         try:
-            while (bucket := self._crossing.get()) is not None:
+            while (bucket := self._to_finish.get()) is not None:
                 self._settle(bucket)
                 del bucket  # as in `_run`
-        except Exception as error:
+        except BaseException as error:
             self._fail(error)
+        else:
+            self._fail_what_is_left()
 
     def _next(self, proposal: _Choice | None) -> BucketReduction | None:
         """Wait for the bucket whose turn it is. Return None when the communicator is closed."""
@@ -230,7 +232,7 @@ class Communicator:
         if self._order_group is not None and self.compressed is None:
             proposal = self._choose(self._order_group)
         if bucket.start_inter_group():
-            self._crossing.put(bucket)
+            self._to_finish.put(bucket)
         else:
             self._settle(bucket)
         return proposal
@@ -242,7 +244,14 @@ class Communicator:
             self._begun.remove(bucket)
             self._changed.notify_all()
 
-    def _fail(self, error: Exception) -> None:
+    def _fail_what_is_left(self) -> None:
+        """Fail what waits for a thread that has ended, though the communicator is not closed."""
+        with self._changed:
+            is_missed = not self._closed
+        if is_missed:
+            self._fail(RuntimeError("the thread that sums gradients has ended; this is a bug in lightning_dp"))
+
+    def _fail(self, error: BaseException) -> None:
         """Fail all buckets that are begun or ready. `release` fails those that are submitted later."""
         with self._changed:
             if self._failed is None:  # what comes later is a consequence
@@ -259,7 +268,6 @@ class Communicator:
 INTRA_GROUP_REDUCE = "intra-group reduce"
 INTER_GROUP_ALL_REDUCE = "inter-group all-reduce"
 INTRA_GROUP_BROADCAST = "intra-group broadcast"
-WAIT = "wait"
 
 
 class Stage(enum.Enum):
@@ -269,11 +277,11 @@ class Stage(enum.Enum):
     """Backward has filled the buffer, or on a GPU has launched the kernels that fill it and the copy to the host."""
     REDUCED = enum.auto()
     """Each carrier (the leader, or every member its shard) has the sum over its group."""
-    CROSSING = enum.auto()
+    INTER_GROUP = enum.auto()
     """The last messages between the groups are under way, or have arrived."""
-    CROSSED = enum.auto()
+    SUMMED = enum.auto()
     """Each carrier has the sum over all ranks."""
-    SETTLED = enum.auto()
+    BROADCASTING = enum.auto()
     """The broadcast is under way, and the communicator is done. `wait` waits for the rest."""
     DELIVERED = enum.auto()
     """The buffer holds the sum over all ranks."""
@@ -283,11 +291,12 @@ class Stage(enum.Enum):
 
 _FOLLOWS = {
     Stage.REDUCED: Stage.SUBMITTED,
-    Stage.CROSSING: Stage.REDUCED,
-    Stage.CROSSED: Stage.CROSSING,
-    Stage.SETTLED: Stage.CROSSED,
-    Stage.DELIVERED: Stage.SETTLED,
+    Stage.INTER_GROUP: Stage.REDUCED,
+    Stage.SUMMED: Stage.INTER_GROUP,
+    Stage.BROADCASTING: Stage.SUMMED,
+    Stage.DELIVERED: Stage.BROADCASTING,
 }
+_COLLECTIVES_DONE = (Stage.BROADCASTING, Stage.DELIVERED)
 
 
 class BucketReduction:
@@ -328,12 +337,12 @@ class BucketReduction:
         self._host_copy: HostCopy | None = None
         self._works: list[dist.Work] = []  # of the collective that is under way inside the group
         self._rest: Iterator[None] | None = None  # of the all-reduce between groups
-        self._crossing_since_s = 0.0
+        self._inter_group_since_s = 0.0
         self._delivered: streams.Event | None = None  # the sum is on the GPU again
-        self._transition = threading.Lock()
-        self._settled_or_failed = threading.Event()
-        self._delivery = threading.Lock()
-        self._error: Exception | None = None
+        # Both are reentrant: a signal handler may save a checkpoint, and call `wait` while it interrupts `wait`.
+        self._stage_changed = threading.Condition()
+        self._delivery = threading.RLock()
+        self._error: BaseException | None = None
         if on_host:
             # What NCCL has summed within the node need not be copied by each of its ranks, and gloo has less to sum.
             self._host_copy = HostCopy(buffer, stream, self._reduce_on_device if collective.reduces_on_device else None)
@@ -348,9 +357,10 @@ class BucketReduction:
         return self.buffer if self._host_copy is None else self._host_copy.tensor
 
     def _advance(self, stage: Stage) -> None:
-        with self._transition:
+        with self._stage_changed:
             assert self.stage is _FOLLOWS[stage], f"bucket {self.index} cannot go from {self.stage} to {stage}"
             self.stage = stage
+            self._stage_changed.notify_all()
 
     def _start_intra_group_reduce(self) -> None:
         self._works = self._collective.intra_group_reduce(self._payload)
@@ -383,10 +393,10 @@ class BucketReduction:
 
     def start_inter_group(self) -> bool:
         """Begin to sum this rank's shard over the groups. Return whether messages are still under way."""
-        self._crossing_since_s = time.perf_counter()
+        self._inter_group_since_s = time.perf_counter()
         with self._named(self._collective.describe("between")):
             self._rest = self._collective.inter_group_all_reduce(self._payload)
-        self._advance(Stage.CROSSING)
+        self._advance(Stage.INTER_GROUP)
         return self._rest is not None
 
     def finish_inter_group(self) -> None:
@@ -396,8 +406,8 @@ class BucketReduction:
                 complete(self._rest)
             self._rest = None
         if self._on_stage is not None:
-            self._on_stage(INTER_GROUP_ALL_REDUCE, self._crossing_since_s, time.perf_counter())
-        self._advance(Stage.CROSSED)
+            self._on_stage(INTER_GROUP_ALL_REDUCE, self._inter_group_since_s, time.perf_counter())
+        self._advance(Stage.SUMMED)
 
     def start_broadcast(self) -> None:
         """Start the broadcast of the sum within the group. Not awaited: the next bucket's all-reduce runs meanwhile."""
@@ -406,24 +416,23 @@ class BucketReduction:
         if self._works and (on_stage := self._on_stage) is not None:
             done = self._works[-1].get_future()
             done.add_done_callback(lambda _: on_stage(INTRA_GROUP_BROADCAST, start_s, time.perf_counter()))
-        self._advance(Stage.SETTLED)
-        self._settled_or_failed.set()
+        self._advance(Stage.BROADCASTING)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Raise ``error`` in the threads that wait for the bucket. Once it has settled they get their sum."""
-        with self._transition:
-            if self.stage in (Stage.SETTLED, Stage.DELIVERED):
+        with self._stage_changed:
+            if self.stage in _COLLECTIVES_DONE:
                 return
             self.stage = Stage.FAILED
             self._error = error
-        self._settled_or_failed.set()
+            self._stage_changed.notify_all()
 
     @property
     def has_arrived(self) -> bool:
         """Whether `wait` would return immediately."""
         if self.stage is Stage.DELIVERED:
             return True
-        return self.stage is Stage.SETTLED and all(work.is_completed() for work in self._works)
+        return self.stage is Stage.BROADCASTING and all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
         """Return when ``buffer`` holds the sum over all ranks; on a GPU, when the current stream will see it.
@@ -432,30 +441,33 @@ class BucketReduction:
             RuntimeError: a stage failed; the message names the bucket, the stage and the ranks that took part.
         """
         start_s = time.perf_counter()
-        if self._release is not None and not self._settled_or_failed.is_set():
-            self._release()
-        self._settled_or_failed.wait()
+        if self.stage not in _COLLECTIVES_DONE:
+            if self._release is not None:
+                self._release()
+            with self._stage_changed:
+                self._stage_changed.wait_for(lambda: self.stage in (*_COLLECTIVES_DONE, Stage.FAILED))
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
         with self._delivery:  # a second thread must not see half of it, nor deliver again
             if self._delivered is not None:
                 # In each call, not only in the first: the current stream may be another one.
                 streams.current_stream(self.buffer.device).wait_event(self._delivered)
-            if self.stage is Stage.SETTLED:
+            if self.stage is Stage.BROADCASTING:
                 self._finish_delivery()
         if self._on_stage is not None:
             self._on_stage(WAIT, start_s, time.perf_counter())
 
     def _finish_delivery(self) -> None:
         self._wait_for_works()
-        if self._host_copy is not None:
+        if (host_copy := self._host_copy) is not None:
             # The waiting thread copies the sum back, not the communicator: that would have to wait for the broadcast
             # while the link between the groups is idle. And only once: later changes to the gradients must stay.
-            self._host_copy.copy_back()
+            host_copy.copy_back()
             self._host_copy = None
             if self._stream is not None:
                 self._delivered = streams.record_event(streams.current_stream(self.buffer.device))
-        self._advance(Stage.DELIVERED)
+        with self._stage_changed:
+            self.stage = Stage.DELIVERED  # again, if a signal handler that interrupted this method has delivered it
 
     def _wait_for_works(self) -> None:
         try:
@@ -475,20 +487,8 @@ class BucketReduction:
 
     @contextmanager
     def _named(self, where: str) -> Iterator[None]:
-        with blame(f"the sum of gradient bucket {self.index}, {where}"):
+        with naming_backend_errors(f"the sum of gradient bucket {self.index}, {where}"):
             yield
-
-
-@contextmanager
-def blame(what: str) -> Iterator[None]:
-    """Let a backend's error say which operation failed, between which ranks."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{what} failed: one of these ranks has died, or has been silent for longer than the strategy's timeout; "
-            f"look at its log first. The backend says: {error}"
-        ) from error
 
 
 # --- Copy of a gradient bucket in host memory, for a communicator that reduces on the CPU.

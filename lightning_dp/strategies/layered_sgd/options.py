@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +22,7 @@ from lightning_dp.collectives.hierarchical import AllReduce, HierarchicalAllRedu
 from lightning_dp.collectives.ring import ring_all_reduce
 from lightning_dp.strategies.layered_sgd import device_communicator
 from lightning_dp.strategies.layered_sgd.device_communicator import DeviceAllReduce, DeviceCommunicator
-from lightning_dp.strategies.layered_sgd.gradient_sum import GradientCommunicator, IssueOrder
+from lightning_dp.strategies.layered_sgd.gradient_sum import GradientCommunicator
 from lightning_dp.strategies.layered_sgd.host_communicator import Communicator, with_background_threads
 
 log = logging.getLogger(__name__)
@@ -92,7 +89,7 @@ class CommunicatorOptions:
             )
 
     def prepare_environment(self, devices: Sequence[torch.device], backend: str | None) -> None:
-        """Set what NCCL reads when a process starts to use it, if it will sum gradients, be it only within nodes.
+        """Set ``NCCL_LAUNCH_ORDER_IMPLICIT`` if NCCL reduces gradients, even if only within a node.
 
         Args:
             devices: of this node's ranks.
@@ -154,12 +151,7 @@ class CommunicatorOptions:
             # backward, such as that of a batch norm layer, would come before a bucket on one rank and after it on
             # another.
             early = prioritized and not find_unused_parameters
-            # With overlap="load" the whole update waits for all sums, and no order is better than another.
-            late = prioritized and not early
-            order = IssueOrder(module.parameters(), on_device.broadcast, device) if late else None
-            return DeviceCommunicator(on_device, early, device, on_stage, order)
-        if rank == 0 and log.isEnabledFor(logging.INFO):  # looking up the host's name can take a while
-            log.info(f"{strategy_name}: gloo sends over {gloo_interface()}; set GLOO_SOCKET_IFNAME to use another")
+            return DeviceCommunicator(on_device, early, device, on_stage)
 
         def on_host() -> Communicator:
             copies = device.type != "cpu"
@@ -204,7 +196,7 @@ def _may_reduce_on_device(backend: str | None, find_unused_parameters: bool) -> 
 
 def _compressible(module: nn.Module, compression: Compression) -> ParameterTable:
     for name, parameter in module.named_parameters():
-        if not parameter.is_floating_point():
+        if parameter.requires_grad and not parameter.is_floating_point():
             raise ValueError(
                 f"compression={compression!r} cannot round {name}, which is {parameter.dtype}; use compression=None"
             )
@@ -228,7 +220,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], strategy_name: str) -> Non
 def check_layers(module: Module, strategy_name: str) -> None:
     """Raise ValueError for a layer whose gradients cannot be summed in groups, by name."""
     for name, part in module.named_modules():
-        if isinstance(part, (Embedding, EmbeddingBag)) and part.sparse:
+        if isinstance(part, (Embedding, EmbeddingBag)) and part.sparse and part.weight.requires_grad:
             raise ValueError(f"{strategy_name} cannot sum the sparse gradients of {name!r}; build it with sparse=False")
 
 
@@ -254,41 +246,3 @@ def check_ddp_options(ddp_kwargs: dict[str, Any]) -> None:
             "gradient_as_bucket_view=False cannot work: the gradients must be views of the buckets, which are summed "
             "in place after backward; leave the option out"
         )
-
-
-# --- The network interface over which gloo sends, for the log.
-
-VARIABLE = "GLOO_SOCKET_IFNAME"
-_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
-
-
-def gloo_interface() -> str:
-    """Describe the interface that gloo uses on this host: that of ``GLOO_SOCKET_IFNAME``, else of the host's name."""
-    chosen = os.environ.get(VARIABLE)
-    if chosen:
-        return f"{chosen} (from {VARIABLE})"
-    name = socket.gethostname()
-    try:
-        address = socket.gethostbyname(name)
-    except OSError:
-        return f"the loopback interface, because the host's name, {name}, has no address"
-    interface = _interface_of(address) or "an interface without that address"
-    return f"{interface} ({address}, the address of the host's name, {name})"
-
-
-def _interface_of(address: str) -> str | None:
-    """Return the name of the interface with this IPv4 address, or None if there is none or the system cannot tell."""
-    try:
-        import fcntl  # not on Windows
-    except ImportError:
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:  # the interface has no IPv4 address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None

@@ -12,7 +12,7 @@ traces into it, and it sees a single thread. A watched parameter costs a few mic
 What PyTorch does not show to ``__torch_function__``: functions made by ``torch.jit``, C++ extensions, aliases of the
 storage (a kept ``p.data``), ``torch.tensor(p)`` and other constructors, among them those of sparse tensors, and
 arguments that a `torch.func` transform differentiates. The strategy finds most of these when backward delivers a
-gradient (`stale_use.StaleUseDetector`).
+gradient (`StaleUseDetector`).
 """
 
 from __future__ import annotations
@@ -227,16 +227,21 @@ class StaleUseError(RuntimeError):
     """The forward used a stale parameter: a use that `ParameterWatch` cannot see."""
 
 
-class Moment(NamedTuple):
+class AutogradPosition(NamedTuple):
     """How far a thread has come in making nodes of the autograd graph. Each thread numbers its own nodes."""
 
     thread: int
     number: int
 
     @classmethod
-    def now(cls) -> Moment:
-        """Return the present moment of the calling thread."""
+    def now(cls) -> AutogradPosition:
+        """Return the present position of the calling thread."""
         return cls(threading.get_ident(), next_sequence_number())
+
+    @property
+    def is_of_this_thread(self) -> bool:
+        """Whether the calling thread has been here."""
+        return self.thread == threading.get_ident()
 
 
 class StaleUseDetector:
@@ -263,9 +268,9 @@ class StaleUseDetector:
         """The parameters that may have been used unseen."""
         return self._suspects.keys()
 
-    def note_updated(self, parameters: Iterable[Tensor], staged_at: Moment) -> None:
+    def note_updated(self, parameters: Iterable[Tensor], staged_at: AutogradPosition) -> None:
         """Remember that ``parameters`` are updated now. A read between ``staged_at`` and now was one too early."""
-        now = Moment.now()
+        now = AutogradPosition.now()
         # Without a node in between there was no such read. So it is if all buckets have arrived when the forward uses
         # its first parameter: then none has to be watched any longer.
         if now.thread == staged_at.thread and now.number > staged_at.number:

@@ -21,16 +21,18 @@ from lightning_dp._private.torch_names import (
     without_torch_function,
 )
 from lightning_dp.strategies.base import hides_parameter_use, overlapping_parameters
-from lightning_dp.strategies.layered_sgd.reduction import LayeredReduction
+from lightning_dp.strategies.layered_sgd.update import UpdateQueue
 
 log = logging.getLogger(__name__)
+
+EARLY_USES = 3
 
 
 class Postponement:
     """Decides when each update runs: bucket by bucket within the next forward, in one step before it, or immediately.
 
     Args:
-        reduction: holds what is postponed.
+        updates: holds what is postponed.
         trainer: the Trainer that fits ``module``.
         module: the module that is trained.
         before_forward: always apply the whole update before the forward (``overlap="load"``).
@@ -39,17 +41,17 @@ class Postponement:
 
     def __init__(
         self,
-        reduction: LayeredReduction,
+        updates: UpdateQueue,
         trainer: Any,
         module: LightningModule,
         before_forward: bool,
         strategy_name: str,
     ) -> None:
-        self._reduction = reduction
+        self._updates = updates
         self._trainer = trainer
         self._strategy_name = strategy_name
         self._warned_of: set[str] = set()
-        self._is_in_training_step = False
+        self._num_early_uses = 0  # steps in a row
         self._is_use_hidden = hides_parameter_use(module)
         self._before_forward = before_forward
         self._module = module
@@ -72,7 +74,21 @@ class Postponement:
         )
         if reason is not None:
             self._warn_at_once(reason)
+        else:
+            self._watch_for_early_uses()
         return reason is None
+
+    def _watch_for_early_uses(self) -> None:
+        """Warn of a function that waits for sums in step after step. A rare one, such as for a log, costs little."""
+        user = self._updates.early_user
+        self._updates.early_user = None
+        self._num_early_uses = 0 if user is None else self._num_early_uses + 1
+        if self._num_early_uses == EARLY_USES:
+            self._warn_once(
+                f"{user} has used parameters, gradients or optimizer.state between {EARLY_USES} training steps in a "
+                "row, before the gradients were summed, so the reduction is not hidden behind what follows; use them "
+                "every few steps, or in training_step"
+            )
 
     @property
     def uses_gradients_unseen(self) -> bool:
@@ -82,18 +98,24 @@ class Postponement:
     @property
     def goes_by_bucket(self) -> bool:
         """Whether parameters may be updated while the forward runs, a bucket at a time."""
-        return not self._before_forward and steps_by_bucket(self._trainer)
+        by_bucket = steps_by_bucket(self._trainer)
+        if not by_bucket and not self._before_forward:
+            self._warn_once(
+                "clipping by the norm and gradient scalers need all gradients, so each update is applied as a whole "
+                "before the forward, as with overlap='load'"
+            )
+        return by_bucket and not self._before_forward
 
-    def with_present_clipping(self, step: Callable[[], None]) -> Callable[[], None]:
+    def with_present_clipping(self, step: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
         """Return ``step`` with the clipping that the Trainer has now. Callbacks may change it before ``step`` runs."""
         trainer = self._trainer
         staged = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
 
-        def clipped_as_staged() -> None:
+        def clipped_as_staged(optimizer: Optimizer) -> None:
             present = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
             trainer.gradient_clip_val, trainer.gradient_clip_algorithm = staged
             try:
-                step()
+                step(optimizer)
             finally:
                 trainer.gradient_clip_val, trainer.gradient_clip_algorithm = present
 
@@ -114,22 +136,23 @@ class Postponement:
         """Run a training step within the context, after the updates that must come before it."""
         if not self._before_forward and self._has_equal_addresses():
             self._look_for_shared_memory()
-        if self._before_forward or self._reduction.updates.are_whole:
-            self._reduction.finish_update()
-        self._reduction.begin_forward()
-        self._is_in_training_step = True
+        if self._before_forward or self._updates.are_whole:
+            self._updates.finish()
+        self._updates.begin_forward()
+        on_compile_start(self._on_compile_start)  # again, for `torch.compiler.reset` drops it
+        self._updates.is_in_training_step = True
         try:
             yield
         finally:
-            self._is_in_training_step = False
+            self._updates.is_in_training_step = False
 
-    def _on_compile_start(self) -> None:
+    def _on_compile_start(self, *_: Any) -> None:  # later versions of torch pass an argument
         """Dynamo is about to trace a function. It must find plain parameters, now and in every later step."""
-        if self._reduction.is_in_backward:
+        if self._updates.is_in_backward:
             return
-        was_pending = bool(self._reduction.updates)
-        self._reduction.bring_up_to_date()
-        if self._is_in_training_step:
+        was_pending = bool(self._updates)
+        self._updates.bring_up_to_date()
+        if self._updates.is_in_training_step:
             self._stop_within_forward("training_step runs compiled code")
         elif was_pending and self._forbidden is None:
             self._forbidden = "compiled code that runs between two training steps"
@@ -144,12 +167,15 @@ class Postponement:
             )
 
     def _warn_at_once(self, reason: str) -> None:
-        if reason not in self._warned_of:
-            self._warned_of.add(reason)
-            log.warning(
-                f"{self._strategy_name}: {reason} must run within its own step, so the update is not postponed: the "
-                "reduction is not hidden behind the loading of data or the next forward."
-            )
+        self._warn_once(
+            f"{reason} must run within its own step, so the update is not postponed: the reduction is not hidden "
+            "behind the loading of data or the next forward."
+        )
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned_of:
+            self._warned_of.add(text)
+            log.warning(f"{self._strategy_name}: {text}")
 
 
 # --- When an update may be postponed, and when it may be applied bucket by bucket: predicates without state.

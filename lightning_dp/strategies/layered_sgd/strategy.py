@@ -14,17 +14,17 @@ from typing_extensions import override
 
 from lightning_dp._private.lightning_names import ddp_options, strategy_timeout, wrap_in_ddp
 from lightning_dp.collectives.compression.options import Compression, has_error_feedback
-from lightning_dp.collectives.compression.stages import CompressedAllReduce, State, gather_state, load_state
+from lightning_dp.collectives.compression.stages import CompressedAllReduce, OwnState, State, gather_state, load_state
 from lightning_dp.collectives.groups import OnStage, RankTopology
 from lightning_dp.strategies.base import BaseStrategy
-from lightning_dp.strategies.layered_sgd.host_communicator import WAIT, blame
+from lightning_dp.strategies.layered_sgd.gradient_sum import WAIT, naming_backend_errors
 from lightning_dp.strategies.layered_sgd.options import (
     CommunicatorOptions,
     check_ddp_options,
     check_layers,
     check_optimizers,
 )
-from lightning_dp.strategies.layered_sgd.postponement import Postponement
+from lightning_dp.strategies.layered_sgd.postponement import Postponement, why_step_is_not_postponed
 from lightning_dp.strategies.layered_sgd.reduction import LayeredReduction
 from lightning_dp.strategies.unfreezing import ReducedParameters
 
@@ -165,7 +165,12 @@ class LayeredSGDStrategy(BaseStrategy):
         self._compression_checkpoint.restore(communicator.compressed)
         self._reduction = LayeredReduction(communicator, self.world_size, module)
         self._reduction.feed_from(model)
-        self._postponement = Postponement(self._reduction, trainer, module, self._options.overlap == "load", name)
+        for optimizer in self.optimizers:
+            if why_step_is_not_postponed(optimizer, self.precision_plugin) is None:
+                self._reduction.updates.guard(optimizer)  # now, so that a callback may keep ``optimizer.state``
+        self._postponement = Postponement(
+            self._reduction.updates, trainer, module, self._options.overlap == "load", name
+        )
 
     def _report_stage(self, stage: str, start_s: float, end_s: float) -> None:
         if stage == WAIT:
@@ -190,8 +195,11 @@ class LayeredSGDStrategy(BaseStrategy):
         assert isinstance(model, DistributedDataParallel)
         log.info(f"{type(self).__name__}: {len(names)} parameters have become trainable, {names[0]} first")
         if self._reduction is not None:
-            self._reduction.bring_up_to_date()
-        with blame(f"taking {names[0]}, which has become trainable, into the reduction, with all ranks,"):
+            check_layers(module, type(self).__name__)
+            self._reduction.updates.bring_up_to_date()
+        with naming_backend_errors(
+            f"taking {names[0]}, which has become trainable, into the reduction, with all ranks,"
+        ):
             self.model = reduced.wrap_anew(model, lambda: wrap_in_ddp(self, module), keep_hooks=self._reduction is None)
         if self._reduction is not None:
             self._reduction.feed_from(self.model)
@@ -212,7 +220,7 @@ class LayeredSGDStrategy(BaseStrategy):
         if self._reduction is not None and self._postponement is not None:
             self._reduction.end_backward()
             if self._postponement.uses_gradients_unseen:
-                self._reduction.wait_for_gradients()
+                self._reduction.updates.wait_for_gradients()
 
     @override
     @torch.compiler.disable
@@ -220,28 +228,30 @@ class LayeredSGDStrategy(BaseStrategy):
         reduction, postponement = self._reduction, self._postponement
         if reduction is None or postponement is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
+        updates = reduction.updates
         if not postponement.is_allowed(optimizer):
-            reduction.finish_update()
-            return super().optimizer_step(optimizer, reduction.with_own_gradients(closure), model, **kwargs)
+            updates.finish()
+            updates.unguard(optimizer)
+            return super().optimizer_step(optimizer, updates.with_own_gradients(closure), model, **kwargs)
         output = closure()
 
-        def whole_step() -> None:
+        def whole_step(optimizer: Optimizer) -> None:
             # The precision plugin unscales, clips and steps, in Lightning's own order. The closure returns the loss:
             # None would mean that there was no backward.
             BaseStrategy.optimizer_step(self, optimizer, lambda: output, model, **kwargs)
 
         by_bucket = postponement.goes_by_bucket and not kwargs
-        reduction.stage(optimizer, None if by_bucket else postponement.with_present_clipping(whole_step))
+        updates.stage(optimizer, None if by_bucket else postponement.with_present_clipping(whole_step))
         return output
 
     def finish_update(self) -> None:
         """Apply what is left of the postponed update. Afterwards the parameters are those of synchronous SGD."""
         if self._reduction is not None:
-            self._reduction.finish_update()
+            self._reduction.updates.finish()
 
     def _bring_up_to_date(self) -> None:
         if self._reduction is not None:
-            self._reduction.bring_up_to_date()
+            self._reduction.updates.bring_up_to_date()
 
     @override
     def on_train_end(self) -> None:
@@ -256,6 +266,12 @@ class LayeredSGDStrategy(BaseStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._reduction is not None and self._reduction.updates.is_interrupted:
+            log.warning(
+                f"{type(self).__name__}: a signal handler that saves weights has interrupted the optimizer's step, so "
+                "the parameters of one gradient bucket may be saved half updated (DDPStrategy would save all of them "
+                "so); let the handler set a flag, and save in on_train_batch_end"
+            )
         self.finish_update()
         return super().lightning_module_state_dict()
 
@@ -319,11 +335,11 @@ class CompressionCheckpoint:
         self._compression = compression
         self._strategy_name = strategy_name
         self._loaded: State | None = None
-        self._last: State | None = None  # of the fit that has ended, for a checkpoint that is written after it
+        self._last: OwnState | None = None  # of the fit that has ended, for a checkpoint that is written after it
 
     def keep(self, compressed: CompressedAllReduce | None) -> None:
-        """Keep the state at the end of a fit. Every rank must call it."""
-        self._last = None if compressed is None else gather_state(compressed)
+        """Keep this rank's part at the end of a fit. Nothing is sent: other ranks may still be in a step."""
+        self._last = None if compressed is None else OwnState(compressed)
 
     def add_to(self, checkpoint: dict[str, Any], compressed: CompressedAllReduce | None, interrupted: bool) -> None:
         """Add the state to ``checkpoint``, unless it holds weights only. Every rank must call it.
@@ -336,7 +352,11 @@ class CompressionCheckpoint:
         """
         if "optimizer_states" not in checkpoint:
             return
-        state = self._last if compressed is None else gather_state(compressed, residuals=not interrupted)
+        state: State | None = None
+        if compressed is not None:
+            state = gather_state(compressed, residuals=not interrupted)
+        elif self._last is not None:
+            state = self._last.gather()
         if state is not None and any(state.values()):
             checkpoint[KEY] = state
         if interrupted and compressed is not None and has_error_feedback(self._compression):

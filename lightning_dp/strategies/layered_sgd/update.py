@@ -1,33 +1,360 @@
-"""The postponed update: staged when backward has ended, applied when it is needed and the gradients have arrived.
+"""The postponed update: what is pending, and when each part of it is applied. `UpdateQueue` owns all of it.
 
 Algorithm 3 of arXiv 1906.05936 postpones the update of step t past the loading of batch t+1 (line 10). Here it is
 postponed until the parameters are used: by the next forward, a callback, a checkpoint. `ParameterWatch` sees such uses,
 except for those that its module lists. So a postponed update looks like one that was applied immediately: neither the
 parameters, nor ``optimizer.state``, nor ``parameter.grad``, which stays as it is until it is zeroed, show a difference.
+
+A signal handler can interrupt any line of this file and call it again, for it may save a checkpoint. Therefore nothing
+here relies on what it has read before it waited, and the user's optimizer is never changed, not even for a moment: a
+step runs on a shallow copy of it.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
+import os
+import sys
+import sysconfig
 import threading
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_dp._lightning import FRAMEWORK
 from lightning_dp._private.torch_names import (
     has_modes,
     mark_stepped,
+    shallow_copy_of,
     step_below_hooks,
     without_modes,
     without_torch_function,
 )
 from lightning_dp.strategies.layered_sgd.gradient_sum import GradientSum
-from lightning_dp.strategies.layered_sgd.parameter_watch import Moment
+from lightning_dp.strategies.layered_sgd.parameter_watch import AutogradPosition, ParameterWatch, StaleUseDetector
+
+
+class UpdateQueue:
+    """Gradient sums that are under way, and the updates that wait for them. Any thread may call its methods.
+
+    A parameter is watched from the moment backward hands its bucket over until the sum has arrived and the update, if
+    one was staged, is applied.
+
+    Args:
+        module: the module that is trained.
+
+    Attributes:
+        lock: held while an update is applied.
+        is_in_backward: whether this is between `begin_backward` and `end_backward`.
+        is_in_training_step: whether this is within ``training_step``, which may wait for sums.
+        early_user: the first function since this was None that had to wait for a sum between two training steps.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.lock = threading.RLock()
+        self.is_in_backward = False
+        self._module = module
+        self._sums: dict[Tensor, GradientSum] = {}  # of the last backward pass, by parameter
+        self._updates: list[PendingUpdate] = []  # in the order of staging
+        self._by_parameter: dict[Tensor, PendingUpdate] = {}
+        self._watch = ParameterWatch(self._before_use, self._before_gradient)
+        self._stale_uses = StaleUseDetector()
+        self._of_this_backward = ExitStack()
+        self._load_hooks: dict[Optimizer, list[Any]] = {}  # of the optimizers whose state is guarded
+        self._is_stepping = False
+        self.is_in_training_step = False
+        self.early_user: str | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._updates)
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether a pending update must be applied to all its parameters in one step."""
+        return any(update.whole_step is not None for update in self._updates)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the calling thread is in the middle of a step: the caller is a signal handler."""
+        with self.lock:  # another thread's step is waited for
+            return self._is_stepping
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters that have a pending update."""
+        return list(self._by_parameter)
+
+    # --- Backward: sums begin.
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """Free the buckets, which backward is going to refill, and start to check for uses of stale parameters."""
+        self._of_this_backward.close()  # an earlier backward may have raised
+        self.bring_up_to_date()
+        self._sums.clear()
+        with self.lock:  # another thread may be about to use a suspect
+            self._of_this_backward.enter_context(self._stale_uses.watching(loss, self._module))
+        self.is_in_backward = True
+
+    def add_sum(self, parameters: Sequence[Tensor], gradient_sum: GradientSum) -> None:
+        """Note that the gradients of ``parameters`` are being summed."""
+        self._sums.update(dict.fromkeys(parameters, gradient_sum))
+        self._watch.add(parameters)
+
+    def end_backward(self) -> None:
+        """End what `begin_backward` has begun."""
+        self._of_this_backward.close()
+        self.is_in_backward = False
+
+    # --- The optimizer's step: it is staged.
+
+    def guard(self, optimizer: Optimizer) -> None:
+        """Let each look at ``optimizer.state`` apply the optimizer's update first, until `unguard`."""
+        if not isinstance(optimizer.state, GuardedState):
+            guard: Any = GuardedState(optimizer.state, lambda: self._before_state(optimizer))
+            optimizer.state = guard
+        if optimizer not in self._load_hooks:
+            self._load_hooks[optimizer] = [
+                # A pending step must not overwrite a state that is loaded later.
+                optimizer.register_load_state_dict_pre_hook(lambda each, _: self.finish_optimizer(each)),
+                optimizer.register_load_state_dict_post_hook(self.guard),
+            ]
+
+    def unguard(self, optimizer: Optimizer) -> None:
+        """Undo `guard`. A reference to the guarded state that somebody has kept goes on to work."""
+        if isinstance(optimizer.state, GuardedState):
+            optimizer.state = optimizer.state.plain
+        for handle in self._load_hooks.pop(optimizer, ()):
+            handle.remove()
+
+    def stage(self, optimizer: Optimizer, whole_step: Callable[[Optimizer], Any] | None = None) -> None:
+        """Postpone a step of ``optimizer`` until its parameters are used; see `PendingUpdate`.
+
+        What is pending for the optimizer, or for one of its parameters, is applied first.
+        """
+        self.guard(optimizer)
+        with self.lock:
+            if self._updates:
+                self.finish_optimizer(optimizer)
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        self._apply_for(parameter)
+            update = PendingUpdate(optimizer, dict(self._sums), whole_step)
+            # A schedule warns if it steps before its optimizer has. Here the step is only postponed.
+            mark_stepped(optimizer)
+            parameters = update.parameters()
+            if not parameters:
+                return
+            self._by_parameter.update(dict.fromkeys(parameters, update))
+            self._updates.append(update)
+            self._watch.add(parameters)  # waiting for their gradients may have ended the watch
+            for parameter in self._with_gradient_elsewhere(parameters):
+                self._apply_for(parameter)
+
+    def _with_gradient_elsewhere(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Return the parameters whose gradient does not lie in its bucket: it was read, or set by hand.
+
+        Somebody may hold such a gradient and change it after the step, for example zero a buffer for accumulation. The
+        update must come before that. Little is lost: a reader of a gradient has waited for the sum of its bucket.
+        """
+        with without_torch_function():
+            return [parameter for parameter in parameters if not self._is_in_bucket(parameter)]
+
+    def _is_in_bucket(self, parameter: Tensor) -> bool:
+        gradient_sum, gradient = self._sums.get(parameter), parameter.grad
+        if gradient_sum is None or gradient is None:
+            return False
+        offset = gradient.data_ptr() - gradient_sum.buffer.data_ptr()
+        return 0 <= offset < gradient_sum.buffer.nbytes or not gradient.numel()
+
+    # --- The next forward, or another use: the update is applied.
+
+    def begin_forward(self) -> None:
+        """Note that the forward begins. Call it after the updates that must come before the forward."""
+        with self.lock:  # another thread may use a suspect meanwhile
+            suspects = list(self._stale_uses.suspects)
+            self._watch.remove(parameter for parameter in suspects if not self._is_pending(parameter))
+            self._stale_uses.begin_forward()
+
+    def _before_use(self, parameter: Tensor) -> None:
+        with self.lock:
+            self._note_early_use([parameter])
+            if torch.jit.is_tracing():
+                # `torch.jit.trace` runs twice and compares the lines that call operators, so the watch must stay.
+                self._watch.add([parameter, *self._apply_for(parameter)])
+                return
+            if self._is_pending(parameter):
+                updated = self._apply_for(parameter)
+                # Suspects stay watched until they are used: an unseen use before this has read old values.
+                if suspects := self._stale_uses.suspects:
+                    self._watch.add(each for each in updated if each in suspects)
+            elif parameter not in self._stale_uses.suspects and parameter in self._sums:
+                # No update is staged. The caller may run its own backward, which would accumulate into a gradient that
+                # is still being reduced.
+                self._sums[parameter].wait()
+                return
+            self._stale_uses.note_seen(parameter)
+            self._watch.remove([parameter])
+
+    def _before_gradient(self, parameter: Tensor) -> None:
+        with self.lock:
+            self._note_early_use([parameter])
+            # The reader of a gradient may change it, which must not change an earlier update.
+            updated = self._apply_for(parameter)
+            if suspects := self._stale_uses.suspects:
+                self._watch.add(each for each in updated if each in suspects)
+            if parameter in self._sums:
+                self._sums[parameter].wait()
+                self._own_gradient(parameter)
+
+    def _before_state(self, optimizer: Optimizer) -> None:
+        with self.lock:
+            self._note_early_use([p for p, update in list(self._by_parameter.items()) if update.optimizer is optimizer])
+            self.finish_optimizer(optimizer)
+
+    def _note_early_use(self, parameters: Iterable[Tensor]) -> None:
+        if self.is_in_training_step or self.early_user is not None:
+            return
+        sums = {self._sums[parameter] for parameter in parameters if parameter in self._sums}
+        if not all(each.has_arrived for each in sums):
+            self.early_user = _user_on_stack()
+
+    def _is_pending(self, parameter: Tensor) -> bool:
+        return parameter in self._by_parameter
+
+    def _apply_for(self, parameter: Tensor) -> list[Tensor]:
+        """Bring ``parameter`` up to date. Return all parameters that were updated."""
+        update = self._by_parameter.get(parameter)
+        if update is None:
+            return []
+        return self._apply(update, update.needed_for(parameter))
+
+    def _apply(self, update: PendingUpdate, buckets: list[GradientSum | None]) -> list[Tensor]:
+        """Update the parameters of ``buckets`` in one step; their sums have arrived. Return what was updated."""
+        part = update.take(buckets)
+        if part is None:
+            return []
+        # Before the step, not after it: the step itself uses the parameters.
+        if update.is_done and update in self._updates:
+            self._updates.remove(update)
+        for parameter in part.parameters:
+            self._by_parameter.pop(parameter, None)
+        if update.staged_at.is_of_this_thread:
+            self._watch.remove(part.parameters)
+        contexts = as_after_backward(part.gradients[0].device.type)
+        if not update.staged_at.is_of_this_thread:
+            # They stay watched: the thread that trains may use one of them meanwhile, and then waits for the lock.
+            contexts.enter_context(without_torch_function())
+        self._stale_uses.note_updated(part.parameters, update.staged_at)
+        was_stepping = self._is_stepping
+        self._is_stepping = True
+        try:
+            with contexts:
+                update.step(part)
+        finally:
+            self._is_stepping = was_stepping
+        return part.parameters
+
+    def finish_optimizer(self, optimizer: Optimizer) -> None:
+        """Bring all parameters of ``optimizer`` up to date."""
+        with self.lock:
+            for update in list(self._updates):
+                if update.optimizer is optimizer:
+                    self._apply(update, update.all_arrived())
+
+    def finish(self) -> None:
+        """Bring everything up to date. Afterwards the parameters are those of synchronous SGD."""
+        with self.lock:
+            for update in list(self._updates):
+                self._apply(update, update.all_arrived())
+
+    # --- Gradients.
+
+    def wait_for_gradients(self) -> None:
+        """Wait until all gradients are averaged."""
+        for gradient_sum in set(self._sums.values()):
+            gradient_sum.wait()
+        if self._updates:  # parameters with a pending update must remain watched
+            self._watch.remove(parameter for parameter in self._sums if not self._is_pending(parameter))
+        else:
+            self._watch.remove(self._sums)
+
+    def bring_up_to_date(self) -> None:
+        """Finish all updates and all gradients. Afterwards nothing is pending or watched."""
+        self.finish()
+        self.wait_for_gradients()
+        with self.lock:
+            self._watch.remove(list(self._stale_uses.suspects))
+
+    def with_own_gradients(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that runs ``closure``, and waits for its gradients, which each parameter then owns.
+
+        Under DDPStrategy a gradient that somebody keeps survives the next backward, and may be replaced through
+        ``p.grad.data``. A view would be overwritten by the next backward, or leave the bucket with its old value.
+        """
+
+        def closure_then_gradients() -> Any:
+            output = closure()
+            self.wait_for_gradients()
+            for parameter in self._sums:
+                self._own_gradient(parameter)
+            return output
+
+        return closure_then_gradients
+
+    def _own_gradient(self, parameter: Tensor) -> None:
+        """Give ``parameter`` a gradient of its own, instead of a view of the bucket."""
+        bucket = self._sums[parameter].buffer.untyped_storage().data_ptr()
+        with without_torch_function():  # the watch would come here again
+            gradient = parameter.grad
+            if gradient is not None and gradient.untyped_storage().data_ptr() == bucket:
+                parameter.grad = gradient.clone()
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether there was a backward pass."""
+        return bool(self._sums)
+
+    def close(self) -> None:
+        """Give up what is pending."""
+        self._of_this_backward.close()
+        with self.lock:
+            self._watch.remove([*self._sums, *self._stale_uses.suspects, *self._by_parameter])
+            self._updates.clear()
+            self._by_parameter.clear()
+            self._sums.clear()
+            for optimizer in list(self._load_hooks):
+                self.unguard(optimizer)
+
+
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_FOLDERS_BELOW_USERS = tuple(
+    f"{Path(file).parent}{os.sep}"
+    for file in (torch.__file__, Path(__file__).parent, inspect.getfile(sys.modules[FRAMEWORK]))
+)
+
+
+def _user_on_stack() -> str:
+    """Name the function that uses something: the innermost one outside of torch, Lightning and this package."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        is_library = code.co_filename.startswith(_STANDARD_LIBRARY) and "site-packages" not in code.co_filename
+        is_below = (
+            code.co_filename.startswith(_FOLDERS_BELOW_USERS) and f"{os.sep}callbacks{os.sep}" not in code.co_filename
+        )
+        if not is_library and not is_below:
+            return f"{code.co_qualname} ({code.co_filename}:{frame.f_lineno})"
+        frame = frame.f_back
+    return FRAMEWORK
+
+
+# --- One step of one optimizer, as it was staged.
 
 
 class PendingUpdate:
@@ -37,59 +364,40 @@ class PendingUpdate:
     parameter takes as long as to update a small one, so what is kept here is kept by bucket.
 
     Args:
-        optimizer: the optimizer. Until the update is applied, its ``state`` is replaced by a guard: reading it applies
-            the whole update first.
-        reductions: the bucket that carries each parameter's gradient. Must not change afterwards.
-        whole_step: performs the step once all gradients are there. None if the optimizer may step some parameters
-            before others, and has no step hooks: then the buckets are applied as they arrive and are needed. A hook
-            that is registered later would not have seen this step if it had not been postponed.
-        finish: called when ``optimizer.state`` is read; must apply the whole update.
-        before_step: called before a step, with this update and the parameters of the step. Their gradients have
-            arrived.
+        optimizer: the optimizer. It is not changed; a shallow copy of it takes the step.
+        sums: the bucket that carries each parameter's gradient. Must not change afterwards.
+        whole_step: performs the step of the copy it is given, once all gradients are there. None if the optimizer may
+            step some parameters before others, and has no step hooks: then the buckets are applied as they arrive and
+            are needed. A hook that is registered later would not have seen this step if it had not been postponed.
 
     Attributes:
         staged_at: when the update was staged.
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        reductions: dict[Tensor, GradientSum],
-        whole_step: Callable[[], Any] | None,
-        finish: Callable[[], None],
-        before_step: Callable[[PendingUpdate, list[Tensor]], None],
+        self, optimizer: Optimizer, sums: dict[Tensor, GradientSum], whole_step: Callable[[Optimizer], Any] | None
     ) -> None:
         self.optimizer = optimizer
-        self.staged_at = Moment.now()
-        self._reductions = reductions
-        self._whole_step = whole_step
-        self._before_step = before_step
+        self.whole_step = whole_step
+        self.staged_at = AutogradPosition.now()
+        self._sums = sums
         # In the order of the optimizer's parameters, which is about that in which the forward needs the buckets.
         self._parts: dict[GradientSum | None, StagedPart] = {}
         # All parts in the order of the optimizer's groups: a norm over all gradients depends on the order of summation.
         self._whole = StagedPart()
         with without_torch_function():  # the watch would wait for the gradients
             for group in map(StagedGroup, optimizer.param_groups):
-                for parameter in group.original["params"]:
+                for parameter in group.parameters:
                     gradient = parameter.grad
                     if gradient is not None:
-                        bucket = reductions.get(parameter)
+                        bucket = sums.get(parameter)
                         if bucket not in self._parts:
                             self._parts[bucket] = StagedPart()
                         self._parts[bucket].add(group, parameter, gradient)
                         self._whole.add(group, parameter, gradient)
         self._num_parts = len(self._parts)
-        self._state = optimizer.state
-        self._guard = GuardedState(optimizer, finish)
-        if self._parts:
-            optimizer.state = self._guard  # type: ignore[assignment]
-        # A schedule warns if it steps before its optimizer has. Here the step is only postponed.
-        mark_stepped(optimizer)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all parameters are updated in one step."""
-        return self._whole_step is not None
+        state: Any = optimizer.state
+        self._state = state.plain if isinstance(state, GuardedState) else state
 
     @property
     def is_done(self) -> bool:
@@ -100,51 +408,49 @@ class PendingUpdate:
         """Return the parameters that are still to be updated."""
         return [parameter for part in self._parts.values() for parameter in part.parameters]
 
-    def apply_for(self, parameter: Tensor) -> list[Tensor]:
-        """Update ``parameter``, and in the same step all others in its bucket and in buckets that have arrived.
+    def needed_for(self, parameter: Tensor) -> list[GradientSum | None]:
+        """Wait for the bucket of ``parameter``. Return it, and all buckets that have arrived.
 
-        Return the parameters that were updated.
+        Raises:
+            RuntimeError: a sum failed. Nothing has changed then.
         """
-        if self._whole_step is not None:
-            return self.finish()
-        needed = self._reductions.get(parameter)
+        if self.whole_step is not None:
+            return self.all_arrived()
+        needed = self._sums.get(parameter)
         _wait_for([needed])  # before the others are asked, because they may arrive meanwhile
-        others = (bucket for bucket in self._parts if bucket is not needed)
+        others = (bucket for bucket in list(self._parts) if bucket is not needed)
         # Buckets arrive in about the order in which the forward needs them, so the search ends at the first that has
         # not. To ask all that are still to come, once for each bucket, can take longer than the whole update.
         arrived = list(takewhile(lambda bucket: bucket is None or bucket.has_arrived, others))
         _wait_for(arrived)
-        return self._apply([needed, *arrived], step_below_hooks(self.optimizer))
+        return [needed, *arrived]
 
-    def finish(self) -> list[Tensor]:
-        """Update all that is left, in one step. Return what was updated."""
+    def all_arrived(self) -> list[GradientSum | None]:
+        """Wait for all buckets that are left, and return them."""
         buckets = list(self._parts)
-        _wait_for(buckets)  # raises before anything has changed
-        return self._apply(buckets, self._whole_step or step_below_hooks(self.optimizer))
+        _wait_for(buckets)
+        return buckets
 
-    def give_up(self) -> None:
-        """Leave the parameters as they are."""
-        self._end_guard()
+    def take(self, buckets: list[GradientSum | None]) -> StagedPart | None:
+        """Take the parameters of ``buckets`` out of the update.
 
-    def _apply(self, buckets: list[GradientSum | None], step: Callable[[], Any]) -> list[Tensor]:
-        if not buckets:
-            return []
-        first, *others = [self._parts.pop(bucket) for bucket in buckets]
-        part = self._whole if len(buckets) == self._num_parts else first.joined_with(others)
-        if not self._parts:
-            self._end_guard()
-        self._before_step(self, part.parameters)
-        contexts = as_after_backward(part.parameters[0].device.type)
-        if self.staged_at.thread != threading.get_ident():
-            contexts.enter_context(without_torch_function())  # the parameters are still watched
-        with contexts, part.shown_to(self.optimizer, self._state):
-            step()
-        return part.parameters
+        A signal handler may have taken some or all of them while the caller waited; None if nothing is left.
+        """
+        parts = [self._parts.pop(bucket) for bucket in buckets if bucket in self._parts]
+        if not parts:
+            return None
+        return self._whole if len(parts) == self._num_parts else parts[0].joined_with(parts[1:])
 
-    def _end_guard(self) -> None:
-        # If another state has been assigned since, it stays.
-        if self.optimizer.state is self._guard:
-            self.optimizer.state = self._state
+    def step(self, part: StagedPart) -> None:
+        """Update the parameters of ``part``."""
+        stepping = shallow_copy_of(self.optimizer)
+        stepping.param_groups = part.param_groups()
+        stepping.state = self._state
+        with part.with_staged_gradients():
+            if self.whole_step is not None:
+                self.whole_step(stepping)
+            else:
+                step_below_hooks(stepping)()
 
 
 def _wait_for(buckets: Iterable[GradientSum | None]) -> None:
@@ -153,128 +459,17 @@ def _wait_for(buckets: Iterable[GradientSum | None]) -> None:
             bucket.wait()
 
 
-class PendingUpdates:
-    """The updates that are staged and not yet applied, found by parameter. May be used from any thread.
-
-    Args:
-        before_step: called before a step, with the parameters that it will update, whose gradients have arrived, and
-            the moment when the step was staged.
-    """
-
-    def __init__(
-        self, before_step: Callable[[list[Tensor], Moment], None] = lambda parameters, staged_at: None
-    ) -> None:
-        self._before_step = before_step
-        self._updates: list[PendingUpdate] = []  # in the order of staging
-        self._by_parameter: dict[Tensor, PendingUpdate] = {}
-        self.lock = threading.RLock()  # held while an update is applied
-
-    def __contains__(self, parameter: Tensor) -> bool:
-        return parameter in self._by_parameter
-
-    def __bool__(self) -> bool:
-        return bool(self._updates)
-
-    @property
-    def are_whole(self) -> bool:
-        """Whether a pending update must be applied to all its parameters in one step."""
-        return any(update.is_whole for update in self._updates)
-
-    def parameters(self) -> list[Tensor]:
-        """Return the parameters that have a pending update."""
-        return list(self._by_parameter)
-
-    def stage(
-        self,
-        optimizer: Optimizer,
-        reductions: dict[Tensor, GradientSum],
-        whole_step: Callable[[], Any] | None = None,
-    ) -> list[Tensor]:
-        """Postpone a step of ``optimizer``; see `PendingUpdate`. Return the parameters that it will update.
-
-        What is pending for the optimizer, or for one of its parameters, is applied first.
-        """
-        with self.lock:
-            if self._updates:
-                self.finish_optimizer(optimizer)
-                for group in optimizer.param_groups:
-                    for parameter in group["params"]:
-                        self.apply_for(parameter)
-            update = PendingUpdate(
-                optimizer, reductions, whole_step, lambda: self.finish_optimizer(optimizer), self._forget
-            )
-            parameters = update.parameters()
-            if parameters:
-                self._updates.append(update)
-                self._by_parameter.update(dict.fromkeys(parameters, update))
-            return parameters
-
-    def apply_for(self, parameter: Tensor) -> list[Tensor]:
-        """Bring ``parameter`` up to date. Return all parameters that were updated."""
-        with self.lock:
-            update = self._by_parameter.get(parameter)
-            return [] if update is None else update.apply_for(parameter)
-
-    def finish_optimizer(self, optimizer: Optimizer) -> None:
-        """Bring all parameters of ``optimizer`` up to date."""
-        with self.lock:
-            for update in list(self._updates):
-                if update.optimizer is optimizer:
-                    update.finish()
-
-    def finish(self) -> None:
-        """Bring everything up to date."""
-        with self.lock:
-            while self._updates:
-                self._updates[0].finish()
-
-    def clear(self) -> None:
-        """Give up what is pending."""
-        with self.lock:
-            for update in self._updates:
-                update.give_up()
-            self._updates.clear()
-            self._by_parameter.clear()
-
-    def _forget(self, update: PendingUpdate, parameters: list[Tensor]) -> None:
-        # Before the step, not after it: the step itself uses the parameters.
-        if update.is_done:
-            self._updates.remove(update)
-        if self._updates:
-            for parameter in parameters:
-                del self._by_parameter[parameter]
-        else:
-            self._by_parameter.clear()
-        self._before_step(parameters, update.staged_at)
-
-
-# --- A step of an optimizer as it was staged: which parameters it updates, with which gradients and hyperparameters.
-
-Group = dict[str, Any]
-
-
 class StagedGroup:
     """A parameter group with its hyperparameters of the moment of staging; schedules change the group afterwards."""
 
-    def __init__(self, original: Group) -> None:
-        self.original = original
-        self._staged = {
-            # Tensors are copied, because schedules and users may change them in place. Plain values cannot change.
-            key: value.clone() if isinstance(value, Tensor) else value
-            for key, value in original.items()
-            if key != "params"
-        }
+    def __init__(self, group: dict[str, Any]) -> None:
+        self.parameters: list[Tensor] = group["params"]
+        # Tensors are copied, because schedules and users may change them in place. Plain values cannot change.
+        self._staged = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
 
-    def restricted_to(self, parameters: list[Tensor]) -> Group:
+    def restricted_to(self, parameters: list[Tensor]) -> dict[str, Any]:
         """Return the group as staged, with some of its parameters."""
         return {**self._staged, "params": parameters}
-
-    def keep_changes(self, restricted: Group) -> None:
-        """Write what the step itself has changed (a hook that sets the rate, say) into the original group."""
-        for key, value in restricted.items():
-            if key != "params" and value is not self._staged.get(key):
-                self._staged[key] = value
-                self.original[key] = value
 
 
 class StagedPart:
@@ -309,42 +504,33 @@ class StagedPart:
                 joined.groups.setdefault(group, []).extend(parameters)
         return joined
 
-    @contextmanager
-    def shown_to(self, optimizer: Optimizer, state: Any) -> Iterator[None]:
-        """Within the context, show ``optimizer`` these parameters alone, as they were staged, and its ``state``."""
-        restricted = [(group, group.restricted_to(parameters)) for group, parameters in self.groups.items()]
-        present_groups = optimizer.param_groups
-        present_state = optimizer.state
-        optimizer.param_groups = [group for _, group in restricted]
-        optimizer.state = state
-        others = self._put_back_gradients()
-        try:
-            yield
-        finally:
-            optimizer.param_groups = present_groups
-            optimizer.state = present_state
-            for staged, group in restricted:
-                staged.keep_changes(group)
-            for parameter, gradient in others:
-                parameter.grad = gradient
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the optimizer's groups, with these parameters alone."""
+        return [group.restricted_to(parameters) for group, parameters in self.groups.items()]
 
-    def _put_back_gradients(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Give the parameters the gradients that were staged. Return those that were zeroed or replaced since."""
+    @contextmanager
+    def with_staged_gradients(self) -> Iterator[None]:
+        """Within the context, give the parameters their staged gradients, also those that were zeroed since."""
         others = []
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             present = parameter.grad
             if present is not gradient:
                 others.append((parameter, present))
                 parameter.grad = gradient
-        return others
+        try:
+            yield
+        finally:
+            for parameter, present in others:
+                parameter.grad = present
 
 
 def as_after_backward(device_type: str) -> ExitStack:
     """Apply an update as if right after backward, in whatever context the parameter is first used.
 
-    That may be inference mode, autocast, inside a `torch.func` transform, or under a dispatch mode of the user's that
-    would record the optimizer's operations (selective checkpointing caches them, and then refuses the update). Each of
-    these contexts takes some microseconds to leave, and an update may have as many steps as there are buckets.
+    That may be inference mode, autocast, inside a `torch.func` transform, while `torch.jit.trace` records, or under a
+    dispatch mode of the user's that would record the optimizer's operations (selective checkpointing caches them, and
+    then refuses the update). Each of these contexts takes some microseconds to leave, and an update may have as many
+    steps as there are buckets.
     """
     contexts = ExitStack()
     if torch.is_inference_mode_enabled():
@@ -356,21 +542,26 @@ def as_after_backward(device_type: str) -> ExitStack:
     return contexts
 
 
-# --- ``optimizer.state`` while an update is pending.
+# --- ``optimizer.state`` in training.
 
 
 class GuardedState(MutableMapping[Any, Any]):
-    """Stands in for ``optimizer.state`` while an update is pending, and applies the update before it shows anything."""
+    """Stands in for ``optimizer.state`` in training, and applies a pending update before it shows anything.
 
-    def __init__(self, optimizer: Optimizer, finish: Callable[[], None]) -> None:
-        self._optimizer = optimizer
+    It stays there from the start of a fit to its end, so a reference that a callback keeps shows each step's state.
+
+    Args:
+        plain: the optimizer's own state.
+        finish: applies the update.
+    """
+
+    def __init__(self, plain: Any, finish: Callable[[], None]) -> None:
+        self.plain = plain
         self._finish = finish
 
     def _up_to_date(self) -> Any:
         self._finish()
-        state = self._optimizer.state
-        assert state is not self, "the pending update was not applied"
-        return state
+        return self.plain
 
     def __getitem__(self, key: Any) -> Any:
         return self._up_to_date()[key]
@@ -382,7 +573,7 @@ class GuardedState(MutableMapping[Any, Any]):
         del self._up_to_date()[key]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._up_to_date())
+        return iter(list(self._up_to_date()))  # a list, because the first steps add keys, maybe in another thread
 
     def __len__(self) -> int:
         return len(self._up_to_date())
@@ -397,6 +588,8 @@ class GuardedState(MutableMapping[Any, Any]):
         return other | self._up_to_date()
 
     def __getattr__(self, name: str) -> Any:  # `default_factory`, `copy`
+        if name in ("plain", "_finish"):  # an unpickled or half-made guard has neither
+            raise AttributeError(name)
         return getattr(self._up_to_date(), name)
 
     def __repr__(self) -> str:

@@ -1,12 +1,11 @@
-"""A staged update of two layers without a Trainer, for tests of `PendingUpdates`."""
+"""A staged update of two layers without a Trainer, for tests of `UpdateQueue`."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from lightning_dp.strategies.layered_sgd.parameter_watch import ParameterWatch
-from lightning_dp.strategies.layered_sgd.update import PendingUpdates
+from lightning_dp.strategies.layered_sgd.update import UpdateQueue
 
 
 class Bucket:
@@ -15,6 +14,7 @@ class Bucket:
     def __init__(self, has_arrived: bool = False, error: Exception | None = None) -> None:
         self.has_arrived = has_arrived
         self.error = error
+        self.buffer = torch.empty(0)
         self.num_waits = 0
 
     def wait(self) -> None:
@@ -31,21 +31,24 @@ class Staged:
         self.parameters = list(self.layers.parameters())
         self.optimizer = torch.optim.SGD(self.parameters, lr=lr, momentum=momentum)
         self.buckets = [Bucket(), Bucket()]
-        self.watch = ParameterWatch(lambda p: self.updates.apply_for(p), lambda p: self.updates.apply_for(p))
-        self.updates = PendingUpdates(lambda parameters, staged_at: self.watch.remove(parameters))
+        self.updates = UpdateQueue(self.layers)
         self.stage(whole)
 
     def stage(self, whole: bool = False) -> None:
-        for parameter in self.parameters:
-            parameter.grad = torch.ones_like(parameter)
+        self.fill_buckets()
         self.before = [parameter.detach().clone() for parameter in self.parameters]
-        reductions = {
-            parameter: bucket
-            for layer, bucket in zip(self.layers, self.buckets, strict=True)
-            for parameter in layer.parameters()
-        }
-        self.watch.add(self.parameters)
-        self.updates.stage(self.optimizer, reductions, self.optimizer.step if whole else None)
+        for layer, bucket in zip(self.layers, self.buckets, strict=True):
+            self.updates.add_sum(list(layer.parameters()), bucket)
+        self.updates.stage(self.optimizer, (lambda optimizer: optimizer.step()) if whole else None)
+
+    def fill_buckets(self) -> None:
+        """Give each layer's parameters gradients that are views of its bucket, all ones."""
+        for layer, bucket in zip(self.layers, self.buckets, strict=True):
+            parameters = list(layer.parameters())
+            bucket.buffer = torch.ones(sum(parameter.numel() for parameter in parameters))
+            views = bucket.buffer.split([parameter.numel() for parameter in parameters])
+            for parameter, view in zip(parameters, views, strict=True):
+                parameter.grad = view.view_as(parameter)
 
     def updated(self) -> list[bool]:
         with torch._C.DisableTorchFunctionSubclass():

@@ -23,7 +23,6 @@ class Communicator:
     """Makes buckets whose sums are there when somebody waits for them, or have arrived before."""
 
     compressed = None
-    issue_order = None
 
     def __init__(self) -> None:
         self.buckets: list[AskedBucket] = []
@@ -89,8 +88,8 @@ class Training:
             self.reduction._reduce_bucket(None, GradBucket(index, parameters))
         self.reduction.end_backward()
         before_step()
-        self.reduction.stage(self.optimizer, None)
-        self.reduction.begin_forward()
+        self.reduction.updates.stage(self.optimizer)
+        self.reduction.updates.begin_forward()
 
     @property
     def num_watched(self) -> int:
@@ -155,7 +154,7 @@ def test_nothing_stays_watched_after_a_forward_that_used_less_than_all():
     training.stage(have_arrived=True)
     training.layers[0](torch.ones(1, 3, requires_grad=True) * 2)
     assert training.num_watched > 0
-    training.reduction.begin_forward()
+    training.reduction.updates.begin_forward()
     assert training.num_watched == 0
 
 
@@ -166,8 +165,8 @@ def test_a_pending_update_outlives_the_suspicion_of_an_earlier_one():
     other = torch.optim.SGD(training.layers.parameters(), lr=1.0)
     x = torch.ones(1, 3, requires_grad=True) * 2
     training.layers[0](x)  # the others are suspects now
-    training.reduction.stage(other, None)
-    training.reduction.begin_forward()
+    training.reduction.updates.stage(other)
+    training.reduction.updates.begin_forward()
     assert training.num_watched == 2 * NUM_LAYERS
     with torch._C.DisableTorchFunctionSubclass():
         before = training.layers[5].weight.detach().clone()

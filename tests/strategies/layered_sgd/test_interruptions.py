@@ -1,0 +1,149 @@
+"""A signal handler or another thread looks at parameters and state while an update is on its way."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_dp.strategies.layered_sgd import host_communicator, update
+from lightning_dp.strategies.layered_sgd.host_communicator import BucketReduction
+from tests.strategies.layered_sgd.staged import Staged
+
+
+class NoCollective:
+    """In place of the hierarchical all-reduce of a single rank."""
+
+    reduces_on_device = False
+
+    def describe(self, stage: str) -> str:
+        return stage
+
+    def intra_group_reduce(self, buffer: torch.Tensor) -> list[Any]:
+        return []
+
+    def inter_group_all_reduce(self, buffer: torch.Tensor) -> None: ...
+
+    def intra_group_broadcast(self, buffer: torch.Tensor) -> list[Any]:
+        return []
+
+
+def delivered(buffer: torch.Tensor) -> BucketReduction:
+    """Return the sum of a bucket that `wait` has still to copy back to its buffer."""
+    bucket = BucketReduction(0, buffer, NoCollective(), on_host=True)
+    bucket.reduce_intra_group()
+    bucket.start_inter_group()
+    bucket.finish_inter_group()
+    bucket.start_broadcast()
+    return bucket
+
+
+class WithSums(Staged):
+    """Its buckets are real ones."""
+
+    def fill_buckets(self) -> None:
+        super().fill_buckets()
+        self.buckets = [delivered(bucket.buffer) for bucket in self.buckets]
+
+
+def train(make: type[Staged], whole: bool) -> Staged:
+    torch.manual_seed(0)
+    staged = make(whole, momentum=0.5)
+    staged.updates.is_in_training_step = True  # else it looks for the caller's name
+    staged.layers[1](torch.ones(1, 3))
+    staged.stage(whole)
+    staged.parameters[0].grad.sum()
+    staged.optimizer.state[staged.parameters[2]]
+    staged.stage(whole)
+    staged.updates.finish()
+    return staged
+
+
+def at_line(number: int, handler: Callable[[], None], act: Callable[[], Any]) -> tuple[Any, bool]:
+    """Run ``act``, and ``handler`` in between, before the line with this number, as Python runs a signal handler."""
+    left = number
+    files = (update.__file__, host_communicator.__file__)
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                handler()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        return act(), left <= 0
+    finally:
+        sys.settrace(None)
+
+
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_signal_handler_at_any_line_finds_a_whole_optimizer_and_changes_nothing(whole, stride):
+    expected = train(WithSums, whole).optimizer.state_dict()
+    made: list[Staged] = []
+
+    class Noting(WithSums):
+        def stage(self, whole=False):
+            if not made:
+                made.append(self)
+            super().stage(whole)
+
+    def save() -> None:
+        if made:
+            made[0].updates.finish()
+            state = made[0].optimizer.state_dict()
+            assert len(state["param_groups"][0]["params"]) == 4
+            assert len(made[0].optimizer.param_groups[0]["params"]) == 4
+
+    number, was_reached = 0, True
+    while was_reached:
+        number += stride
+        made.clear()
+        staged, was_reached = at_line(number, save, lambda: train(Noting, whole))
+        assert not staged.updates
+        actual = staged.optimizer.state_dict()
+        for index, state in expected["state"].items():
+            assert torch.equal(actual["state"][index]["momentum_buffer"], state["momentum_buffer"]), number
+    assert number > 200
+
+
+def test_another_thread_gets_the_state_of_a_whole_step(monkeypatch):
+    staged = Staged(momentum=0.5)
+    step = torch.optim.SGD.step
+    got: list[dict[str, Any]] = []
+    reader = threading.Thread(target=lambda: got.append(staged.optimizer.state_dict()))
+    groups: list[int] = []
+
+    def step_while_it_is_read(optimizer):
+        if not reader.ident:
+            reader.start()
+        groups.append(len(staged.optimizer.param_groups[0]["params"]))
+        return step(optimizer)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", step_while_it_is_read)
+    staged.layers[0](torch.ones(1, 3))
+    reader.join()
+    assert groups == [4, 4], "the thread has applied the other bucket"
+    assert len(got[0]["state"]) == 4
+    assert len(got[0]["param_groups"][0]["params"]) == 4
+
+
+def test_what_interrupts_a_step_is_told_so(monkeypatch):
+    staged = Staged()
+    step = torch.optim.SGD.step
+    seen: list[bool] = []
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda o: (seen.append(staged.updates.is_interrupted), step(o))[1])
+    assert not staged.updates.is_interrupted
+    staged.updates.finish()
+    assert seen == [True]
+    assert not staged.updates.is_interrupted
