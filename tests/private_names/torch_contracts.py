@@ -161,8 +161,8 @@ def check_a_schedule_believes_that_the_optimizer_has_stepped() -> None:
         schedule.step()
 
 
-@contract(SGD([nn.Parameter(torch.ones(1))]), "_optimizer_step_pre_hooks")
-@contract(SGD([nn.Parameter(torch.ones(1))]), "_optimizer_step_post_hooks")
+@contract(SGD, "_optimizer_step_pre_hooks")
+@contract(SGD, "_optimizer_step_post_hooks")
 def check_a_shallow_copy_of_an_optimizer_steps_without_hooks_and_leaves_the_original() -> None:
     parameter = nn.Parameter(torch.ones(1))
     parameter.grad = torch.ones(1)

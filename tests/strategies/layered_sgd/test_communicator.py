@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -209,4 +210,32 @@ def test_two_threads_may_wait_for_one_bucket():
     bucket.wait()
     others[0].join(10)
     assert bucket.buffer == 30
+    communicator.close()
+
+
+class NoCollective:
+    """In place of the hierarchical all-reduce of a single rank."""
+
+    def intra_group_reduce(self, buffer: torch.Tensor) -> list[Any]:
+        return []
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("end", [SystemExit("ended"), None], ids=["raises", "returns"])
+def test_a_thread_that_ends_fails_what_waits_for_it(end, monkeypatch):
+    def end_at_once(self, proposal):
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready)
+        if end is not None:
+            raise end
+
+    monkeypatch.setattr(Communicator, "_next", end_at_once)
+    communicator = Communicator(NoCollective(), False, timedelta(seconds=600), torch.device("cpu"))
+    bucket = communicator.submit(0, torch.ones(3))
+    with pytest.raises(RuntimeError, match="ended"):
+        bucket.wait()
+    later = communicator.submit(1, torch.ones(3))
+    with pytest.raises(RuntimeError, match="ended"):
+        later.wait()
     communicator.close()

@@ -11,7 +11,7 @@ import pytest
 import pytorch_lightning as pl
 import torch.distributed as dist
 
-from lightning_dp.strategies import LayeredSGDStrategy
+from lightning_dp.strategies import LayeredSGDStrategy, PowerSGD
 from tests.ranks import RankError, run_processes
 from tests.strategies.layered_sgd.modules import fit, layered
 from tests.strategies.modules import Net
@@ -74,3 +74,23 @@ def fit_lbfgs(rank):
 
 def test_lbfgs_is_refused():
     run_processes(2, fit_lbfgs)
+
+
+class FewerOnRank1(Net):
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if self.global_rank == 1 and batch_idx == 3 else None
+
+
+def end_early(rank, compression):
+    try:
+        fit(layered(1, compression=compression, timeout=timedelta(seconds=60)), 2, FewerOnRank1())
+    except RuntimeError as error:
+        return str(error)
+    return "ended"
+
+
+@pytest.mark.parametrize("compression", ["int8", PowerSGD(rank=1)])
+def test_a_rank_with_fewer_batches_ends_and_waits_for_nobody(compression):
+    of_rank_0, of_rank_1 = run_processes(2, end_early, compression)
+    assert "failed: one of these ranks has died" in of_rank_0
+    assert of_rank_1 == "ended"
