@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_dp.collectives.compression.compressors import Compressor, Int8, make_compressor
-from lightning_dp.collectives.compression.layout import ParameterTable, whole_piece
+from lightning_dp.collectives.compression.layout import ParameterTable, whole_shard
 from lightning_dp.collectives.compression.options import PowerSGD
 from support.local_wire import local_wires, run_ranks
 
@@ -40,7 +40,7 @@ class CompressedGroups:
         self._parameters = list(model.parameters())
         self._statistics = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         table = ParameterTable(model.named_parameters())
-        self._piece = whole_piece([table(parameter) for parameter in self._parameters])
+        self._piece = whole_shard([table(parameter) for parameter in self._parameters])
         make = CHOICES[choice]
         self._compressors = [] if make is None else [make() for _ in range(num_groups)]
         self._wires = local_wires(num_groups)

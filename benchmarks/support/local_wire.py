@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dp.collectives.compression.wire import Exchange, Wire
+from lightning_dp.collectives.compression.wire import Exchange, Transport
 
 Result = TypeVar("Result")
 
@@ -41,11 +41,11 @@ class _Board:
             self._changed.notify_all()
 
 
-class LocalWire(Wire):
+class LocalWire(Transport):
     """The messages of one of several threads to the others; see `local_wires`."""
 
     def __init__(self, rank: int, num_ranks: int, board: _Board) -> None:
-        # Not Wire's own: there is no process group.
+        # Not that of `Transport`: there is no process group.
         self.rank = rank
         self.num_ranks = num_ranks
         self.bytes_sent = 0

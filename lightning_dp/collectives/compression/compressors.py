@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dp.collectives.compression.layout import BLOCK, ParameterInfo, Part, Piece, num_blocks
+from lightning_dp.collectives.compression.layout import BLOCK, BucketShard, ParameterInfo, ParamSlice, num_blocks
 from lightning_dp.collectives.compression.options import Compression, PowerSGD
-from lightning_dp.collectives.compression.wire import SEGMENT, Wire, complete, in_segments
+from lightning_dp.collectives.compression.wire import SEGMENT, Transport, complete, in_segments
 
 
 class Compressor(ABC):
@@ -27,7 +27,7 @@ class Compressor(ABC):
         self.residuals = Residuals()
 
     @abstractmethod
-    def start(self, tensor: Tensor, piece: Piece, wire: Wire) -> Iterator[None]:
+    def start(self, tensor: Tensor, piece: BucketShard, wire: Transport) -> Iterator[None]:
         """Replace ``tensor``, (numel of the piece,), by about its sum over the ranks of ``wire``, in place.
 
         Every rank that carries the piece must call it, for the same pieces in the same order. The result is bitwise
@@ -39,7 +39,7 @@ class Compressor(ABC):
             Meanwhile the next sum may be started. ``tensor`` holds the sum when the iterator has ended.
         """
 
-    def all_reduce(self, tensor: Tensor, piece: Piece, wire: Wire) -> None:
+    def all_reduce(self, tensor: Tensor, piece: BucketShard, wire: Transport) -> None:
         """Do what `start` begins, and return when ``tensor`` holds the sum."""
         complete(self.start(tensor, piece, wire))
 
@@ -74,7 +74,7 @@ class SixteenBit(Compressor):
         self._dtype = dtype
 
     @override
-    def start(self, tensor: Tensor, piece: Piece, wire: Wire) -> Iterator[None]:
+    def start(self, tensor: Tensor, piece: BucketShard, wire: Transport) -> Iterator[None]:
         return wire.all_reduce(tensor, self._dtype, torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -93,7 +93,7 @@ class Residuals:
     def __init__(self) -> None:
         self._held: dict[ParameterInfo, tuple[int, Tensor]] = {}  # where it begins in the parameter, and the elements
 
-    def get(self, part: Part) -> Tensor | None:
+    def get(self, part: ParamSlice) -> Tensor | None:
         """Return the residual of ``part``, (numel,), or None if there is none yet."""
         if part.info not in self._held:
             return None
@@ -102,7 +102,7 @@ class Residuals:
         assert part.end <= begin + len(held), "the residual lies on another rank"
         return held[part.begin - begin : part.end - begin]
 
-    def keep(self, part: Part, residual: Tensor) -> None:
+    def keep(self, part: ParamSlice, residual: Tensor) -> None:
         """Replace the residual of the parameter by that of ``part``, (numel,), which is kept without a copy."""
         self._held[part.info] = (part.begin, residual)
 
@@ -160,7 +160,7 @@ class Int8(Compressor):
         self._error_feedback = error_feedback
 
     @override
-    def start(self, tensor: Tensor, piece: Piece, wire: Wire) -> Iterator[None]:
+    def start(self, tensor: Tensor, piece: BucketShard, wire: Transport) -> Iterator[None]:
         if not piece.parts:
             return
         values = self._with_residual(tensor, piece)
@@ -173,7 +173,7 @@ class Int8(Compressor):
             if self._error_feedback:
                 self.residuals.keep(part, values[rows].view(-1)[: part.numel])
 
-    def _exchanges(self, values: Tensor, sums: Tensor, piece: Piece, wire: Wire) -> list[Iterator[None]]:
+    def _exchanges(self, values: Tensor, sums: Tensor, piece: BucketShard, wire: Transport) -> list[Iterator[None]]:
         length = SEGMENT // BLOCK
         blocks = zip(in_segments(values, length), in_segments(sums, length), strict=True)
         if wire.is_pair:
@@ -185,7 +185,7 @@ class Int8(Compressor):
     def keeps_residual(self, info: ParameterInfo) -> bool:
         return self._error_feedback
 
-    def _with_residual(self, tensor: Tensor, piece: Piece) -> Tensor:
+    def _with_residual(self, tensor: Tensor, piece: BucketShard) -> Tensor:
         """Return gradient plus residual, in blocks (R, `BLOCK`); each part begins a block and is padded with zeros."""
         num_rows = sum(num_blocks(part.numel) for part in piece.parts)
         blocks = torch.zeros(num_rows, BLOCK, dtype=piece.parts[0].info.dtype)
@@ -199,7 +199,7 @@ class Int8(Compressor):
         return blocks
 
 
-def _exchange_all(values: Tensor, sums: Tensor, wire: Wire) -> Iterator[None]:
+def _exchange_all(values: Tensor, sums: Tensor, wire: Transport) -> Iterator[None]:
     """Do what `_exchange_owned` does, between two carriers: each sends all blocks, and both add. One rounding only."""
     messages, exchange = wire.start_swap(_pack(quantize(values)))
     yield
@@ -208,7 +208,7 @@ def _exchange_all(values: Tensor, sums: Tensor, wire: Wire) -> Iterator[None]:
     torch.add(first, second, out=sums)
 
 
-def _exchange_owned(values: Tensor, sums: Tensor, owner: Tensor, wire: Wire) -> Iterator[None]:
+def _exchange_owned(values: Tensor, sums: Tensor, owner: Tensor, wire: Transport) -> Iterator[None]:
     """Write the carriers' sum of blocks (R, `BLOCK`) to ``sums``, and leave the residual in ``values``."""
     owned = _owned_rows(owner, wire.num_ranks)
     counts = torch.bincount(owner, minlength=wire.num_ranks).tolist()
@@ -252,7 +252,7 @@ def quantize(values: Tensor) -> Quantized:
     return Quantized(integers, scales.masked_fill_(is_bad, float("nan")))
 
 
-def _rows_of(parts: Sequence[Part]) -> list[slice]:
+def _rows_of(parts: Sequence[ParamSlice]) -> list[slice]:
     """Return which rows of the blocks hold each part."""
     slices = []
     begin = 0
@@ -262,7 +262,7 @@ def _rows_of(parts: Sequence[Part]) -> list[slice]:
     return slices
 
 
-def _owner(parts: Sequence[Part], num_ranks: int) -> Tensor:
+def _owner(parts: Sequence[ParamSlice], num_ranks: int) -> Tensor:
     """Return which rank owns each row."""
     numbers = [torch.arange(num_blocks(part.numel)) + (part.info.first_block + part.begin // BLOCK) for part in parts]
     return torch.cat(numbers) % num_ranks
@@ -307,7 +307,7 @@ def _empty_messages(num_rows: Sequence[int]) -> list[Tensor]:
 class _Matrix(NamedTuple):
     """One gradient in a step of PowerSGD."""
 
-    part: Part
+    part: ParamSlice
     here: Tensor  # its elements in the bucket, (numel,)
     values: Tensor  # gradient plus residual, (n, m)
     right: Tensor  # Q of the step before, with orthonormal columns, (m, rank)
@@ -327,7 +327,7 @@ class PowerSGDCompressor(Compressor):
         self._num_exact: dict[ParameterInfo, int] = {}  # sums of a parameter before `start_step`
 
     @override
-    def start(self, tensor: Tensor, piece: Piece, wire: Wire) -> Iterator[None]:
+    def start(self, tensor: Tensor, piece: BucketShard, wire: Transport) -> Iterator[None]:
         assert all(part.is_whole for part in piece.parts), "a matrix cannot be approximated in parts"
         whole: list[Tensor] = []
         matrices: list[_Matrix] = []
@@ -369,7 +369,7 @@ class PowerSGDCompressor(Compressor):
         shape = info.matrix_shape
         return None if shape is None else self._options.rank_of(*shape)
 
-    def _begin(self, part: Part, here: Tensor) -> _Matrix:
+    def _begin(self, part: ParamSlice, here: Tensor) -> _Matrix:
         info = part.info
         shape = info.matrix_shape
         rank = self.rank_of(info)
@@ -434,7 +434,7 @@ def orthonormal(matrix: Tensor) -> Tensor:
     return torch.linalg.qr(matrix)[0]
 
 
-def _start_sum(tensors: list[Tensor], dtype: torch.dtype, wire: Wire) -> tuple[list[Tensor], Iterator[None]]:
+def _start_sum(tensors: list[Tensor], dtype: torch.dtype, wire: Transport) -> tuple[list[Tensor], Iterator[None]]:
     """Return the sums of several tensors over the ranks, and the one all-reduce of ``dtype`` that fills them."""
     flat = torch.cat([tensor.to(dtype).reshape(-1) for tensor in tensors])
     parts = flat.split([tensor.numel() for tensor in tensors])

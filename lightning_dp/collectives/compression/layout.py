@@ -132,7 +132,7 @@ def _bucket_stride(parameter: Tensor) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Part:
+class ParamSlice:
     """Elements ``begin`` to ``end`` of one parameter's gradient, in a piece of a bucket."""
 
     info: ParameterInfo
@@ -151,22 +151,22 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Piece:
+class BucketShard:
     """What one rank carries of a bucket: consecutive parts."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ParamSlice, ...]
 
     def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return the part of ``tensor``, (numel of the piece,), that belongs to each of ``parts``."""
         return tensor.split([part.numel for part in self.parts])
 
 
-def whole_piece(infos: Sequence[ParameterInfo]) -> Piece:
+def whole_shard(infos: Sequence[ParameterInfo]) -> BucketShard:
     """Return the piece that holds a whole bucket with the gradients of these parameters."""
-    return Piece(tuple(Part(info, 0, info.numel) for info in infos))
+    return BucketShard(tuple(ParamSlice(info, 0, info.numel) for info in infos))
 
 
-def cut(infos: Sequence[ParameterInfo], num_pieces: int) -> list[Piece]:
+def cut(infos: Sequence[ParameterInfo], num_pieces: int) -> list[BucketShard]:
     """Cut a bucket into pieces of about equal size, at the ends of blocks. A piece may be empty."""
     first_blocks = [0, *accumulate(info.num_blocks for info in infos)]
     pieces = []
@@ -176,6 +176,6 @@ def cut(infos: Sequence[ParameterInfo], num_pieces: int) -> list[Piece]:
             lower = max(begin, first) - first
             upper = min(end, last) - first
             if lower < upper:
-                parts.append(Part(info, lower * BLOCK, min(upper * BLOCK, info.numel)))
-        pieces.append(Piece(tuple(parts)))
+                parts.append(ParamSlice(info, lower * BLOCK, min(upper * BLOCK, info.numel)))
+        pieces.append(BucketShard(tuple(parts)))
     return pieces

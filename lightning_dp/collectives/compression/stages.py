@@ -12,12 +12,19 @@ from typing_extensions import override
 
 from lightning_dp.collectives.comm_hooks import BucketQueue
 from lightning_dp.collectives.compression.compressors import Compressor, make_compressor
-from lightning_dp.collectives.compression.layout import ParameterInfo, ParameterTable, Part, Piece, cut, whole_piece
+from lightning_dp.collectives.compression.layout import (
+    BucketShard,
+    ParameterInfo,
+    ParameterTable,
+    ParamSlice,
+    cut,
+    whole_shard,
+)
 from lightning_dp.collectives.compression.options import Compression, check_compression
-from lightning_dp.collectives.compression.wire import Wire
+from lightning_dp.collectives.compression.wire import Transport
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce, Stage
 
-Places = tuple[tuple[int, int], ...]
+ShardRanges = tuple[tuple[int, int], ...]
 """Begin and end of the elements of a parameter that each member of the group carries."""
 
 
@@ -37,10 +44,10 @@ class CompressedAllReduce:
         self.collective = collective
         self.compressor = compressor
         self.parameters = parameters
-        self._wire = None if collective.inter_group is None else Wire(collective.inter_group)
+        self._wire = None if collective.inter_group is None else Transport(collective.inter_group)
         self._stages: dict[tuple[ParameterInfo, ...], CompressedStages] = {}
         # Where residuals lie. All members know it of all parameters, so that they agree on when residuals must move.
-        self._places: dict[ParameterInfo, Places] = {}
+        self._shard_ranges: dict[ParameterInfo, ShardRanges] = {}
         self._loaded: set[ParameterInfo] = set()
 
     @property
@@ -55,7 +62,7 @@ class CompressedAllReduce:
             self._stages[infos] = CompressedStages(self, infos)
         return self._stages[infos]
 
-    def start(self, tensor: Tensor, piece: Piece) -> Iterator[None]:
+    def start(self, tensor: Tensor, piece: BucketShard) -> Iterator[None]:
         """Start to sum this rank's piece of a bucket over the groups, in place; see `Compressor.start`."""
         assert self._wire is not None, "this rank carries nothing"
         return self.compressor.start(tensor, piece, self._wire)
@@ -65,7 +72,7 @@ class CompressedAllReduce:
 
         None, on all ranks alike, if no gradient of the parameter has been reduced yet and no residual was loaded.
         """
-        if info in self._places:
+        if info in self._shard_ranges:
             return self.compressor.residuals.expanded(info)
         if info not in self._loaded:
             return None
@@ -75,20 +82,20 @@ class CompressedAllReduce:
 
     def load_residual(self, info: ParameterInfo, flat: Tensor) -> None:
         """Put ``flat``, (numel,), in place of the residual of this rank's group. All members of a group call it."""
-        self.compressor.residuals.keep(Part(info, 0, info.numel), flat)
-        self._places.pop(info, None)
+        self.compressor.residuals.keep(ParamSlice(info, 0, info.numel), flat)
+        self._shard_ranges.pop(info, None)
         self._loaded.add(info)
 
     def clear(self) -> None:
         """Forget what the compressor has kept. Every rank must call it, while no bucket is under way."""
         self.compressor.clear()
-        self._places.clear()
+        self._shard_ranges.clear()
         self._loaded.clear()
 
-    def note_places(self, places: dict[ParameterInfo, Places]) -> bool:
+    def note_shard_ranges(self, places: dict[ParameterInfo, ShardRanges]) -> bool:
         """Note who carries what of a bucket from now on; return whether it was somebody else before."""
-        changed = any(self._places.get(info, own) != own for info, own in places.items())
-        self._places.update(places)
+        changed = any(self._shard_ranges.get(info, own) != own for info, own in places.items())
+        self._shard_ranges.update(places)
         return changed
 
 
@@ -108,8 +115,8 @@ class CompressedStages:
         self._bounds = list(accumulate(sizes))[:-1]
         member = self._collective.topology.group_rank(self._collective.rank)
         self._member = member
-        self._piece = self._pieces[member] if member < len(self._pieces) else Piece(())
-        self._places = _places(infos, self._pieces)
+        self._piece = self._pieces[member] if member < len(self._pieces) else BucketShard(())
+        self._shard_ranges = _shard_ranges(infos, self._pieces)
         self._keeps_residuals = any(map(owner.compressor.keeps_residual, infos))
         self._moving: Tensor | None = None  # residuals on their way to other members, as they lie in the bucket
 
@@ -131,7 +138,7 @@ class CompressedStages:
         if not self.reduces_on_device:
             works += self._collective.reduce_shards(self._shards(buffer))
         residuals = self._owner.compressor.residuals
-        if self._owner.note_places(self._places) and self._keeps_residuals:
+        if self._owner.note_shard_ranges(self._shard_ranges) and self._keeps_residuals:
             parts = [residuals.expanded(part.info)[part.begin : part.end] for p in self._pieces for part in p.parts]
             # At most one member holds an element, so this sum of all members' residuals is exact.
             self._moving = torch.cat(parts)
@@ -139,7 +146,7 @@ class CompressedStages:
         # What other members carry must not be counted twice when residuals move. It is here if it moves now, and after
         # a checkpoint was loaded, which gives all members the residuals of their group.
         carried = set() if self._moving is not None else {part.info for part in self._piece.parts}
-        for info in self._places:
+        for info in self._shard_ranges:
             if info not in carried:
                 residuals.drop(info)
         return works
@@ -171,7 +178,7 @@ class CompressedStages:
         return self._collective.describe(stage)
 
 
-def _places(infos: Sequence[ParameterInfo], pieces: Sequence[Piece]) -> dict[ParameterInfo, Places]:
+def _shard_ranges(infos: Sequence[ParameterInfo], pieces: Sequence[BucketShard]) -> dict[ParameterInfo, ShardRanges]:
     places = {info: [(0, 0)] * len(pieces) for info in infos}
     for member, piece in enumerate(pieces):
         for part in piece.parts:
@@ -306,7 +313,7 @@ class CompressionState(BucketQueue):
         self.compression = compression
         self._compressor = make_compressor(compression)
         self._parameters = ParameterTable()
-        self._wire: Wire | None = None
+        self._wire: Transport | None = None
         self._wire_group: dist.ProcessGroup | None = None
 
     @property
@@ -317,10 +324,10 @@ class CompressionState(BucketQueue):
     @override
     def _average(self, buffer: torch.Tensor, parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         if self._wire is None or self._wire_group is not group:
-            self._wire = Wire(group)
+            self._wire = Transport(group)
             self._wire_group = group
         buffer.div_(group.size())  # before the sum, so that 16-bit sums do not overflow
-        piece = whole_piece([self._parameters(parameter) for parameter in parameters])
+        piece = whole_shard([self._parameters(parameter) for parameter in parameters])
         self._compressor.all_reduce(buffer, piece, self._wire)
 
 

@@ -18,7 +18,7 @@ With a quarter of it, an all-reduce of 25 MB takes about twice the CPU time: eac
 """
 
 
-class Wire:
+class Transport:
     """Direct messages between all ranks of a group. One thread starts them; another one may wait for them.
 
     Args:
@@ -118,7 +118,7 @@ class Wire:
 
 
 class Exchange:
-    """Messages that are under way; see `Wire.start`."""
+    """Messages that are under way; see `Transport.start`."""
 
     def __init__(self, transfers: Sequence[Transfer]) -> None:
         self._transfers = transfers

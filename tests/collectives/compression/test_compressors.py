@@ -10,7 +10,7 @@ from support.local_wire import local_wires, run_ranks
 
 from lightning_dp.collectives.compression import PowerSGD, make_compressor
 from lightning_dp.collectives.compression.compressors import Int8, PowerSGDCompressor, message_bytes
-from lightning_dp.collectives.compression.layout import ParameterTable, cut, whole_piece
+from lightning_dp.collectives.compression.layout import ParameterTable, cut, whole_shard
 from lightning_dp.collectives.compression.wire import complete
 from tests.collectives.compression import oracle
 
@@ -41,7 +41,7 @@ def summed(compressor_of, num_groups, orders, dtype=torch.float32, steps=range(S
             result = [None] * len(SHAPES)
             for bucket in orders(step):
                 flat = torch.cat([given[place].flatten() for place in bucket])
-                piece = whole_piece([table(parameters[place]) for place in bucket])
+                piece = whole_shard([table(parameters[place]) for place in bucket])
                 compressor.all_reduce(flat, piece, wire)
                 for place, part in zip(bucket, piece.split(flat), strict=True):
                     result[place] = part.view(SHAPES[place])
@@ -191,7 +191,7 @@ def test_an_infinite_gradient_is_seen_and_does_not_reach_the_next_step(choice, b
             flat = gradients(step, wire.rank)[0].flatten()
             if step == 1 and wire.rank == 0:
                 flat[3] = bad
-            compressor[wire.rank].all_reduce(flat, whole_piece([info]), wire)
+            compressor[wire.rank].all_reduce(flat, whole_shard([info]), wire)
             results.append(flat)
         return results
 
@@ -209,7 +209,7 @@ def test_gradients_that_are_too_small_for_a_scale_are_kept_for_later():
         info = ParameterTable([("bias", parameter)])(parameter)
         compressor = Int8()
         tiny = torch.full((4,), 1e-43)
-        compressor.all_reduce(tiny, whole_piece([info]), wire)
+        compressor.all_reduce(tiny, whole_shard([info]), wire)
         return tiny, compressor.residuals.expanded(info)
 
     for delivered, residual in run_ranks(local_wires(2), carry):

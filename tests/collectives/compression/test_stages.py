@@ -72,12 +72,12 @@ def same(got, right):
 def rebuild(rank, broken=None):
     dist.init_process_group("gloo")
     if broken == "residuals stay with ranks":
-        CompressedAllReduce.note_places = lambda self, places: False
+        CompressedAllReduce.note_shard_ranges = lambda self, places: False
     if broken == "residuals are lost":
         reduce = CompressedStages.intra_group_reduce
 
         def without_residuals(self, buffer):
-            for info in self._places:
+            for info in self._shard_ranges:
                 self._owner.compressor.residuals.drop(info)
             return reduce(self, buffer)
 
