@@ -27,7 +27,6 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from pytorch_lightning.callbacks import ModelCheckpoint
 from support.bars import Bar, draw_bars
 from support.command_line import benchmark_parser, output_folder, parse
@@ -39,6 +38,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp.launch import launch
+from lightning_dp.losses import sharded_cross_entropy
 
 FULL = (1_000_000, 512)  # classes and features
 START = "start of the processes"
@@ -78,7 +78,7 @@ class LargeHead(pl.LightningModule):
             self.head = nn.Linear(num_features, num_classes, bias=False)
 
     def head_step(self, features: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(features), target)
+        return sharded_cross_entropy(self.head, features, target)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         return self.head_step(self.trunk(batch[0]), batch[1])

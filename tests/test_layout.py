@@ -20,9 +20,10 @@ ALLOWED = {
     "recompute": {"_private", "collectives"},
     "optim": set(),
     "planner": {"_lightning", "_private", "callbacks", "collectives", "recompute", "strategies"},
-    "models": {"_lightning", "layers"},
+    "losses": {"_private"},
+    "models": {"_lightning", "layers", "losses"},
     "data": {"_lightning"},
-    "strategies": {"_lightning", "_private", "collectives", "layers", "recompute"},
+    "strategies": {"_lightning", "_private", "collectives", "layers", "losses", "recompute"},
     "callbacks": {"_lightning", "_private", "collectives", "layers", "recompute"},
     "launch": set(),
     "runs": {"collectives", "data", "launch", "planner", "strategies"},
@@ -35,7 +36,7 @@ CONFIGURATION = {"hydra", "omegaconf"}
 NO_TORCH = {
     f"planner/{name}.py" for name in ("convolutions/program", "formulas", "network", "report", "simulation", "workload")
 }
-ONLY_TORCH = {"_private", "collectives", "layers", "recompute", "optim", "launch"}
+ONLY_TORCH = {"_private", "collectives", "layers", "losses", "recompute", "optim", "launch"}
 
 
 def modules() -> list[Path]:

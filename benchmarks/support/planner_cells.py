@@ -9,10 +9,10 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_dp.collectives import RingState, ring_all_reduce_hook
+from lightning_dp.losses import sharded_cross_entropy
 from lightning_dp.planner import METHODS, Block, Link, Network, Workload, simulate
 from lightning_dp.strategies import KrizhevskyHybridStrategy
 from support.comm_hooks import POWER_SGD_RANK, HookedDDPStrategy
@@ -105,7 +105,7 @@ class CellModule(pl.LightningModule):
 
     def head_step(self, features: Tensor, target: Tensor) -> Tensor:
         """Return the loss of features: the boundary at which the hybrid cuts."""
-        return F.cross_entropy(self.head(features), target)
+        return sharded_cross_entropy(self.head, features, target)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, target = batch

@@ -5,11 +5,11 @@ python docs/examples/vgg16.py
 
 import pytorch_lightning as pl
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import KrizhevskyHybridStrategy
+from lightning_dp.losses import sharded_cross_entropy
 
 LAYERS = (64, 64, "pool", 128, 128, "pool", 256, 256, 256, "pool", 512, 512, 512, "pool", 512, 512, 512, "pool")
 
@@ -52,7 +52,7 @@ class Classifier(pl.LightningModule):
 
     def head_step(self, features: Tensor, target: Tensor) -> Tensor:
         """Return the mean loss, computed from the arguments and the head only."""
-        return F.cross_entropy(self.model.classifier(features), target)
+        return sharded_cross_entropy(self.model.classifier, features, target)
 
     def training_step(self, batch, batch_idx):
         """Return the loss."""

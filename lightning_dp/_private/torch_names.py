@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
@@ -50,7 +50,7 @@ __all__ = [
     "ignore_in_ddp",
     "inside_function_transform",
     "is_in_backward",
-    "make_wrapper_tensor",
+    "keeps_graph",
     "mark_stepped",
     "mutated_arguments",
     "next_sequence_number",
@@ -165,11 +165,6 @@ def scaler_device(scaler: torch.amp.GradScaler) -> str:
     return scaler._device
 
 
-def make_wrapper_tensor(cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a tensor of a subclass that has a shape but no storage."""
-    return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-
-
 def version_of(tensor: Tensor) -> int:
     """Return how often ``tensor`` was changed in place."""
     return tensor._version
@@ -276,6 +271,11 @@ def on_compile_start(callback: Callable[..., None]) -> Callable[[], None]:
 def is_in_backward() -> bool:
     """Return whether this code runs inside of a backward pass, in whichever thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def keeps_graph() -> bool:
+    """Return whether the backward pass inside of which this code runs was called with ``retain_graph=True``."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

@@ -14,6 +14,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dp._lightning import LightningModule
+from lightning_dp.losses import sharded_binary_cross_entropy, sharded_cross_entropy
 
 Batch = tuple[Tensor, Tensor]
 
@@ -254,11 +255,17 @@ class SplitClassifier(Classifier):
 
     def head_step(self, features: Tensor, target: Tensor) -> Tensor:
         """Return the mean loss over samples with features (n, F) and labels (n,), and count them in the metrics."""
-        logits = self.model.head(features)
-        loss = self.compute_loss(logits, target, label_smoothing=self.label_smoothing)
+        # A subclass may have a loss of its own, which is computed from the logits.
+        if self.train_accuracy or type(self).compute_loss is not SplitClassifier.compute_loss:
+            logits = self.model.head(features)
+            loss = self.compute_loss(logits, target, label_smoothing=self.label_smoothing)
+            if self.train_accuracy:
+                self.train_acc.update(logits.detach(), target)
+        elif self.loss == "cross_entropy":
+            loss = sharded_cross_entropy(self.model.head, features, target, self.label_smoothing)
+        else:
+            loss = sharded_binary_cross_entropy(self.model.head, features, target, "sum") / len(target)
         self.train_loss.update(loss.detach() * len(target), len(target))
-        if self.train_accuracy:
-            self.train_acc.update(logits.detach(), target)
         return loss
 
     def compute_loss(

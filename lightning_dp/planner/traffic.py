@@ -130,7 +130,7 @@ def require_rank(rank: int, world_size: int) -> None:
 
 # --- The bytes and exchanges of hybrid parallelism, computed without running it (arXiv 1404.5997, section 4).
 
-HeadLoss = Literal["own", "logistic", "cross_entropy"]
+HeadLoss = Literal["own", "gathered", "logistic", "cross_entropy"]
 
 
 def head_traffic(
@@ -153,8 +153,9 @@ def head_traffic(
         batch_sizes: batch size of each rank.
         element_bytes: bytes of an activation.
         scheme: "a", "b" or "c".
-        loss: "own": each rank receives the logits of its own samples, without ``head_step``. "logistic" and
-            "cross_entropy": the loss within ``head_step``, where logits stay sharded.
+        loss: "own": each rank receives the logits of its own samples, without ``head_step``. "gathered": with it, all
+            ranks receive all logits. "logistic" and "cross_entropy": the functions of `lightning_dp.losses` within
+            ``head_step``, with which logits stay sharded.
         rank: the rank that sends.
         target_bytes: bytes of a sample's target, which all ranks receive for ``head_step``.
     """
@@ -166,9 +167,10 @@ def head_traffic(
     sent = {what: (count * element_bytes, steps) for what, (count, steps) in elements.items()}
     sent["sizes"] = (peers * 3 * 8, 1)  # batch size, checksum of the shapes, seed
     if loss != "own":
+        sent["targets"] = (peers * batch_sizes[rank] * target_bytes, 1)
+    if loss in ("logistic", "cross_entropy"):
         # Softmax: four numbers per sample in two exchanges. Logistic units: the loss of each pass.
         numbers, exchanges = (4 * sum(batch_sizes), 2 * passes) if loss == "cross_entropy" else (passes, passes)
-        sent["targets"] = (peers * batch_sizes[rank] * target_bytes, 1)
         sent["loss"] = (peers * numbers * max(4, element_bytes), exchanges)
     return {what: Cost(num_bytes, steps if peers else 0) for what, (num_bytes, steps) in sent.items()}
 
@@ -189,6 +191,8 @@ def _activations(
         "hidden activations": (peers * total * sum(own_hidden), passes * len(hidden)),
         "hidden gradients": (total * (sum(hidden) - sum(own_hidden)), passes * len(hidden)),
     }
+    if loss == "gathered":
+        elements["logits"] = (peers * total * own_classes, passes)
     if loss == "own":
         elements["logits"] = ((total - own) * own_classes, passes)
         elements["logit gradients"] = (own * (classes - own_classes), passes)
@@ -230,8 +234,8 @@ def _require_head(
 ) -> None:
     if scheme not in ("a", "b", "c"):
         raise ValueError(f"scheme={scheme!r} is not known; use a, b or c")
-    if loss not in ("own", "logistic", "cross_entropy"):
-        raise ValueError(f"loss={loss!r} is not known; use own, logistic or cross_entropy")
+    if loss not in ("own", "gathered", "logistic", "cross_entropy"):
+        raise ValueError(f"loss={loss!r} is not known; use own, gathered, logistic or cross_entropy")
     if len(widths) < 2 or not batch_sizes or element_bytes < 1 or any(size < 0 for size in (*widths, *batch_sizes)):
         raise ValueError(
             f"widths={widths}, batch_sizes={batch_sizes}, element_bytes={element_bytes}: use two widths or more, a "

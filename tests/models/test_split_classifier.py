@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp._lightning import DDPStrategy, Trainer
-from lightning_dp.models import Classifier, SplitClassifier, TrunkAndHead, cifar_alexnet
+from lightning_dp.models import Classifier, SplitClassifier, TrunkAndHead, cifar_alexnet, classifier
 from lightning_dp.optim import KrizhevskySGD, krizhevsky_schedule, trunk_and_head_groups
 from tests.models.test_classifier import trainer
 from tests.ranks import run_processes
@@ -188,31 +188,33 @@ def test_metrics_are_those_of_all_images_however_often_the_head_works(kind):
     assert {name: logged[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
-class Watched(Tensor):
-    """Logits that may live elsewhere: only their dtype and a loss may be asked for."""
-
-    seen: list[str] = []  # noqa: RUF012  one list for all is what is wanted
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        Watched.seen.append(getattr(func, "__name__", str(func)))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    ("loss", "function"),
-    [("logistic", "binary_cross_entropy_with_logits"), ("cross_entropy", "cross_entropy")],
-)
-def test_nothing_but_the_loss_is_computed_from_the_logits(loss, function):
-    model = split(loss=loss)
-    head = model.model.head.forward
-    model.model.head.forward = lambda features: head(features).as_subclass(Watched)
-    Watched.seen.clear()
+@pytest.mark.parametrize("loss", ["logistic", "cross_entropy"])
+def test_the_loss_is_one_that_can_keep_logits_sharded(loss, monkeypatch):
+    seen = []
+    for name in ("sharded_cross_entropy", "sharded_binary_cross_entropy"):
+        function = getattr(classifier, name)
+        monkeypatch.setattr(
+            classifier, name, lambda *args, name=name, function=function: (seen.append(name), function(*args))[1]
+        )
     x, y = batch(5, 1)
-    model.head_step(model.model.trunk(x), y).backward()
-    assert [name for name in Watched.seen if name != "__get__"] == [function]  # an attribute: the dtype
-    assert model.model.trunk[0].weight.grad.abs().sum() > 0
+    for options in ({}, {"train_accuracy": True}):
+        model = split(loss=loss, **options)
+        actual = model.head_step(model.model.trunk(x), y)
+        torch.testing.assert_close(actual, model.compute_loss(model(x), y), rtol=1e-6, atol=1e-6)
+    assert seen == ["sharded_cross_entropy" if loss == "cross_entropy" else "sharded_binary_cross_entropy"]
+
+
+class Halved(SplitClassifier):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().compute_loss(*args, **kwargs) / 2
+
+
+def test_a_loss_of_a_subclass_is_used():
+    x, y = batch(5, 1)
+    losses = [kind(network(), CLASSES, SGD_PARTIAL) for kind in (SplitClassifier, Halved)]
+    losses[1].load_state_dict(losses[0].state_dict())
+    whole, half = (model.head_step(model.model.trunk(x), y) for model in losses)
+    torch.testing.assert_close(half, whole / 2)
 
 
 def test_accuracy_in_training_is_counted_only_when_asked_for():

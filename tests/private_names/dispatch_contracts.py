@@ -45,6 +45,16 @@ def check_backward_is_seen_from_inside() -> None:
     assert [*found, torch_names.is_in_backward()] == [True, False]
 
 
+@contract(torch._C._autograd, "_get_current_graph_task_keep_graph")
+def check_a_graph_that_is_kept_is_seen_from_inside() -> None:
+    found = []
+    total = torch.ones(1, requires_grad=True).sum()
+    total.register_hook(lambda gradient: found.append(torch_names.keeps_graph()))
+    total.backward(retain_graph=True)
+    total.backward()
+    assert found == [True, False]
+
+
 @contract(torch.autograd.Variable, "_execution_engine")
 def check_a_callback_runs_when_all_of_backward_has_run_and_before_it_returns() -> None:
     calls = []

@@ -210,19 +210,6 @@ class Labeled(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-class Empty(torch.Tensor):
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError  # there is nothing to compute with
-
-
-@contract(torch.Tensor, "_make_wrapper_subclass")
-def check_a_tensor_without_storage_has_shape_and_dtype() -> None:
-    tensor = torch_names.make_wrapper_tensor(Empty, (2, 3), torch.float64, CPU)
-    assert type(tensor) is Empty
-    assert (tuple(tensor.shape), tensor.dtype, tensor.device) == ((2, 3), torch.float64, CPU)
-
-
 @contract(torch._C, "DisableTorchFunctionSubclass")
 @contract(torch, "_C")
 def check_a_subclass_is_called_as_a_plain_tensor() -> None:

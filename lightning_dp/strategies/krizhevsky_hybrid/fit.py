@@ -4,7 +4,7 @@
 means depends on when it comes, and is set by replacing its ``forward``, never by a flag:
 
 - in ``training_step``, and in backward: `HeadPasses.own_batch`. All ranks must call it;
-- in ``head_step``: `HeadPasses.forward_in_pass`. All ranks call it with the same features;
+- in ``head_step``: `MicroBatch`. All ranks call it with the same features;
 - in validation and between steps: `FitPatches._forward_outside`. Any rank may call it alone.
 
 With ``evaluation="sharded"`` the head is never whole: a call in validation is made by all ranks, and one between steps
@@ -33,15 +33,21 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightning_dp._lightning import Callback, LightningModule
-from lightning_dp._private.torch_names import backend_name, ignore_in_ddp, scaler_device, stop_ignoring_in_ddp
+from lightning_dp._private.torch_names import (
+    backend_name,
+    ignore_in_ddp,
+    is_in_backward,
+    scaler_device,
+    stop_ignoring_in_ddp,
+)
 from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.collectives.groups import OnStage, create_groups, destroy_group, unbound_default_group
 from lightning_dp.collectives.point_to_point import peer_error
 from lightning_dp.strategies.krizhevsky_hybrid import checkpoint, checks
 from lightning_dp.strategies.krizhevsky_hybrid.checks import no_counting
-from lightning_dp.strategies.krizhevsky_hybrid.exchange import Scheme
+from lightning_dp.strategies.krizhevsky_hybrid.exchange import Scheme, require_features
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, SharedByCopies
-from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses, require_features
+from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses
 from lightning_dp.strategies.krizhevsky_hybrid.state import (
     GatheredHead,
     ShardedParameters,
@@ -178,7 +184,6 @@ class HybridFitState(SharedByCopies):
     def finish(self) -> None:
         """Make the head and its optimizer states whole again on every rank, in host memory. All ranks must call it."""
         self._meet()
-        self._passes.checks.finish()
         if self._keeps_shards:
             log.warning(
                 f"state_dict_type='sharded': rank {self.head.channel.rank} holds only its rows of "
@@ -261,7 +266,6 @@ class HybridFitState(SharedByCopies):
 
     def module_state(self, state_dict: Callable[[], State]) -> State:
         """Return the module's state for a checkpoint: whole on rank 0, or the local shard. All ranks must call it."""
-        self._passes.checks.finish()
         self._meet()
         with self.patches.state_dict_hooks.leaving_shards():
             state = state_dict()
@@ -387,7 +391,7 @@ class FitPatches(SharedByCopies):
     @contextmanager
     def exchanging(self) -> Iterator[None]:
         """Make calls of the head collective within the context: all ranks must make the same calls."""
-        with self._passes.head.forwarding_to(self._passes.own_batch):
+        with self._passes.head.forwarding_to(self._passes.forward_local_batch):
             yield
 
     @contextmanager
@@ -422,10 +426,7 @@ class FitPatches(SharedByCopies):
             checks.check_hooks(passes.head)
             self._has_checked_hooks = True
         self.forget_gathered_head()
-        with ExitStack() as stack:
-            stack.enter_context(self.exchanging())
-            if hasattr(module, "head_step"):
-                stack.enter_context(replaced(module, "head_step", self._with_passes(cast(HeadStep, module.head_step))))
+        with self._running_passes():
             yield
         if self._variable_batch and passes.num_steps == num_steps:
             raise ValueError(
@@ -443,9 +444,19 @@ class FitPatches(SharedByCopies):
         # Manual optimization may have several losses, of which only some go through the head.
         if self._module.automatic_optimization:
             self._passes.require_part_in(loss)
-        with self.exchanging():
+        with self._running_passes():
             yield
         self._check_gradients()
+
+    @contextmanager
+    def _running_passes(self) -> Iterator[None]:
+        """Make calls of the head and of ``head_step`` collective within the context."""
+        module = self._module
+        with ExitStack() as stack:
+            stack.enter_context(self.exchanging())
+            if hasattr(module, "head_step"):
+                stack.enter_context(replaced(module, "head_step", self._with_passes(cast(HeadStep, module.head_step))))
+            yield
 
     def _check_gradients(self) -> None:
         """Raise ValueError if backward has left wrong gradients in the head.
@@ -510,6 +521,11 @@ class FitPatches(SharedByCopies):
 
     def _step(self, features: Tensor, arguments: dict[str, Any], head_step: HeadStep) -> Tensor:
         passes, trainer = self._passes, self._module.trainer
+        if self._variable_batch and is_in_backward():
+            raise RuntimeError(
+                "torch.utils.checkpoint runs head_step again in backward, and with variable_batch=True it would update "
+                "the head again; use checkpoint around the trunk alone"
+            )
         scaler = getattr(self._plugin, "scaler", None)
         scale = {} if scaler is None else {"scale": scaler.scale}
         named = self._module.named_parameters()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any, Self
 
@@ -77,6 +77,11 @@ class ShardedHead(SharedByCopies):
         return list(self._bounds_of_parameter)
 
     @property
+    def num_inputs(self) -> int:
+        """Number of inputs of all linear layers: what ranks exchange for each sample, in each direction."""
+        return sum(layer.in_features for layer in self.layers if isinstance(layer, nn.Linear))
+
+    @property
     def output_bounds(self) -> Bounds:
         """Begin and end of each rank's columns of the head's output."""
         last = next(layer for layer in reversed(self.layers) if isinstance(layer, nn.Linear))
@@ -116,24 +121,40 @@ class ShardedHead(SharedByCopies):
         return any(isinstance(layer, nn.Dropout) and layer.training for layer in self.layers)
 
     def __call__(self, x: Tensor, seed: int | None = None, gradients: ParameterGradients | None = None) -> Tensor:
-        """Compute this rank's slice of the output, (N, own columns). All ranks must call it.
+        """Compute this rank's columns of the output, (N, own columns). All ranks must call it.
 
         Args:
             x: features (N, *), the same on all ranks. Its gradient is this rank's part of a sum over ranks.
             seed: seed for dropout, the same on all ranks. All ranks then drop the same elements of ``x``, and each rank
-                draws for its own slices. The state of the global generator is kept. None: use the global generator.
+                draws for its own columns. The state of the global generator is kept. None: use the global generator.
             gradients: sums the parameters' gradients in backward, in the place of autograd.
         """
-        bounds = None  # of the slices of x; None while every rank has all of it
+        return self._compute(self.layers, x, seed, gradients)[0]
+
+    def input_of_last_layer(
+        self, x: Tensor, seed: int | None = None, gradients: ParameterGradients | None = None
+    ) -> Tensor:
+        """Return the input (N, D) of the last layer, an nn.Linear, the same on all ranks. Arguments as for a call."""
+        x, bounds = self._compute(self.layers[:-1], x, seed, gradients)
+        if bounds is None:
+            self._require_rows(x)
+            return x
+        return gathered_for_own_rows(x, bounds, self.channel)
+
+    def _compute(
+        self, layers: Sequence[nn.Module], x: Tensor, seed: int | None, gradients: ParameterGradients | None
+    ) -> tuple[Tensor, Bounds | None]:
+        """Return the output of ``layers``, and each rank's columns of it, or None if every rank has all of it."""
+        bounds = None
         if self._changes_features:
             x = x.clone()  # the caller still needs the features
         with seeded(seed, x.device):
-            for layer in self.layers:
+            for layer in layers:
                 if not isinstance(layer, nn.Linear):
                     x = layer(x)
                     continue
                 if bounds is not None:
-                    x = _GatherColumns.apply(x, bounds, self.channel)
+                    x = gathered_for_own_rows(x, bounds, self.channel)
                 else:
                     self._require_rows(x)
                     # From here on x is a slice, and equal masks on all ranks would drop the same columns of each.
@@ -141,7 +162,7 @@ class ShardedHead(SharedByCopies):
                         torch.manual_seed(seed + 1 + self.channel.rank)
                 x = gradients.linear(x, layer) if gradients else F.linear(x, layer.weight, layer.bias)
                 bounds = self._bounds[layer]
-        return x
+        return x, bounds
 
     @contextmanager
     def forwarding_to(self, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
@@ -175,25 +196,86 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
         yield
 
 
-class _GatherColumns(torch.autograd.Function):
-    """(N, own columns) to (N, all columns). Backward sums over ranks, and returns the gradient of the own columns."""
+# --- Messages that autograd differentiates.
+#
+# Tensors come in two kinds. A *replicated* one is the same on all ranks, and a *local* one is this rank's columns. Each
+# function below is linear, and backward applies its adjoint (Megatron's conjugate operators f and g). Gradients then
+# keep to one rule: that of a local tensor is the whole gradient of its columns, and that of a replicated one is whole
+# on every rank as soon as it leaves what the ranks compute with their own rows.
+
+
+def gathered(own: Tensor, bounds: Bounds, channel: Channel, what: str) -> Tensor:
+    """Return the columns of all ranks, (N, all columns), for computations that are the same on all ranks.
+
+    All ranks then have the same gradient, and each takes its columns of it (Megatron's g).
+    """
+    begin, end = bounds[channel.rank]
+    gather = partial(gather_columns, bounds=bounds, channel=channel, what=what)
+    return _LinearMap.apply(own, gather, lambda gradient: gradient[:, begin:end].contiguous())
+
+
+def summed(part: Tensor, channel: Channel) -> Tensor:
+    """Return the sum of all ranks' parts, the same on all ranks."""
+    return _LinearMap.apply(part, partial(sum_over_ranks, channel=channel), _identity)
+
+
+def summed_in_backward(x: Tensor, channel: Channel) -> Tensor:
+    """Return ``x``, which is replicated, for computations of each rank with its own rows (Megatron's f).
+
+    Each of them contributes a part to the gradient. Backward sums the parts, so that all ranks have the whole.
+    """
+    return _LinearMap.apply(x, _identity, partial(sum_over_ranks, channel=channel))
+
+
+def gathered_for_own_rows(own: Tensor, bounds: Bounds, channel: Channel) -> Tensor:
+    """Return the columns of all ranks, (N, all columns), for computations of each rank with its own rows.
+
+    It is `summed_in_backward` of `gathered`, but backward sends each rank its columns of the sum only.
+    """
+    gather = partial(gather_columns, bounds=bounds, channel=channel, what="hidden activations")
+    return _LinearMap.apply(own, gather, partial(scatter_sum, bounds=bounds, channel=channel))
+
+
+class _LinearMap(torch.autograd.Function):
+    """A linear function ``run``, whose adjoint is ``run_back``: of any order, because each is the other's backward."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, bounds: Bounds, channel: Channel) -> Tensor:
-        ctx.bounds, ctx.channel = bounds, channel
-        return gather_columns(own, bounds, channel, "hidden activations")
+    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], run_back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.run, ctx.run_back = run, run_back
+        return run(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        require_first_derivative()
-        (gradient,) = gradients
-        channel: Channel = ctx.channel
-        blocks = [gradient[:, begin:end] for begin, end in ctx.bounds]
-        own = blocks[channel.rank].contiguous()
-        parts = [torch.empty_like(own) for _ in blocks]
-        parts[channel.rank] = own
-        channel.all_to_all("hidden gradients", blocks, parts).wait()
-        return sum_in_order(parts), None, None
+        return _LinearMap.apply(gradients[0], ctx.run_back, ctx.run), None, None
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x.view_as(x)  # a Function must not return its argument
+
+
+def scatter_sum(gradient: Tensor, bounds: Bounds, channel: Channel) -> Tensor:
+    """Return this rank's columns of the sum over ranks of (N, all columns). All ranks must call it."""
+    blocks = [gradient[:, begin:end] for begin, end in bounds]
+    own = blocks[channel.rank].contiguous()
+    parts = [torch.empty_like(own) for _ in blocks]
+    parts[channel.rank] = own
+    channel.all_to_all("hidden gradients", blocks, parts).wait()
+    return sum_in_order(parts)
+
+
+def sum_over_ranks(part: Tensor, channel: Channel) -> Tensor:
+    """Return the sum of all ranks' parts, (N, *), bitwise the same on all ranks. All ranks must call it."""
+    what = "input gradients"
+    blocks = [part[begin:end].contiguous() for begin, end in chunk_bounds(len(part), channel.world_size)]
+    parts = [torch.empty_like(blocks[channel.rank]) for _ in blocks]
+    parts[channel.rank] = blocks[channel.rank]
+    channel.all_to_all(what, blocks, parts).wait()
+    own = sum_in_order(parts)
+    whole = part.new_empty(part.shape)
+    blocks = [whole[begin:end] for begin, end in chunk_bounds(len(part), channel.world_size)]
+    blocks[channel.rank].copy_(own)
+    channel.all_to_all(what, [own] * channel.world_size, blocks).wait()
+    return whole
 
 
 def gather_columns(own: Tensor, bounds: Bounds, channel: Channel, what: str) -> Tensor:
@@ -388,6 +470,10 @@ class ParameterGradients:
     Args:
         parameters: this rank's rows of the head's parameters.
         factor: multiplies every gradient that is added.
+
+    Attributes:
+        is_collecting: whether `collect` runs. In any other backward, such as one that the user calls within
+            ``head_step``, autograd receives the parameters' gradients and the totals stay as they are.
     """
 
     def __init__(self, parameters: Sequence[Tensor], factor: float = 1.0) -> None:
@@ -395,9 +481,30 @@ class ParameterGradients:
         self._factor = factor
         self._totals: dict[Tensor, Tensor] = {}
         self._spare: dict[Tensor, Tensor] = {}  # memory of totals that were taken, to be written again
+        self.is_collecting = False
+
+    def collect(
+        self, output: Tensor, x: Tensor, gradient: Tensor | None = None, retain_graph: bool = False
+    ) -> Tensor | None:
+        """Run backward from ``output``, add the parameters' gradients, and return that of ``x``, None if it has none.
+
+        Args:
+            output: computed with `linear` and others from ``x`` and the parameters.
+            x: the features of the pass.
+            gradient: of ``output``. None: 1.
+            retain_graph: whether backward may run again.
+        """
+        self.is_collecting = True
+        try:
+            found = gradients_of(output, [x, *self._parameters], gradient, retain_graph)
+        finally:
+            self.is_collecting = False
+        feature_grads, *parameter_grads = found
+        self.add(parameter_grads)
+        return feature_grads
 
     def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
-        """Apply ``layer`` to x, (N, in) to (N, out). In backward, this object receives the weight's gradient.
+        """Apply ``layer`` to x, (N, in) to (N, out). In `collect`, this object receives the weight's gradient.
 
         Autograd receives the bias's, which is small.
         """
@@ -406,16 +513,30 @@ class ParameterGradients:
             return F.linear(x, layer.weight, layer.bias)
         return _Linear.apply(x, layer.weight, layer.bias, self)
 
-    def add_product(self, weight: Tensor, of_output: Tensor, x: Tensor) -> None:
-        """Add a weight's gradient: that of the layer's output (N, out), transposed, times the input x (N, in)."""
+    def total_of(self, weight: Tensor) -> tuple[Tensor, float]:
+        """Return the memory of a weight's total, and by what to multiply its content when something is added: 1 or 0.
+
+        With 0 the content is not to be read. It may be anything, even NaN.
+        """
         total = self._totals.get(weight)
         if total is not None:
-            total.addmm_(of_output.T, x, alpha=self._factor)
-            return
+            return total, 1.0
         total = self._spare.pop(weight, None)
-        total = torch.empty_like(weight) if total is None else total
-        # With beta=0 torch ignores what is in the memory, even NaN.
-        self._totals[weight] = torch.addmm(total, of_output.T, x, beta=0, alpha=self._factor, out=total)
+        self._totals[weight] = torch.empty_like(weight) if total is None else total
+        return self._totals[weight], 0.0
+
+    def add_product(self, total: Tensor, beta: float, output_grads: Tensor, x: Tensor) -> None:
+        """Write to (rows of) ``total`` beta times itself plus the gradient of a weight.
+
+        That is the gradient of the layer's output (N, out), transposed, times the input x (N, in).
+        """
+        if output_grads.dtype == total.dtype:
+            # With beta=0 torch ignores what is in the memory.
+            torch.addmm(total, output_grads.T, x, beta=beta, alpha=self._factor, out=total)
+        elif beta:  # a product of 16 bits
+            total.add_(output_grads.T @ x, alpha=self._factor)
+        else:
+            total.copy_(output_grads.T @ x).mul_(self._factor)
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add gradients, in the order of the parameters. The given tensors may be changed in place, or kept."""
@@ -438,6 +559,17 @@ class ParameterGradients:
         return taken
 
 
+def gradients_of(
+    output: Tensor, inputs: Sequence[Tensor], gradient: Tensor | None = None, retain_graph: bool = False
+) -> list[Tensor | None]:
+    """Return the gradient of each input, or None if the input needs none or does not contribute to the output."""
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    if not wanted:
+        return [None] * len(inputs)
+    found = iter(torch.autograd.grad(output, wanted, gradient, retain_graph, allow_unused=True))
+    return [next(found) if tensor.requires_grad else None for tensor in inputs]
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sums: ParameterGradients) -> Tensor:
@@ -447,17 +579,23 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
-        require_first_derivative()
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        (of_output,) = gradients
+        (output_grads,) = gradients
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        if needs_weight:
-            ctx.sums.add_product(ctx.weight, of_output, x)
-        return of_output @ weight if needs_x else None, None, of_output.sum(0) if needs_bias else None, None
+        weight_grads = None
+        if needs_weight and ctx.sums.is_collecting:
+            ctx.sums.add_product(*ctx.sums.total_of(ctx.weight), output_grads, x)
+        elif needs_weight:
+            weight_grads = output_grads.T @ x
+        x_grads = output_grads @ weight if needs_x else None
+        return x_grads, weight_grads, output_grads.sum(0) if needs_bias else None, None
 
 
 def require_first_derivative() -> None:
-    """Raise RuntimeError in a backward with ``create_graph=True``: messages have no second derivative here."""
+    """Raise RuntimeError in a backward with ``create_graph=True``."""
     if torch.is_grad_enabled():
-        raise RuntimeError("a head that is sharded over ranks cannot be differentiated twice (create_graph=True)")
+        raise RuntimeError(
+            "the gradients of a head that is sharded over ranks cannot be differentiated twice (create_graph=True) "
+            "outside of head_step; compute a penalty on gradients within head_step, from logits = self.head(features)"
+        )

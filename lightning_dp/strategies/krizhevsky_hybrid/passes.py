@@ -2,12 +2,12 @@
 
 In a training step one of two functions takes the place of the head's ``forward``:
 
-- `HeadPasses.own_batch`, where the module calls the head itself. Features and logits are those of this rank's samples.
-  The loss is computed afterwards, outside. So all passes first run forward, and all run backward when autograd reaches
-  the head (`forward_first`).
-- `HeadPasses.forward_in_pass`, within `HeadPasses.step`, where the module has a ``head_step``. Features are those of
-  the pass's samples, the same on all ranks, and the logits stay sharded. `step` knows the loss of each pass, so each
-  pass runs backward right after its forward (`pass_by_pass`), and only one pass's activations are in memory.
+- Where the module calls the head itself: `HeadPasses.forward_local_batch`. Features and logits are those of this rank's
+  samples, and the loss is computed afterwards, outside. So all passes first run forward, and all run backward when
+  autograd reaches the head (`LocalBatch`).
+- Where the module has a ``head_step``, which `HeadPasses.step` calls with the samples of a pass, a *micro batch*, the
+  same on all ranks: `MicroBatch`. The loss of each pass is known, so each runs backward right after its forward
+  (`run_passes`). Only one pass's activations are in memory.
 """
 
 from __future__ import annotations
@@ -25,30 +25,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dp._private.torch_names import tree_flatten, tree_unflatten
-from lightning_dp.collectives import streams
+from lightning_dp._private.torch_names import has_tensor_hooks, keeps_graph, version_of
 from lightning_dp.collectives.all_to_all import Channel
+from lightning_dp.losses import CHUNK_BYTES, LastLayer, ShardedForward
 from lightning_dp.strategies.krizhevsky_hybrid.checks import require_unchanged
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import (
     FeatureExchange,
     Finish,
     Scheme,
+    StepArguments,
     SubPass,
     prefetch_one,
+    require_features,
     sub_passes,
 )
 from lightning_dp.strategies.krizhevsky_hybrid.head import (
     ParameterGradients,
     ShardedHead,
     SharedByCopies,
+    gathered,
+    gradients_of,
     require_first_derivative,
     seeded,
+    summed,
+    summed_in_backward,
 )
-from lightning_dp.strategies.krizhevsky_hybrid.logits import ShardedLogits
 
 log = logging.getLogger(__name__)
 
 HeadStep = Callable[[Tensor, dict[str, Any]], Tensor]
+Update = Callable[[Sequence[Tensor | None]], None]
+Scale = Callable[[Tensor], Tensor]
 
 
 class HeadPasses(SharedByCopies):
@@ -67,35 +74,18 @@ class HeadPasses(SharedByCopies):
         self.scheme = scheme
         self.channel = channel
         self.exchange = FeatureExchange(channel)
-        self.checks = DeferredChecks()
         self.num_calls = 0  # calls of the head, in passes and outside
         self.num_steps = 0  # calls of `step`
         self._results: list[Any] = []  # nodes of the graph: what this training step has got from the head
-        self._has_warned = False  # of weights in ``head_step``
+        self._has_warned_of_weights = False
+        self._has_warned_of_logits = False
 
-    def own_batch(self, features: Tensor) -> Tensor:
+    def forward_local_batch(self, features: Tensor) -> Tensor:
         """Return the logits (n, C) for the features (n, *) of this rank's samples. n may differ, and may be 0."""
         self.num_calls += 1
         require_features(features, f"the argument of {self.head.name!r}")
         sizes, seed = self.exchange.exchange_batch_sizes(features, needs_seed=self.head.draws_random_numbers)
-        return self._remembered(ForwardFirst(self, sub_passes(self.scheme, sizes), seed)(features))
-
-    def forward_in_pass(self, features: Tensor, gradients: ParameterGradients) -> Tensor:
-        """Return the sharded logits (N, C) for the features (N, *) of a pass, which are the same on all ranks."""
-        self.num_calls += 1
-        # DDP divides the trunk's gradients by K, so the features' gradients, summed over the K ranks, must be K times
-        # the gradient of the loss. The features' gradient has two parts:
-        # - what ``head_step`` computes from the features directly, such as a penalty on them: each rank computes this
-        #   part in full, so the sum over ranks is K times as large by itself;
-        # - what comes through the head: each rank computes the part that its shard contributes, so the sum is the
-        #   gradient once. This factor makes it K times as large, too. Without it the head's part of the trunk's
-        #   gradient would be K times too small.
-        features = scale_gradient(features, self.channel.world_size)
-        # `one_pass` gives all ranks the same generator state, so this draws the same seed on all of them. It draws the
-        # same once more when torch.utils.checkpoint calls the head again in backward, because that restores the state.
-        seed = int(torch.randint(2**62, ()).item()) if self.head.draws_random_numbers else None
-        own = self.head(features, seed, gradients)
-        return ShardedLogits(own, self.head.output_bounds, self.head.channel)
+        return self._remembered(LocalBatch(self, sub_passes(self.scheme, sizes), seed)(features))
 
     def step(
         self,
@@ -123,26 +113,34 @@ class HeadPasses(SharedByCopies):
             only_factor: the only factor by which the loss may be multiplied before backward. None: any.
 
         Raises:
-            ValueError: ``head_step`` does not return a single number, or returns different ones on the ranks, or uses
-                one of the ``others``; in backward, the loss was multiplied by different factors on the ranks, or by
-                another one than ``only_factor`` (on a GPU in the next backward, see `DeferredChecks`). See also
-                `StepArguments`.
+            ValueError: ``head_step`` does not return a single number, or calls backward, or uses one of the
+                ``others``; in the first step, it returns different losses on the ranks, or they are multiplied by
+                different factors before backward; or the factor is not ``only_factor``. See also `StepArguments`.
         """
+        is_first = self.num_steps == 0
         own = StepArguments(arguments, len(features))
         sizes, seed = self.exchange.exchange_batch_sizes(features, own.tensors, own.constants, needs_seed=True)
         own.gather(self.exchange, sizes)
 
         def loss_of(part: SubPass, x: Tensor) -> Tensor:
             loss = _require_number(head_step(x, own.of_pass(part)))
-            if self.num_steps == 0:
+            if is_first:
                 self._require_same_loss(loss, lambda: head_step(0.5 * x.detach(), own.of_pass(part)))
-            require_no_part(loss, others or {})
+            _require_no_part(loss, others or {})
             return loss
 
-        result = run_passes(self, features, sub_passes(self.scheme, sizes), seed, loss_of, update, scale)
+        # Within torch.utils.checkpoint, what the passes keep must not count: they run backward at once.
+        with _keep_activations():
+            result = run_passes(self, features, sub_passes(self.scheme, sizes), seed, loss_of, update, scale)
         self.num_steps += 1
-        loss = hand_out(result, features, self.head.parameters, partial(self._check_backward, only_factor))
-        return self._remembered(loss)
+
+        def check_factor(factor: Tensor) -> None:
+            if is_first and self.channel.world_size > 1:
+                _require_same_factor(self.head.control.all_gather("agreement", factor.detach().double()))
+            if only_factor is not None:
+                _require_factor(factor.item(), only_factor)
+
+        return self._remembered(_HandOut.apply(result, check_factor, features, *self.head.parameters))
 
     def begin_training_step(self, module: nn.Module) -> None:
         """Forget what the last training step has got from the head.
@@ -165,7 +163,7 @@ class HeadPasses(SharedByCopies):
         this one for them in the reduction of the trunk's gradients, until the timeout. No rank is asked: DDP, too,
         refuses a loss that leaves parameters out, on all ranks or on one.
         """
-        if self._results and self.channel.world_size > 1 and not reaches_any(loss, self._results):
+        if self._results and self.channel.world_size > 1 and not _reaches_any(loss, self._results):
             raise ValueError(
                 f"the loss of rank {self.channel.rank} does not depend on what {self.head.name!r} has returned in this "
                 "training step, so this rank would not take part in the backward of the head, which is a collective. "
@@ -178,15 +176,14 @@ class HeadPasses(SharedByCopies):
         return None if seed is None else seed + number * (self.channel.world_size + 1)
 
     @contextmanager
-    def one_pass(self, seed: int | None, device: torch.device, gradients: ParameterGradients) -> Iterator[None]:
-        """Run one pass of `step` within the context: the head returns sharded logits, and ranks draw the same numbers.
+    def micro_batch_context(self, micro_batch: MicroBatch, seed: int | None) -> Iterator[None]:
+        """Run one pass of `step` within the context: calls of the head go to ``micro_batch``.
 
         ``head_step`` runs on every rank with the same samples. If it drew different random numbers on each, as noise
         on the features for example, the ranks would compute different losses, and the sum of their gradients would be
-        the gradient of none of them.
+        the gradient of none of them. So ranks draw the same numbers.
         """
-        forward = partial(self.forward_in_pass, gradients=gradients)
-        with seeded(seed, device), self.recorded(), self.head.forwarding_to(forward):
+        with seeded(seed, micro_batch.device), self.recorded(), self.head.forwarding_to(micro_batch):
             yield
 
     @contextmanager
@@ -197,42 +194,17 @@ class HeadPasses(SharedByCopies):
         if self.channel.on_stage is not None:
             self.channel.on_stage("head", begin_s, time.perf_counter())
 
-    def _check_backward(self, only_factor: float | None, loss: Tensor, factor: Tensor) -> None:
-        """Check with what all ranks go backward. All ranks must call it.
-
-        Args:
-            only_factor: the only factor that is allowed, if there is only one.
-            loss: from which this rank goes backward.
-            factor: by which it was multiplied.
-        """
-        self.checks.finish()
-        if self.channel.world_size > 1:
-            number = torch.stack([factor.detach().double(), loss.double()])
-            gathered = self.head.control.all_gather("agreement", number)
-            self.checks.add(gathered, partial(self._require_same_backward, dtype=loss.dtype))
-        if only_factor is not None:
-            self.checks.add(factor.detach(), lambda factor: require_factor(factor.item(), only_factor))
-
-    def _require_same_backward(self, gathered: Tensor, dtype: torch.dtype) -> None:
-        """Raise ValueError unless all ranks go backward from the same loss, times the same factor.
-
-        The gradients of the head belong to the samples of all ranks, so a rank cannot weight its own samples by
-        multiplying the loss. And ``head_step`` may begin to use this rank's own data in a later step than the first.
-
-        Args:
-            gathered: (ranks, 2), factor and loss of each rank.
-            dtype: of the loss, before it was gathered.
-        """
-        factors, losses = gathered.unbind(1)
-        if not torch.allclose(factors, factors[:1].expand_as(factors), rtol=1e-6, atol=0, equal_nan=True):
-            raise ValueError(
-                f"the loss of head_step was multiplied by different factors on the ranks before backward: "
-                f"{factors.tolist()}. It is the loss of all ranks' samples, so the factor must be the same on all "
-                "ranks. To weight samples, pass the weights to head_step: self.head_step(features, target, weights)"
+    def warn_of_logits(self, logits: Tensor, num_inputs: int) -> None:
+        """Log once, on rank 0, that a loss by name needs no whole logits, if they are a large part of the messages."""
+        is_large = logits.nbytes > 2**20 and logits.shape[1] > num_inputs / 10
+        if is_large and not self._has_warned_of_logits and self.channel.world_size > 1 and not self.channel.rank:
+            self._has_warned_of_logits = True
+            log.warning(
+                f"head_step gathers the logits of {self.head.name!r} from all ranks, {logits.nbytes / 1e6:.0f} MB in "
+                "each pass. For cross-entropy, call lightning_dp.losses.sharded_cross_entropy"
+                f"(self.{self.head.name}, features, target): it sends a few numbers per sample, and holds at most "
+                f"{CHUNK_BYTES / 2**20:.0f} MB of logits"
             )
-        # After the warning of weights, the losses differ by each rank's part of a penalty.
-        if not self._has_warned and not _is_same(losses, dtype):
-            raise ValueError(_different_losses(losses))
 
     def _require_same_loss(self, loss: Tensor, loss_of_other_features: Callable[[], Tensor]) -> None:
         """Raise ValueError if ``head_step`` has used data that differs between ranks. All ranks must call it.
@@ -255,13 +227,13 @@ class HeadPasses(SharedByCopies):
         changes = self.head.control.all_gather("change of the loss", change)
         if not _is_same(changes, loss.dtype, scale=losses.abs().max().item()):
             raise ValueError(_different_losses(losses))
-        if not self._has_warned:
+        if not self._has_warned_of_weights:
             log.warning(
                 f"head_step uses the weights of {self.head.name!r} directly, and each rank has its own rows of them. A "
                 "penalty on its weights must be a sum over them (L1, L2); a norm, a mean or a product of rows has "
                 "wrong gradients. The logged loss contains this rank's part of the penalty only"
             )
-            self._has_warned = True
+            self._has_warned_of_weights = True
 
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -291,92 +263,206 @@ def _require_number(loss: Any) -> Tensor:
     return loss
 
 
-# --- The arguments of ``head_step`` beside the features: from this rank's samples to those of a pass.
-
-CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
-
-
-def require_features(value: Any, receiver: str) -> None:
-    """Raise ValueError if ``value`` cannot be features: ``receiver`` got something else, or in another order."""
-    if isinstance(value, Tensor) and value.dim() and (value.is_floating_point() or value.is_complex()):
-        return
-    what = f"a {type(value).__name__}"
-    if isinstance(value, Tensor):
-        what = f"a tensor of {value.dtype} with shape {tuple(value.shape)}"
-    raise ValueError(
-        f"{receiver} is {what}; it must be the features, one floating-point tensor with a row for each sample. Put "
-        "targets behind the features, and join several tensors of features with torch.cat(..., dim=1)"
-    )
+# --- ``head_step``: each pass runs backward right after its forward.
+#
+# This is the schedule of arXiv 1404.5997, section 4: forward and backward alternate, and the features of the next pass
+# travel while the head computes the current one.
 
 
-class StepArguments:
-    """The arguments of one call of ``head_step``, by name.
+class MicroBatch(ShardedForward, SharedByCopies):
+    """The samples of one pass, and the head's ``forward`` for them. Logits, and features, are ordinary tensors.
 
-    A tensor, which may stand in tuples, lists and dicts, has a row for each of this rank's samples. Each pass gets the
-    rows of its own samples, which come from all ranks. Numbers and text must be the same on all ranks.
+    Every rank has the same features, computes the same logits and loss from them, and so has the same gradients: the
+    head's weights are the only thing in which ranks differ. For this a call of the head gathers all columns of its
+    output, and in backward it sums the gradient of its input over the ranks.
+
+    Where the head is called with the features themselves, the sum can wait: it is then part of the message with which
+    the features' gradients return to their ranks (`FeatureGradients`), and no bytes are sent for it alone. That is
+    right only in the pass's own backward, and only if nothing reads the gradient on its way.
 
     Args:
-        arguments: the arguments of ``head_step``, without the features.
-        num_samples: number of samples in this rank's batch.
-
-    Raises:
-        ValueError: a tensor has another number of rows, or requires a gradient, or an object is neither a tensor nor a
-            number nor text.
+        passes: the passes, of which this is one.
+        features: (N, *), the same on all ranks. They are kept, and may be changed in place.
+        needs_gradient: whether to compute the features' gradient.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], num_samples: int) -> None:
-        flat = {name: tree_flatten(value) for name, value in arguments.items()}
-        self._leaves: dict[str, list[Any]] = {name: leaves for name, (leaves, _) in flat.items()}
-        self._structures = {name: structure for name, (_, structure) in flat.items()}
-        for name, leaves in self._leaves.items():
-            for leaf in leaves:
-                _require_rows_or_constant(name, leaf, num_samples)
-        self._of_ranks: list[list[Tensor]] = []  # for each tensor, those of all ranks
+    def __init__(self, passes: HeadPasses, features: Tensor, needs_gradient: bool, sums: ParameterGradients) -> None:
+        self._passes = passes
+        self._head = passes.head
+        self._sums = sums
+        self._leaf = features.requires_grad_(needs_gradient)
+        # What head_step gets is no leaf, so that it may be changed in place as any result of a trunk.
+        self.features = _WithoutLeaf.apply(features) if needs_gradient else features
+        self._origin = self.features.grad_fn
+        self._has_partial_gradients = False
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors, (n, *), in order."""
-        return [leaf for leaves in self._leaves.values() for leaf in leaves if isinstance(leaf, Tensor)]
+    def device(self) -> torch.device:
+        """Where the features are."""
+        return self._leaf.device
 
-    @property
-    def constants(self) -> list[tuple[str, Any]]:
-        """Everything that is not a tensor, with the name of its argument."""
-        pairs = [(name, leaf) for name, leaves in self._leaves.items() for leaf in leaves]
-        return [(name, leaf) for name, leaf in pairs if not isinstance(leaf, Tensor)]
+    def __call__(self, features: Tensor) -> Tensor:
+        """Return the logits (N, C) of all classes, for features (N, *) that are the same on all ranks."""
+        own = self._head(self._entering(features), self._draw_seed(), self._sums)
+        logits = gathered(own, self._head.output_bounds, self._head.channel, "logits")
+        self._passes.warn_of_logits(logits, self._head.num_inputs)
+        return logits
 
-    def gather(self, exchange: FeatureExchange, batch_sizes: list[int]) -> None:
-        """Receive the rows of all ranks. All ranks must call it."""
-        self._of_ranks = exchange.gather_targets(self.tensors, batch_sizes)
+    def last_layer(self, features: Tensor) -> LastLayer | None:
+        """See `ShardedForward`."""
+        last = self._head.layers[-1]
+        if not isinstance(last, nn.Linear):
+            return None
+        x = self._head.input_of_last_layer(self._entering(features), self._draw_seed(), self._sums)
+        channel, bounds = self._head.channel, self._head.output_bounds
+        first = bounds[channel.rank][0]
+        all_gather = partial(channel.all_gather, "loss")
+        return LastLayer(x, last.weight, last.bias, first, bounds[-1][1], all_gather, self._sums, is_of_pass=True)
 
-    def of_pass(self, part: SubPass) -> dict[str, Any]:
-        """Return the arguments for one pass, in the structure in which the module has passed them."""
-        rows = iter(part.rows_of(of_ranks) for of_ranks in self._of_ranks)
-        arguments = {}
-        for name, leaves in self._leaves.items():
-            of_part = [next(rows) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            arguments[name] = tree_unflatten(of_part, self._structures[name])
-        return arguments
+    def backward(self, loss: Tensor) -> tuple[Tensor | None, bool]:
+        """Run the pass's own backward. Return the features' gradient, and whether it is to be summed over ranks.
+
+        If so, the sum is K times the gradient. The parameters' gradients go to ``sums``.
+        """
+        gradient = self._sums.collect(loss, self._leaf)
+        return gradient, self._has_partial_gradients
+
+    def require_no_backward(self) -> None:
+        """Raise ValueError if ``head_step`` has run a backward to the features: it ends there, before the trunk."""
+        if self._leaf.grad is not None:
+            raise ValueError(
+                "head_step called backward(), whose gradients cannot reach the trunk from there; return the sum of all "
+                "losses, or use torch.autograd.grad for gradients that head_step needs itself"
+            )
+
+    def _entering(self, features: Tensor) -> Tensor:
+        """Return ``features`` on their way into the layers of which each rank has its own rows."""
+        self._passes.num_calls += 1
+        if self._origin is not None and features.grad_fn is self._origin:
+            return _PartialGradient.apply(features, self)
+        return summed_in_backward(features, self._head.channel)
+
+    def _draw_seed(self) -> int | None:
+        # `micro_batch_context` gives all ranks the same generator state, so this draws the same seed on all of them. It
+        # draws the same once more when torch.utils.checkpoint calls the head again in backward, because that restores
+        # the state.
+        return int(torch.randint(2**62, ()).item()) if self._head.draws_random_numbers else None
+
+    def part_or_sum(self, gradient: Tensor) -> Tensor:
+        """Return what backward hands on to the features, given this rank's part of the gradient."""
+        x = self.features
+        is_read = has_tensor_hooks(x) or x.retains_grad or x.grad_fn is not self._origin
+        if is_read or not self._sums.is_collecting or torch.is_grad_enabled():
+            return summed(gradient, self._head.channel)
+        self._has_partial_gradients = True
+        # DDP divides the trunk's gradients by K, so the features' gradients, summed over the K ranks, must be K times
+        # the gradient of the loss. What ``head_step`` computes from the features directly, such as a penalty on them,
+        # each rank computes in full, and the sum is K times as large by itself. Of what comes through the head each
+        # rank has a part, and the sum is the gradient once. This factor makes it K times as large, too.
+        return gradient * self._head.channel.world_size
 
 
-def _require_rows_or_constant(name: str, leaf: Any, num_samples: int) -> None:
-    if isinstance(leaf, CONSTANTS):
-        return
-    if not isinstance(leaf, Tensor):
-        raise ValueError(
-            f"head_step's argument {name!r} contains an object of type {type(leaf).__name__}, which cannot be sent to "
-            "other ranks; pass tensors with a row for each sample, numbers, or text"
-        )
-    if leaf.dim() == 0 or len(leaf) != num_samples:
-        raise ValueError(
-            f"head_step's argument {name!r} has shape {tuple(leaf.shape)} beside {num_samples} features; pass tensors "
-            "with a row for each sample, and single numbers as Python numbers (.item())"
-        )
-    if leaf.requires_grad:
-        # Its rows go to other ranks, which return gradients of the features only.
-        raise ValueError(
-            f"head_step's argument {name!r} requires a gradient, which would be lost: only the features' gradient "
-            "comes back from other ranks. Concatenate it with the features, or use it in training_step, or detach it"
-        )
+class _WithoutLeaf(torch.autograd.Function):
+    """Identity. The result shares the memory of the leaf, and is neither a leaf nor a view of one."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class _PartialGradient(torch.autograd.Function):
+    """Identity. In backward the micro batch decides whether to sum the gradient over ranks at once."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, micro_batch: MicroBatch) -> Tensor:
+        ctx.micro_batch = micro_batch
+        return features.view_as(features)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.micro_batch.part_or_sum(gradients[0]), None
+
+
+@dataclass
+class StepResult:
+    """What the passes of one step have computed: the loss, and the gradients that backward hands out."""
+
+    loss: Tensor
+    features_gradient: Tensor | None
+    parameter_gradients: list[Tensor | None]
+    loss_scale: Tensor  # the gradients are those of loss * loss_scale
+
+
+def run_passes(
+    passes: HeadPasses,
+    features: Tensor,
+    plan: list[SubPass],
+    seed: int | None,
+    loss_of: Callable[[SubPass, Tensor], Tensor],
+    update: Update | None,
+    scale: Scale,
+) -> StepResult:
+    """Run forward and backward of each pass. All ranks must call it; arguments are those of `HeadPasses.step`."""
+    num_samples = sum(part.num_samples for part in plan)
+    loss = features.new_full((), 0.0 if num_samples else torch.nan)
+    feature_grads = FeatureGradients(passes.exchange)
+    sums = ParameterGradients(passes.head.parameters)
+    detached = features.detach()
+    for number, (part, x) in enumerate(prefetch_one(lambda part: passes.exchange.assemble(detached, part), plan)):
+        share = part.num_samples / num_samples
+        micro_batch = MicroBatch(passes, x, features.requires_grad, sums)
+        with torch.enable_grad(), passes.micro_batch_context(micro_batch, passes.seed_of_pass(seed, number)):
+            loss_of_part = loss_of(part, micro_batch.features)
+            micro_batch.require_no_backward()
+            loss = loss + share * loss_of_part.detach()
+            # With one update per step, the loss is the mean over the whole step, so a pass counts by its share of the
+            # samples. With an update of the head after each pass (variable batch size), the head's loss is the mean
+            # over that pass alone. The trunk still has one update per step, so only the features' gradients are
+            # multiplied by the share.
+            share_of_loss, share_of_x = (share, 1.0) if update is None else (1.0, share)
+            with torch.autocast(x.device.type, enabled=False):
+                x_grads, is_partial = micro_batch.backward(scale(loss_of_part) * share_of_loss)
+        if x_grads is not None and share_of_x != 1.0:
+            x_grads = x_grads * share_of_x
+        feature_grads.send_back(x_grads, part, is_partial)
+        if update is not None:
+            update(sums.take(reuse_memory=True))
+            # Autocast caches 16-bit copies of the parameters. The update has made those of the head stale.
+            torch.clear_autocast_cache()
+        # Free this pass's graph before the next one's is built, or two of them would be in memory at once.
+        del x, micro_batch, loss_of_part, x_grads
+    return StepResult(loss, feature_grads.finish(), sums.take(), scale(torch.ones_like(loss)))
+
+
+class _HandOut(torch.autograd.Function):
+    """The loss of a step, as a function of features and parameters, whose gradients are known."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, result: StepResult, check_factor: Callable[[Tensor], None], features: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        ctx.result = result
+        ctx.check_factor = check_factor
+        return result.loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        require_first_derivative()
+        is_kept = keeps_graph()
+        result: StepResult = ctx.result if is_kept else take_once(ctx, "result")
+        found = [result.features_gradient, *result.parameter_gradients]
+        factor = gradients[0] / result.loss_scale
+        ctx.check_factor(factor)
+        if is_kept:
+            found = [None if gradient is None else gradient * factor for gradient in found]
+        # On a GPU, to read the factor takes longer than to multiply: the read waits for the device.
+        elif factor.is_cuda or factor != 1:
+            found = [None if gradient is None else gradient.mul_(factor) for gradient in found]
+        return None, None, *found
 
 
 # --- All passes forward, and later all passes backward: what a sharded head does where the module calls it directly.
@@ -385,7 +471,7 @@ def _require_rows_or_constant(name: str, leaf: Any, num_samples: int) -> None:
 # passes stay in memory until then.
 
 
-class ForwardFirst:
+class LocalBatch:
     """One call of the head, whose passes keep their graphs from forward to backward. Both are collectives.
 
     Args:
@@ -406,7 +492,7 @@ class ForwardFirst:
     def __call__(self, features: Tensor) -> Tensor:
         """Return the logits (n, C) for the features (n, *) of this rank's samples, as part of the autograd graph."""
         # Within a Function gradients are always off, so the mode outside is passed in.
-        return _ForwardFirst.apply(self, torch.is_grad_enabled(), features, *self._passes.head.parameters)
+        return _LocalBatch.apply(self, torch.is_grad_enabled(), features, *self._passes.head.parameters)
 
     def forward(self, features: Tensor, needs_gradient: bool, with_graph: bool) -> Tensor:
         """Run all passes forward. Keep their graphs if ``with_graph``."""
@@ -429,19 +515,20 @@ class ForwardFirst:
     def backward(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the features (n, *) and of the parameters, given that of the logits (n, C)."""
         passes, bounds = self._passes, self._passes.head.output_bounds
-        of_features = FeatureGradients(passes.exchange)
+        is_kept = keeps_graph()
+        graphs = self._graphs if is_kept and self._graphs is not None else take_once(self, "_graphs")
+        feature_grads = FeatureGradients(passes.exchange)
         arriving = prefetch_one(lambda part: passes.exchange.from_owners(gradient, part, bounds), self._plan)
-        for (part, of_own), (x, own) in zip(arriving, take_once(self, "_graphs"), strict=True):
+        for (part, own_grads), (x, own) in zip(arriving, graphs, strict=True):
             with passes.recorded():
-                of_x, *of_parameters = gradients_of(own, [x, *passes.head.parameters], of_own)
-            of_features.send_back(of_x, part)
-            self._gradients.add(of_parameters)
-        return of_features.finish(), *self._gradients.take()
+                x_grads = self._gradients.collect(own, x, own_grads, retain_graph=is_kept)
+            feature_grads.send_back(x_grads, part)
+        return feature_grads.finish(), *self._gradients.take()
 
 
-class _ForwardFirst(torch.autograd.Function):
+class _LocalBatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, work: ForwardFirst, with_graph: bool, features: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, work: LocalBatch, with_graph: bool, features: Tensor, *parameters: Tensor) -> Tensor:
         ctx.work = work
         return work.forward(features, ctx.needs_input_grad[2], with_graph)
 
@@ -457,152 +544,48 @@ def _keep_activations() -> torch.autograd.graph.saved_tensors_hooks:
     A checkpoint around the head would free them and run the head again in backward, and all messages of the forward
     would be sent twice.
     """
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor, version_of(tensor)), _unchanged)
 
 
-# --- Each pass forward and backward at once: what a sharded head does where the loss of a pass is known (`head_step`).
-#
-# This is the schedule of arXiv 1404.5997, section 4: forward and backward alternate, and the features of the next pass
-# travel while the head computes the current one. Only one pass's activations are in memory.
-
-LossOfPass = Callable[[SubPass, Tensor], Tensor]
-Update = Callable[[Sequence[Tensor | None]], None]
-Scale = Callable[[Tensor], Tensor]
-Check = Callable[[Tensor, Tensor], None]
-
-
-@dataclass
-class StepResult:
-    """What the passes of one step have computed: the loss, and the gradients that backward hands out."""
-
-    loss: Tensor
-    features_gradient: Tensor | None
-    parameter_gradients: list[Tensor | None]
-    loss_scale: Tensor  # the gradients are those of loss * loss_scale
-
-
-def run_passes(
-    passes: HeadPasses,
-    features: Tensor,
-    plan: list[SubPass],
-    seed: int | None,
-    loss_of: LossOfPass,
-    update: Update | None,
-    scale: Scale,
-) -> StepResult:
-    """Run forward and backward of each pass. All ranks must call it; arguments are those of `HeadPasses.step`."""
-    num_samples = sum(part.num_samples for part in plan)
-    loss = features.new_full((), 0.0 if num_samples else torch.nan)
-    of_features = FeatureGradients(passes.exchange)
-    sums = ParameterGradients(passes.head.parameters)
-    detached = features.detach()
-    for number, (part, x) in enumerate(prefetch_one(lambda part: passes.exchange.assemble(detached, part), plan)):
-        share = part.num_samples / num_samples
-        with torch.enable_grad(), passes.one_pass(passes.seed_of_pass(seed, number), x.device, sums):
-            x.requires_grad_(features.requires_grad)
-            loss_of_part = loss_of(part, x)
-            loss = loss + share * loss_of_part.detach()
-            # With one update per step, the loss is the mean over the whole step, so a pass counts by its share of the
-            # samples. With an update of the head after each pass (variable batch size), the head's loss is the mean
-            # over that pass alone. The trunk still has one update per step, so only the features' gradients are
-            # multiplied by the share.
-            share_of_loss, share_of_x = (share, 1.0) if update is None else (1.0, share)
-            with torch.autocast(x.device.type, enabled=False):
-                of_x, *of_parameters = gradients_of(scale(loss_of_part) * share_of_loss, [x, *passes.head.parameters])
-        of_features.send_back(of_x if of_x is None or share_of_x == 1.0 else of_x * share_of_x, part)
-        sums.add(of_parameters)
-        if update is not None:
-            update(sums.take(reuse_memory=True))
-            # Autocast caches 16-bit copies of the parameters. The update has made those of the head stale.
-            torch.clear_autocast_cache()
-        # Free this pass's graph before the next one's is built, or two of them would be in memory at once.
-        del x, loss_of_part, of_x, of_parameters
-    return StepResult(loss, of_features.finish(), sums.take(), scale(torch.ones_like(loss)))
-
-
-def hand_out(result: StepResult, features: Tensor, parameters: Sequence[Tensor], check: Check) -> Tensor:
-    """Return the loss as a function of ``features`` and ``parameters``. Its gradients are those of `run_passes`.
-
-    Args:
-        result: what `run_passes` has returned.
-        features: the features that `run_passes` was given.
-        parameters: the head's.
-        check: called in backward with the loss and the factor by which it was multiplied. May raise.
-    """
-    return _HandOut.apply(result, check, features, *parameters)
-
-
-class _HandOut(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        result: StepResult,
-        check: Check,
-        features: Tensor,
-        *parameters: Tensor,
-    ) -> Tensor:
-        ctx.result = result
-        ctx.check = check
-        return result.loss
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        require_first_derivative()
-        result: StepResult = take_once(ctx, "result")
-        found = [result.features_gradient, *result.parameter_gradients]
-        factor = gradients[0] / result.loss_scale
-        ctx.check(result.loss.detach(), factor)
-        # On a GPU, to read the factor takes longer than to multiply: the read waits for the device.
-        if factor.is_cuda or factor != 1:
-            found = [None if gradient is None else gradient.mul_(factor) for gradient in found]
-        return None, None, *found
-
-
-def require_factor(factor: float, expected: float) -> None:
-    """Raise ValueError if the loss was multiplied by another factor: the head was updated without it."""
-    if not math.isclose(factor, expected, rel_tol=1e-3):
-        raise ValueError(
-            f"the loss of head_step was multiplied by {factor / expected:g} before backward. With variable_batch=True "
-            "the head is updated within head_step, so the factor would reach the trunk alone; multiply inside of "
-            "head_step"
+def _unchanged(saved: tuple[Tensor, int]) -> Tensor:
+    """Return a saved tensor. Raise RuntimeError, as torch does where there are no hooks, if it was changed since."""
+    tensor, version = saved
+    if version_of(tensor) != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(tensor.shape)} is at version {version_of(tensor)}; expected version {version} instead"
         )
+    return tensor
 
 
-# --- Gradients of the passes through a sharded head: computed, scaled, and sent back to the features' ranks.
-
-
-def gradients_of(
-    output: Tensor, inputs: Sequence[Tensor], gradient: Tensor | None = None, retain_graph: bool = False
-) -> list[Tensor | None]:
-    """Return the gradient of each input, or None if the input needs none or does not contribute to the output."""
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    if not wanted:
-        return [None] * len(inputs)
-    found = iter(torch.autograd.grad(output, wanted, gradient, retain_graph, allow_unused=True))
-    return [next(found) if tensor.requires_grad else None for tensor in inputs]
+# --- Gradients on their way back to the features' ranks.
 
 
 class FeatureGradients:
-    """The gradients of the features, summed over ranks, pass by pass.
-
-    Each rank computes the part that comes through its own slices of the head. The rank that a sample came from
-    receives the sum of the parts.
-    """
+    """The features' gradients, K times those of the loss, pass by pass: each rank gets those of its own samples."""
 
     def __init__(self, exchange: FeatureExchange) -> None:
         self._exchange = exchange
         self._arrived: list[Tensor] = []  # one block of rows for each finished pass
         self._in_flight: Finish | None = None
 
-    def send_back(self, gradient: Tensor | None, part: SubPass) -> None:
+    def send_back(self, gradient: Tensor | None, part: SubPass, is_partial: bool = True) -> None:
         """Start to sum one pass's gradient, (N, *), over ranks, and finish the sum of the previous pass.
 
         The previous sum has travelled while this pass was computed. It is finished here, and not at the end of the
         step, so that the buffers of at most one pass are in memory.
+
+        Args:
+            gradient: of the pass's features. None: they need none.
+            part: the pass.
+            is_partial: whether the sum over ranks is K times the gradient. If not, every rank has the whole.
         """
         self._finish()
-        if gradient is not None:
+        if gradient is not None and is_partial:
             self._in_flight = self._exchange.sum_back(gradient, part)
+        elif gradient is not None:
+            begin, end = part.place_of(self._exchange.rank)
+            self._arrived.append(gradient[begin:end] * self._exchange.channel.world_size)
 
     def finish(self) -> Tensor | None:
         """Return the gradient of this rank's own features, (n, *), or None if they need none."""
@@ -613,50 +596,6 @@ class FeatureGradients:
         if self._in_flight is not None:
             self._arrived.append(self._in_flight())
             self._in_flight = None
-
-
-def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """Return ``x``; its gradient is multiplied by ``factor`` in backward."""
-    return _ScaleGradient.apply(x, factor)
-
-
-class _ScaleGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] * ctx.factor, None
-
-
-def require_no_part(loss: Tensor, others: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if one of the ``others``, which are parameters by name, contributes to ``loss``."""
-    gradients = gradients_of(loss, list(others.values()), retain_graph=True) if loss.requires_grad else []
-    for name, gradient in zip(others, gradients, strict=False):
-        if gradient is not None:
-            raise ValueError(
-                f"head_step uses the parameter {name}, which is not in the head and would not be trained; use it in "
-                "training_step, before head_step is called. If it belongs to a layer behind the head, do without "
-                "head_step: call the head and that layer in training_step, and compute the loss there"
-            )
-
-
-def reaches_any(output: Tensor, nodes: Collection[Any]) -> bool:
-    """Return whether backward from ``output`` runs through one of these nodes of the autograd graph."""
-    # Level by level: the head is near the loss, so the search seldom comes to the trunk.
-    to_visit = deque([output.grad_fn])
-    seen = set(to_visit)
-    while to_visit:
-        node = to_visit.popleft()
-        if node in nodes:
-            return True
-        for following, _ in () if node is None else node.next_functions:
-            if following not in seen:
-                seen.add(following)
-                to_visit.append(following)
-    return False
 
 
 def take_once(ctx: Any, name: str) -> Any:
@@ -672,36 +611,56 @@ def take_once(ctx: Any, name: str) -> Any:
     return value
 
 
-# --- Checks of numbers that a GPU computes, without a wait for the GPU in each step.
-
-DeferredCheck = Callable[[Tensor], None]
+# --- What head_step and training_step must not do with the loss.
 
 
-class DeferredChecks:
-    """Calls checks with numbers on the host: at once for numbers on the CPU, one step later for those on a GPU.
+def _require_no_part(loss: Tensor, others: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if one of the ``others``, which are parameters by name, contributes to ``loss``."""
+    gradients = gradients_of(loss, list(others.values()), retain_graph=True) if loss.requires_grad else []
+    for name, gradient in zip(others, gradients, strict=False):
+        if gradient is not None:
+            raise ValueError(
+                f"head_step uses the parameter {name}, which is not in the head and would not be trained; use it in "
+                "training_step, before head_step is called. If it belongs to a layer behind the head, do without "
+                "head_step: call the head and that layer in training_step, and compute the loss there"
+            )
 
-    To read a number from a GPU, the host waits for all kernels that were launched before, and launches none meanwhile.
-    One step later the number has long arrived. An error is then raised one step late, after an update with the wrong
-    gradients; `finish`, called before a checkpoint and at the end of training, keeps them out of both.
+
+def _reaches_any(output: Tensor, nodes: Collection[Any]) -> bool:
+    """Return whether backward from ``output`` runs through one of these nodes of the autograd graph."""
+    # Level by level: the head is near the loss, so the search seldom comes to the trunk.
+    to_visit = deque([output.grad_fn])
+    seen = set(to_visit)
+    while to_visit:
+        node = to_visit.popleft()
+        if node in nodes:
+            return True
+        for following, _ in () if node is None else node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                to_visit.append(following)
+    return False
+
+
+def _require_factor(factor: float, expected: float) -> None:
+    """Raise ValueError if the loss was multiplied by another factor: the head was updated without it."""
+    if not math.isclose(factor, expected, rel_tol=1e-3):
+        raise ValueError(
+            f"the loss of head_step was multiplied by {factor / expected:g} before backward. With variable_batch=True "
+            "the head is updated within head_step, so the factor would reach the trunk alone; multiply inside of "
+            "head_step"
+        )
+
+
+def _require_same_factor(factors: Tensor) -> None:
+    """Raise ValueError unless all ranks, (ranks,), have multiplied the loss by the same factor.
+
+    The gradients of the head belong to the samples of all ranks, so a rank cannot weight its own samples by multiplying
+    the loss.
     """
-
-    def __init__(self) -> None:
-        self._pending: list[tuple[Tensor, streams.Event, DeferredCheck]] = []
-
-    def add(self, numbers: Tensor, check: DeferredCheck) -> None:
-        """Call ``check`` with ``numbers`` on the CPU: now, or in `finish` if they are on a GPU."""
-        if not streams.has_streams(numbers.device):
-            check(numbers)
-            return
-        on_host = streams.pinned_like(numbers)
-        on_host.copy_(numbers, non_blocking=True)
-        arrived = streams.record_event(streams.current_stream(numbers.device), blocking=True)
-        self._pending.append((on_host, arrived, check))
-
-    def finish(self) -> None:
-        """Call the checks that wait, in their order. The first that raises is the last that is called."""
-        pending = self._pending
-        self._pending = []
-        for numbers, arrived, check in pending:
-            arrived.synchronize()
-            check(numbers)
+    if not torch.allclose(factors, factors[:1].expand_as(factors), rtol=1e-6, atol=0, equal_nan=True):
+        raise ValueError(
+            f"the loss of head_step was multiplied by different factors on the ranks before backward: "
+            f"{factors.tolist()}. It is the loss of all ranks' samples, so the factor must be the same on all ranks. "
+            "To weight samples, pass the weights to head_step: self.head_step(features, target, weights)"
+        )

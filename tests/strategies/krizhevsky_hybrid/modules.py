@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
+from lightning_dp.losses import sharded_binary_cross_entropy, sharded_cross_entropy
 from tests.strategies.modules import CLASSES, FEATURES, data, optimizers, snapshot, trainer
 
 STEPS = 10
@@ -66,6 +67,15 @@ class StepNet(HybridNet):
         loss = self.head_step(self.trunk(x), target)
         self.losses.append(loss.item())
         return loss
+
+
+class NamedNet(StepNet):
+    """The same with a loss that keeps the logits sharded."""
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        if self.loss_name == "cross_entropy":
+            return sharded_cross_entropy(self.head, features, target, label_smoothing=0.1)
+        return sharded_binary_cross_entropy(self.head, features, target)
 
 
 class PenaltyNet(StepNet):

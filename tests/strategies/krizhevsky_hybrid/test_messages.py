@@ -160,7 +160,7 @@ def test_ranks_with_different_numbers_of_batches_are_told_so_at_once(shorter, ne
 
 
 def test_tensors_of_features_are_recognized():
-    from lightning_dp.strategies.krizhevsky_hybrid.passes import require_features
+    from lightning_dp.strategies.krizhevsky_hybrid.exchange import require_features
 
     require_features(torch.zeros(0, 3), "it")
     require_features(torch.zeros(2, 3, dtype=torch.bfloat16), "it")

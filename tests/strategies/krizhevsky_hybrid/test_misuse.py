@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_dp import KrizhevskyHybridStrategy
 from tests.ranks import run_processes
-from tests.strategies.krizhevsky_hybrid.modules import HybridNet, StepNet, batches, fit_with
+from tests.strategies.krizhevsky_hybrid.modules import HybridNet, NamedNet, StepNet, batches, fit_with
 from tests.strategies.modules import CLASSES
 
 
@@ -115,11 +115,22 @@ class OwnFactor(StepNet):
         return super().training_step(batch, batch_idx) * (1 + batch[0].mean())
 
 
-class DataOnSelfLater(DataOnSelf):
-    """The ranks' data are the same in the first step."""
+class Backward(StepNet):
+    """Runs a backward of its own."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step([batch[0] if batch_idx else torch.ones_like(batch[0]), *batch[1:]], batch_idx)
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        logits = self.head(features)
+        logits.square().mean().backward(retain_graph=True)
+        return self.cost(logits, target)
+
+
+class NamedTwice(NamedNet):
+    """A penalty on the gradient of a loss that does not keep the logits."""
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        loss = super().head_step(features, target)
+        (gradient,) = torch.autograd.grad(loss, features, create_graph=True)
+        return loss + gradient.square().sum()
 
 
 class ObjectTarget(StepNet):
@@ -148,7 +159,8 @@ REFUSED: dict[str, tuple[type[HybridNet], str]] = {
     "second derivative": (PenaltyOnGradientNet, "differentiated twice"),
     "gradient in the target": (TargetInGraph, "argument 'target' requires a gradient, which would be lost"),
     "data kept on self": (DataOnSelf, "different losses on the ranks for the same samples"),
-    "data kept on self later": (DataOnSelfLater, "different losses on the ranks for the same samples"),
+    "backward within": (Backward, "head_step called backward(), whose gradients cannot reach the trunk"),
+    "penalty on the gradient of a named loss": (NamedTwice, "this loss cannot be differentiated twice"),
     "factor of the own batch": (OwnFactor, "multiplied by different factors on the ranks"),
     "confusion matrix": (Confusing, "the MulticlassConfusionMatrix confusion is updated within head_step"),
     "inner hook": (InnerHook, "head.2 has hooks, and within the head"),

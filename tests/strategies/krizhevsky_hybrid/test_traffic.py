@@ -19,7 +19,7 @@ from lightning_dp.planner.traffic import head_traffic, hybrid_cost
 from lightning_dp.strategies import KrizhevskyHybridStrategy
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
 from tests.ranks import run_processes
-from tests.strategies.krizhevsky_hybrid.modules import HybridNet, StepNet
+from tests.strategies.krizhevsky_hybrid.modules import HybridNet, NamedNet, StepNet
 from tests.strategies.modules import CLASSES, FEATURES, SMALL_BUCKETS_MB, trainer
 
 TRUNK = FEATURES * 8 + 8 + 8 * 6 + 6
@@ -76,14 +76,14 @@ def _count(rank: int, sizes: list[int], cases: list[Case]) -> list[tuple[int, di
     "sizes", [SIZES[2], SIZES[3], pytest.param(SIZES[4], marks=pytest.mark.slow), [2, 0, 3]], ids=str
 )
 def test_real_counts_equal_the_formula(sizes):
-    kinds = [(StepNet, "cross_entropy"), (StepNet, "logistic"), (HybridNet, "cross_entropy")]
-    kinds = kinds if all(sizes) else kinds[:2]  # a rank without samples has no loss of its own
+    kinds = [(NamedNet, "cross_entropy"), (NamedNet, "logistic"), (StepNet, "logistic"), (HybridNet, "cross_entropy")]
+    kinds = kinds if all(sizes) else kinds[:3]  # a rank without samples has no loss of its own
     cases: list[Case] = [(net, loss, scheme, False) for net, loss in kinds for scheme in "abc"]
-    cases += [(StepNet, "logistic", scheme, True) for scheme in "bc"]
+    cases += [(NamedNet, "logistic", scheme, True) for scheme in "bc"]
     of_ranks = run_processes(len(sizes), _count, sizes, cases)
     for rank, counted in enumerate(of_ranks):
         for (net, loss, scheme, _), (trunk, head, exchanges) in zip(cases, counted, strict=True):
-            loss = loss if net is StepNet else "own"
+            loss = loss if net is NamedNet else "gathered" if net is StepNet else "own"
             expected = head_traffic(WIDTHS, sizes, 8, scheme, loss, rank)
             assert head == {what: STEPS * part.bytes_sent for what, part in expected.items()}
             assert {what: exchanges[what] for what in expected} == {
@@ -121,7 +121,7 @@ class Wide(HybridNet):
         self.double()
 
 
-class WideStep(Wide, StepNet):
+class WideStep(Wide, NamedNet):
     pass
 
 

@@ -21,6 +21,9 @@ def test_hybrid(scheme):
     assert logistic.bytes_sent == shared + 3 * 10 * 8 + 3 * passes * 4
     assert cross_entropy.bytes_sent == shared + 3 * 10 * 8 + 3 * 4 * 40 * 4
     assert own.bytes_sent == shared + 2 * 3 * 10 * 2 * 4
+    gathered = cost_of("gathered")
+    assert gathered.bytes_sent == shared + 3 * 10 * 8 + 3 * 40 * 2 * 4
+    assert gathered.num_steps == 6 + 2 + passes * 5
     # The ring; sizes and targets; features, hidden activations and their gradients, and the loss, in each pass.
     assert logistic.num_steps == 6 + 2 + passes * 5
     assert cross_entropy.num_steps == 6 + 2 + passes * 6
@@ -42,7 +45,10 @@ def test_passes_without_examples_are_not_counted(sizes, scheme):
     ("function", "message"),
     [
         (lambda: traffic.hybrid_cost(1, [1, 1], [1, 1], 4, "d"), "use a, b or c"),
-        (lambda: traffic.hybrid_cost(1, [1, 1], [1, 1], 4, "a", "hinge"), "use own, logistic or cross_entropy"),
+        (
+            lambda: traffic.hybrid_cost(1, [1, 1], [1, 1], 4, "a", "hinge"),
+            "use own, gathered, logistic or cross_entropy",
+        ),
         (lambda: traffic.hybrid_cost(1, [1], [1, 1], 4), "use two widths or more"),
         (lambda: traffic.hybrid_cost(1, [1, -1], [1, 1], 4), "none below 0"),
         (lambda: traffic.head_traffic([1, 1], [1, 1], 4, rank=2), "rank=2 is not in a group of 2"),

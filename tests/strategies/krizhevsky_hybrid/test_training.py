@@ -17,6 +17,7 @@ from lightning_dp import AdaptiveGlobalBatchNorm, KrizhevskyHybridStrategy
 from tests.ranks import run_processes
 from tests.strategies.krizhevsky_hybrid.modules import (
     HybridNet,
+    NamedNet,
     Result,
     ScheduledNet,
     StepNet,
@@ -76,6 +77,44 @@ class RecomputedStepNet(StepNet):
         return self.cost(checkpoint(self.head, features, use_reentrant=False), target)
 
 
+class RecomputedAllNet(StepNet):
+    """Trunk and ``head_step`` within one checkpoint."""
+
+    reentrant = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, target = batch
+        return checkpoint(lambda x: self.head_step(self.trunk(x), target), x, use_reentrant=self.reentrant)
+
+
+class RecomputedReentrantNet(RecomputedAllNet):
+    reentrant = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch[0].requires_grad_(), batch[1]), batch_idx)
+
+
+class SecondBackwardNet(ManualNet):
+    """Two gradients through one call of the head."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, target = batch
+        loss = self.loss_of(self.trunk(x), target)
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(loss / 4)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def loss_of(self, features: Tensor, target: Tensor) -> Tensor:
+        return self.head_step(features, target)
+
+
+class SecondBackwardOfHeadNet(SecondBackwardNet):
+    def loss_of(self, features: Tensor, target: Tensor) -> Tensor:
+        return self.cost(self.head(features), target)
+
+
 class FrozenTrunkNet(StepNet):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -120,6 +159,11 @@ CASES: dict[str, tuple[type[HybridNet], dict[str, Any]]] = {
     "recomputed head": (RecomputedHeadNet, {"gradient_clip_val": 0.05}),
     "recomputed net": (RecomputedNet, {"gradient_clip_val": 0.05}),
     "recomputed head in head_step": (RecomputedStepNet, {"gradient_clip_val": 0.05}),
+    "recomputed trunk and head_step": (RecomputedAllNet, {"gradient_clip_val": 0.05}),
+    "recomputed trunk and head_step, reentrant": (RecomputedReentrantNet, {"gradient_clip_val": 0.05}),
+    "two gradients of one loss": (SecondBackwardNet, {}),
+    "two gradients through one call": (SecondBackwardOfHeadNet, {}),
+    "named loss": (NamedNet, {"gradient_clip_val": 0.05}),
     "frozen trunk": (FrozenTrunkNet, {}),
     "in place": (InPlaceNet, {}),
     "optimizer built early": (BuiltEarlyNet, {}),

@@ -1,0 +1,220 @@
+"""Random uses of features and logits within ``head_step``, against plain autograd in one process."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_dp.collectives.all_to_all import Channel
+from lightning_dp.losses import sharded_binary_cross_entropy, sharded_cross_entropy
+from lightning_dp.strategies.krizhevsky_hybrid import passes as passes_module
+from lightning_dp.strategies.krizhevsky_hybrid.exchange import sub_passes
+from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
+from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses
+from lightning_dp.strategies.krizhevsky_hybrid.state import CPU, ShardedParameters
+from tests.ranks import run_threads
+
+FEATURES, CLASSES = 5, 3  # with 4 ranks one has no class
+SIZES = {2: [3, 2], 3: [2, 0, 3], 4: [1, 2, 1, 3]}
+IN_SUITE, IN_ALL = 60, 700  # programs for each number of ranks
+BACK = torch.linspace(-1, 1, CLASSES * FEATURES, dtype=torch.float64).reshape(CLASSES, FEATURES)
+
+
+def make_head(draw: random.Random, generator: torch.Generator) -> nn.Module:
+    heads: list[Callable[[], nn.Module]] = [
+        lambda: nn.Linear(FEATURES, CLASSES),
+        lambda: nn.Sequential(
+            nn.Tanh(), nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 3)
+        ),
+        lambda: nn.Sequential(nn.Linear(FEATURES, 3, bias=False), nn.Tanh(), nn.Linear(3, CLASSES), nn.Tanh()),
+    ]
+    head = draw.choice(heads)().double()
+    with torch.no_grad():
+        for parameter in head.parameters():  # not by torch's own generator, which the ranks, threads, share
+            parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64, generator=generator) / 2)
+    return head
+
+
+class Scaled(torch.autograd.Function):
+    """Identity, whose gradient is scaled to the norm 1: it is not linear in the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / (0.1 + gradient.square().sum().sqrt())
+
+
+class Reversed(torch.autograd.Function):
+    """Identity, whose gradient is reversed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+def hooked(x: Tensor) -> Tensor:
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient / (0.1 + gradient.abs().max()))
+    return x
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "affine": lambda x: 0.5 * x + 0.1,
+    "view": lambda x: x.view(-1).view(x.shape),
+    "scaled": Scaled.apply,
+    "reversed": Reversed.apply,
+    "hook": hooked,
+    "in place": lambda x: x.mul_(0.7) if x.requires_grad and not x.is_leaf else x,
+    "in place on a copy": lambda x: x.clone().sin_(),
+    "detached part": lambda x: x + x.detach().square(),
+    "cat": lambda x: torch.cat([x[:1], x[1:]]),
+}
+
+
+def gradient_in_between(output: Tensor, x: Tensor, with_graph: bool) -> Tensor:
+    for _ in range(2):  # a second gradient through the same calls
+        (gradient,) = torch.autograd.grad(output, x, create_graph=with_graph, retain_graph=True, allow_unused=True)
+    return torch.zeros_like(x) if gradient is None else gradient
+
+
+def program(seed: int) -> Callable[[nn.Module, Tensor, Tensor], Tensor]:
+    """A random ``head_step``. All its choices depend on the seed alone."""
+
+    def head_step(head: nn.Module, features: Tensor, target: Tensor) -> Tensor:
+        draw = random.Random(seed)
+        loss = 0.01 * features.square().mean()
+        inputs = [features]
+        if draw.random() < 0.3:
+            inputs[0] = CHANGES[draw.choice(list(CHANGES))](features)
+        for _ in range(draw.randrange(1, 4)):
+            x = draw.choice(inputs)
+            for _ in range(draw.randrange(3)):
+                if draw.random() < 0.6:
+                    x = CHANGES[draw.choice([name for name in CHANGES if name != "in place"])](x)
+            kind = draw.choice(["plain", "plain", "plain", "named", "logistic", "penalty", "adversarial", "recurrent"])
+            chunk_bytes = draw.choice([1, 100, 10**6])
+            if kind == "named":
+                smoothing = draw.choice([0.0, 0.2])
+                loss = loss + sharded_cross_entropy(head, x, target, smoothing, chunk_bytes=chunk_bytes)
+                continue
+            if kind == "logistic":
+                loss = loss + sharded_binary_cross_entropy(head, x, target, chunk_bytes=chunk_bytes)
+                continue
+            logits = head(x)
+            for _ in range(draw.randrange(3)):
+                logits = CHANGES[draw.choice(list(CHANGES))](logits)
+            if kind == "penalty":
+                other = head(torch.tanh(x)).tanh().square().sum()
+                loss = loss + 0.1 * gradient_in_between(other, x, True).square().sum()
+            elif kind == "adversarial":
+                inputs.append(x + 0.3 * gradient_in_between(F.cross_entropy(logits, target), x, draw.random() < 0.5))
+            elif kind == "recurrent":
+                inputs.append(torch.tanh(x + logits @ BACK))
+            loss = loss + draw.choice([0.3, 1.0]) * F.cross_entropy(logits, target)
+        return loss + sharded_cross_entropy(head, inputs[-1], target)
+
+    return head_step
+
+
+def case(seed: int, world_size: int) -> tuple[nn.Module, list[Tensor], list[Tensor], str]:
+    draw = random.Random(-seed - 1)
+    generator = torch.Generator().manual_seed(seed)
+    sizes = SIZES[world_size]
+    features = [torch.randn(n, FEATURES, dtype=torch.float64, generator=generator) for n in sizes]
+    dtype = draw.choice([torch.int64, torch.uint8])
+    targets = [torch.randint(CLASSES, (n,), generator=generator).to(dtype) for n in sizes]
+    return make_head(draw, generator), features, targets, draw.choice("abc")
+
+
+Result = tuple[Tensor, Tensor, list[Tensor]]
+
+
+def expected(seed: int, world_size: int) -> Result:
+    """Loss, the features' gradients, and the parameters', of plain autograd on each pass's samples."""
+    head, features, targets, scheme = case(seed, world_size)
+    leaves = [x.requires_grad_() for x in features]
+    loss = torch.zeros((), dtype=torch.float64)
+    for part in sub_passes(scheme, SIZES[world_size]):
+        x, target = part.rows_of([leaf * 1 for leaf in leaves]), part.rows_of(targets)
+        loss = loss + len(x) / sum(SIZES[world_size]) * program(seed)(head, x, target)
+    loss.backward()
+    return loss.detach(), torch.cat([x.grad for x in leaves]), [p.grad for p in head.parameters()]
+
+
+def hybrid(rank: int, group: Any, seeds: list[int]) -> list[Result]:
+    results = []
+    for seed in seeds:
+        whole, features, targets, scheme = case(seed, group.size())
+        head = copy.deepcopy(whole)
+        sharded = ShardedHead(head, Channel(group))
+        ShardedParameters(sharded).shard(CPU)
+        passes = HeadPasses(sharded, scheme, Channel(group))
+        x = features[rank].requires_grad_()
+        step = program(seed)
+        loss = passes.step(
+            x, {"target": targets[rank]}, lambda x, others, head=head, step=step: step(head, x, others["target"])
+        )
+        loss.backward()
+        results.append((loss.detach(), x.grad / group.size(), [p.grad for p in head.parameters()]))
+    return results
+
+
+def differences(world_size: int, seeds: range) -> list[int]:
+    """The seeds whose programs have another loss or gradient than in one process."""
+    plain_results = {}
+    for seed in seeds:
+        with suppress(RuntimeError):  # torch refuses to change in place what backward needs
+            plain_results[seed] = expected(seed, world_size)
+    assert len(plain_results) > 0.7 * len(seeds)
+    of_ranks = run_threads(world_size, hybrid, list(plain_results))
+    wrong = []
+    for seed, *results in zip(plain_results, *of_ranks, strict=True):
+        loss, x_grads, parameter_grads = plain_results[seed]
+        pairs = [(result[0], loss) for result in results]
+        pairs.append((torch.cat([result[1] for result in results]), x_grads))
+        for number, gradient in enumerate(parameter_grads):
+            pairs.append((torch.cat([result[2][number] for result in results]), gradient))
+        if not all(torch.allclose(actual, plain, rtol=1e-10, atol=1e-12) for actual, plain in pairs):
+            wrong.append(seed)
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_any_use_of_features_and_logits_is_exact(world_size):
+    assert differences(world_size, range(IN_SUITE)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_thousands_of_uses_are_exact(world_size):
+    assert differences(world_size, range(IN_SUITE, IN_ALL)) == []
+
+
+def test_without_the_sum_over_ranks_they_are_wrong(monkeypatch):
+    monkeypatch.setattr(passes_module, "summed", lambda gradient, channel: gradient)
+    assert differences(2, range(IN_SUITE))
+
+
+def test_where_each_sum_waits_for_the_end_of_the_pass_they_are_wrong(monkeypatch):
+    def wait(self, gradient):
+        self._has_partial_gradients = True
+        return gradient * 2
+
+    monkeypatch.setattr(passes_module.MicroBatch, "part_or_sum", wait)
+    assert differences(2, range(IN_SUITE))

@@ -1,0 +1,307 @@
+"""Losses that do not hold all logits, in one process and over ranks, against torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_dp.collectives.all_to_all import Channel
+from lightning_dp.losses import Margin, sharded_binary_cross_entropy, sharded_cross_entropy
+from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
+from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses
+from lightning_dp.strategies.krizhevsky_hybrid.state import CPU, ShardedParameters
+from tests.ranks import run_threads
+
+SAMPLES, FEATURES, CLASSES = 5, 4, 7
+GENERATOR = torch.Generator().manual_seed(2)
+X = torch.randn(SAMPLES, FEATURES, dtype=torch.float64, generator=GENERATOR) * 10
+TARGET = torch.tensor([0, 6, 3, 3, 5])
+SOFT = torch.softmax(torch.arange(35.0, dtype=torch.float64).reshape(5, 7).sin(), 1)
+WEIGHT = torch.linspace(0.5, 2, CLASSES, dtype=torch.float64)
+COTANGENT = torch.linspace(-1, 2, SAMPLES, dtype=torch.float64)
+
+
+def linear(bias: bool = True) -> nn.Linear:
+    layer = nn.Linear(FEATURES, CLASSES, bias=bias).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():  # not by torch's own generator, which ranks that are threads share
+            parameter.copy_(torch.linspace(-1, 2, parameter.numel(), dtype=torch.float64).sin().view_as(parameter))
+    return layer
+
+
+def entropy(chunk_bytes: int, **options: Any) -> Callable[[nn.Module, Tensor], Tensor]:
+    return lambda head, x: sharded_cross_entropy(head, x, TARGET, **options, chunk_bytes=chunk_bytes)
+
+
+def plain_entropy(**options: Any) -> Callable[[nn.Module, Tensor], Tensor]:
+    return lambda head, x: F.cross_entropy(head(x), TARGET, **options)
+
+
+def with_margin(margin: Margin) -> Callable[[nn.Module, Tensor], Tensor]:
+    def loss_of(head: nn.Module, x: Tensor) -> Tensor:
+        cos = F.linear(F.normalize(x), F.normalize(head.weight))
+        at_target = cos.gather(1, TARGET[:, None])
+        at_target = (at_target.acos() + margin.angle).cos() - margin.cosine
+        return F.cross_entropy(margin.scale * cos.scatter(1, TARGET[:, None], at_target), TARGET, label_smoothing=0.1)
+
+    return loss_of
+
+
+def logistic(chunk_bytes: int, target: Tensor, reduction: Any) -> Callable[[nn.Module, Tensor], Tensor]:
+    return lambda head, x: sharded_binary_cross_entropy(head, x, target, reduction, chunk_bytes)
+
+
+def plain_logistic(target: Tensor, reduction: str) -> Callable[[nn.Module, Tensor], Tensor]:
+    return lambda head, x: F.binary_cross_entropy_with_logits(head(x), target, reduction=reduction)
+
+
+ONE_HOT = F.one_hot(TARGET, CLASSES).double()
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"reduction": "sum"},
+    {"reduction": "none"},
+    {"label_smoothing": 0.3},
+    {"ignore_index": 3},
+    {"weight": WEIGHT},
+    {"weight": WEIGHT, "label_smoothing": 0.3, "ignore_index": 3},
+    {"weight": WEIGHT, "label_smoothing": 0.3, "ignore_index": 3, "reduction": "none"},
+]
+MARGINS = [Margin(8, angle=0.5), Margin(8, cosine=0.35), Margin(5, 0.2, 0.1)]
+
+
+def cases(chunk_bytes: int) -> list[tuple[Callable[..., Tensor], Callable[..., Tensor], bool]]:
+    """Pairs of a loss and torch's own, and whether the layer has a bias."""
+    pairs = [(entropy(chunk_bytes, **options), plain_entropy(**options), True) for options in OPTIONS]
+    for margin in MARGINS:
+        pairs.append((entropy(chunk_bytes, label_smoothing=0.1, margin=margin), with_margin(margin), False))
+    for reduction in ("mean", "sum"):
+        pairs.append((logistic(chunk_bytes, TARGET, reduction), plain_logistic(ONE_HOT, reduction), True))
+        pairs.append((logistic(chunk_bytes, SOFT, reduction), plain_logistic(SOFT, reduction), True))
+        pairs.append(
+            (logistic(chunk_bytes, SOFT > 0.1, reduction), plain_logistic((SOFT > 0.1).double(), reduction), True)
+        )
+    return pairs
+
+
+def of_step(loss_of: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Tensor]:
+    """The loss as a single number, as ``head_step`` returns it."""
+
+    def one_number(head: nn.Module, x: Tensor) -> Tensor:
+        loss = loss_of(head, x)
+        return (loss * COTANGENT).sum() if loss.dim() else loss
+
+    return one_number
+
+
+def in_one_process(loss_of: Callable[[nn.Module, Tensor], Tensor], bias: bool) -> list[Tensor]:
+    head, x = linear(bias), X.clone().requires_grad_()
+    loss = of_step(loss_of)(head, x)
+    loss.backward()
+    return [loss.detach(), x.grad, *(p.grad for p in head.parameters())]
+
+
+def run_step(
+    head: nn.Module, group: Any, x: Tensor, head_step: Callable[[nn.Module, Tensor], Tensor]
+) -> tuple[Tensor, dict[str, int]]:
+    """The loss of one step in scheme a, with all samples on rank 0, and the bytes that were sent."""
+    sharded, channel = ShardedHead(head, Channel(group)), Channel(group)
+    ShardedParameters(sharded).shard(CPU)
+    passes = HeadPasses(sharded, "a", channel)
+    loss = passes.step(x, {}, lambda x, _: head_step(head, x))
+    return loss, {**channel.bytes_sent, **sharded.channel.bytes_sent}
+
+
+def over_ranks(rank: int, group: Any, chunk_bytes: int) -> list[tuple[list[Tensor], dict[str, int]]]:
+    results = []
+    for loss_of, _, bias in cases(chunk_bytes):
+        head, x = linear(bias), (X if rank == 0 else X[:0]).clone().requires_grad_()
+        loss, sent = run_step(head, group, x, of_step(loss_of))
+        loss.backward()
+        results.append(([loss.detach(), x.grad / group.size(), *(p.grad for p in head.parameters())], sent))
+    return results
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 200, 10**6])
+def test_in_one_process_they_are_torchs(chunk_bytes):
+    for loss_of, plain, bias in cases(chunk_bytes):
+        for actual, expected in zip(in_one_process(loss_of, bias), in_one_process(plain, bias), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 10**6])
+@pytest.mark.parametrize("world_size", [2, 3, 8])  # with 8 ranks one has no class
+def test_over_ranks_they_are_torchs_and_no_logits_travel(world_size, chunk_bytes):
+    of_ranks = run_threads(world_size, over_ranks, chunk_bytes)
+    for (_, plain, bias), *results in zip(cases(chunk_bytes), *of_ranks, strict=True):
+        loss, x_grads, *parameter_grads = in_one_process(plain, bias)
+        for (one, _, *_), sent in results:
+            torch.testing.assert_close(one, loss, rtol=1e-11, atol=1e-12)
+            assert torch.equal(one, results[0][0][0])
+            assert "logits" not in sent
+            assert "input gradients" not in sent
+        torch.testing.assert_close(results[0][0][1], x_grads, rtol=1e-11, atol=1e-12)
+        for number, gradient in enumerate(parameter_grads):
+            whole = torch.cat([result[0][2 + number] for result in results])
+            torch.testing.assert_close(whole, gradient, rtol=1e-11, atol=1e-12)
+
+
+def test_without_messages_they_are_wrong(monkeypatch):
+    monkeypatch.setattr(Channel, "all_gather", lambda self, what, t: torch.stack([t] * self.world_size))
+    _, plain, _ = cases(1)[0]
+    for results in run_threads(2, over_ranks, 1):
+        assert not torch.allclose(results[0][0][0], in_one_process(plain, True)[0], rtol=1e-3)
+
+
+def test_four_numbers_a_sample_travel_for_softmax_and_one_a_pass_for_logistic_units():
+    for results in run_threads(2, over_ranks, 1):
+        assert results[0][1]["loss"] == 4 * SAMPLES * 8
+        assert results[-1][1]["loss"] == 8
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that an operator has written, views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given:
+                self.num_bytes = max(self.num_bytes, x.untyped_storage().nbytes())
+        return result
+
+
+MANY, WIDTH, BATCH, CHUNK = 20_000, 2, 64, 2**18  # logits of a rank: 64 x 10,000 x 8 bytes, 5.1 MB
+
+
+def many_classes(dtype: torch.dtype) -> tuple[nn.Linear, Tensor, Tensor]:
+    head = nn.Linear(WIDTH, MANY, bias=False, dtype=dtype)
+    with torch.no_grad():
+        head.weight.copy_(torch.linspace(0, 3000, MANY * WIDTH, dtype=torch.float64).sin().view(MANY, WIDTH))
+    x = torch.linspace(0, 90, BATCH * WIDTH, dtype=torch.float64).cos().view(BATCH, WIDTH).to(dtype)
+    return head, x, torch.arange(BATCH) * 311
+
+
+def many_over_ranks(rank: int, group: Any, loss_of: Any) -> tuple[int, list[Tensor]]:
+    head, x, target = many_classes(torch.float64)
+    x = (x if rank == 0 else x[:0]).clone().requires_grad_()
+    largest = []
+
+    def head_step(head: nn.Module, x: Tensor) -> Tensor:
+        with Largest() as mode:
+            loss = loss_of(head, x, target)
+            torch.autograd.grad(loss, x, retain_graph=True)  # also writes the weight's gradient
+        largest.append(mode.num_bytes)
+        return loss
+
+    loss, _ = run_step(head, group, x, head_step)
+    loss.backward()
+    return largest[0], [loss.detach(), x.grad / group.size(), head.weight.grad]
+
+
+def test_a_head_of_many_classes_never_holds_more_than_a_chunk():
+    head, x, target = many_classes(torch.float64)
+    x.requires_grad_()
+    loss = F.cross_entropy(head(x), target)
+    loss.backward()
+    first, second = run_threads(
+        2, many_over_ranks, lambda head, x, target: sharded_cross_entropy(head, x, target, chunk_bytes=CHUNK)
+    )
+    weight_bytes = MANY * WIDTH * 8 // 2
+    assert max(first[0], second[0]) <= max(CHUNK, weight_bytes) < BATCH * MANY * 8 // 2 / 10
+    for result in (first[1], second[1]):
+        torch.testing.assert_close(result[0], loss.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(first[1][1], x.grad, rtol=1e-11, atol=1e-13)
+    whole = torch.cat([first[1][2], second[1][2]])
+    torch.testing.assert_close(whole, head.weight.grad, rtol=1e-11, atol=1e-14)
+    # The measure sees whole logits, where a loss has them.
+    for largest, _ in run_threads(2, many_over_ranks, lambda head, x, target: F.cross_entropy(head(x), target)):
+        assert largest >= BATCH * MANY * 8
+
+
+def test_in_one_process_many_classes_need_no_more_memory():
+    head, x, target = many_classes(torch.float32)
+    with Largest() as mode:
+        sharded_cross_entropy(head, x.requires_grad_(), target, chunk_bytes=CHUNK).backward()
+    assert mode.num_bytes <= CHUNK
+    with Largest() as mode:
+        F.cross_entropy(head(x), target).backward()
+    assert mode.num_bytes >= BATCH * MANY * 4
+
+
+@pytest.mark.parametrize("chunk_bytes", [1000, 10**6])
+def test_autocast_multiplies_in_16_bits_and_adds_in_32(chunk_bytes):
+    head, x = linear().float(), X.float()
+    grads = []
+    for loss_of in (entropy(chunk_bytes), plain_entropy()):
+        head.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(head, x)
+        assert loss.dtype == torch.float32
+        loss.backward()
+        assert head.weight.grad.dtype == torch.float32
+        grads.append(head.weight.grad.clone())
+    torch.testing.assert_close(grads[0], grads[1], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("wrong", [-1, CLASSES])
+@pytest.mark.parametrize("loss", [sharded_cross_entropy, sharded_binary_cross_entropy])
+def test_a_class_that_there_is_not(wrong, loss):
+    target = torch.tensor([0, wrong, 3, 3, 5])
+    with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds; classes are 0 to 6"):
+        loss(linear(), X, target, chunk_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sharded_cross_entropy(linear(), X, TARGET, reduction="max"), "reduction='max' is not known"),
+        (lambda: sharded_binary_cross_entropy(linear(), X, TARGET, "none"), "reduction='none' is not known"),
+        (lambda: sharded_cross_entropy(linear(), X, TARGET, margin=Margin()), "a bias has none"),
+        (lambda: sharded_cross_entropy(nn.Tanh(), X, TARGET, margin=Margin()), "needs class indices, and a head that"),
+        (lambda: sharded_binary_cross_entropy(linear(), X, SOFT[:, 1:], chunk_bytes=1), "they must be the same"),
+        (lambda: sharded_cross_entropy(linear(), X, TARGET, chunk_bytes=0), "chunk_bytes=0 must be at least 1"),
+    ],
+)
+def test_what_cannot_be_computed_is_an_error(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_second_derivatives_are_an_error():
+    x = X.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="this loss cannot be differentiated twice"):
+        torch.autograd.grad(sharded_cross_entropy(linear(), x, TARGET, chunk_bytes=1), x, create_graph=True)
+
+
+def test_a_head_with_hooks_or_of_another_kind_computes_all_logits():
+    head, seen = nn.Sequential(linear(), nn.Tanh()), []
+    actual = sharded_cross_entropy(head, X, TARGET, 0.1, chunk_bytes=1)
+    torch.testing.assert_close(actual, F.cross_entropy(head(X), TARGET, label_smoothing=0.1), rtol=0, atol=0)
+    hooked = linear()
+    hooked.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    sharded_cross_entropy(hooked, X, TARGET, chunk_bytes=1)
+    assert seen == [(SAMPLES, CLASSES)]
+
+
+def ignored(rank: int, group: Any) -> tuple[Tensor, Tensor]:
+    head, x = linear(), X.clone().requires_grad_()
+    loss, _ = run_step(head, group, x, lambda head, x: sharded_cross_entropy(head, x, torch.full((10,), -100)))
+    loss.backward()
+    return loss.detach(), x.grad
+
+
+def test_a_pass_of_ignored_targets_has_no_part_in_the_loss():
+    for loss, gradient in run_threads(2, ignored):
+        assert loss == 0
+        assert not gradient.any()
