@@ -153,7 +153,12 @@ def test_over_ranks_they_are_torchs_and_no_logits_travel(world_size, chunk_bytes
 
 
 def test_without_messages_they_are_wrong(monkeypatch):
-    monkeypatch.setattr(Channel, "all_gather", lambda self, what, t: torch.stack([t] * self.world_size))
+    gather = Channel.all_gather
+
+    def lost(self: Channel, what: str, tensor: Tensor) -> Tensor:
+        return torch.stack([tensor] * self.world_size) if what == "loss" else gather(self, what, tensor)
+
+    monkeypatch.setattr(Channel, "all_gather", lost)
     _, plain, _ = cases(1)[0]
     for results in run_threads(2, over_ranks, 1):
         assert not torch.allclose(results[0][0][0], in_one_process(plain, True)[0], rtol=1e-3)

@@ -46,6 +46,7 @@ def check_backward_is_seen_from_inside() -> None:
 
 
 @contract(torch._C._autograd, "_get_current_graph_task_keep_graph")
+@contract(torch._C, "_autograd")
 def check_a_graph_that_is_kept_is_seen_from_inside() -> None:
     found = []
     total = torch.ones(1, requires_grad=True).sum()

@@ -24,7 +24,7 @@ from tests.ranks import run_threads
 
 FEATURES, CLASSES = 5, 3  # with 4 ranks one has no class
 SIZES = {2: [3, 2], 3: [2, 0, 3], 4: [1, 2, 1, 3]}
-IN_SUITE, IN_ALL = 60, 700  # programs for each number of ranks
+IN_SUITE, IN_ALL = 40, 1200  # programs for each number of ranks
 BACK = torch.linspace(-1, 1, CLASSES * FEATURES, dtype=torch.float64).reshape(CLASSES, FEATURES)
 
 
