@@ -121,14 +121,14 @@ class Wide(HybridNet):
         self.double()
 
 
-class WideStep(Wide, NamedNet):
+class WideStep(Wide, StepNet):
     pass
 
 
 def _peaks(rank: int, world_size: int, net: type[Wide]) -> dict[str, tuple[int, int]]:
     """Of what autograd keeps for the head, its weights left out; and of that together with the features that arrive."""
     peaks = {}
-    start, call = Channel.all_to_all, ShardedHead._compute
+    start, call = Channel.all_to_all, ShardedHead.__call__
     for scheme in "abc":
         saved, also_arriving = Kept(), Kept()
 
@@ -137,7 +137,7 @@ def _peaks(rank: int, world_size: int, net: type[Wide]) -> dict[str, tuple[int, 
                 arriving.note(messages[1][0])
             return start(self, what, *messages)
 
-        def calling(self: ShardedHead, *args: Any, both: tuple[Kept, Kept] = (saved, also_arriving)) -> Any:
+        def calling(self: ShardedHead, *args: Any, both: tuple[Kept, Kept] = (saved, also_arriving)) -> Tensor:
             weights = {p.untyped_storage()._cdata for p in self.parameters}
 
             def keep(tensor: Tensor) -> Tensor:
@@ -149,11 +149,11 @@ def _peaks(rank: int, world_size: int, net: type[Wide]) -> dict[str, tuple[int, 
             with saved_tensors_hooks(keep, lambda tensor: tensor):
                 return call(self, *args)
 
-        Channel.all_to_all, ShardedHead._compute = starting, calling
+        Channel.all_to_all, ShardedHead.__call__ = starting, calling
         own = trainer(KrizhevskyHybridStrategy(scheme=scheme), world_size, use_distributed_sampler=False)
         own.fit(net(), uneven([8] * world_size, rank))
         peaks[scheme] = saved.peak, also_arriving.peak
-    Channel.all_to_all, ShardedHead._compute = start, call
+    Channel.all_to_all, ShardedHead.__call__ = start, call
     return peaks
 
 
