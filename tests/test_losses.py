@@ -310,3 +310,16 @@ def test_a_pass_of_ignored_targets_has_no_part_in_the_loss():
     for loss, gradient in run_threads(2, ignored):
         assert loss == 0
         assert not gradient.any()
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_loss_of_many_gathered_logits_is_told_once_what_to_call(is_named, caplog):
+    def loss_of(head: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+        if is_named:
+            return sharded_cross_entropy(head, x, target)
+        return F.cross_entropy(head(x), target) + F.cross_entropy(head(x), target)
+
+    with caplog.at_level("WARNING", logger="lightning_dp"):
+        run_threads(2, many_over_ranks, loss_of)
+    said = [record.getMessage() for record in caplog.records if "sharded_cross_entropy" in record.getMessage()]
+    assert len(said) == (0 if is_named else 1)

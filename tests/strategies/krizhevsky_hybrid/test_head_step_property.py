@@ -218,3 +218,20 @@ def test_where_each_sum_waits_for_the_end_of_the_pass_they_are_wrong(monkeypatch
 
     monkeypatch.setattr(passes_module.MicroBatch, "part_or_sum", wait)
     assert differences(2, range(IN_SUITE))
+
+
+def changed_after_use(rank: int, group: Any) -> None:
+    sharded = ShardedHead(nn.Linear(FEATURES, CLASSES).double(), Channel(group))
+    ShardedParameters(sharded).shard(CPU)
+    x = torch.ones(2, FEATURES, dtype=torch.float64, requires_grad=True)
+
+    def head_step(features: Tensor, _: Any) -> Tensor:
+        penalty = features.square().sum()  # backward needs the features
+        return sharded.head(features.mul_(2)).sum() + penalty
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        HeadPasses(sharded, "a", Channel(group)).step(x, {}, head_step)
+
+
+def test_features_that_backward_needs_cannot_be_changed_in_place():
+    run_threads(2, changed_after_use)
