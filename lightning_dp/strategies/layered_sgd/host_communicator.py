@@ -444,8 +444,7 @@ class BucketReduction:
         if self.stage not in _COLLECTIVES_DONE:
             if self._release is not None:
                 self._release()
-            with self._stage_changed:
-                self._stage_changed.wait_for(lambda: self.stage in (*_COLLECTIVES_DONE, Stage.FAILED))
+            self._wait_until_ended()
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
         with self._delivery:  # a second thread must not see half of it, nor deliver again
@@ -456,6 +455,10 @@ class BucketReduction:
                 self._finish_delivery()
         if self._on_stage is not None:
             self._on_stage(WAIT, start_s, time.perf_counter())
+
+    def _wait_until_ended(self, timeout_s: float | None = None) -> bool:
+        with self._stage_changed:
+            return self._stage_changed.wait_for(lambda: self.stage in (*_COLLECTIVES_DONE, Stage.FAILED), timeout_s)
 
     def _finish_delivery(self) -> None:
         self._wait_for_works()

@@ -332,7 +332,7 @@ class UpdateQueue:
                 self.unguard(optimizer)
 
 
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_STANDARD_LIBRARY = (sysconfig.get_path("stdlib"), "<frozen ")
 _FOLDERS_BELOW_USERS = tuple(
     f"{Path(file).parent}{os.sep}"
     for file in (torch.__file__, Path(__file__).parent, inspect.getfile(sys.modules[FRAMEWORK]))
@@ -344,12 +344,11 @@ def _user_on_stack() -> str:
     frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code
-        is_library = code.co_filename.startswith(_STANDARD_LIBRARY) and "site-packages" not in code.co_filename
-        is_below = (
-            code.co_filename.startswith(_FOLDERS_BELOW_USERS) and f"{os.sep}callbacks{os.sep}" not in code.co_filename
-        )
+        file = code.co_filename
+        is_library = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
+        is_below = file.startswith(_FOLDERS_BELOW_USERS) and f"{os.sep}callbacks{os.sep}" not in file
         if not is_library and not is_below:
-            return f"{code.co_qualname} ({code.co_filename}:{frame.f_lineno})"
+            return f"{code.co_qualname} ({file}:{frame.f_lineno})"
         frame = frame.f_back
     return FRAMEWORK
 

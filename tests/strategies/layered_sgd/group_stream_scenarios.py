@@ -84,7 +84,7 @@ def _reduce_on_the_devices(machine: Machine, communicators: list[Communicator]) 
         for communicator in communicators:
             communicator.release()
         for bucket in (*sums[0], *sums[1]):
-            check(bucket._settled_or_failed.wait(10), "a bucket does not settle")
+            check(bucket._wait_until_ended(10), "a bucket does not settle")
         for rank, device in enumerate(DEVICES):
             machine.set_device(device)
             with machine.on_stream(others[rank]):

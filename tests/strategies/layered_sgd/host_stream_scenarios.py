@@ -90,18 +90,15 @@ class LateBroadcast:
         pass
 
 
-class Announced:
-    """An event that lets the collectives go when somebody waits for it: who does not wait is too early."""
+def announce_wait(bucket: Any, announce: Callable[[], None]) -> None:
+    """Let the collectives go when somebody waits for ``bucket``: who does not wait is too early."""
+    wait = bucket._wait_until_ended
 
-    def __init__(self, event: threading.Event, announce: Callable[[], None]) -> None:
-        self._event = event
-        self._announce = announce
-        self.set = event.set
-        self.is_set = event.is_set
+    def announced(timeout_s: float | None = 10) -> bool:
+        announce()
+        return wait(timeout_s)
 
-    def wait(self) -> None:
-        self._announce()
-        self._event.wait(10)
+    bucket._wait_until_ended = announced
 
 
 def make_communicator(machine: Machine, monkeypatch: Any, stages: Stages, prioritized: bool) -> Communicator:
@@ -136,7 +133,7 @@ def _sum_on_the_host(machine: Machine, communicator: Communicator, stages: Stage
             buffer.fill_(float(10 * step + index))
             sums.append(communicator.submit(index, buffer))
             if not stages.may_cross.is_set():
-                sums[-1]._settled_or_failed = Announced(sums[-1]._settled_or_failed, stages.may_cross.set)
+                announce_wait(sums[-1], stages.may_cross.set)
         communicator.release()
         for index in reversed(range(len(SIZES))):
             for stream, own in zip((main, other), parameters, strict=True):

@@ -13,7 +13,7 @@ import torch
 from pytorch_lightning.callbacks import WeightAveraging
 from torch import nn
 
-from lightning_dp.strategies.layered_sgd.reduction import LayeredReduction
+from lightning_dp.strategies.layered_sgd.update import UpdateQueue
 from tests.ranks import RankError, run_processes
 from tests.strategies.layered_sgd.late_sums import sum_late
 from tests.strategies.layered_sgd.modules import OVERLAPS, Unused
@@ -114,7 +114,7 @@ CASES: dict[str, Case] = {
 def compare_late(rank, names, break_it=False):
     made = sum_late()
     if break_it:
-        LayeredReduction.wait_for_gradients = lambda self: None
+        UpdateQueue.wait_for_gradients = lambda self: None
     for name in names:
         try:
             compare(CASES[name])
