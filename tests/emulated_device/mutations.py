@@ -16,7 +16,8 @@ from tests.emulated_device.machine import Machine
 
 # Calls by the name of the function or method.
 NAMES = {
-    *("wait", "wait_event", "wait_stream", "wait_for_copy", "_wait_for_works", "synchronize", "query"),
+    *("wait", "wait_event", "wait_stream", "wait_for_copy", "_wait_until_ended", "_wait_for_works"),
+    *("synchronize", "query"),
     *("is_done_within", "record_event", "keep_until_done", "set_device", "on_stream", "copy_back"),
 }
 # Arguments that are left out.
