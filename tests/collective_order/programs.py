@@ -158,7 +158,7 @@ def run(program: Program, rank: int, make_communicator: MakeCommunicator | None)
         if (step, rank) in program.readers:
             float(net.layers[0].weight.detach().sum())
     if reduction is not None:
-        reduction.bring_up_to_date()
+        reduction.updates.bring_up_to_date()
         reduction.close()
     return [parameter.detach().clone() for parameter in net.parameters()]
 
@@ -184,7 +184,7 @@ def _forward_and_backward(
     target = torch.randn(4, program.widths[-1], dtype=torch.float64, generator=generator)
     if reduction is not None:
         reduction.before_forward()
-        reduction.begin_forward()
+        reduction.updates.begin_forward()
     loss = (model(x, step, rank) - target).square().mean()
     _metric(program, "forward")
     if reduction is not None:
