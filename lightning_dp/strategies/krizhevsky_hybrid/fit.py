@@ -46,7 +46,7 @@ from lightning_dp.collectives.point_to_point import peer_error
 from lightning_dp.strategies.krizhevsky_hybrid import checkpoint, checks
 from lightning_dp.strategies.krizhevsky_hybrid.checks import no_counting
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import Scheme, require_features
-from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, SharedByCopies
+from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, SharedOnDeepcopy
 from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses
 from lightning_dp.strategies.krizhevsky_hybrid.state import (
     GatheredHead,
@@ -89,7 +89,7 @@ class FitEnvironment:
     broadcast: Callable[[Any], Any]  # returns rank 0's value
 
 
-class HybridFitState(SharedByCopies):
+class HybridFitState(SharedOnDeepcopy):
     """Shards the head of ``module`` for one run of ``fit``, and makes it whole again. All ranks must construct it.
 
     A run ends with one of three methods: `fail` if set-up fails, `abandon` after an exception, otherwise `finish`.
@@ -335,7 +335,7 @@ def _make_host_group(group: dist.ProcessGroup, device: torch.device, timeout: ti
     return create_groups([list(range(dist.get_world_size()))], dist.get_rank(), timeout, "gloo")
 
 
-class FitPatches(SharedByCopies):
+class FitPatches(SharedOnDeepcopy):
     """What is replaced for one run of ``fit``, from construction to `undo`.
 
     - The head's ``forward``, and in training steps the module's ``head_step``: they run passes through the head.
@@ -607,7 +607,7 @@ def _in_summaries(trainer: Any, shown_whole: Callable[[], Any]) -> Iterator[None
 # --- When the whole head is gathered ---
 
 
-class GatherHead(SharedByCopies, Callback):
+class GatherHead(SharedOnDeepcopy, Callback):
     """Gathers the head when training or a validation begins, and when training ends.
 
     It is a callback because Lightning calls the hooks of callbacks first, then those of the module, and those of the

@@ -20,7 +20,7 @@ Bounds = list[tuple[int, int]]
 """Begin and end of each rank's part of the features."""
 
 
-class SharedByCopies:
+class SharedOnDeepcopy:
     """Base of the objects of one run of ``fit``. A deep copy of what refers to them, such as the Trainer, shares them.
 
     They hold process groups, which cannot be copied.
@@ -36,7 +36,7 @@ class SharedByCopies:
         )
 
 
-class ShardedHead(SharedByCopies):
+class ShardedHead(SharedOnDeepcopy):
     """``head`` on the ranks of ``channel``: each holds, and computes, a slice of every layer's features.
 
     `ShardedParameters.shard` leaves each rank with its rows of each weight and bias, in the same parameters with the

@@ -42,7 +42,7 @@ from lightning_dp.strategies.krizhevsky_hybrid.exchange import (
 from lightning_dp.strategies.krizhevsky_hybrid.head import (
     ParameterGradients,
     ShardedHead,
-    SharedByCopies,
+    SharedOnDeepcopy,
     gathered,
     gradients_of,
     require_first_derivative,
@@ -58,7 +58,7 @@ Update = Callable[[Sequence[Tensor | None]], None]
 Scale = Callable[[Tensor], Tensor]
 
 
-class HeadPasses(SharedByCopies):
+class HeadPasses(SharedOnDeepcopy):
     """The passes of one scheme through ``head``. Every method is a collective: all ranks must call it.
 
     Args:
@@ -269,7 +269,7 @@ def _require_number(loss: Any) -> Tensor:
 # travel while the head computes the current one.
 
 
-class MicroBatch(ShardedForward, SharedByCopies):
+class MicroBatch(ShardedForward, SharedOnDeepcopy):
     """The samples of one pass, and the head's ``forward`` for them. Logits, and features, are ordinary tensors.
 
     Every rank has the same features, computes the same logits and loss from them, and so has the same gradients: the

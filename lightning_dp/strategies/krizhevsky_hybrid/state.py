@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_dp._lightning import LightningModule
 from lightning_dp._private.torch_names import tree_leaves, tree_map_only, version_of
-from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, SharedByCopies, refused_inner_calls, seeded
+from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, SharedOnDeepcopy, refused_inner_calls, seeded
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 # --- The parameters ---
 
 
-class ShardedParameters(SharedByCopies):
+class ShardedParameters(SharedOnDeepcopy):
     """The head's parameters. They hold the local shard from `shard` to `restore` or `unshard`."""
 
     def __init__(self, head: ShardedHead) -> None:
@@ -247,7 +247,7 @@ def require_one_trunk(module: LightningModule, head: ShardedHead) -> None:
 # --- The whole head on every rank ---
 
 
-class GatheredHead(SharedByCopies):
+class GatheredHead(SharedOnDeepcopy):
     """The whole values of the head's parameters, as they are at construction, for calls outside of training steps.
 
     Under DDP any rank may call the model at any time: rank 0 logs sample images, traces the model for a graph, or
@@ -357,7 +357,7 @@ class _WholeValue(torch.autograd.Function):
 # --- State dicts and copies that users make by hand ---
 
 
-class StateDictHooks(SharedByCopies):
+class StateDictHooks(SharedOnDeepcopy):
     """Converts between local shards and whole tensors where the module's state is read, loaded or copied.
 
     Users save ``module.state_dict()`` on one rank and expect whole tensors, as under DDP. No other rank takes part in
