@@ -1,4 +1,4 @@
-"""Breakdown of the time of a training step: waiting for data, computing, waiting for the network."""
+"""Callbacks that measure training: the parts of a step, images per second, and the time to reach an accuracy."""
 
 from __future__ import annotations
 

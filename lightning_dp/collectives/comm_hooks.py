@@ -1,9 +1,10 @@
-"""A queue of gradient buckets for communication hooks of DDP: they are averaged while backward continues.
+"""Communication hooks of DDP that average gradients while backward continues: the queue of buckets, and the ring.
 
-On gloo a thread of its own averages them. On NCCL the thread that calls the hook issues all messages itself, on a side
-stream, and the GPU sends them while backward continues. NCCL requires that all ranks issue their collectives in one
-order. Backward calls the hooks in the same order on all ranks, and global batch norm and DDP issue theirs from the same
-thread. A second thread would mix its messages into theirs in an order of its own, and two ranks could wait forever.
+On gloo a thread of its own averages the buckets. On NCCL the thread that calls the hook issues all messages itself, on
+a side stream, and the GPU sends them while backward continues. NCCL requires that all ranks issue their collectives in
+one order. Backward calls the hooks in the same order on all ranks, and global batch norm and DDP issue theirs from the
+same thread. A second thread would mix its messages into theirs in an order of its own, and two ranks could wait
+forever.
 """
 
 import threading

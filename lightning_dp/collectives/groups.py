@@ -1,4 +1,4 @@
-"""Process groups: creating them, resolving a group argument, size and backend, and a plain all-gather."""
+"""Process groups: how ranks are divided, how groups are made and freed, and plain collectives on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read the files of CIFAR-10's python version safely.
+"""CIFAR-10: a safe reader of its files, the data module, and the verified download.
 
 The files are pickles, and a pickle can name and call any function. This reader accepts only the few names that rebuild
 a numpy array. It resolves even these to classes of its own, so a file never calls a function outside this module.

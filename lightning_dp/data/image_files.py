@@ -1,4 +1,4 @@
-"""Where the bytes of encoded images come from."""
+"""Datasets of encoded images, read by the batch, and decoded here or elsewhere (DALI)."""
 
 from __future__ import annotations
 

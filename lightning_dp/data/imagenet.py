@@ -1,4 +1,4 @@
-"""ImageNet (ILSVRC-2012), read from class folders."""
+"""ImageNet (ILSVRC-2012) from class folders: the data module, and how its files and labels are found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ImageNet (ILSVRC-2012), read from tar shards."""
+"""ImageNet (ILSVRC-2012) from tar shards: the data module, the names, headers and index of shards, and the reader."""
 
 from __future__ import annotations
 

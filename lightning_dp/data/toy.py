@@ -1,4 +1,4 @@
-"""The handwritten digits of scikit-learn: real images that come with the package and need no download."""
+"""Data that needs no download: scikit-learn's handwritten digits, and synthetic images of any shape."""
 
 from __future__ import annotations
 

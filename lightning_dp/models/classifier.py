@@ -1,4 +1,4 @@
-"""A LightningModule that trains and tests any network as a classifier."""
+"""LightningModules that train and test any network as a classifier, as a whole or as trunk and head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Residual networks for images of 32x32 pixels (He et al. 2015, arXiv 1512.03385, section 4.2)."""
+"""Residual networks (He et al. 2015, arXiv 1512.03385): ResNet-20 for images of 32x32 pixels, ResNet-50 for 224x224."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LARS: momentum SGD with a learning rate for each layer (You, Gitman and Ginsburg 2017, arXiv 1708.03888)."""
+"""Training with large batches: LARS, warm-up schedules, and groups of parameters with and without weight decay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of a compressed all-reduce, and the simplest one: messages of 16 bits."""
+"""Compressors of gradients: 16 bits, 8 bits with error feedback, and PowerSGD. What each sends, keeps and counts."""
 
 from __future__ import annotations
 

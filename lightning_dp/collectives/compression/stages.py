@@ -1,4 +1,4 @@
-"""The hierarchical all-reduce of layered SGD with a compressed stage between the groups."""
+"""The compressed all-reduce between groups, its state in checkpoints, and the same as a communication hook of DDP."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
