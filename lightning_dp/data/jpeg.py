@@ -19,6 +19,8 @@ from torch import Tensor
 
 Decoder = Literal["auto", "simplejpeg", "pillow", "dali"]
 DECODERS = ("auto", "simplejpeg", "pillow", "dali")
+# Of an image: Pillow's own limit. The largest image of ImageNet has a third of it.
+MAX_PIXELS = 178_956_970
 DENOMINATORS = (4, 2, 1)  # of the scales, all of which libjpeg-turbo has fast code for
 
 
@@ -71,17 +73,25 @@ def open_image(data: bytes, decoder: Decoder = "auto") -> EncodedImage:
     its training images) go to Pillow.
 
     Raises:
-        BrokenImageError: the bytes are not an image that Pillow knows.
+        BrokenImageError: the bytes are not an image that Pillow knows, or its header claims over `MAX_PIXELS`.
         ModuleNotFoundError: the decoder is not installed.
     """
     if decoder == "dali":
         raise ValueError("decoder='dali' decodes whole batches: use ImageNet(decoder='dali'), or EncodedFiles")
+    image: EncodedImage | None = None
     if resolve_decoder(decoder) == "simplejpeg":
         try:
-            return _SimpleJpeg(data)
+            image = _SimpleJpeg(data)
         except ValueError:
             pass
-    return _Pillow(data)
+    image = image or _Pillow(data)
+    if image.height * image.width > MAX_PIXELS:
+        # simplejpeg would allocate all that the header claims: a few hundred bytes can ask for 12 GiB.
+        raise BrokenImageError(
+            f"the header claims {image.width} x {image.height} pixels, more than {MAX_PIXELS}; the file is damaged or "
+            "made to exhaust memory"
+        )
+    return image
 
 
 @lru_cache

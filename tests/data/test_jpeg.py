@@ -143,3 +143,14 @@ def test_a_decoder_that_is_not_installed_is_named_with_the_remedy(monkeypatch):
 def test_an_unknown_decoder_is_refused():
     with pytest.raises(ValueError, match="decoder='opencv' must be one of 'auto', 'simplejpeg', 'pillow'"):
         resolve_decoder("opencv")
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize(("height", "width"), [(65500, 65500), (65500, 2800)])
+def test_a_header_that_claims_too_many_pixels_is_refused_before_memory_is_taken(decoder, height, width):
+    data = bytearray(encoded(picture(16, 16)))
+    frame = data.index(b"\xff\xc0")  # start of frame: marker, length, precision, height, width
+    data[frame + 5 : frame + 9] = height.to_bytes(2, "big") + width.to_bytes(2, "big")
+    with pytest.raises(BrokenImageError, match=rf"{width} x {height} pixels, more than|exceeds limit"):
+        open_image(bytes(data), decoder)
