@@ -17,7 +17,7 @@ def floors(pyproject: Path) -> list[str]:
     for requirement in [*project["dependencies"], *extras["recipes"], *extras["imagenet"], *extras["test"]]:
         if requirement.startswith(f"{project['name']}["):  # another of our extras
             continue
-        match = re.fullmatch(r"([A-Za-z0-9_.-]+)>=([0-9][0-9.]*)", requirement)
+        match = re.fullmatch(r"([A-Za-z0-9_.-]+)>=([0-9][0-9.]*)(,!=[0-9.]+)*", requirement)
         if match is None:
             raise ValueError(f"{requirement!r} in {pyproject} has no lower bound; write it as name>=version")
         found.append(f"{match[1]}=={match[2]}")
