@@ -12,8 +12,8 @@ from torch import nn
 
 from lightning_dp._private.torch_names import OptimizedModule, has_compiled_forward
 from lightning_dp.recompute.policies import Cheap, Policy, Sublinear, find_blocks, segment_ends
-from lightning_dp.recompute.profile import Profiler
-from lightning_dp.recompute.tape import OutputSizes, Tape
+from lightning_dp.recompute.profile import OutputSizes, Profiler
+from lightning_dp.recompute.tape import Tape
 
 PolicyName = Literal["cheap", "sublinear"]
 POLICIES: dict[str, type[Policy]] = {"cheap": Cheap, "sublinear": Sublinear}

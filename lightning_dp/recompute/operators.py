@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends import cudnn, mkldnn
 
 from lightning_dp._private.torch_names import mutated_arguments
 
@@ -29,6 +31,7 @@ class Kind(enum.Enum):
 # Names in the namespace "aten", without overloads.
 _EXPENSIVE = {"convolution", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear"}
 _BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm"}
+_GATHERED_STATISTICS = {"batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"}
 _CHEAP = {
     *_BATCH_NORMS,
     *("native_layer_norm", "native_group_norm", "mean", "sum", "var"),
@@ -71,6 +74,13 @@ def kind_of(func: Any) -> Kind:
 def is_batch_norm(func: Any) -> bool:
     """Return whether ``func`` normalizes a batch, and in training updates running statistics."""
     return getattr(func, "namespace", None) == "aten" and name_of(func) in _BATCH_NORMS
+
+
+@cache
+def arguments_moved_unseen(func: Any) -> tuple[int, ...]:
+    """Return the places of arguments that an operator may change without a new version: running statistics."""
+    moves = getattr(func, "namespace", None) == "aten" and name_of(func) in {*_BATCH_NORMS, *_GATHERED_STATISTICS}
+    return (3, 4) if moves else ()
 
 
 def arguments_to_keep(func: Any, args: Sequence[Any]) -> Sequence[Any]:
@@ -120,3 +130,66 @@ def _has_affine_kernel(x: Tensor, weight: Tensor | None, bias: Tensor | None) ->
         values is None or values.is_contiguous() for values in (weight, bias)
     )
     return x.device.type == "cpu" and is_single and is_dense and x.numel() > 0
+
+
+# --- The flags of PyTorch's backends. Each may choose another kernel, with other roundings.
+
+BackendFlags = tuple[Any, ...]
+"""The values of the flags, in the order of `_FLAGS`; after them those of `_PRECISIONS`, if an operator reads them."""
+
+_FLAGS: tuple[tuple[Any, str], ...] = (
+    (mkldnn, "enabled"),
+    (mkldnn, "deterministic"),
+    (cudnn, "enabled"),
+    (cudnn, "benchmark"),
+    (cudnn, "deterministic"),
+)
+# Of convolutions and matrix products. They take longer to read.
+_PRECISIONS: tuple[tuple[Any, str], ...] = (
+    (torch.backends.cuda.matmul, "fp32_precision"),
+    (cudnn.conv, "fp32_precision"),  # type: ignore[attr-defined]  # a module that replaces itself
+    (mkldnn.matmul, "fp32_precision"),  # type: ignore[attr-defined]
+    (mkldnn.conv, "fp32_precision"),  # type: ignore[attr-defined]
+)
+
+
+def backend_flags(kind: Kind) -> BackendFlags:
+    """Return the flags under which an operator of ``kind`` would run now, and the default dtype.
+
+    Factories and operators on integers compute in that. Lightning's precision "64-true" sets it for the forward alone.
+    """
+    flags = (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        *[getattr(owner, name) for owner, name in _FLAGS],
+    )
+    if kind is not Kind.EXPENSIVE:
+        return flags
+    return *flags, *[getattr(owner, name) for owner, name in _PRECISIONS]
+
+
+@contextmanager
+def under_flags(flags: BackendFlags) -> Iterator[None]:
+    """Run under the flags that `backend_flags` returned."""
+    kind = Kind.EXPENSIVE if len(flags) > 2 + len(_FLAGS) else Kind.CHEAP
+    before = backend_flags(kind)
+    if flags == before:
+        yield
+        return
+    _set_flags(before, flags)
+    try:
+        yield
+    finally:
+        _set_flags(flags, before)
+
+
+def _set_flags(before: BackendFlags, flags: BackendFlags) -> None:
+    dtype, is_deterministic, *others = flags
+    if dtype is not before[0]:
+        torch.set_default_dtype(dtype)
+    if is_deterministic != before[1]:
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=warn_only)
+    for (owner, name), value, old in zip((*_FLAGS, *_PRECISIONS), others, before[2:], strict=False):
+        if value != old:
+            setattr(owner, name, value)

@@ -20,7 +20,7 @@ from lightning_dp.recompute.operators import Kind
 from lightning_dp.recompute.policies import Cheap, Policy
 from lightning_dp.recompute.profile import Operation, Profiler
 from lightning_dp.recompute.solvers import Stage, solve_chain, solve_graph
-from lightning_dp.recompute.values import Value, tensors_in
+from lightning_dp.recompute.values import Saved, tensors_in
 
 VERSION = 1
 # The time of the dynamic program grows with the third power of the number of stages. A longer chain is planned by the
@@ -81,8 +81,9 @@ class RecomputePlan(Policy):
         return CheckpointPolicy.PREFER_SAVE if level == 0 else CheckpointPolicy.PREFER_RECOMPUTE
 
     @override
-    def retain(self, value: Value, length: int) -> bool:
-        return super().retain(value, length) and value.num_runs >= self.levels.get(value.key, 1)
+    def retain(self, saved: Saved, length: int) -> bool:
+        key = "" if saved.value is None else saved.value.key
+        return super().retain(saved, length) and saved.num_runs >= self.levels.get(key, 1)
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON file."""

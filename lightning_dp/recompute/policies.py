@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import override
 
 from lightning_dp.recompute.operators import Kind
-from lightning_dp.recompute.values import Value
+from lightning_dp.recompute.values import Saved
 
 # In a segment that was computed again, what is farther than this from values that stay, stays as well. A chain of
 # residual blocks would otherwise start from its first block for each of its blocks.
@@ -59,9 +59,9 @@ class Policy(ABC):
             key: of the call: module, operator, and how often that module has called that operator before.
         """
 
-    def retain(self, value: Value, length: int) -> bool:
-        """Return whether a value that was computed on the way to another one stays; see `compute.Retain`."""
-        return value.num_uses > 0 or length >= MAX_UNASKED_CHAIN
+    def retain(self, saved: Saved, length: int) -> bool:
+        """Return whether to keep a recomputed intermediate until backward needs it; see `values.Retain`."""
+        return saved.num_uses > 0 or length >= MAX_UNASKED_CHAIN
 
 
 class Cheap(Policy):
@@ -87,9 +87,10 @@ class Sublinear(Policy):
         return CheckpointPolicy.MUST_SAVE if kind is Kind.FIXED else CheckpointPolicy.PREFER_RECOMPUTE
 
     @override
-    def retain(self, value: Value, length: int) -> bool:
-        is_expensive = value.call is not None and value.call.kind is Kind.EXPENSIVE
-        return super().retain(value, length) and (is_expensive or length >= MAX_CHAIN)
+    def retain(self, saved: Saved, length: int) -> bool:
+        call = saved.value.call if saved.value is not None else None
+        is_expensive = call is not None and call.kind is Kind.EXPENSIVE
+        return super().retain(saved, length) and (is_expensive or length >= MAX_CHAIN)
 
 
 # --- The blocks of a model: the modules that run one after the other, found by its structure.

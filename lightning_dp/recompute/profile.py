@@ -1,18 +1,47 @@
-"""Time and bytes of each operator of a forward pass, measured in place."""
+"""What is measured of a forward pass in place: time and bytes of each operator. A tape tells it what it sees."""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_dp.recompute.operators import Kind, is_batch_norm, rerun
-from lightning_dp.recompute.tape import Observer, Seen
 from lightning_dp.recompute.values import Value, outputs_of, tensors_in
+
+
+class Seen(NamedTuple):
+    """One call of an operator, as an observer is told of it."""
+
+    number: int
+    key: str
+    func: Any
+    kind: Kind
+    inputs: list[Value | None]
+    outputs: list[Value | None]
+    segment: int
+    time_s: float
+
+
+class Observer(ABC):
+    """Is told what a tape sees."""
+
+    @abstractmethod
+    def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
+        """Run an operator; return its result and its time (s)."""
+
+    @abstractmethod
+    def on_call(self, seen: Seen) -> None:
+        """An operator has run."""
+
+    @abstractmethod
+    def on_pack(self, value: Value, segment: int) -> None:
+        """Autograd keeps a value for the backward of something in ``segment``."""
 
 
 @dataclass
@@ -74,7 +103,7 @@ class Profiler(Observer):
 
     @override
     def on_call(self, seen: Seen) -> None:
-        outputs = [value for value in seen.outputs if value is not None and not value.is_held]
+        outputs = [value for value in seen.outputs if value is not None and not value.is_small]
         if not outputs:
             return
         self._place_of[seen.number] = len(self.operations)
@@ -93,6 +122,30 @@ class Profiler(Observer):
             uses = self.operations[self._place_of[value.number]].uses
             if segment not in uses:
                 uses.append(segment)
+
+
+class OutputSizes(Observer):
+    """Adds up what each call of an operator computes.
+
+    Attributes:
+        by_key: bytes of the outputs that are not small, by the key of the call. A view has none.
+    """
+
+    def __init__(self) -> None:
+        self.by_key: dict[str, int] = {}
+
+    @override
+    def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
+        return func(*args, **kwargs), 0.0
+
+    @override
+    def on_call(self, seen: Seen) -> None:
+        outputs = [value for value in seen.outputs if value is not None and not value.is_small]
+        self.by_key[seen.key] = 0 if seen.kind is Kind.VIEW else sum(value.num_bytes for value in outputs)
+
+    @override
+    def on_pack(self, value: Value, segment: int) -> None:
+        pass
 
 
 def _timed(function: Any, args: Any, kwargs: Any, device: torch.device) -> tuple[Any, float]:

@@ -1,9 +1,16 @@
 """The tape of a forward pass: what each operator computed, and from what.
 
 A `Tape` is a dispatch mode, so it sees each operator below autograd, autocast and the model's Python code. It is also
-a pair of saved-tensor hooks, so it decides what autograd keeps for backward: a tensor, or the `Value` that can be
-computed again. The tape refers weakly to what it has seen. It keeps no tensor that nobody needs, and outlives no
-forward pass: what backward needs is reachable from autograd's own graph, and is freed with it.
+a pair of saved-tensor hooks, so it decides what autograd keeps for backward: a tensor, or what it can be computed
+again from. That is planned in `_save` and `_save_sources`, each time that autograd saves a tensor.
+
+The tape knows each piece of memory, and every value in it: what a place (offset, shape, strides, type) held at one
+version. Tensors that show the same place at the same version are one value, whatever made them. Before an operator
+changes a piece of memory, all values in it are prepared: copied if backward needs them, forgotten otherwise. A change
+that the tape does not see, by another thread, makes a new version, so that no value is taken for another.
+
+The tape refers weakly to tensors. It keeps none that nobody needs, and outlives no forward pass: what backward needs
+belongs to autograd's own graph, and is freed with it.
 
 Why not `torch.utils.checkpoint` with `create_selective_checkpoint_contexts`: it runs the model's Python code twice, so
 batch norm moves its running statistics twice (torch issue #96136) and a global batch norm gathers twice. It keeps the
@@ -13,44 +20,58 @@ input of each block. And what it caches inside of an outer checkpoint is not dro
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any, NamedTuple
-from weakref import ReferenceType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import override
 
-from lightning_dp._private.torch_names import TorchDispatchMode, detach_with_version, is_in_backward, mutated_arguments
-from lightning_dp.recompute.operators import Kind, arguments_to_keep, kind_of
+from lightning_dp._private.torch_names import (
+    TorchDispatchMode,
+    detach_with_version,
+    is_in_backward,
+    mutated_arguments,
+    version_of,
+)
+from lightning_dp.recompute.operators import (
+    Kind,
+    arguments_moved_unseen,
+    arguments_to_keep,
+    is_batch_norm,
+    kind_of,
+)
 from lightning_dp.recompute.policies import Policy
+from lightning_dp.recompute.profile import Observer, Seen
 from lightning_dp.recompute.values import (
     Call,
-    Entries,
+    Saved,
     Value,
     closure,
     compute,
+    copy_of,
     is_plain,
     is_small,
     outputs_of,
     root_of,
+    storages_in,
     tensors_in,
 )
 
 _SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
-class _Storage(NamedTuple):
-    """A piece of memory, and the values in it by shape. The weak reference keeps its address from being used again."""
+class _Memory(NamedTuple):
+    """A piece of memory, and the values in it by place and version. It is forgotten when its storage is freed."""
 
-    reference: StorageWeakRef
-    values: Entries
+    storage: weakref.ref[UntypedStorage]
+    values: dict[Any, Value]
 
 
 class Tape(TorchDispatchMode):
@@ -71,11 +92,10 @@ class Tape(TorchDispatchMode):
         self._key = ""
         self._policy = policy
         self._observer = observer
-        self._storages: dict[int, _Storage] = {}
+        self._memories: dict[int, _Memory] = {}
         self._number = 0
-        self._is_paused = False
+        self._paused_threads: set[int] = set()
         self._is_recording = False
-        self._has_run_backward = False
         self.dropped_bytes = 0
         """What autograd has asked for and is not kept."""
         self.met_compiled = False
@@ -89,14 +109,16 @@ class Tape(TorchDispatchMode):
                 self._is_recording = True  # not earlier: entering the mode asks, too
                 yield
         finally:
-            self._forget()
+            self._memories.clear()
+
+    # What runs, operator by operator.
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_paused or not hasattr(func, "overloadpacket"):
+        if self._is_paused() or not hasattr(func, "overloadpacket"):
             return func(*args, **kwargs)
-        if self._is_in_backward() or torch.is_inference_mode_enabled():
+        if torch.is_inference_mode_enabled() or (is_in_backward() and not torch.is_grad_enabled()):
             self._prepare_changes(func, args, kwargs)
             return func(*args, **kwargs)
         kind = kind_of(func)
@@ -105,17 +127,12 @@ class Tape(TorchDispatchMode):
         call = None if decision in _SAVES or kind is Kind.FIXED else self._make_call(func, args, kwargs)
         observer = self._observer
         inputs = [] if observer is None else [self._find(tensor) for tensor in tensors_in([args, kwargs])]
-        self._prepare_changes(func, args, kwargs)
+        changed = self._prepare_changes(func, args, kwargs)
         if observer is None:
             result = func(*args, **kwargs)
         else:
             result, time_s = observer.run(func, args, kwargs)
-        results = outputs_of(result)
-        # What an operator changes in place gets its new version after it has returned, so it cannot be held yet.
-        may_hold = not mutated_arguments(func) and kind is not Kind.VIEW
-        outputs = [self._add(result, call, place, may_hold) for place, result in enumerate(results)]
-        if call is not None:
-            call.add_outputs(outputs)
+        outputs = self._add_outputs(func, args, outputs_of(result), call, changed)
         if observer is not None:
             observer.on_call(Seen(self._number, self._key, func, kind, inputs, outputs, self._location.segment, time_s))
         self._number += 1
@@ -126,22 +143,6 @@ class Tape(TorchDispatchMode):
         self.met_compiled = self._is_recording
         return False
 
-    def _is_in_backward(self) -> bool:
-        """Return whether a part of the recorded code runs backward. What came before is forgotten after it."""
-        if is_in_backward():
-            self._has_run_backward = True
-            return not torch.is_grad_enabled()
-        if self._has_run_backward:
-            self._has_run_backward = False
-            self._forget()
-        return False
-
-    def _forget(self) -> None:
-        """Forget all values, which would hold what a backward has freed. Autograd's graph has those that it needs."""
-        for storage in self._storages.values():
-            storage.values.clear()  # values refer to it: else they and their tensors would wait for the collector
-        self._storages.clear()
-
     def _make_call(self, func: Any, args: Any, kwargs: Any) -> Call | None:
         """Return how to run the operator again, or None if that is not known."""
         changed = mutated_arguments(func)
@@ -151,11 +152,12 @@ class Tape(TorchDispatchMode):
             return None  # a buffer, which must not change a second time, or an operator that changes another argument
         if self._is_copy_of_state(func, args):
             return None
-        call_args = [self._with_values(argument) for argument in arguments_to_keep(func, args)]
-        call_kwargs = {name: self._with_values(value) for name, value in kwargs.items()}
+        owned: list[Saved] = []
+        call_args = [self._with_values(argument, owned) for argument in arguments_to_keep(func, args)]
+        call_kwargs = {name: self._with_values(value, owned) for name, value in kwargs.items()}
         # It returns what it changes, and can be made to change a copy.
         changed_value = call_args[0] if changed else None
-        return Call(func, call_args, call_kwargs, self._number, changed_value)
+        return Call(func, call_args, call_kwargs, self._number, changed_value, owned)
 
     def _is_copy_of_state(self, func: Any, args: Any) -> bool:
         """Return whether a vector is copied that no operator of this forward pass computes.
@@ -168,190 +170,215 @@ class Tape(TorchDispatchMode):
         original = self._find(args[0])
         return original is None or original.call is None
 
-    def _with_values(self, argument: Any) -> Any:
+    def _with_values(self, argument: Any, owned: list[Saved]) -> Any:
+        """Return ``argument`` with values in place of tensors. ``owned`` gets what the call must keep of them."""
         if isinstance(argument, Tensor):
-            return self._find(argument) or self._add_outside(argument)
+            value = self._find(argument)
+            if value is None:
+                value = self._enter(Value(argument, version_of(argument), segment=self._location.segment), argument)
+            if value.is_small or value.is_state:
+                # Computing it again would bring in what it was computed from, which may be large.
+                saved = value.save()
+                if saved.tensor is None or saved.is_own:
+                    saved.hold(copy_of(argument) if value.is_state else detach_with_version(argument))
+                owned.append(saved)
+            return value
         if isinstance(argument, (list, tuple)):
-            return type(argument)(map(self._with_values, argument))
+            return type(argument)(self._with_values(inner, owned) for inner in argument)
         return argument
+
+    def _add_outputs(
+        self, func: Any, args: Any, results: list[Any], call: Call | None, changed: set[int]
+    ) -> list[Value | None]:
+        """Return the values that an operator has computed; None for what is a value already, or none at all."""
+        outputs: list[Value | None] = []
+        # Below autograd a view does not have the version yet that it shares with its base, and what was changed in
+        # place not the version that it gets.
+        view_version = version_of(args[0]) if _is_view(func) and not args[0].is_inference() else None
+        for place, tensor in enumerate(results):
+            if not isinstance(tensor, Tensor) or not is_plain(tensor):
+                outputs.append(None)
+                continue
+            version = version_of(tensor) if view_version is None else view_version
+            version += id(tensor.untyped_storage()) in changed
+            if self._values_at(tensor).get(_place_of(tensor, version)) is not None:
+                outputs.append(None)
+                continue
+            value = Value(tensor, version, call, place, self._number, self._location.segment, self._key)
+            outputs.append(self._enter(value, tensor))
+        if call is not None:
+            call.add_outputs(outputs)
+            if is_batch_norm(func):
+                statistics = [(outputs[at], results[at]) for at in (1, 2)]
+                call.statistics = [
+                    value.save().hold(detach_with_version(tensor))
+                    for value, tensor in statistics
+                    if value is not None and value.is_small
+                ]
+        return outputs
+
+    # Which values are where in memory.
 
     def _find(self, tensor: Tensor) -> Value | None:
         """Return the value that ``tensor`` is, or None if the tape has not seen it."""
         if not is_plain(tensor):
             return None
-        storage = self._storages.get(StorageWeakRef(tensor.untyped_storage()).cdata)
-        return None if storage is None else _followed(storage.values.get(_shape_of(tensor)))
+        memory = self._memories.get(id(tensor.untyped_storage()))
+        return None if memory is None else memory.values.get(_place_of(tensor, version_of(tensor)))
 
-    def _add_outside(self, tensor: Tensor) -> Value:
-        """Return a value for a tensor that the tape has not seen: a parameter, an input, a constant."""
-        value = Value(tensor, None, segment=self._location.segment)
-        value.enter(self._values_at(tensor), _shape_of(tensor))
-        if is_small(tensor) and not tensor.requires_grad:
-            # It may be a running statistic, which batch norm moves without a new version, or which the next forward
-            # pass moves before the backward of this one.
-            value.hold_copy(tensor)
-        else:
-            value.hold_tensor(tensor if tensor.is_leaf else detach_with_version(tensor))
+    def _enter(self, value: Value, tensor: Tensor) -> Value:
+        """Let the tape find the value where ``tensor`` is; return it."""
+        self._values_at(tensor)[_place_of(tensor, value.version)] = value
         return value
 
-    def _add(self, tensor: Any, call: Call | None, place: int, may_hold: bool) -> Value | None:
-        """Return a value for an output of the present operator."""
-        if not isinstance(tensor, Tensor) or not is_plain(tensor):
-            return None
-        value = Value(tensor, call, place, self._number, self._location.segment, self._key)
-        value.enter(self._values_at(tensor), _shape_of(tensor))
-        if may_hold and is_small(tensor):
-            value.hold_tensor(detach_with_version(tensor), stays=True)
-        return value
+    def _values_at(self, tensor: Tensor) -> dict[Any, Value]:
+        storage = tensor.untyped_storage()
+        key = id(storage)  # one object for as long as the memory exists
+        memory = self._memories.get(key)
+        if memory is None:
+            forget = partial(_forget, self._memories, key)
+            memory = self._memories[key] = _Memory(weakref.ref(storage, forget), {})
+        return memory.values
 
-    def _values_at(self, tensor: Tensor) -> Entries:
-        reference = StorageWeakRef(tensor.untyped_storage())
-        return self._storages.setdefault(reference.cdata, _Storage(reference, {})).values
+    def _prepare_changes(self, func: Any, args: Any, kwargs: Any) -> set[int]:
+        """Save what the operator is about to overwrite, where it is needed, and forget the values in that memory.
 
-    def _prepare_changes(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Save what the operator is about to overwrite, where it is needed, and forget the values in that memory."""
+        Return the memory that gets a new version.
+        """
+        changed: set[int] = set()
         for place in mutated_arguments(func):
             argument = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
-            for tensor in filter(is_plain, tensors_in([argument])):
-                storage = self._storages.get(StorageWeakRef(tensor.untyped_storage()).cdata)
-                if storage is not None:
-                    for value in filter(None, map(_followed, storage.values.values())):
-                        value.prepare_for_change()
-                    storage.values.clear()
+            changed.update(id(storage) for storage in storages_in([argument]))
+        moved = [args[place] for place in arguments_moved_unseen(func) if place < len(args)]
+        for key in (*changed, *(id(storage) for storage in storages_in(moved))):
+            memory = self._memories.get(key)
+            if memory is not None:
+                for value in list(memory.values.values()):
+                    value.prepare_for_change()
+                memory.values.clear()
+        return changed
 
-    def _pack(self, tensor: Tensor) -> Value:
+    # What autograd keeps. This is where a recomputation is planned.
+
+    def _pack(self, tensor: Tensor) -> Saved:
         """Return what autograd keeps in place of ``tensor``."""
         with self._paused():
-            value = self._find(tensor)
-            # Of a copy, autograd itself gets the original: it tells of changes, as in plain training.
-            is_copy = value is not None and root_of(value).is_copy
-            if value is None or is_copy:
-                value = Value(tensor, None, segment=self._location.segment)
-                if is_plain(tensor) and not is_copy:
-                    value.enter(self._values_at(tensor), _shape_of(tensor))
-            if not value.is_held:
-                is_dropped = self._can_be_computed(value)
-                was_dropped = value.num_uses > 0
-                if not root_of(value).is_held:
-                    self.dropped_bytes += (is_dropped - was_dropped) * value.num_bytes
-                if not is_dropped:
-                    self._keep(value, tensor)
-            value.num_uses += 1
-            if self._observer is not None:
-                self._observer.on_pack(value, self._location.segment)
-            return value
+            saved = self._save(tensor)
+            saved.num_uses += 1
+            if self._observer is not None and saved.value is not None:
+                self._observer.on_pack(saved.value, self._location.segment)
+            return saved
 
-    def _keep(self, value: Value, tensor: Tensor) -> None:
-        """Keep ``tensor``, or the tensor that it is a view of: others may need that as well."""
+    def _save(self, tensor: Tensor) -> Saved:
+        value = self._find(tensor)
+        # Autograd itself gets the original of a running statistic: it tells of changes, as in plain training.
+        if not is_plain(tensor) or (is_small(tensor) if value is None else root_of(value).is_state):
+            return Saved(None).hold(tensor)
+        if value is None:
+            value = self._enter(Value(tensor, version_of(tensor), segment=self._location.segment), tensor)
+        saved = value.saved
+        if saved is not None and saved.tensor is not None:
+            return saved
+        is_elsewhere = self._policy.has_segments and value.segment != self._location.segment
         root = root_of(value)
-        if root is value or not root.hold():
-            value.hold_tensor(tensor)
+        was_held, was_dropped = root.is_held, saved is not None and saved.num_uses > 0
+        if is_elsewhere:
+            saved = None
+        elif saved is None:
+            saved = self._save_sources(value)
+        if not was_held:
+            self.dropped_bytes += ((saved is not None) - was_dropped) * value.num_bytes
+        return saved or self._keep(value, root, tensor)
 
-    def _can_be_computed(self, value: Value) -> bool:
-        """Return whether a value need not be kept. What it is computed from is kept from now on."""
-        has_segments = self._policy.has_segments
-        if value.call is None or (has_segments and value.segment != self._location.segment):
-            return False
+    def _save_sources(self, value: Value) -> Saved | None:
+        """Save what ``value`` can be computed again from; None if it is to be kept itself."""
+        if value.call is None:
+            return None
+        has_segments, max_calls = self._policy.has_segments, self._policy.max_calls
         # Otherwise each value of a long loop would walk back to the start of the loop.
-        knows = self._policy.max_calls is None and not self._policy.compares_bytes
+        stops_at_saved = max_calls is None and not self._policy.compares_bytes
         calls, sources = closure(
             value,
-            lambda at: (knows and at.is_computable) or (has_segments and at.segment != value.segment),
-            self._policy.max_calls,
+            lambda at: (stops_at_saved and at.saved is not None) or (has_segments and at.segment != value.segment),
+            max_calls,
         )
-        if self._policy.max_calls is not None and len(calls) > self._policy.max_calls:
-            return False
-        to_hold = [at for at in sources if not (at.is_held or (at.is_computable and at.segment == value.segment))]
+        if max_calls is not None and len(calls) > max_calls:
+            return None
+        to_hold = [at for at in sources if not (at.is_held or (at.saved is not None and at.segment == value.segment))]
         if self._policy.compares_bytes and sum(source.num_bytes for source in to_hold) >= value.num_bytes > 0:
-            return False
-        if not all(source.is_alive for source in to_hold):
-            return False
-        for source in to_hold:
-            source.hold()
+            return None
+        tensors = {source: source.live() for source in to_hold}
+        if any(tensor is None for tensor in tensors.values()):
+            return None
+        return self._connect(value, calls, {source: tensor for source, tensor in tensors.items() if tensor is not None})
+
+    def _keep(self, value: Value, root: Value, tensor: Tensor) -> Saved:
+        """Keep ``tensor``, or the tensor that it is a view of: others may need that as well."""
+        base = None if root is value or root.is_held else root.live()
+        if root is value or not (root.is_held or base is not None):
+            return value.save().hold(tensor)
+        calls, _ = closure(value, lambda at: at is root)
+        return self._connect(value, calls, {} if base is None else {root: base})
+
+    def _connect(self, value: Value, calls: list[Call], tensors: dict[Value, Tensor]) -> Saved:
+        """Return what backward needs of ``value``, with all that it is computed from by way of ``calls``.
+
+        Args:
+            value: has not been saved, or has been for others.
+            calls: that lead to it, in order.
+            tensors: of those sources that are not saved yet.
+        """
+        connected = {source: source.save().hold(tensor) for source, tensor in tensors.items()}
+
+        def add(at: Value) -> Saved:
+            saved = at.saved
+            if saved is None:
+                saved = at.save()
+                assert at.call is not None
+                saved.needs = [connected[source] for source in at.call.inputs]
+            return saved
+
         for call in calls:
             for read in call.inputs:
-                read.is_computable = True
-        value.is_computable = True
-        return True
+                if read not in connected:
+                    connected[read] = add(read)
+        return add(value)
 
-    def _unpack(self, value: Value) -> Tensor:
+    def _unpack(self, saved: Saved) -> Tensor:
         with self._paused():  # backward may run within the forward pass
-            return value.take(lambda target: compute(target, self._policy.retain))
+            return saved.take(lambda target: compute(target, self._policy.retain))
+
+    def _is_paused(self) -> bool:
+        return bool(self._paused_threads) and threading.get_ident() in self._paused_threads
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        was_paused, self._is_paused = self._is_paused, True
+        """Record nothing that this thread does inside. Others go on: one may run backward while another records."""
+        thread = threading.get_ident()
+        if thread in self._paused_threads:
+            yield
+            return
+        self._paused_threads.add(thread)
         try:
             yield
         finally:
-            self._is_paused = was_paused
+            self._paused_threads.discard(thread)
 
 
-def _followed(entry: Any) -> Value | None:
-    """Return the value that an entry of the tape is, or refers to."""
-    return entry() if isinstance(entry, ReferenceType) else entry
+def _forget(memories: dict[int, _Memory], key: int, storage: Any) -> None:
+    """A storage was freed."""
+    memories.pop(key, None)
 
 
-def _shape_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what tells a tensor from others in the same memory."""
+@cache
+def _is_view(func: Any) -> bool:
+    return bool(getattr(func, "is_view", False))
+
+
+def _place_of(tensor: Tensor, version: int) -> tuple[Any, ...]:
+    """Return what tells a value from others in the same memory."""
     # Two views of a complex tensor may differ in the sign alone.
-    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg()
-
-
-# --- What a tape tells others while it records: to measure operators, and to compare them with a plan.
-
-
-class Seen(NamedTuple):
-    """One call of an operator, as an observer is told of it."""
-
-    number: int
-    key: str
-    func: Any
-    kind: Kind
-    inputs: list[Value | None]
-    outputs: list[Value | None]
-    segment: int
-    time_s: float
-
-
-class Observer(ABC):
-    """Is told what a tape sees."""
-
-    @abstractmethod
-    def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
-        """Run an operator; return its result and its time (s)."""
-
-    @abstractmethod
-    def on_call(self, seen: Seen) -> None:
-        """An operator has run."""
-
-    @abstractmethod
-    def on_pack(self, value: Value, segment: int) -> None:
-        """Autograd keeps a value for the backward of something in ``segment``."""
-
-
-class OutputSizes(Observer):
-    """Adds up what each call of an operator computes.
-
-    Attributes:
-        by_key: bytes of the outputs that are not small, by the key of the call. A view has none.
-    """
-
-    def __init__(self) -> None:
-        self.by_key: dict[str, int] = {}
-
-    @override
-    def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
-        return func(*args, **kwargs), 0.0
-
-    @override
-    def on_call(self, seen: Seen) -> None:
-        outputs = [value for value in seen.outputs if value is not None and not value.is_held]
-        self.by_key[seen.key] = 0 if seen.kind is Kind.VIEW else sum(value.num_bytes for value in outputs)
-
-    @override
-    def on_pack(self, value: Value, segment: int) -> None:
-        pass
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg(), version
 
 
 # --- Where in the model a forward pass is: gives each call of an operator a name, and counts segments.

@@ -1,51 +1,60 @@
 """Values of the forward pass, and how to compute them again from others.
 
-A `Value` is one output of one operator in one forward pass, a `Call` is how it was computed. A value holds its tensor,
-or can be computed again from values that do. Backward asks for one value at a time, and only the operators that it
-needs run again. No Python code of the model runs a second time.
+A `Value` is what one place in memory held at one version, a `Call` is the operator that computed it. Both know tensors
+weakly. What backward needs of a value is a `Saved`: its tensor, or the `Saved` of what it can be computed again from.
+Autograd's graph owns these, so that what a graph needs is freed with it. Backward asks for one value at a time, and
+only the operators that it needs run again. No Python code of the model runs a second time.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import TensorWeakRef
 
 from lightning_dp._private.torch_names import version_of
-from lightning_dp.recompute.operators import Kind, is_batch_norm, kind_of, rerun
+from lightning_dp.recompute.operators import Kind, backend_flags, kind_of, rerun, under_flags
 
-Entries = dict[Any, Any]
-"""Values, or weak references to them, by shape: those in one piece of memory."""
+# Two threads may run backward through parts of one graph. Neither may drop what the other is about to read.
+_LOCK = threading.RLock()
 
 
 class Value:
-    """One output of an operator, or a tensor from outside of the forward pass.
+    """What one place in memory held at one version: an output of an operator, or a tensor from outside.
 
     Attributes:
-        call: how to compute it again; None for a value that cannot be.
+        call: how to compute it again; None for a value that cannot be, and for one whose tensor is saved.
         place: of this output among those of the operator.
         number: of the operator in the forward pass; -1 for a tensor from outside.
         key: of the call of the operator, see `policies.Policy.decide`.
         segment: part of the model in which it was computed.
         num_bytes: size of the tensor.
-        num_uses: how often backward will still ask for it.
-        num_runs: how often it was computed again.
-        is_computable: what it can be computed from within its segment is kept.
-        is_copy: holds a copy of the tensor, from which others are computed again.
+        version: of the tensor, at which it is this value.
+        is_small: not worth an operator.
+        is_state: small and from outside, without gradient. It may be a running statistic, which batch norm moves
+            without a new version, so whoever reads it copies it.
     """
 
     __slots__ = (
-        *("call", "place", "number", "key", "segment", "num_bytes", "num_uses", "num_runs", "tensor", "device_type"),
-        *("_home", "_is_own", "_version", "_weak", "__weakref__", "is_computable", "is_copy"),
+        *("call", "place", "number", "key", "segment", "num_bytes", "version", "is_small", "is_state"),
+        *("device_type", "_weak", "_saved", "__weakref__"),
     )
 
     def __init__(
-        self, tensor: Tensor, call: Call | None, place: int = 0, number: int = -1, segment: int = 0, key: str = ""
+        self,
+        tensor: Tensor,
+        version: int,
+        call: Call | None = None,
+        place: int = 0,
+        number: int = -1,
+        segment: int = 0,
+        key: str = "",
     ) -> None:
         self.call = call
         self.place = place
@@ -54,100 +63,111 @@ class Value:
         self.segment = segment
         self.num_bytes = tensor.numel() * tensor.element_size()
         self.device_type = tensor.device.type
-        self.num_uses = 0
-        self.num_runs = 0
-        self.is_computable = False
-        self.is_copy = False
-        self.tensor: Tensor | None = None
-        self._version = 0
-        self._is_own = False  # whether `tensor` was computed again, and may be dropped after its last use
+        self.is_small = is_small(tensor)
+        is_view_of_state: bool = call is not None and call.kind is Kind.VIEW and call.inputs[0].is_state
+        self.is_state: bool = is_view_of_state or (number < 0 and _has_few_bytes(tensor) and not tensor.requires_grad)
         self._weak: TensorWeakRef | None = TensorWeakRef(tensor)
-        self._home: tuple[Entries, Any] | None = None
+        self.version = version
+        self._saved: ReferenceType[Saved] | None = None
 
-    def enter(self, entries: Entries, key: Any) -> None:
-        """Let the tape find the value among ``entries``."""
-        entries[key] = self
-        self._home = entries, key
+    @property
+    def saved(self) -> Saved | None:
+        """What backward needs of it, if backward needs it."""
+        return None if self._saved is None else self._saved()
 
     @property
     def is_held(self) -> bool:
-        """Whether the value has its tensor."""
-        return self.tensor is not None
+        """Whether its tensor is saved."""
+        saved = self.saved
+        return saved is not None and saved.tensor is not None
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether anybody still has the tensor."""
-        return self.tensor is not None or (self._weak is not None and self._weak() is not None)
+    def live(self) -> Tensor | None:
+        """Return the tensor, if somebody else still has it as it was."""
+        tensor = None if self._weak is None else self._weak()
+        return tensor if tensor is not None and version_of(tensor) == self.version else None
 
-    def hold(self) -> bool:
-        """Keep the tensor from now on, if anybody else still has it; return whether that is so."""
-        if self.tensor is None:
-            tensor = None if self._weak is None else self._weak()
-            if tensor is None:
-                return False
-            self.hold_tensor(tensor)
-        return True
+    def save(self) -> Saved:
+        """Return what backward needs of it; without anything in it if nobody has asked before."""
+        saved = self.saved
+        if saved is None:
+            saved = Saved(self)
+            self._saved = ref(saved)
+        return saved
 
-    def hold_tensor(self, tensor: Tensor, stays: bool = False) -> None:
-        """Keep ``tensor``, which is this value, from now on.
+    def prepare_for_change(self) -> None:
+        """An operator is about to change the memory: keep what it holds now, if it is needed."""
+        self._weak = None
+        saved = self.saved
+        if saved is not None and saved.tensor is not None and not saved.is_own:
+            saved.hold(copy_of(saved.get()))
 
-        Args:
-            tensor: the tensor.
-            stays: whether the tape keeps the value until the end of the forward pass, even if backward needs it not.
-        """
+
+class Saved:
+    """What backward needs of one value. It belongs to the graph, and to the `Saved` that are computed from it.
+
+    Attributes:
+        value: None for a tensor that nothing is computed from.
+        tensor: None if it must be computed again.
+        needs: what it is computed from.
+        num_uses: how often backward will still ask for it.
+        num_runs: how often it was computed again.
+        is_own: ``tensor`` was computed again, and may be dropped after its last use.
+    """
+
+    __slots__ = ("__weakref__", "_version", "is_own", "needs", "num_runs", "num_uses", "tensor", "value")
+
+    def __init__(self, value: Value | None) -> None:
+        self.value = value
+        self.tensor: Tensor | None = None
+        self.needs: Sequence[Saved] = ()
+        self.num_uses = 0
+        self.num_runs = 0
+        self.is_own = False
+        self._version = 0
+
+    def hold(self, tensor: Tensor) -> Saved:
+        """Keep ``tensor``, which is the value, from now on; return the object itself."""
         # A tensor with a graph would keep the graph, and through it itself.
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self._version = version_of(tensor)
-        self._weak = None
-        self.call = None  # which would keep its inputs
-        if self._home is not None and not stays:
-            # The graph of autograd has the value from now on, and may be freed before the forward pass has ended.
-            entries, key = self._home
-            if entries.get(key) is self:
-                entries[key] = ref(self)
-            self._home = None
+        self.is_own = False
+        self.needs = ()
+        if self.value is not None:
+            self.value.call = None  # which would keep its inputs
+        return self
 
-    def hold_copy(self, tensor: Tensor) -> None:
-        """Keep what ``tensor``, which is this value, has in it now."""
-        self.hold_tensor(copy_of(tensor))
-        self.is_copy = True
-
-    def prepare_for_change(self) -> None:
-        """An operator is about to change the tensor in place: keep what it was, if it is needed."""
-        if self.tensor is not None:
-            self.tensor = copy_of(self.tensor)
-            self._version = version_of(self.tensor)
-        self._weak = None
+    def hold_own(self, tensor: Tensor) -> None:
+        """Keep the result of running the operator again until backward has asked for it."""
+        self.tensor = tensor
+        self._version = version_of(tensor)
+        self.is_own = True
 
     def get(self) -> Tensor:
         """Return the tensor.
 
         Raises:
-            RuntimeError: it was changed in place after the forward pass.
+            RuntimeError: it was changed in place, and the tape has not seen that: after the forward pass, or by another
+                thread.
         """
         tensor = self.tensor
         assert tensor is not None
         if version_of(tensor) != self._version:
             raise RuntimeError(
                 f"a tensor of shape {list(tensor.shape)} was modified by an inplace operation between forward and "
-                f"backward: it is at version {version_of(tensor)}, expected version {self._version}. Backward needs "
-                "it, or recomputes from it; change parameters after backward only, and other tensors in a copy"
+                f"backward, or by another thread: it is at version {version_of(tensor)}, expected version "
+                f"{self._version}. Backward needs it, or recomputes from it; change parameters after backward only, "
+                "and other tensors in a copy"
             )
         return tensor
 
-    def take(self, compute: Callable[[Value], Tensor]) -> Tensor:
+    def take(self, compute: Callable[[Saved], Tensor]) -> Tensor:
         """Return the tensor, which backward asks for; let ``compute`` compute it again if needed."""
-        self.num_uses -= 1
-        tensor = self.get() if self.tensor is not None else compute(self)
-        if self._is_own and self.num_uses <= 0:
-            self.tensor = None
-        return tensor
-
-    def keep_own(self, tensor: Tensor) -> None:
-        """Keep the result of running the operator again until backward has asked for it."""
-        self.tensor = tensor
-        self._version = version_of(tensor)
-        self._is_own = True
+        with _LOCK:
+            self.num_uses -= 1
+            tensor = self.get() if self.tensor is not None else compute(self)
+            if self.is_own and self.num_uses <= 0:
+                self.tensor = None
+            return tensor
 
 
 class Call:
@@ -155,34 +175,40 @@ class Call:
 
     Attributes:
         inputs: the values among the arguments, each once.
-        outputs: references to its values, in order; None for an output that is no tensor. They are weak: a cycle of
-            values and calls would keep their tensors until Python's collector comes by.
+        outputs: references to its values, in order; None for an output that it has not computed. They are weak: a cycle
+            of values and calls would keep what they need until Python's collector comes by.
+        owned: small inputs, which nobody else need keep.
         statistics: mean and 1 / standard deviation of a batch norm, which stay.
         changed: the value that the operator changes in place, and returns.
     """
 
-    __slots__ = ("_args", "_default_dtype", "_kwargs", "changed", "func", "inputs", "number", "outputs", "statistics")
+    __slots__ = (
+        *("_args", "_kwargs", "_flags", "changed", "func", "inputs", "number", "outputs", "owned", "statistics"),
+    )
 
     def __init__(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], number: int, changed: Value | None
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        number: int,
+        changed: Value | None,
+        owned: Sequence[Saved],
     ) -> None:
         self.func = func
         self.number = number
         self._args = args
         self._kwargs = kwargs
-        # Factories and operators on integers compute in it. Lightning's precision "64-true" and others change it for
-        # the forward pass alone.
-        self._default_dtype = torch.get_default_dtype()
         self.changed = changed
+        self.owned = owned
+        self._flags = backend_flags(kind_of(func))
         self.inputs = list(dict.fromkeys(_values_in([*args, *kwargs.values()])))
         self.outputs: list[ReferenceType[Value] | None] = []
-        self.statistics: list[Value] = []
+        self.statistics: list[Saved] = []
 
     def add_outputs(self, values: Sequence[Value | None]) -> None:
         """Say what the call has computed."""
         self.outputs = [None if value is None else ref(value) for value in values]
-        if is_batch_norm(self.func):
-            self.statistics = [value for value in values[1:3] if value is not None and value.is_held]
 
     @property
     def kind(self) -> Kind:
@@ -190,7 +216,7 @@ class Call:
         return kind_of(self.func)
 
     def run(self, tensor_of: Callable[[Value], Tensor], may_change: bool) -> list[Any]:
-        """Run the operator again; return its outputs.
+        """Run the operator again, under the flags of the forward pass; return its outputs.
 
         Args:
             tensor_of: the tensor of an input.
@@ -199,15 +225,8 @@ class Call:
         changed = None if may_change else self.changed
         args = [_fill(argument, tensor_of, changed) for argument in self._args]
         kwargs = {name: _fill(value, tensor_of, changed) for name, value in self._kwargs.items()}
-        statistics = [value.tensor for value in self.statistics]
-        now = torch.get_default_dtype()
-        if now is self._default_dtype:
-            return outputs_of(rerun(self.func, args, kwargs, statistics))
-        torch.set_default_dtype(self._default_dtype)
-        try:
-            return outputs_of(rerun(self.func, args, kwargs, statistics))
-        finally:
-            torch.set_default_dtype(now)
+        with under_flags(self._flags):
+            return outputs_of(rerun(self.func, args, kwargs, [saved.get() for saved in self.statistics]))
 
 
 def _fill(argument: Any, tensor_of: Callable[[Value], Tensor], to_copy: Value | None) -> Any:
@@ -244,10 +263,9 @@ def _values_in(arguments: Iterable[Any]) -> list[Value]:
 
 # --- Compute a value again: which operators lead to it, and what stays of what they compute on the way.
 
-Retain = Callable[[Value, int], bool]
-"""Whether a value that is computed on the way to another one stays until backward asks for it, too. Its arguments are
-the value, which backward may not ask for itself, and the number of operators that would have to run again to compute
-it."""
+Retain = Callable[[Saved, int], bool]
+"""Whether to keep a recomputed intermediate until backward needs it. Its arguments are the intermediate, which backward
+may not ask for itself, and the number of operators that would have to run again to compute it."""
 
 
 def closure(
@@ -275,8 +293,10 @@ def closure(
     return sorted(calls, key=lambda call: call.number), list(sources)
 
 
-def compute(target: Value, retain: Retain) -> Tensor:
-    """Compute ``target`` again, and keep what ``retain`` names of the values on the way, until they are asked for."""
+def compute(saved: Saved, retain: Retain) -> Tensor:
+    """Compute a value again, and keep what ``retain`` names of the values on the way, until they are asked for."""
+    target = saved.value
+    assert target is not None
     calls, _ = closure(target)
     num_readers: dict[Value, int] = {}  # calls that have not run yet
     for call in calls:
@@ -287,7 +307,11 @@ def compute(target: Value, retain: Retain) -> Tensor:
     distance: dict[Value, int] = {}  # how many calls lead to a value from values that stay
 
     def tensor_of(value: Value) -> Tensor:
-        return present[value] if value in present else value.get()
+        if value in present:
+            return present[value]
+        held = value.saved
+        assert held is not None
+        return held.get()
 
     with torch.no_grad(), torch.autocast(target.device_type, enabled=False):
         for call in calls:
@@ -308,11 +332,14 @@ def compute(target: Value, retain: Retain) -> Tensor:
                 output = None if reference is None else reference()
                 if output is None or output.is_held:
                     continue
-                output.num_runs += 1
-                is_kept = output.num_uses > 0 if output is target else retain(output, length)
+                needed = output.saved
+                is_kept = False
+                if needed is not None:
+                    needed.num_runs += 1
+                    is_kept = needed.num_uses > 0 if output is target else retain(needed, length)
+                    if is_kept:
+                        needed.hold_own(tensor)
                 distance[output] = 0 if is_kept else length
-                if is_kept:
-                    output.keep_own(tensor)
                 if output is target or output in num_readers:
                     present[output] = tensor
             for read in call.inputs:
@@ -341,9 +368,8 @@ def is_plain(tensor: Tensor) -> bool:
     """
     if is_lazy(tensor):
         return False
-    is_wrapper = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
     is_real = tensor.layout is torch.strided and not tensor.dtype.is_complex
-    return not is_wrapper and is_real and not tensor.is_inference()
+    return not _is_wrapper(tensor) and is_real and not tensor.is_inference()
 
 
 def copy_of(tensor: Tensor) -> Tensor:
@@ -371,7 +397,28 @@ def tensors_in(arguments: Any) -> Iterator[Tensor]:
         yield from tensors_in(list(arguments.values()))
 
 
+def storages_in(arguments: Any) -> Iterator[UntypedStorage]:
+    """Yield the memory of the tensors in nested lists, tuples and dictionaries; also of those that others wrap."""
+    for tensor in tensors_in(arguments):
+        if is_lazy(tensor):
+            continue
+        if _is_wrapper(tensor):
+            if hasattr(tensor, "__tensor_flatten__"):
+                names, _ = tensor.__tensor_flatten__()
+                yield from storages_in([getattr(tensor, name) for name in names])
+        elif tensor.layout is torch.strided:
+            yield tensor.untyped_storage()
+
+
 def is_small(tensor: Tensor) -> bool:
-    """Return whether the tensor is kept in any case."""
+    """Return whether the tensor is kept in any case. One that shows a part of a large tensor would keep all of it."""
+    return _has_few_bytes(tensor) and tensor.untyped_storage().nbytes() <= _SMALL_VECTOR_BYTES
+
+
+def _has_few_bytes(tensor: Tensor) -> bool:
     num_bytes = tensor.numel() * tensor.element_size()
     return num_bytes <= (_SMALL_VECTOR_BYTES if tensor.dim() <= 1 else _SMALL_BYTES)
+
+
+def _is_wrapper(tensor: Tensor) -> bool:
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
