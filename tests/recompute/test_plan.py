@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_dp.recompute import RecomputePlan, apply_recompute, plan_recompute
 from lightning_dp.recompute.profile import Operation
-from lightning_dp.recompute.solvers import Stage, solve_chain, solve_graph
+from lightning_dp.recompute.solvers import WINDOW, Stage, solve_chain, solve_graph
 from tests.recompute.counting import counted_step, differing, recomputed, state_of
 from tests.recompute.models import batch, build, loss_of
 from tests.recompute.test_exact import train
@@ -144,6 +144,22 @@ def test_the_linear_program_finds_the_optimum_of_a_small_graph(budget):
     solution = solve_graph(operations(), budget)
     assert (solution and solution.recompute_s) == expected
     assert solution is None or solution.peak_bytes <= budget
+
+
+@pytest.mark.parametrize("distance", [WINDOW, WINDOW + 1])
+def test_an_output_that_is_used_within_the_window_alone_may_be_computed_again(distance):
+    found = solve_graph(
+        [
+            Operation("a", "expensive", 5.0, 1, [], 0, [0]),
+            Operation("b", "cheap", 1.0, 100, [0], 0, [distance]),
+            Operation("c", "expensive", 5.0, 100, [], distance + 1, [distance + 1]),
+        ],
+        None,
+    )
+    is_within = distance == WINDOW
+    assert found is not None
+    assert found.keeps[1] is not is_within
+    assert found.peak_bytes == (101 if is_within else 200)  # "b" stays beside "c", and "a" may run again
 
 
 def test_a_plan_is_saved_as_json_and_loaded(tmp_path):
