@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -80,10 +81,8 @@ def open_image(data: bytes, decoder: Decoder = "auto") -> EncodedImage:
         raise ValueError("decoder='dali' decodes whole batches: use ImageNet(decoder='dali'), or EncodedFiles")
     image: EncodedImage | None = None
     if resolve_decoder(decoder) == "simplejpeg":
-        try:
+        with suppress(ValueError):
             image = _SimpleJpeg(data)
-        except ValueError:
-            pass
     image = image or _Pillow(data)
     if image.height * image.width > MAX_PIXELS:
         # simplejpeg would allocate all that the header claims: a few hundred bytes can ask for 12 GiB.
