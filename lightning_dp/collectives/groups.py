@@ -57,7 +57,7 @@ def create_groups(
         rank: global rank of this process.
         timeout: of every collective. None is the default of the backend.
         backend: None is the backend of the default group.
-        make_options: makes the backend's options, anew for each group. None: the backend's defaults.
+        make_options: makes new options of the backend for each group. None: the backend's defaults.
 
     Returns:
         The group of this rank, or None if it is in none.

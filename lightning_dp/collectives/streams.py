@@ -68,7 +68,7 @@ def new_future(device: torch.device) -> Future[Tensor]:
     """Return a future of a tensor on ``device``.
 
     If work on the device is queued, the result may be set while the work that computes it is still queued on the
-    current stream. Whoever waits for the future lets his own stream wait for that work, and not the host.
+    current stream. Waiting on the future makes the current stream wait; the host does not block.
     """
     return Future(devices=[device] if has_streams(device) else None)
 

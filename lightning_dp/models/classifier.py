@@ -122,8 +122,8 @@ class Classifier(LightningModule):
             if total_steps < self._planned_steps:
                 raise ValueError(
                     f"the checkpoint's {type(each.scheduler).__name__} ends after {total_steps} steps, and this "
-                    f"training after {self._planned_steps}; such a schedule cannot be extended: train as long as "
-                    "planned before, or anew, or with another schedule"
+                    f"training after {self._planned_steps}; this schedule cannot be extended on resume: "
+                    "keep the original max_epochs, or start a new run"
                 )
 
     def _evaluate(self, batch: Batch, metrics: dict[str, Metric]) -> None:

@@ -228,7 +228,7 @@ def check_options(options: Mapping[str, Any], *not_negative: str) -> None:
 
 
 def call_closure(closure: Callable[[], Any] | None) -> Any:
-    """Compute the loss anew, with gradients, as `torch.optim.Optimizer.step` does. Without a closure return None."""
+    """Compute the loss again, with gradients, as `torch.optim.Optimizer.step` does. Without a closure return None."""
     if closure is None:
         return None
     with torch.enable_grad():

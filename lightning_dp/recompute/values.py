@@ -293,6 +293,7 @@ def closure(
     return sorted(calls, key=lambda call: call.number), list(sources)
 
 
+# Long because the calls share what is present, who still reads it, and how far it is from what stays.
 def compute(saved: Saved, retain: Retain) -> Tensor:
     """Compute a value again, and keep what ``retain`` names of the values on the way, until they are asked for."""
     target = saved.value

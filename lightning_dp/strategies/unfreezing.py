@@ -2,7 +2,7 @@
 
 DDP looks at ``requires_grad`` once, when it wraps the module. Whatever is unfrozen later (BaseFinetuning and other
 fine-tuning callbacks do that) is trained by each rank on its own data, and the ranks' weights drift apart silently:
-https://github.com/Lightning-AI/pytorch-lightning/issues/20340. Here the module is wrapped anew.
+https://github.com/Lightning-AI/pytorch-lightning/issues/20340. Here the module is wrapped in a new DDP.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ReducedParameters:
                 "the ranks; unfreeze parameters in on_train_epoch_start or on_train_batch_start"
             )
 
-    def wrap_anew(
+    def wrap_again(
         self, wrapped: DistributedDataParallel, wrap: Callable[[], DistributedDataParallel], keep_hooks: bool = True
     ) -> DistributedDataParallel:
         """Return the module in a new DDP, which reduces the unfrozen parameters too. All ranks must call it.
@@ -72,14 +72,14 @@ class ReducedParameters:
         Args:
             wrapped: the present DDP; it is of no use afterwards.
             wrap: wraps the module.
-            keep_hooks: register the communication hooks of ``wrapped`` again, whoever had registered them.
+            keep_hooks: register the communication hooks of ``wrapped`` again, also a callback's.
         """
         comm_hooks = release_reducer(wrapped)  # its hooks on the parameters would reduce each gradient a second time
         frozen_now = [parameter for parameter in self._reduced if not parameter.requires_grad]
         for parameter in frozen_now:
             parameter.requires_grad_(True)
         try:
-            anew = wrap()
+            wrapper = wrap()
         finally:
             for parameter in frozen_now:
                 parameter.requires_grad_(False)
@@ -87,8 +87,8 @@ class ReducedParameters:
         self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
         for hook, state in comm_hooks if keep_hooks else ():
             _forget_buckets(hook, state)
-            anew.register_comm_hook(state, hook)
-        return anew
+            wrapper.register_comm_hook(state, hook)
+        return wrapper
 
 
 def _forget_buckets(hook: Callable[..., object], state: object) -> None:

@@ -422,7 +422,7 @@ class PowerSGDCompressor(Compressor):
     def load_state_of(self, info: ParameterInfo, state: dict[str, Tensor | int]) -> None:
         right = state.get("right")
         shape = info.matrix_shape
-        # Another rank than before: the factors begin anew.
+        # Another rank than before: the factors start from the beginning.
         if isinstance(right, Tensor) and shape is not None and right.shape == (shape[1], self.rank_of(info)):
             self._right[info] = right.to(info.dtype)
         if "num_exact" in state:

@@ -100,7 +100,7 @@ class CompressedAllReduce:
 
 
 class CompressedStages:
-    """The stages of one bucket: what `BucketReduction` calls. Made anew when DDP changes its buckets.
+    """The stages of one bucket: what `BucketReduction` calls. Made again when DDP changes its buckets.
 
     Args:
         owner: does the work.

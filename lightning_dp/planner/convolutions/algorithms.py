@@ -118,7 +118,7 @@ def fft_convolution(
 class _Convolution(torch.autograd.Function):
     """A convolution whose backward uses the same algorithm.
 
-    torch chooses anew in backward, from the switches at that time. Without this class a switch that is set around the
+    torch chooses again in backward, from the switches at that time. Without this class a switch that is set around the
     forward of one layer would have no effect on its backward.
     """
 

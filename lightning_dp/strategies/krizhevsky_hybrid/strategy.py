@@ -186,7 +186,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         module, model = self.lightning_module, self.model
         assert module is not None
         if isinstance(model, DistributedDataParallel):
-            self.model = self._reduced.wrap_anew(model, lambda: wrap_in_ddp(self, module))
+            self.model = self._reduced.wrap_again(model, lambda: wrap_in_ddp(self, module))
         else:
             self.configure_ddp()  # the whole trunk was frozen
 

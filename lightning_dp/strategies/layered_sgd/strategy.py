@@ -200,7 +200,9 @@ class LayeredSGDStrategy(BaseStrategy):
         with naming_backend_errors(
             f"taking {names[0]}, which has become trainable, into the reduction, with all ranks,"
         ):
-            self.model = reduced.wrap_anew(model, lambda: wrap_in_ddp(self, module), keep_hooks=self._reduction is None)
+            self.model = reduced.wrap_again(
+                model, lambda: wrap_in_ddp(self, module), keep_hooks=self._reduction is None
+            )
         if self._reduction is not None:
             self._reduction.feed_from(self.model)
 
