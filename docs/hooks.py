@@ -1,4 +1,4 @@
-"""A hook of mkdocs: it lists the files of the package on the architecture page, each with its docstring's first line."""
+"""A hook of mkdocs: lists the files of the package on the architecture page, each with its docstring's first line."""
 
 from __future__ import annotations
 
