@@ -37,7 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the server of the ranks import the tests that need it, while the others run."""
-    needed = {item.module.__name__ for item in session.items if hasattr(item.module, "run_processes")}
+    modules = {item.module for item in session.items}
+    needed = {each.__name__ for each in modules if {"run_processes", "run_cases"} & vars(each).keys()}
     if needed and not session.config.option.collectonly:
         start_server(needed)
 

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from lightning_dp.runs.evaluate import evaluate, read_checkpoint, read_config
+from lightning_dp.runs.evaluate import read_checkpoint, read_config
 
 
 def test_a_file_that_is_not_a_checkpoint_is_refused(tmp_path):
@@ -40,9 +40,3 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path):
     assert not Trap.sprung
     pickle.loads(pickle.dumps(Trap()))  # noqa: S301  our own
     assert Trap.sprung, "the trap works"
-
-
-def test_a_checkpoint_of_another_model_is_refused(single):
-    checkpoint = single.run_dir() / "checkpoints" / "last.ckpt"
-    with pytest.raises(ValueError, match="holds another model"):
-        evaluate(checkpoint, ["model.model.num_classes=9"])

@@ -11,6 +11,7 @@ from lightning_fabric.utilities.warnings import PossibleUserWarning
 from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredSGDStrategy
+from tests.ranks import run_processes
 from tests.strategies.modules import SMALL_BUCKETS_MB, Net, assert_same, data, trainer
 
 
@@ -27,11 +28,7 @@ class LayeredAndLeave(Leave, LayeredSGDStrategy):
     pass
 
 
-class DDPAndLeave(Leave, DDPStrategy):
-    pass
-
-
-def spawned_fit(strategy):
+def launched_fit(strategy):
     module = Net()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PossibleUserWarning)
@@ -39,10 +36,15 @@ def spawned_fit(strategy):
     return dict(module.named_parameters())
 
 
+def ddp_fit(rank):
+    return launched_fit(DDPStrategy())
+
+
+# Not "forkserver": under it, Lightning lets all ranks train the same parameters, in shared memory.
 @pytest.mark.parametrize("overlap", [pytest.param("load", marks=pytest.mark.slow), "step"])
 def test_spawn(overlap):
     layered = LayeredAndLeave(1, overlap=overlap, start_method="spawn", bucket_cap_mb=SMALL_BUCKETS_MB)
-    assert_same(spawned_fit(layered), spawned_fit(DDPAndLeave(start_method="spawn")))
+    assert_same(launched_fit(layered), run_processes(2, ddp_fit)[0])
 
 
 def test_groups_are_the_ranks_of_a_node_by_default():
