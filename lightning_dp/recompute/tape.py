@@ -205,6 +205,8 @@ class Tape(TorchDispatchMode):
                 outputs.append(None)
                 continue
             value = Value(tensor, version, call, place, self._number, self._location.segment, self._key)
+            if changed or view_version is not None:
+                value.is_small = False  # a plan counts it: what it is a view of, or was changed from, may be large
             outputs.append(self._enter(value, tensor))
         if call is not None:
             call.add_outputs(outputs)
