@@ -271,8 +271,8 @@ class LayeredSGDStrategy(BaseStrategy):
         if self._reduction is not None and self._reduction.updates.is_interrupted:
             log.warning(
                 f"{type(self).__name__}: a signal handler that saves weights has interrupted the optimizer's step, so "
-                "the parameters of one gradient bucket may be saved half updated (DDPStrategy would save all of them "
-                "so); let the handler set a flag, and save in on_train_batch_end"
+                "parameters may be saved without their last update, or with half of it (as with DDPStrategy); let the "
+                "handler set a flag, and save in on_train_batch_end"
             )
         self.finish_update()
         return super().lightning_module_state_dict()

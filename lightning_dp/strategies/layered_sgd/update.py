@@ -236,29 +236,29 @@ class UpdateQueue:
 
     def _apply(self, update: PendingUpdate, buckets: list[GradientSum | None]) -> list[Tensor]:
         """Update the parameters of ``buckets`` in one step; their sums have arrived. Return what was updated."""
-        part = update.take(buckets)
-        if part is None:
-            return []
-        # Before the step, not after it: the step itself uses the parameters.
-        if update.is_done and update in self._updates:
-            self._updates.remove(update)
-        for parameter in part.parameters:
-            self._by_parameter.pop(parameter, None)
-        if update.staged_at.is_of_this_thread:
-            self._watch.remove(part.parameters)
-        contexts = as_after_backward(part.gradients[0].device.type)
-        if not update.staged_at.is_of_this_thread:
-            # They stay watched: the thread that trains may use one of them meanwhile, and then waits for the lock.
-            contexts.enter_context(without_torch_function())
-        self._stale_uses.note_updated(part.parameters, update.staged_at)
         was_stepping = self._is_stepping
-        self._is_stepping = True
+        self._is_stepping = True  # from here on: a signal handler does not see what is taken and not yet applied
         try:
+            part = update.take(buckets)
+            if part is None:
+                return []
+            # Before the step, not after it: the step itself uses the parameters.
+            if update.is_done and update in self._updates:
+                self._updates.remove(update)
+            for parameter in part.parameters:
+                self._by_parameter.pop(parameter, None)
+            if update.staged_at.is_of_this_thread:
+                self._watch.remove(part.parameters)
+            contexts = as_after_backward(part.gradients[0].device.type)
+            if not update.staged_at.is_of_this_thread:
+                # They stay watched: the thread that trains may use one of them meanwhile, and then waits for the lock.
+                contexts.enter_context(without_torch_function())
+            self._stale_uses.note_updated(part.parameters, update.staged_at)
             with contexts:
                 update.step(part)
+            return part.parameters
         finally:
             self._is_stepping = was_stepping
-        return part.parameters
 
     def finish_optimizer(self, optimizer: Optimizer) -> None:
         """Bring all parameters of ``optimizer`` up to date."""
@@ -435,7 +435,12 @@ class PendingUpdate:
 
         A signal handler may have taken some or all of them while the caller waited; None if nothing is left.
         """
-        parts = [self._parts.pop(bucket) for bucket in buckets if bucket in self._parts]
+        if self.whole_step is not None:
+            # At once: a signal handler in between would apply the rest by itself, with a norm of those gradients alone.
+            taken, self._parts = self._parts, {}
+            parts = list(taken.values())
+        else:
+            parts = [part for bucket in buckets if (part := self._parts.pop(bucket, None)) is not None]
         if not parts:
             return None
         return self._whole if len(parts) == self._num_parts else parts[0].joined_with(parts[1:])

@@ -39,7 +39,11 @@ class Staged:
         self.before = [parameter.detach().clone() for parameter in self.parameters]
         for layer, bucket in zip(self.layers, self.buckets, strict=True):
             self.updates.add_sum(list(layer.parameters()), bucket)
-        self.updates.stage(self.optimizer, (lambda optimizer: optimizer.step()) if whole else None)
+        self.updates.stage(self.optimizer, self.step_whole if whole else None)
+
+    def step_whole(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take a step that needs all gradients, such as one with clipping by the norm."""
+        optimizer.step()
 
     def fill_buckets(self) -> None:
         """Give each layer's parameters gradients that are views of its bucket, all ones."""

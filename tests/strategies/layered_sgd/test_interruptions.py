@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch.optim import sgd
 
 from lightning_dp.strategies.layered_sgd import host_communicator, update
 from lightning_dp.strategies.layered_sgd.host_communicator import BucketReduction
@@ -63,10 +64,14 @@ def train(make: type[Staged], whole: bool) -> Staged:
     return staged
 
 
-def at_line(number: int, handler: Callable[[], None], act: Callable[[], Any]) -> tuple[Any, bool]:
+def at_line(
+    number: int,
+    handler: Callable[[], None],
+    act: Callable[[], Any],
+    files: Sequence[str] = (update.__file__, host_communicator.__file__),
+) -> tuple[Any, bool]:
     """Run ``act``, and ``handler`` in between, before the line with this number, as Python runs a signal handler."""
     left = number
-    files = (update.__file__, host_communicator.__file__)
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal left
@@ -115,6 +120,56 @@ def test_a_signal_handler_at_any_line_finds_a_whole_optimizer_and_changes_nothin
         for index, state in expected["state"].items():
             assert torch.equal(actual["state"][index]["momentum_buffer"], state["momentum_buffer"]), number
     assert number > 200
+
+
+class FromZero(WithSums):
+    """All its values stay equal to each other, because they begin at zero and each gradient is one."""
+
+    made: FromZero | None = None
+
+    def stage(self, whole: bool = False) -> None:
+        FromZero.made = self
+        self.updates.is_in_training_step = True  # else it looks for the caller's name
+        for parameter in self.parameters:
+            parameter.data.zero_()
+        super().stage(whole)
+
+    def step_whole(self, optimizer: torch.optim.Optimizer) -> None:
+        assert len(optimizer.param_groups[0]["params"]) == 4
+        super().step_whole(optimizer)
+
+    def values(self) -> set[float]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return set(torch.cat([parameter.detach().flatten() for parameter in self.parameters]).tolist())
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_signal_handler_finds_part_of_an_update_only_where_it_is_told_so(whole):
+    num_told = num_parts = 0
+
+    def save() -> None:
+        nonlocal num_told, num_parts
+        if (staged := FromZero.made) is not None:
+            is_told = staged.updates.is_interrupted
+            staged.updates.finish()
+            is_part = len(staged.values()) > 1
+            assert is_told or not is_part, f"line {number} run: {staged.values()}"
+            num_told += is_told
+            num_parts += is_part
+
+    def train_once() -> FromZero:
+        staged = FromZero(whole, momentum=0.5)
+        staged.layers[0](torch.ones(1, 3))
+        staged.updates.finish()
+        return staged
+
+    number, was_reached = 0, True
+    while was_reached:
+        number += 1
+        FromZero.made = None
+        staged, was_reached = at_line(number, save, train_once, files=(update.__file__, sgd.__file__))
+        assert staged.values() == {-1.0}
+    assert num_told >= num_parts > 0
 
 
 def test_another_thread_gets_the_state_of_a_whole_step(monkeypatch):
