@@ -60,11 +60,12 @@ class PostponedUpdate:
                 arrives when it is waited for, as on a slow one.
         """
         self._communicator.have_arrived = have_arrived
-        self._reduction.begin_backward(torch.zeros(()))
+        self._reduction.updates.begin_backward(torch.zeros(()))
         for bucket in self._buckets:
             bucket.take_gradients()
             self._hook(None, bucket)
-        self._reduction.end_backward()
+        self._reduction.updates.end_backward()
+        self._reduction.release()
         self._reduction.updates.stage(self._optimizer)
 
     def finish(self) -> None:

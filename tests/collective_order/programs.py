@@ -188,10 +188,11 @@ def _forward_and_backward(
     loss = (model(x, step, rank) - target).square().mean()
     _metric(program, "forward")
     if reduction is not None:
-        reduction.begin_backward(loss)
+        reduction.updates.begin_backward(loss)
     loss.backward()
     if reduction is not None:
-        reduction.end_backward()
+        reduction.updates.end_backward()
+        reduction.release()
 
 
 def _metric(program: Program, now: str) -> None:

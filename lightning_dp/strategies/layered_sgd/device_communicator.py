@@ -137,9 +137,6 @@ class DeviceCommunicator:
             self._collective.close()
 
 
-# --- The hierarchical all-reduce where the gradients are: on the device, in the order of the calling thread's stream.
-
-
 class DeviceAllReduce:
     """Sum buffers over all ranks: reduce-scatter in the group, all-reduce of shards between groups, all-gather.
 
@@ -212,7 +209,7 @@ class DeviceAllReduce:
             destroy_group(group)
 
 
-# --- Settings of NCCL for several communicators that are in flight on one device at a time.
+# Settings of NCCL for several communicators that are in flight on one device at a time.
 #
 # NCCL's kernels wait for their peers while they occupy the device. If two ranks run the kernels of two communicators in
 # different orders, each can wait for the other. From version 2.26 on NCCL keeps the order in which the host has issued

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,20 +35,8 @@ NO_BUCKET = -1
 MAX_BEGUN = 2
 
 
-class _Choice:
-    """Rank 0's choice of the next bucket, on its way to all ranks."""
-
-    def __init__(self, index: int, group: dist.ProcessGroup, where: str) -> None:
-        self._what = f"the order of the gradient buckets, {where}"
-        self._index = torch.tensor([index])
-        with naming_backend_errors(self._what):
-            self._work = dist.broadcast(self._index, group=group, group_src=0, async_op=True)
-
-    def wait(self) -> int:
-        """Return the bucket's index, or `NO_BUCKET`."""
-        with naming_backend_errors(self._what):
-            self._work.wait()
-        return int(self._index)
+# Waits for rank 0's choice of the next bucket, and returns its index, or `NO_BUCKET`.
+Choice: TypeAlias = Callable[[], int]
 
 
 class Communicator:
@@ -157,10 +145,10 @@ class Communicator:
             # The thread starts on device 0. On other ranks its first call would create a context there, which takes
             # about half a gigabyte of that GPU's memory.
             streams.set_device(self._device)
-        proposal: _Choice | None = None
+        choice: Choice | None = None
         try:
-            while (bucket := self._next(proposal)) is not None:
-                proposal = self._begin(bucket)
+            while (bucket := self._next(choice)) is not None:
+                choice = self._begin(bucket)
                 del bucket  # its buffer may be of the size of the model
         except BaseException as error:
             self._fail(error)
@@ -179,9 +167,9 @@ class Communicator:
         else:
             self._fail_what_is_left()
 
-    def _next(self, proposal: _Choice | None) -> BucketReduction | None:
+    def _next(self, choice: Choice | None) -> BucketReduction | None:
         """Wait for the bucket whose turn it is. Return None when the communicator is closed."""
-        index = NO_BUCKET if proposal is None else proposal.wait()
+        index = NO_BUCKET if choice is None else choice()
         if index == NO_BUCKET:
             with self._changed:
                 self._changed.wait_for(lambda: self._ready or self._closed)
@@ -196,7 +184,7 @@ class Communicator:
                 # On a GPU backward has only launched the kernels that fill the buckets. Copies arrive in the order of
                 # submission; with the first one there is something to choose.
                 first.wait_for_copy()
-                index = self._choose(self._order_group).wait()
+                index = self._choose(self._order_group)()
         with self._changed:
             # Rank 0 may be ahead, and choose a bucket that backward has not filled here yet.
             if not self._changed.wait_for(lambda: index in self._ready or self._closed, self._timeout_s):
@@ -206,7 +194,7 @@ class Communicator:
                 )
             return self._ready.pop(index, None)
 
-    def _choose(self, group: dist.ProcessGroup) -> _Choice:
+    def _choose(self, group: dist.ProcessGroup) -> Choice:
         """Start to tell all ranks which bucket comes next: of those whose data is there on rank 0, the highest index.
 
         Every rank takes part in the broadcast; what the others propose is overwritten by rank 0's choice.
@@ -214,11 +202,20 @@ class Communicator:
         with self._changed:
             # A bucket whose copy is still under way would keep the link idle while others wait behind it.
             there = [index for index, bucket in self._ready.items() if bucket.copy_is_done]
-            index = max(there, default=NO_BUCKET)
-        return _Choice(index, group, self._collective.describe("all"))
+            index = torch.tensor([max(there, default=NO_BUCKET)])
+        what = f"the order of the gradient buckets, {self._collective.describe('all')}"
+        with naming_backend_errors(what):
+            work = dist.broadcast(index, group=group, group_src=0, async_op=True)
 
-    def _begin(self, bucket: BucketReduction) -> _Choice | None:
-        """Take ``bucket`` through the stages, or up to its last messages; return the proposal for the next one."""
+        def wait() -> int:
+            with naming_backend_errors(what):
+                work.wait()
+            return int(index)
+
+        return wait
+
+    def _begin(self, bucket: BucketReduction) -> Choice | None:
+        """Take ``bucket`` through the stages, or up to its last messages; return the choice of the next one."""
         with self._changed:
             self._begun.append(bucket)
             self._changed.wait_for(lambda: len(self._begun) <= MAX_BEGUN or self._failed)
@@ -228,14 +225,14 @@ class Communicator:
         # The ranks agree on the next bucket during this one's inter-group all-reduce. If they agreed after it, the
         # link would be idle for a round trip. A compressed one is under way when `_next` asks, which may then have more
         # to choose from.
-        proposal: _Choice | None = None
+        choice: Choice | None = None
         if self._order_group is not None and self.compressed is None:
-            proposal = self._choose(self._order_group)
+            choice = self._choose(self._order_group)
         if bucket.start_inter_group():
             self._to_finish.put(bucket)
         else:
             self._settle(bucket)
-        return proposal
+        return choice
 
     def _settle(self, bucket: BucketReduction) -> None:
         bucket.finish_inter_group()
@@ -263,8 +260,7 @@ class Communicator:
             each.fail(self._failed)
 
 
-# --- One gradient bucket on its way through the hierarchical all-reduce.
-
+# Stages of a bucket that are reported.
 INTRA_GROUP_REDUCE = "intra-group reduce"
 INTER_GROUP_ALL_REDUCE = "inter-group all-reduce"
 INTRA_GROUP_BROADCAST = "intra-group broadcast"
@@ -349,7 +345,7 @@ class BucketReduction:
         if stream is None:
             # The data is complete. The copy of a GPU's buffer is not: this thread would have to wait for it, so the
             # communicator starts the reduce.
-            self._start_intra_group_reduce()
+            self._works = collective.intra_group_reduce(self._payload)
 
     @property
     def _payload(self) -> Tensor:
@@ -361,9 +357,6 @@ class BucketReduction:
             assert self.stage is _FOLLOWS[stage], f"bucket {self.index} cannot go from {self.stage} to {stage}"
             self.stage = stage
             self._stage_changed.notify_all()
-
-    def _start_intra_group_reduce(self) -> None:
-        self._works = self._collective.intra_group_reduce(self._payload)
 
     def _reduce_on_device(self, buffer: Tensor) -> slice:
         try:
@@ -384,11 +377,13 @@ class BucketReduction:
 
     def reduce_intra_group(self) -> None:
         """Wait until the carriers have the sum over their group."""
-        with self._stage_reported(INTRA_GROUP_REDUCE):
-            if self._stream is not None:
-                self.wait_for_copy()
-                self._start_intra_group_reduce()
-            self._wait_for_works()
+        start_s = time.perf_counter()
+        if self._stream is not None:
+            self.wait_for_copy()
+            self._works = self._collective.intra_group_reduce(self._payload)
+        self._wait_for_works()
+        if self._on_stage is not None:
+            self._on_stage(INTRA_GROUP_REDUCE, start_s, time.perf_counter())
         self._advance(Stage.REDUCED)
 
     def start_inter_group(self) -> bool:
@@ -482,19 +477,9 @@ class BucketReduction:
                 raise
 
     @contextmanager
-    def _stage_reported(self, stage: str) -> Iterator[None]:
-        start_s = time.perf_counter()
-        yield
-        if self._on_stage is not None:
-            self._on_stage(stage, start_s, time.perf_counter())
-
-    @contextmanager
     def _named(self, where: str) -> Iterator[None]:
         with naming_backend_errors(f"the sum of gradient bucket {self.index}, {where}"):
             yield
-
-
-# --- Copy of a gradient bucket in host memory, for a communicator that reduces on the CPU.
 
 
 class HostCopy:
@@ -567,7 +552,7 @@ class HostCopy:
             streams.keep_until_done(self._buffer, streams.current_stream(self._buffer.device))
 
 
-# --- Threads that let the training thread go first, where threads share cores.
+# Threads that let the training thread go first, where threads share cores.
 #
 # Collectives on the host take processor time: gloo's threads copy and add, and so do the communicator's. The training
 # thread sleeps while a device computes, and has little to do when it wakes up; but all that follows waits for it.

@@ -203,9 +203,6 @@ def _compressible(module: nn.Module, compression: Compression) -> ParameterTable
     return ParameterTable(module.named_parameters())
 
 
-# --- What is refused before training starts: values of options, optimizers and layers.
-
-
 def check_optimizers(optimizers: Iterable[Optimizer], strategy_name: str) -> None:
     """Raise ValueError for an optimizer that cannot work on several ranks, by name."""
     for optimizer in optimizers:

@@ -220,7 +220,7 @@ def is_watched(parameter: Tensor) -> bool:
     return isinstance(parameter, _Watched)
 
 
-# --- Detect, in backward, that a parameter was used while its update was pending, unseen by the watch.
+# What the watch does not see is found in backward.
 
 
 class StaleUseError(RuntimeError):

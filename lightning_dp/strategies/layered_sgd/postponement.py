@@ -98,13 +98,16 @@ class Postponement:
     @property
     def goes_by_bucket(self) -> bool:
         """Whether parameters may be updated while the forward runs, a bucket at a time."""
-        by_bucket = steps_by_bucket(self._trainer)
-        if not by_bucket and not self._before_forward:
-            self._warn_once(
-                "clipping by the norm and gradient scalers need all gradients, so each update is applied as a whole "
-                "before the forward, as with overlap='load'"
-            )
-        return by_bucket and not self._before_forward
+        if self._before_forward:
+            return False
+        has_scaler = getattr(self._trainer.precision_plugin, "scaler", None) is not None  # an overflow skips the step
+        if not self._trainer.gradient_clip_val and not has_scaler:
+            return True
+        self._warn_once(
+            "clipping by the norm and gradient scalers need all gradients, so each update is applied as a whole before "
+            "the forward, as with overlap='load'"
+        )
+        return False
 
     def with_present_clipping(self, step: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
         """Return ``step`` with the clipping that the Trainer has now. Callbacks may change it before ``step`` runs."""
@@ -178,8 +181,6 @@ class Postponement:
             log.warning(f"{self._strategy_name}: {text}")
 
 
-# --- When an update may be postponed, and when it may be applied bucket by bucket: predicates without state.
-
 # Modules whose optimizers compute a parameter's update from its own gradient and state alone, in one pass.
 _KNOWN_OPTIMIZERS = ("torch.optim.", "lightning_dp.optim.")
 # Where the code of their steps and of its wrappers is.
@@ -217,9 +218,10 @@ def why_step_is_not_postponed(optimizer: Optimizer, precision_plugin: Any) -> st
     """
     name = type(optimizer).__name__
     step = step_function(optimizer)
+    of_class: Any = type(optimizer).step
     if not f"{type(optimizer).__module__}.".startswith(_KNOWN_OPTIMIZERS):
         return f"{name}.step, which is not PyTorch's own,"
-    if not _is_known_code(step) or step is not _of_class(optimizer):
+    if not _is_known_code(step) or step is not of_class:
         return f"{name}.step, which somebody has replaced,"
     if has_any_step_hooks(optimizer):
         return f"a hook before or after {name}.step"
@@ -240,18 +242,6 @@ def _is_known_code(function: Any) -> bool:
     return True
 
 
-def _of_class(optimizer: Optimizer) -> Any:
-    return type(optimizer).step
-
-
 def _overrides(instance: object, name: str, base: type) -> bool:
     """Whether the hook is not the base class's; it may be set on the instance alone, as LambdaCallback does."""
     return getattr(getattr(instance, name), "__func__", None) is not getattr(base, name)
-
-
-def steps_by_bucket(trainer: Any) -> bool:
-    """Return whether some parameters may be updated before the gradients of others are there.
-
-    Not with clipping by the global norm, nor with a gradient scaler: one overflow skips the whole step.
-    """
-    return not trainer.gradient_clip_val and getattr(trainer.precision_plugin, "scaler", None) is None

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dp._private.torch_names import call_after_backward, is_in_backward
 from lightning_dp.collectives import streams
-from lightning_dp.collectives.compression.stages import CompressedAllReduce
 from lightning_dp.strategies.layered_sgd.gradient_sum import GradientCommunicator
 from lightning_dp.strategies.layered_sgd.update import UpdateQueue
 
@@ -30,6 +29,7 @@ class LayeredReduction:
         module: the module that is trained.
 
     Attributes:
+        compressed: the compressed all-reduce, with what it keeps between steps; None if sums are exact.
         updates: what is pending.
     """
 
@@ -38,6 +38,7 @@ class LayeredReduction:
         self._world_size = world_size
         self._has_final_buckets = False
         self._will_release = False
+        self.compressed = communicator.compressed
         self.updates = UpdateQueue(module)
         self._fork_guard = ForkGuard(self.updates.lock, self.updates.bring_up_to_date)
 
@@ -52,17 +53,12 @@ class LayeredReduction:
         DDP does so once, in the forward after the first backward pass, which shows in which order gradients become
         ready. It copies the gradients into the new buckets, so they must have been averaged by then.
         """
+        self._will_release = False  # an earlier backward may have raised
         if self.updates.has_sums and not self._has_final_buckets:
             self.updates.wait_for_gradients()
             self._has_final_buckets = True
 
     # Dynamo must not trace what follows: it runs in the middle of backward, or inside a compiled training step.
-
-    @torch.compiler.disable
-    def begin_backward(self, loss: Tensor) -> None:
-        """Free the buckets, which backward is going to refill."""
-        self._will_release = False
-        self.updates.begin_backward(loss)
 
     @torch.compiler.disable
     def _reduce_bucket(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -75,29 +71,18 @@ class LayeredReduction:
         parameters = bucket.parameters()
         self.updates.add_sum(parameters, self._communicator.submit(bucket.index(), buffer, parameters))
         if not self._will_release and is_in_backward():
-            # Not as late as `end_backward`: before that Lightning calls `on_after_backward`, which may read gradients.
+            # Not as late as `post_backward`: before that Lightning calls `on_after_backward`, which may read gradients.
             self._will_release = True
-            call_after_backward(self._release)
+            call_after_backward(self.release)
         done = streams.new_future(buffer.device)
         done.set_result(buffer)
         return done
 
     @torch.compiler.disable
-    def _release(self) -> None:
+    def release(self) -> None:
         """Release the buckets that the communicator has held back until the end of backward."""
         self._will_release = False
         self._communicator.release()
-
-    @torch.compiler.disable
-    def end_backward(self) -> None:
-        """End what `begin_backward` has begun."""
-        self.updates.end_backward()
-        self._release()
-
-    @property
-    def compressed(self) -> CompressedAllReduce | None:
-        """The compressed all-reduce, with what it keeps between steps; None if sums are exact."""
-        return self._communicator.compressed
 
     def __reduce__(self) -> Any:
         # The DDP keeps this object, with its hook. A copy of the DDP has a reducer of its own, without the hook.
@@ -110,7 +95,7 @@ class LayeredReduction:
         self._communicator.close()
 
 
-# --- Forked processes start with everything up to date: they have no communicator that they could wait for.
+# Forked processes start with everything up to date: they have no communicator that they could wait for.
 
 log = logging.getLogger(__name__)
 

@@ -212,7 +212,7 @@ class LayeredSGDStrategy(BaseStrategy):
         if self._reduced is not None:
             self._reduced.require_none_unfrozen()
         if self._reduction is not None:
-            self._reduction.begin_backward(closure_loss)
+            self._reduction.updates.begin_backward(closure_loss)
         super().pre_backward(closure_loss)
 
     @override
@@ -220,7 +220,8 @@ class LayeredSGDStrategy(BaseStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         if self._reduction is not None and self._postponement is not None:
-            self._reduction.end_backward()
+            self._reduction.updates.end_backward()
+            self._reduction.release()
             if self._postponement.uses_gradients_unseen:
                 self._reduction.updates.wait_for_gradients()
 
@@ -317,9 +318,6 @@ class LayeredSGDStrategy(BaseStrategy):
             self._reduction.close()
             self._reduction = None
         super().teardown()
-
-
-# --- What compression keeps between steps, on its way into checkpoints and out of them.
 
 
 KEY = "layered_sgd_compression"

@@ -90,7 +90,7 @@ class UpdateQueue:
         """Return the parameters that have a pending update."""
         return list(self._by_parameter)
 
-    # --- Backward: sums begin.
+    # Backward: sums begin.
 
     def begin_backward(self, loss: Tensor) -> None:
         """Free the buckets, which backward is going to refill, and start to check for uses of stale parameters."""
@@ -111,7 +111,7 @@ class UpdateQueue:
         self._of_this_backward.close()
         self.is_in_backward = False
 
-    # --- The optimizer's step: it is staged.
+    # The optimizer's step: it is staged.
 
     def guard(self, optimizer: Optimizer) -> None:
         """Let each look at ``optimizer.state`` apply the optimizer's update first, until `unguard`."""
@@ -153,32 +153,28 @@ class UpdateQueue:
             self._by_parameter.update(dict.fromkeys(parameters, update))
             self._updates.append(update)
             self._watch.add(parameters)  # waiting for their gradients may have ended the watch
-            for parameter in self._with_gradient_elsewhere(parameters):
+            # A gradient outside of its bucket was read, or set by hand. Its holder may change it after the step, for
+            # example zero a buffer for accumulation. Little is lost: a reader has waited for the sum of the bucket.
+            with without_torch_function():
+                elsewhere = [parameter for parameter in parameters if not self._is_in_bucket(parameter)]
+            for parameter in elsewhere:
                 self._apply_for(parameter)
 
-    def _with_gradient_elsewhere(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Return the parameters whose gradient does not lie in its bucket: it was read, or set by hand.
-
-        Somebody may hold such a gradient and change it after the step, for example zero a buffer for accumulation. The
-        update must come before that. Little is lost: a reader of a gradient has waited for the sum of its bucket.
-        """
-        with without_torch_function():
-            return [parameter for parameter in parameters if not self._is_in_bucket(parameter)]
-
     def _is_in_bucket(self, parameter: Tensor) -> bool:
+        """Return whether the gradient lies in its bucket."""
         gradient_sum, gradient = self._sums.get(parameter), parameter.grad
         if gradient_sum is None or gradient is None:
             return False
         offset = gradient.data_ptr() - gradient_sum.buffer.data_ptr()
         return 0 <= offset < gradient_sum.buffer.nbytes or not gradient.numel()
 
-    # --- The next forward, or another use: the update is applied.
+    # The next forward, or another use: the update is applied.
 
     def begin_forward(self) -> None:
         """Note that the forward begins. Call it after the updates that must come before the forward."""
         with self.lock:  # another thread may use a suspect meanwhile
             suspects = list(self._stale_uses.suspects)
-            self._watch.remove(parameter for parameter in suspects if not self._is_pending(parameter))
+            self._watch.remove(parameter for parameter in suspects if parameter not in self._by_parameter)
             self._stale_uses.begin_forward()
 
     def _before_use(self, parameter: Tensor) -> None:
@@ -188,7 +184,7 @@ class UpdateQueue:
                 # `torch.jit.trace` runs twice and compares the lines that call operators, so the watch must stay.
                 self._watch.add([parameter, *self._apply_for(parameter)])
                 return
-            if self._is_pending(parameter):
+            if parameter in self._by_parameter:
                 updated = self._apply_for(parameter)
                 # Suspects stay watched until they are used: an unseen use before this has read old values.
                 if suspects := self._stale_uses.suspects:
@@ -223,9 +219,6 @@ class UpdateQueue:
         sums = {self._sums[parameter] for parameter in parameters if parameter in self._sums}
         if not all(each.has_arrived for each in sums):
             self.early_user = _user_on_stack()
-
-    def _is_pending(self, parameter: Tensor) -> bool:
-        return parameter in self._by_parameter
 
     def _apply_for(self, parameter: Tensor) -> list[Tensor]:
         """Bring ``parameter`` up to date. Return all parameters that were updated."""
@@ -273,14 +266,14 @@ class UpdateQueue:
             for update in list(self._updates):
                 self._apply(update, update.all_arrived())
 
-    # --- Gradients.
+    # Gradients.
 
     def wait_for_gradients(self) -> None:
         """Wait until all gradients are averaged."""
         for gradient_sum in set(self._sums.values()):
             gradient_sum.wait()
         if self._updates:  # parameters with a pending update must remain watched
-            self._watch.remove(parameter for parameter in self._sums if not self._is_pending(parameter))
+            self._watch.remove(parameter for parameter in self._sums if parameter not in self._by_parameter)
         else:
             self._watch.remove(self._sums)
 
@@ -353,9 +346,6 @@ def _user_on_stack() -> str:
     return FRAMEWORK
 
 
-# --- One step of one optimizer, as it was staged.
-
-
 class PendingUpdate:
     """One step of one optimizer, with the gradients and hyperparameters of the moment it was staged.
 
@@ -385,16 +375,21 @@ class PendingUpdate:
         # All parts in the order of the optimizer's groups: a norm over all gradients depends on the order of summation.
         self._whole = StagedPart()
         with without_torch_function():  # the watch would wait for the gradients
-            for group in map(StagedGroup, optimizer.param_groups):
-                for parameter in group.parameters:
+            for index, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
                     gradient = parameter.grad
                     if gradient is not None:
                         bucket = sums.get(parameter)
                         if bucket not in self._parts:
                             self._parts[bucket] = StagedPart()
-                        self._parts[bucket].add(group, parameter, gradient)
-                        self._whole.add(group, parameter, gradient)
+                        self._parts[bucket].add(index, parameter, gradient)
+                        self._whole.add(index, parameter, gradient)
         self._num_parts = len(self._parts)
+        # Schedules and users change the groups afterwards, tensors in place. Plain values cannot change.
+        self._groups = [
+            {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+            for group in optimizer.param_groups
+        ]
         state: Any = optimizer.state
         self._state = state.plain if isinstance(state, GuardedState) else state
 
@@ -448,7 +443,7 @@ class PendingUpdate:
     def step(self, part: StagedPart) -> None:
         """Update the parameters of ``part``."""
         stepping = shallow_copy_of(self.optimizer)
-        stepping.param_groups = part.param_groups()
+        stepping.param_groups = [{**self._groups[index], "params": each} for index, each in part.by_group.items()]
         stepping.state = self._state
         with part.with_staged_gradients():
             if self.whole_step is not None:
@@ -463,38 +458,25 @@ def _wait_for(buckets: Iterable[GradientSum | None]) -> None:
             bucket.wait()
 
 
-class StagedGroup:
-    """A parameter group with its hyperparameters of the moment of staging; schedules change the group afterwards."""
-
-    def __init__(self, group: dict[str, Any]) -> None:
-        self.parameters: list[Tensor] = group["params"]
-        # Tensors are copied, because schedules and users may change them in place. Plain values cannot change.
-        self._staged = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
-
-    def restricted_to(self, parameters: list[Tensor]) -> dict[str, Any]:
-        """Return the group as staged, with some of its parameters."""
-        return {**self._staged, "params": parameters}
-
-
 class StagedPart:
     """Some parameters of an optimizer, with the gradients that were staged. They are updated in one step.
 
     Attributes:
         parameters: the parameters.
         gradients: the gradient of each.
-        groups: the parameters again, by group.
+        by_group: the parameters again, by the index of their group.
     """
 
     def __init__(self) -> None:
         self.parameters: list[Tensor] = []
         self.gradients: list[Tensor] = []
-        self.groups: dict[StagedGroup, list[Tensor]] = {}
+        self.by_group: dict[int, list[Tensor]] = {}
 
-    def add(self, group: StagedGroup, parameter: Tensor, gradient: Tensor) -> None:
-        """Add a parameter of ``group``."""
+    def add(self, group: int, parameter: Tensor, gradient: Tensor) -> None:
+        """Add a parameter of the group with this index."""
         self.parameters.append(parameter)
         self.gradients.append(gradient)
-        self.groups.setdefault(group, []).append(parameter)
+        self.by_group.setdefault(group, []).append(parameter)
 
     def joined_with(self, others: list[StagedPart]) -> StagedPart:
         """Return a part with the parameters of this one and those of ``others``."""
@@ -504,13 +486,9 @@ class StagedPart:
         for part in (self, *others):
             joined.parameters += part.parameters
             joined.gradients += part.gradients
-            for group, parameters in part.groups.items():
-                joined.groups.setdefault(group, []).extend(parameters)
+            for group, parameters in part.by_group.items():
+                joined.by_group.setdefault(group, []).extend(parameters)
         return joined
-
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's groups, with these parameters alone."""
-        return [group.restricted_to(parameters) for group, parameters in self.groups.items()]
 
     @contextmanager
     def with_staged_gradients(self) -> Iterator[None]:
@@ -544,9 +522,6 @@ def as_after_backward(device_type: str) -> ExitStack:
     if has_modes():
         contexts.enter_context(without_modes())
     return contexts
-
-
-# --- ``optimizer.state`` in training.
 
 
 class GuardedState(MutableMapping[Any, Any]):

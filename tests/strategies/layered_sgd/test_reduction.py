@@ -80,13 +80,14 @@ class Training:
         """Do what the strategy does from backward to the optimizer's step."""
         self.communicator.have_arrived = have_arrived
         self.communicator.buckets.clear()
-        self.reduction.begin_backward(torch.zeros(()))
+        self.reduction.updates.begin_backward(torch.zeros(()))
         layers = list(reversed(self.layers))
         for index, begin in enumerate(range(0, len(layers), self._layers_in_bucket)):
             part = layers[begin : begin + self._layers_in_bucket]
             parameters = [p for layer in part for p in layer.parameters()]
             self.reduction._reduce_bucket(None, GradBucket(index, parameters))
-        self.reduction.end_backward()
+        self.reduction.updates.end_backward()
+        self.reduction.release()
         before_step()
         self.reduction.updates.stage(self.optimizer)
         self.reduction.updates.begin_forward()
