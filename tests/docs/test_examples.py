@@ -15,6 +15,8 @@ from tests.docs.pages import DOCS, ROOT
 EXAMPLES = DOCS / "examples"
 # Arguments -> what the last line says.
 RUNS = {
+    "first_steps.py ddp": r"train_loss=1\.080756",
+    "first_steps.py layered_sgd": r"train_loss=1\.080756",
     "existing_trainer.py": r"train_loss=\d",
     "vgg16.py": r"train_loss=\d",
     "segmentation.py": r"train_loss=0\.\d",
