@@ -101,7 +101,7 @@ class Postponable:
         self._steps = [step_below_hooks(make(bucket)) for bucket in buckets]
         self._gradients = [torch.rand_like(parameter) for parameter in self._parameters]
         # Not the one whose update is postponed: while it is, each look at its state goes through a guard.
-        self._plain = make(self._parameters)
+        self.optimizer = make(self._parameters)
         self.update = PostponedUpdate(self.model, make(self._parameters), buckets)
 
     def set_gradients(self) -> None:
@@ -112,7 +112,7 @@ class Postponable:
     def step_s(self) -> float:
         """Return the seconds of a step that is not postponed."""
         self.set_gradients()
-        return seconds(self._plain.step)
+        return seconds(self.optimizer.step)
 
     def steps_s(self) -> float:
         """Return the seconds of a step for each bucket, by optimizers that have nothing but its parameters."""
