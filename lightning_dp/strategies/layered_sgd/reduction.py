@@ -19,6 +19,8 @@ from lightning_dp.strategies.layered_sgd.update import UpdateQueue
 
 # No `from __future__ import annotations`: DDP checks the communication hook's annotations as objects.
 
+log = logging.getLogger(__name__)
+
 
 class LayeredReduction:
     """Sums gradient buckets in the background, and keeps the updates that wait for them. Independent of Lightning.
@@ -95,13 +97,10 @@ class LayeredReduction:
         self._communicator.close()
 
 
-# Forked processes start with everything up to date: they have no communicator that they could wait for.
-
-log = logging.getLogger(__name__)
-
-
 class ForkGuard:
     """From its construction to `close`, calls ``bring_up_to_date`` before this process forks (a loader's worker, say).
+
+    The child starts with everything up to date: it has no communicator that it could wait for.
 
     Args:
         lock: held during the fork, so that no thread is in the middle of an update then: the child has no such thread,
