@@ -34,7 +34,6 @@ OVERRIDES = {
         "load_checkpoint",
         "load_optimizer_state_dict",
         "model_to_device",
-        "on_exception",
         "on_validation_start",
         "optimizer_state",
         "save_checkpoint",
