@@ -20,13 +20,20 @@ from tests.ranks import start_server
 
 # These files take longest. They come first, so that no worker of pytest-xdist begins one of them at the end.
 LONGEST = (
-    "tests/recipes/test_train.py",
+    "tests/strategies/krizhevsky_hybrid/test_training.py",
     "tests/strategies/krizhevsky_hybrid/test_strategy.py",
-    "tests/strategies/layered_sgd/test_equals_ddp.py",
-    "tests/strategies/krizhevsky_hybrid/test_lightning_features.py",
     "tests/test_launch.py",
+    "tests/recipes/test_train.py",
+    "tests/strategies/layered_sgd/test_equals_ddp.py",
     "tests/test_lightning.py",
+    "tests/strategies/layered_sgd/test_lightning_features.py",
+    "tests/recipes/test_resume.py",
+    "tests/strategies/krizhevsky_hybrid/test_checkpoint.py",
+    "tests/strategies/layered_sgd/test_optimizers_of_users.py",
+    "tests/callbacks/test_memonger.py",
+    "tests/collective_order/test_collective_order.py",
     "tests/strategies/test_launchers.py",
+    "tests/recipes/test_options.py",
 )
 
 
