@@ -99,7 +99,7 @@ def choose_num_parameter_servers(
     return max(1, math.ceil(exact * (1 - TOLERANCE)))
 
 
-# --- Checks of numbers that users pass in. Each error names the argument, its value and the rule.
+# Checks of numbers that users pass in. Each error names the argument, its value and the rule.
 
 
 def require_count(name: str, value: int, least: int = 1) -> None:

@@ -128,7 +128,7 @@ def require_rank(rank: int, world_size: int) -> None:
         raise ValueError(f"rank={rank} is not in a group of {world_size}; use 0 to {world_size - 1}")
 
 
-# --- The bytes and exchanges of hybrid parallelism, computed without running it (arXiv 1404.5997, section 4).
+# The bytes and exchanges of hybrid parallelism, computed without running it (arXiv 1404.5997, section 4).
 
 HeadLoss = Literal["own", "gathered", "logistic", "cross_entropy"]
 

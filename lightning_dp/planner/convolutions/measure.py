@@ -125,7 +125,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# --- Trials that may use up the memory.
+# Trials that may use up the memory.
 
 T = TypeVar("T")
 # What torch's allocators on host memory say, in a RuntimeError of no class of its own.
@@ -152,7 +152,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _MESSAGES)
 
 
-# --- Puts back what a trial run of a model has changed.
+# Puts back what a trial run of a model has changed.
 
 
 @contextmanager
@@ -180,7 +180,7 @@ def _plain_attributes(metric: Metric) -> dict[str, Any]:
     return copies
 
 
-# --- The layers of a model, as one forward pass meets them.
+# The layers of a model, as one forward pass meets them.
 
 
 class LayerKind(Enum):

@@ -1,4 +1,11 @@
-"""Candidates for `choose_batch_size`: training steps, measured at each batch size."""
+"""How `plan_batch_size` comes to its plan: it measures steps and layers, solves equation 6, and runs the plans.
+
+1. `measure_candidates` runs a training step at each batch size (`measure_step`), and each convolution layer alone with
+   each algorithm (`convolution_choices`).
+2. `choose_algorithms` (`program`) picks an algorithm for each layer of a candidate.
+3. `measure_plans` runs what was picked, and a few other plans, because layers that were measured alone do not tell what
+   they cost together. The fastest that fits wins.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +55,11 @@ log = logging.getLogger(__name__)
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
+# Of the plans of equation 6 for one candidate, each with the memory that the one before has left for algorithms.
+NUM_PLANS = 3
+# One algorithm in all layers is run if the layers, measured alone, take up to this many times the least.
+WORTH_A_TRIAL = 1.5
+
 
 def mean_square(model: nn.Module, batch: Any) -> Tensor:
     """Return the mean square of the model's outputs: a loss for any model, whose backward takes as long as another."""
@@ -55,99 +67,45 @@ def mean_square(model: nn.Module, batch: Any) -> Tensor:
     return torch.stack([output.square().mean() for output in outputs if output.is_floating_point()]).sum()
 
 
-def resized(batch: Any, batch_size: int) -> Any:
-    """Return ``batch`` with each tensor's rows repeated or cut to ``batch_size``. Rows are the first dimension.
+def plan_batch_size(
+    model: nn.Module,
+    batch: Any,
+    batch_sizes: Sequence[int],
+    memory_bytes: int,
+    loss: Loss = mean_square,
+    recompute: Sequence[PolicyName | None] = (None,),
+    optimizer_bytes: int = 0,
+    repeats: int = 3,
+) -> BatchPlan:
+    """Return the batch size, algorithms and recomputation with the most images per second, each plan measured.
 
-    Raises:
-        ValueError: it holds no tensor that has rows, so that it would stay as it is.
-    """
-    found = False
-
-    def resize(tensor: Tensor) -> Tensor:
-        nonlocal found
-        if tensor.dim() == 0:
-            return tensor
-        found = True
-        rows = torch.arange(batch_size, device=tensor.device) % len(tensor)
-        chosen = tensor.index_select(0, rows)
-        if tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last):
-            return chosen.contiguous(memory_format=torch.channels_last)
-        return chosen
-
-    result = apply_to_collection(batch, Tensor, resize, allow_frozen=True)
-    if not found:
-        raise ValueError(
-            f"no images were found in the batch, a {type(batch).__name__}; give a tensor, or tensors in tuples, lists, "
-            "mappings or dataclasses"
-        )
-    return result
-
-
-@dataclass(frozen=True)
-class StepMeasurement:
-    """A training step without the optimizer.
-
-    Attributes:
-        time_s: forward and backward.
-        total_bytes: most that is held at a time: parameters, buffers, gradients, batch and activations.
-        recomputes: whether something was dropped and computed again.
-    """
-
-    time_s: float
-    total_bytes: int
-    recomputes: bool = False
-
-
-def measure_step(
-    model: nn.Module, batch: Any, loss: Loss = mean_square, recompute: PolicyName | None = None, repeats: int = 3
-) -> StepMeasurement:
-    """Run forward and backward of ``model``, and return time and memory. Model and gradients stay as they were.
+    Equation 6 (arXiv 1709.06622) adds up layers that were measured alone. In the network, a layer's input often has the
+    memory format of its algorithm already, so that the sum is too large. Therefore the plans of each candidate are run:
+    that of equation 6, again with the memory that it really leaves, and one algorithm in all layers, unless the layers
+    by themselves take more than 1.5 times the least with it. Losses that contain gradients cannot be planned.
 
     Args:
-        model: in training mode.
-        batch: its input, or whatever ``loss`` takes.
+        model: in training mode. It stays as it was.
+        batch: an example: its images are repeated or left out to reach a batch size.
+        batch_sizes: to be considered; images per device.
+        memory_bytes: of the device, as far as training may use it.
         loss: called with model and batch.
-        recompute: a policy of `apply_recompute`.
+        recompute: policies of `Memonger` to be considered; None is training without it.
+        optimizer_bytes: of the optimizer's state.
         repeats: steps that are timed.
+
+    Raises:
+        ValueError: no batch fits into ``memory_bytes``.
+        ModuleNotFoundError: SciPy is not installed.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    device = parameters[0].device if parameters else torch.device("cpu")
-    handle = None if recompute is None else apply_recompute(model, recompute)
-
-    def step() -> None:
-        for parameter in parameters:
-            parameter.grad = None
-        with torch.enable_grad():
-            loss(model, batch).backward()
-
-    try:
-        with _gradients_kept(parameters), unchanged(model):
-            time_s = measure_time_s(step, device, repeats)
-            for parameter in parameters:
-                parameter.grad = None  # so that the step allocates them, and they are counted
-            peak_bytes = measure_peak_bytes(step, device)
-    finally:
-        if handle is not None:
-            handle.remove()
-    recomputes = handle is not None and handle.dropped_bytes > 0
-    if recompute is not None and not recomputes:
-        log.warning(
-            "recompute=%r keeps everything in this step, so it is the step without: the policy finds nothing to drop "
-            "in this model, or the loss does not call the model itself but a method or a part of it",
-            recompute,
-        )
-    tensors = [*model.parameters(), *model.buffers(), *tensors_of(batch)]
-    return StepMeasurement(time_s, peak_bytes + sum(map(num_bytes, tensors)), recomputes)
+    require_solver()
+    candidates = measure_candidates(
+        model, batch, batch_sizes, memory_bytes, loss, recompute, optimizer_bytes=optimizer_bytes, repeats=repeats
+    )
+    return fastest(measure_plans(model, batch, candidates, memory_bytes - optimizer_bytes, loss, repeats))
 
 
-@contextmanager
-def _gradients_kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    before = [parameter.grad for parameter in parameters]
-    try:
-        yield
-    finally:
-        for parameter, grad in zip(parameters, before, strict=True):
-            parameter.grad = grad
+# 1. Candidates: a training step at each batch size, and what its layers could take instead.
 
 
 def measure_candidates(
@@ -236,6 +194,14 @@ def _check(
             check_policy(policy)
 
 
+def _extrapolated(totals: Sequence[tuple[int, int]], size: int) -> int:
+    """Return the memory at a batch size, on the line through the last two measurements; 0 if there are fewer."""
+    if len(totals) < 2:
+        return 0
+    (small, small_bytes), (large, large_bytes) = totals[-2:]
+    return large_bytes + (large_bytes - small_bytes) * (size - large) // (large - small)
+
+
 def _candidate(
     size: int, step: StepMeasurement, layers: dict[str, list[Choice]], memory_bytes: int, policy: str
 ) -> Candidate:
@@ -246,62 +212,102 @@ def _candidate(
     return Candidate(size, layers, bound_bytes, other_s, policy)
 
 
-def _extrapolated(totals: Sequence[tuple[int, int]], size: int) -> int:
-    """Return the memory at a batch size, on the line through the last two measurements; 0 if there are fewer."""
-    if len(totals) < 2:
-        return 0
-    (small, small_bytes), (large, large_bytes) = totals[-2:]
-    return large_bytes + (large_bytes - small_bytes) * (size - large) // (large - small)
+@dataclass(frozen=True)
+class StepMeasurement:
+    """A training step without the optimizer.
+
+    Attributes:
+        time_s: forward and backward.
+        total_bytes: most that is held at a time: parameters, buffers, gradients, batch and activations.
+        recomputes: whether something was dropped and computed again.
+    """
+
+    time_s: float
+    total_bytes: int
+    recomputes: bool = False
 
 
-# --- Choices for equation 6, measured: the algorithms of each convolution layer, one layer at a time.
-
-
-def measure_convolution(
-    module: nn.Conv2d,
-    input_shape: Sequence[int],
-    algorithm: str,
-    needs_input_grad: bool = True,
-    repeats: int = 3,
-) -> Choice:
-    """Run a convolution layer forward and backward with one algorithm, and return its time and memory.
-
-    Converting the input to the algorithm's memory format is part of both. Input, filters, output and their gradients
-    are not part of the memory: all algorithms need them.
+def measure_step(
+    model: nn.Module, batch: Any, loss: Loss = mean_square, recompute: PolicyName | None = None, repeats: int = 3
+) -> StepMeasurement:
+    """Run forward and backward of ``model``, and return time and memory. Model and gradients stay as they were.
 
     Args:
-        module: a layer.
-        input_shape: (N, C, H, W), batch included.
-        algorithm: one of `algorithms_for`.
-        needs_input_grad: False if nothing before the layer is trained.
+        model: in training mode.
+        batch: its input, or whatever ``loss`` takes.
+        loss: called with model and batch.
+        recompute: a policy of `apply_recompute`.
         repeats: steps that are timed.
     """
-    weight = module.weight
-    x = torch.randn(*input_shape, dtype=weight.dtype, device=weight.device, requires_grad=needs_input_grad)
-    wanted = [tensor for tensor in (x, *module.parameters()) if tensor.requires_grad]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    device = parameters[0].device if parameters else torch.device("cpu")
+    handle = None if recompute is None else apply_recompute(model, recompute)
 
-    def forward() -> Tensor:
+    def step() -> None:
+        for parameter in parameters:
+            parameter.grad = None
         with torch.enable_grad():
-            return convolve(module, x, algorithm)
+            loss(model, batch).backward()
 
-    cotangent = torch.randn_like(forward())
-
-    def backward(out: Tensor) -> Any:
-        return torch.autograd.grad(out, wanted, cotangent, retain_graph=True)
-
-    if not wanted:  # a frozen layer, with nothing before it that is trained
-        return Choice(
-            algorithm, measure_time_s(forward, weight.device, repeats), 0, _extra_bytes(forward, weight.device)
+    try:
+        with _gradients_kept(parameters), unchanged(model):
+            time_s = measure_time_s(step, device, repeats)
+            for parameter in parameters:
+                parameter.grad = None  # so that the step allocates them, and they are counted
+            peak_bytes = measure_peak_bytes(step, device)
+    finally:
+        if handle is not None:
+            handle.remove()
+    recomputes = handle is not None and handle.dropped_bytes > 0
+    if recompute is not None and not recomputes:
+        log.warning(
+            "recompute=%r keeps everything in this step, so it is the step without: the policy finds nothing to drop "
+            "in this model, or the loss does not call the model itself but a method or a part of it",
+            recompute,
         )
-    time_s = measure_time_s(lambda: backward(forward()), weight.device, repeats)
-    there = measure_memory(forward, weight.device)
-    back = measure_memory(lambda: backward(there.result), weight.device)
-    return Choice(
-        algorithm,
-        time_s,
-        max(0, there.kept_bytes - num_bytes(there.result)),
-        max(0, there.peak_bytes - there.kept_bytes, back.peak_bytes - back.kept_bytes),
-    )
+    tensors = [*model.parameters(), *model.buffers(), *tensors_of(batch)]
+    return StepMeasurement(time_s, peak_bytes + sum(map(num_bytes, tensors)), recomputes)
+
+
+@contextmanager
+def _gradients_kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    before = [parameter.grad for parameter in parameters]
+    try:
+        yield
+    finally:
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
+
+
+def resized(batch: Any, batch_size: int) -> Any:
+    """Return ``batch`` with each tensor's rows repeated or cut to ``batch_size``. Rows are the first dimension.
+
+    Raises:
+        ValueError: it holds no tensor that has rows, so that it would stay as it is.
+    """
+    found = False
+
+    def resize(tensor: Tensor) -> Tensor:
+        nonlocal found
+        if tensor.dim() == 0:
+            return tensor
+        found = True
+        rows = torch.arange(batch_size, device=tensor.device) % len(tensor)
+        chosen = tensor.index_select(0, rows)
+        if tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last):
+            return chosen.contiguous(memory_format=torch.channels_last)
+        return chosen
+
+    result = apply_to_collection(batch, Tensor, resize, allow_frozen=True)
+    if not found:
+        raise ValueError(
+            f"no images were found in the batch, a {type(batch).__name__}; give a tensor, or tensors in tuples, lists, "
+            "mappings or dataclasses"
+        )
+    return result
+
+
+# The choices of each convolution layer, one layer at a time.
 
 
 def convolution_choices(
@@ -361,6 +367,53 @@ def _measured(module: nn.Conv2d, shape: Sequence[int], algorithm: str, needs_gra
         return measure() if algorithm == BACKEND else unless_out_of_memory(measure)
 
 
+def measure_convolution(
+    module: nn.Conv2d,
+    input_shape: Sequence[int],
+    algorithm: str,
+    needs_input_grad: bool = True,
+    repeats: int = 3,
+) -> Choice:
+    """Run a convolution layer forward and backward with one algorithm, and return its time and memory.
+
+    Converting the input to the algorithm's memory format is part of both. Input, filters, output and their gradients
+    are not part of the memory: all algorithms need them.
+
+    Args:
+        module: a layer.
+        input_shape: (N, C, H, W), batch included.
+        algorithm: one of `algorithms_for`.
+        needs_input_grad: False if nothing before the layer is trained.
+        repeats: steps that are timed.
+    """
+    weight = module.weight
+    x = torch.randn(*input_shape, dtype=weight.dtype, device=weight.device, requires_grad=needs_input_grad)
+    wanted = [tensor for tensor in (x, *module.parameters()) if tensor.requires_grad]
+
+    def forward() -> Tensor:
+        with torch.enable_grad():
+            return convolve(module, x, algorithm)
+
+    cotangent = torch.randn_like(forward())
+
+    def backward(out: Tensor) -> Any:
+        return torch.autograd.grad(out, wanted, cotangent, retain_graph=True)
+
+    if not wanted:  # a frozen layer, with nothing before it that is trained
+        return Choice(
+            algorithm, measure_time_s(forward, weight.device, repeats), 0, _extra_bytes(forward, weight.device)
+        )
+    time_s = measure_time_s(lambda: backward(forward()), weight.device, repeats)
+    there = measure_memory(forward, weight.device)
+    back = measure_memory(lambda: backward(there.result), weight.device)
+    return Choice(
+        algorithm,
+        time_s,
+        max(0, there.kept_bytes - num_bytes(there.result)),
+        max(0, there.peak_bytes - there.kept_bytes, back.peak_bytes - back.kept_bytes),
+    )
+
+
 def _extra_bytes(forward: Callable[[], Tensor], device: torch.device) -> int:
     """Return what a forward holds at a time, beyond its result."""
     use = measure_memory(forward, device)
@@ -389,50 +442,7 @@ def _sum(a: Choice, b: Choice) -> Choice:
     return Choice(a.algorithm, a.time_s + b.time_s, a.num_bytes + b.num_bytes, workspace)
 
 
-# --- Plans of equation 6, run: layers that were measured alone do not tell what they cost together.
-
-# Of the plans of equation 6 for one candidate, each with the memory that the one before has left for algorithms.
-NUM_PLANS = 3
-# One algorithm in all layers is run if the layers, measured alone, take up to this many times the least.
-WORTH_A_TRIAL = 1.5
-
-
-def plan_batch_size(
-    model: nn.Module,
-    batch: Any,
-    batch_sizes: Sequence[int],
-    memory_bytes: int,
-    loss: Loss = mean_square,
-    recompute: Sequence[PolicyName | None] = (None,),
-    optimizer_bytes: int = 0,
-    repeats: int = 3,
-) -> BatchPlan:
-    """Return the batch size, algorithms and recomputation with the most images per second, each plan measured.
-
-    Equation 6 (arXiv 1709.06622) adds up layers that were measured alone. In the network, a layer's input often has the
-    memory format of its algorithm already, so that the sum is too large. Therefore the plans of each candidate are run:
-    that of equation 6, again with the memory that it really leaves, and one algorithm in all layers, unless the layers
-    by themselves take more than 1.5 times the least with it. Losses that contain gradients cannot be planned.
-
-    Args:
-        model: in training mode. It stays as it was.
-        batch: an example: its images are repeated or left out to reach a batch size.
-        batch_sizes: to be considered; images per device.
-        memory_bytes: of the device, as far as training may use it.
-        loss: called with model and batch.
-        recompute: policies of `Memonger` to be considered; None is training without it.
-        optimizer_bytes: of the optimizer's state.
-        repeats: steps that are timed.
-
-    Raises:
-        ValueError: no batch fits into ``memory_bytes``.
-        ModuleNotFoundError: SciPy is not installed.
-    """
-    require_solver()
-    candidates = measure_candidates(
-        model, batch, batch_sizes, memory_bytes, loss, recompute, optimizer_bytes=optimizer_bytes, repeats=repeats
-    )
-    return fastest(measure_plans(model, batch, candidates, memory_bytes - optimizer_bytes, loss, repeats))
+# 3. Plans, run.
 
 
 def measure_plans(

@@ -147,7 +147,7 @@ class MemoryModel:
         return [layer for layer in self.layers if layer.kind in kinds]
 
 
-# --- The memory of one convolution, by algorithm (arXiv 1709.06622, section 3.1.2 and Table 2). Pure functions.
+# The memory of one convolution, by algorithm (arXiv 1709.06622, section 3.1.2 and Table 2). Pure functions.
 
 ALGORITHMS = ("gemm", "im2col", "fft")
 
