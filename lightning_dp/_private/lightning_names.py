@@ -49,3 +49,8 @@ def is_compiled_by_lightning(module: nn.Module) -> bool:
     """Return whether ``module`` is a LightningModule that was passed through ``torch.compile``."""
     # A default, because modules that are no LightningModules do not have the attribute.
     return getattr(module, "_compiler_ctx", None) is not None
+
+
+def before_batch_transfer(module: Any, batch: Any) -> Any:
+    """Return a batch after the hook ``on_before_batch_transfer`` of module or data module."""
+    return module._on_before_batch_transfer(batch)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+import random
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
 
-from lightning_dp._lightning import Callback, LightningModule, require_own_trainer
-from lightning_dp._private.torch_names import device_types
+from lightning_dp._lightning import FRAMEWORK, Callback, LightningModule, require_own_trainer
+from lightning_dp._private.lightning_names import before_batch_transfer
+from lightning_dp._private.torch_names import TorchDispatchMode, device_types
 from lightning_dp.collectives.groups import all_gather, resolve_group
 from lightning_dp.planner.convolutions.measure import measure_time_s, num_bytes, unchanged, unless_out_of_memory
 from lightning_dp.planner.convolutions.measured_plans import resized
@@ -26,15 +32,18 @@ SIZES = tuple(2**power for power in range(3, 13))
 
 
 class FindBatchSize(Callback):
-    """Try batch sizes when training is set up, and set the fastest one that fits on all ranks.
+    """Try batch sizes when a fit starts, and set the fastest one that fits on all ranks.
 
     Lightning's ``BatchSizeFinder`` refuses distributed strategies. This one runs ``training_step`` and backward on each
-    rank alone, before the strategy wraps the model, so no collective is in a trial: a rank that runs out of memory
-    cannot leave another waiting. The ranks agree after each trial, see `try_batch_sizes`. What a strategy and the
-    optimizer will hold beside is reserved meanwhile.
+    rank alone, on the module within the strategy's wrapper. No collective is in a trial, so a rank that runs out of
+    memory cannot leave another waiting; the ranks agree after each trial, see `try_batch_sizes`. ``self.all_gather``
+    returns this rank's tensor once for each rank, batch norm takes this rank's statistics, and any other collective of
+    the step raises ValueError. What the optimizer will hold is reserved meanwhile.
 
-    Parameters, buffers, gradients, metrics and random numbers are put back. The first batch of the data module is used
-    for all trials, its rows repeated.
+    The module is as training will have it: layers that ``setup`` or ``configure_model`` made, the Trainer's precision,
+    and batches by the hooks of Lightning's batch transfer. In manual optimization the optimizers and schedules do not
+    step. Parameters, buffers, gradients, metrics and the random numbers of torch, Python and NumPy are put back. The
+    first batch of the data module is used for all trials, its rows repeated.
 
     Args:
         batch_sizes: per rank, to be tried from the smallest on.
@@ -64,10 +73,10 @@ class FindBatchSize(Callback):
         self._is_global = is_global
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Find the batch size, before the loaders of training are made.
+        """Check that there is a batch size to set.
 
         Raises:
-            ValueError: the data module has no ``batch_size``, or no size fits.
+            ValueError: the data module has no ``batch_size``, or the strategy shards the model's head.
         """
         require_own_trainer(self, trainer)
         if stage != "fit":
@@ -78,43 +87,110 @@ class FindBatchSize(Callback):
                 f"FindBatchSize sets batch_size of the data module, and {type(data).__name__} has none that is an "
                 "integer; pass fit(datamodule=...) with such an attribute, which its train_dataloader uses"
             )
+        if hasattr(trainer.strategy, "gather_head"):
+            raise ValueError(
+                f"FindBatchSize cannot try steps under {type(trainer.strategy).__name__}, which exchange features with "
+                "the other ranks; find the size with strategy='ddp', and set it"
+            )
+
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Find the batch size, before the loaders of training are made.
+
+        Raises:
+            ValueError: no size fits, the step contains a collective or returns no loss, or the loaders exist already.
+        """
+        if trainer.train_dataloader is not None:
+            raise ValueError(
+                "FindBatchSize comes too late: configure_optimizers has asked for trainer.estimated_stepping_batches, "
+                "which made the loader and the schedule for the present batch size; give the number of steps yourself, "
+                "or find the size in a run of its own"
+            )
         device = trainer.strategy.root_device
-        batch = pl_module.transfer_batch_to_device(next(iter(data.train_dataloader())), device, 0)
-        pl_module.to(device)
-        with alone(pl_module), self._reserved(trainer, pl_module, device):
-
-            def step(batch_size: int) -> None:
-                pl_module.zero_grad()
-                with trainer.precision_plugin.train_step_context():  # autocast, if training will have it
-                    loss: Any = pl_module.training_step(resized(batch, batch_size), 0)
-                (loss["loss"] if isinstance(loss, dict) else loss).backward()
-
+        with alone(pl_module, trainer.world_size), self._reserved(pl_module, device):
+            step = _Step(trainer, pl_module)
             self.trials = try_batch_sizes(step, self._batch_sizes, device, repeats=self._repeats)
-        data.batch_size = self.trials.batch_size * (trainer.world_size if self._is_global else 1)
+            del step  # it holds the batch
+        trainer.datamodule.batch_size = self.trials.batch_size * (trainer.world_size if self._is_global else 1)
         if trainer.is_global_zero:
             log.info(f"FindBatchSize: {self.trials.batch_size} images per rank\n{self.trials.table()}")
 
     @contextmanager
-    def _reserved(self, trainer: Any, pl_module: LightningModule, device: torch.device) -> Iterator[None]:
-        """Hold as much memory as optimizer and gradient buckets will."""
-        copies = self._optimizer_copies + (1 if trainer.world_size > 1 else 0)
-        total = copies * sum(num_bytes(p) for p in pl_module.parameters() if p.requires_grad)
+    def _reserved(self, pl_module: LightningModule, device: torch.device) -> Iterator[None]:
+        """Hold as much memory as the optimizer will."""
+        total = self._optimizer_copies * sum(num_bytes(p) for p in pl_module.parameters() if p.requires_grad)
         held = torch.empty(total, dtype=torch.uint8, device=device)
         yield
         del held
 
 
+class _Step:
+    """A training step on the rows of the first batch, forward and backward."""
+
+    def __init__(self, trainer: Any, module: LightningModule) -> None:
+        self._trainer, self._module = trainer, module
+        combined = importlib.import_module(f"{FRAMEWORK}.utilities").CombinedLoader
+        batch, _, _ = next(iter(combined(trainer.datamodule.train_dataloader(), "max_size_cycle")))
+        # As the training loop does it.
+        batch = trainer.precision_plugin.convert_input(batch)
+        self._batch = trainer.strategy.batch_to_device(before_batch_transfer(module, batch))
+        self._is_checked = trainer.world_size == 1
+
+    def __call__(self, batch_size: int) -> None:
+        module = self._module
+        module.zero_grad()
+        # Looked for once, in the first call, which is not timed: it takes time for each operator.
+        with nullcontext() if self._is_checked else _RefuseCollectives():
+            with self._trainer.precision_plugin.train_step_context():  # autocast, if training will have it
+                output: Any = module.training_step(resized(self._batch, batch_size), 0)
+            if module.automatic_optimization:
+                loss = output.get("loss") if isinstance(output, Mapping) else output
+                if loss is None:
+                    raise ValueError(
+                        "training_step returned no loss for the first batch, so FindBatchSize has no backward to try; "
+                        "return a loss for it, or set batch_size yourself"
+                    )
+                loss.backward()
+        self._is_checked = True
+
+
+class _RefuseCollectives(TorchDispatchMode):
+    """Raises ValueError in place of a collective: a rank that is out of memory would leave the others waiting in it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise ValueError(
+                f"the training step calls {func}, a message to other ranks, and FindBatchSize runs it on each rank "
+                "alone; use self.all_gather, for which a trial needs no other rank, or set batch_size yourself"
+            )
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
-def alone(module: LightningModule) -> Iterator[None]:
+def alone(module: LightningModule, world_size: int = 1) -> Iterator[None]:
     """Let ``training_step`` run outside of a training: nothing is logged, nothing is sent, nothing stays changed."""
     grads = [(parameter, parameter.grad) for parameter in module.parameters()]
+    trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     mode = module.training
+    python, numpy_state = random.getstate(), np.random.get_state()
+
+    def repeated(data: Any, *args: Any, **kwargs: Any) -> Any:
+        return apply_to_collection(data, Tensor, lambda x: x.unsqueeze(0).repeat(world_size, *(1 for _ in x.shape)))
+
+    stand_ins: dict[str, Any] = {
+        "log": lambda *args, **kwargs: None,
+        "log_dict": lambda *args, **kwargs: None,
+        "manual_backward": lambda loss, *args, **kwargs: loss.backward(*args, **kwargs),
+        "optimizers": _idle(module.optimizers),
+        "lr_schedulers": _idle(module.lr_schedulers),
+    }
+    if world_size > 1:
+        stand_ins["all_gather"] = repeated
     with ExitStack() as stack:
         stack.enter_context(unchanged(module))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_without_messages(module))
-        for name in ("log", "log_dict"):
-            setattr(module, name, lambda *args, **kwargs: None)
+        stack.enter_context(_own_statistics(module))
+        for name, stand_in in stand_ins.items():
+            setattr(module, name, stand_in)
             stack.callback(delattr, module, name)
         try:
             module.train()
@@ -123,27 +199,53 @@ def alone(module: LightningModule) -> Iterator[None]:
             module.train(mode)
             for parameter, grad in grads:
                 parameter.grad = grad
+            for parameter, requires_grad in trained:  # what toggle_optimizer leaves after an error
+                parameter.requires_grad = requires_grad
+            random.setstate(python)
+            np.random.set_state(numpy_state)
+
+
+class _Idle:
+    """An optimizer or a schedule that does not step."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Run the closure, if it is one."""
+        return closure() if callable(closure) else None
+
+
+def _idle(getter: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what ``getter`` returns, one or several or None, as `_Idle`."""
+
+    def get(*args: Any, **kwargs: Any) -> Any:
+        found = getter(*args, **kwargs)
+        if found is None:
+            return None
+        return [_Idle(one) for one in found] if isinstance(found, list) else _Idle(found)
+
+    return get
 
 
 @contextmanager
-def _without_messages(module: nn.Module) -> Iterator[None]:
+def _own_statistics(module: nn.Module) -> Iterator[None]:
     """Keep batch norm layers from gathering statistics of other ranks, which may be out of memory."""
-    switched = [part for part in module.modules() if getattr(part, "is_global", False) is True]
-    if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
-        raise ValueError(
-            "FindBatchSize cannot try a model with torch.nn.SyncBatchNorm layers, which wait for other ranks; use "
-            "Trainer(sync_batchnorm=True), which puts them in later, or AdaptiveGlobalBatchNorm"
-        )
-    for part in switched:
-        part.is_global = False  # type: ignore[assignment]
-    try:
+    with ExitStack() as stack:
+        for part in module.modules():
+            if isinstance(part, nn.SyncBatchNorm):
+                part.forward = partial(nn.BatchNorm2d.forward, part)  # type: ignore[arg-type,assignment]
+                stack.callback(delattr, part, "forward")
+            elif getattr(part, "is_global", False) is True:
+                part.is_global = False  # type: ignore[assignment]
+                stack.callback(setattr, part, "is_global", True)
         yield
-    finally:
-        for part in switched:
-            part.is_global = True  # type: ignore[assignment]
 
 
-# --- The fastest batch size that fits on every rank, by trial, and without a hang if it does not fit on one of them.
+# The fastest batch size that fits on every rank, by trial, and without a hang if it does not fit on one of them.
 
 FITS, OUT_OF_MEMORY, FAILED = 0, 1, 2
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -15,6 +17,7 @@ from torchmetrics import MeanMetric
 from lightning_dp import AdaptiveGlobalBatchNorm
 from lightning_dp.planner import FindBatchSize, try_batch_sizes
 from lightning_dp.planner.convolutions import measure
+from lightning_dp.planner.find_batch_size import alone
 from tests.ranks import RankError, run_processes, run_threads
 
 
@@ -95,7 +98,7 @@ def test_memory_that_the_host_does_not_have_is_known():
     assert tried.too_large == 2**60
 
 
-# --- the callback ---
+# The callback.
 
 
 class Data(pl.LightningDataModule):
@@ -151,8 +154,9 @@ def fit(net: Net, data: Data, *callbacks: pl.Callback, **options) -> pl.Trainer:
 
 class StateAtStart(pl.Callback):
     def on_fit_start(self, trainer, pl_module):
+        self.weights = {name: value.clone() for name, value in pl_module.named_parameters()}
         self.state = {name: value.clone() for name, value in pl_module.state_dict().items()}
-        self.random = torch.get_rng_state()
+        self.random = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
         self.total = float(pl_module.mean.update_count)
 
 
@@ -188,11 +192,182 @@ def test_what_cannot_be_tried_is_refused_before_training():
     data.batch_size = None
     with pytest.raises(ValueError, match=r"sets batch_size of the data module, and .* has none that is an integer"):
         fit(Net(100), data, FindBatchSize((2,)))
-    net = Net(100)
-    net.net[1] = nn.SyncBatchNorm(4)
-    with pytest.raises(ValueError, match="cannot try a model with torch.nn.SyncBatchNorm"):
-        fit(net, Data(), FindBatchSize((2,)))
+    sharding = SimpleNamespace(datamodule=Data(), strategy=SimpleNamespace(gather_head=None))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_dp.planner.find_batch_size.require_own_trainer", lambda *args: None)
+        with pytest.raises(ValueError, match="cannot try steps under SimpleNamespace, which exchange features"):
+            FindBatchSize((2,)).setup(sharding, Net(100), "fit")
     with pytest.raises(ValueError, match="batch_sizes=0"):
         FindBatchSize((0,))
     with pytest.raises(ValueError, match="batch_sizes is empty"):
         try_batch_sizes(lambda size: None, ())
+
+
+class RandomData(Data):
+    """Draws from all generators for each image."""
+
+    def train_dataloader(self) -> DataLoader:
+        def collate(images):
+            torch.rand(1), random.random(), np.random.rand()
+            return torch.utils.data.default_collate(images)
+
+        images = TensorDataset(torch.randn(32, 3, 6, 6), torch.arange(32) % 4)
+        return DataLoader(images, batch_size=self.batch_size, shuffle=True, collate_fn=collate)
+
+
+def test_all_random_numbers_are_put_back():
+    states = []
+    for callbacks in ([], [FindBatchSize((2, 4), repeats=1)]):
+        pl.seed_everything(0, verbose=False)
+        seen = StateAtStart()
+        fit(Net(100), RandomData(), *callbacks, seen, limit_train_batches=1)
+        states.append(seen.random)
+    (torch_state, *others), (torch_found, *found) = states
+    assert torch.equal(torch_state, torch_found)
+    assert others == found
+
+
+class Own(Net):
+    """By all the ways of Lightning: layers made late, hooks of a batch, a dtype."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, late: str = "setup") -> None:
+        super().__init__(limit=1000)
+        self.dtypes: set[torch.dtype] = set()
+        self.hooks: list[str] = []
+        self.late, self.expected = late, dtype
+        del self.net
+
+    def make(self) -> None:
+        if not hasattr(self, "net"):
+            self.net = nn.Sequential(nn.Flatten(), nn.Linear(108, 4))
+
+    def setup(self, stage):
+        if self.late == "setup":
+            self.make()
+
+    def configure_model(self):
+        self.make()
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        self.hooks.append("before")
+        return batch
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        self.hooks.append("after")
+        return batch[0] / 2, batch[1]
+
+    def training_step(self, batch, batch_idx):
+        assert self.hooks[-2:] == ["before", "after"]
+        self.dtypes |= {batch[0].dtype, self.net[1].weight.dtype}
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "late"),
+    [
+        ("32-true", torch.float32, "setup"),
+        ("64-true", torch.float64, "configure_model"),
+        ("bf16-true", torch.bfloat16, "setup"),
+    ],
+)
+def test_the_module_is_as_training_has_it(precision, dtype, late):
+    net, finder = Own(dtype, late), FindBatchSize((2, 4), repeats=1)
+    fit(net, Data(), finder, precision=precision, limit_train_batches=1)
+    assert set(finder.trials.images_per_s) == {2, 4}
+    assert net.dtypes == {dtype}
+
+
+class Manual(Net):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        self.toggle_optimizer(optimizer)
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.clip_gradients(optimizer, 1.0, "norm")
+        optimizer.step()
+        schedule.step()
+        self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def test_manual_optimization_is_tried_without_a_step_of_its_optimizers():
+    net, finder, seen = Manual(limit=16), FindBatchSize((2, 4, 16), repeats=1), StateAtStart()
+    before = {name: value.clone() for name, value in net.named_parameters()}
+    trainer = fit(net, Data(), finder, seen, limit_train_batches=1)
+    assert finder.trials.too_large == 16
+    assert all(torch.equal(value, before[name]) for name, value in seen.weights.items())
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.005, "one step of the schedule, in training"
+    assert not {"optimizers", "lr_schedulers", "manual_backward"} & vars(net).keys()
+    assert all(parameter.requires_grad for parameter in net.parameters())
+
+
+class Lossless(Net):
+    def training_step(self, batch, batch_idx):
+        return None
+
+
+class Asking(Net):
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (Lossless(100), "training_step returned no loss for the first batch"),
+        (Asking(100), "FindBatchSize comes too late: configure_optimizers has asked"),
+    ],
+)
+def test_what_would_give_a_wrong_size_is_one_error(net, message):
+    data = Data()
+    with pytest.raises(ValueError, match=message):
+        fit(net, data, FindBatchSize((2, 4), repeats=1))
+    assert data.batch_size == 2
+
+
+class Gathering(Net):
+    """Compares its features with those of all ranks, as contrastive losses do."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        gathered = self.all_gather({"x": batch[0]}, sync_grads=True)["x"]
+        assert gathered.shape == (2, *batch[0].shape)
+        return loss + gathered.mean()
+
+
+class Reducing(Net):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        torch.distributed.all_reduce(total := loss.detach().clone())
+        return loss + total
+
+
+def find_with_collectives(rank):
+    options = {"devices": 2, "strategy": "ddp", "limit_train_batches": 1}
+    finder = FindBatchSize((2, 4, 8), is_global=True, repeats=1)
+    fit(Gathering((1000, 8)[rank]), Data(2), finder, **options)
+    net = Net((1000, 8)[rank])
+    net.net[1] = nn.SyncBatchNorm(4)
+    # SyncBatchNorm itself trains on GPUs only: the trial is what runs here.
+    trainer = SimpleNamespace(world_size=2)
+    with alone(net, trainer.world_size):
+        net.train().training_step((torch.randn(2, 3, 6, 6), torch.zeros(2, dtype=torch.long)), 0).backward()
+    try:
+        fit(Reducing((1000, 2)[rank]), Data(2), FindBatchSize((2, 4), repeats=1), **options)
+    except (ValueError, RuntimeError) as error:
+        return finder.trials, str(error)
+    raise AssertionError("nothing was raised")
+
+
+def test_collectives_of_the_step_leave_no_rank_waiting_if_one_is_out_of_memory():
+    (first, refused), (second, other) = run_processes(2, find_with_collectives)
+    assert first == second
+    assert (list(first.images_per_s), first.too_large) == ([2, 4], 8)
+    assert "calls c10d.allreduce_.default, a message to other ranks" in refused
+    assert "batch size 2 raised an error on another rank" in other

@@ -72,6 +72,15 @@ def check_a_compiled_lightning_module_is_recognized() -> None:
     assert lightning_names.is_compiled_by_lightning(from_compiled(torch.compile(LightningModule(), backend="eager")))
 
 
+@contract(LightningModule, "_on_before_batch_transfer")
+def check_a_batch_goes_through_the_hook_before_its_transfer() -> None:
+    class Doubling(LightningModule):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return 2 * batch
+
+    assert lightning_names.before_batch_transfer(Doubling(), 3) == 6
+
+
 @contract(DDPStrategy, "_configure_launcher")
 def check_a_trainer_configures_the_launcher_when_it_is_made() -> None:
     class Recording(DDPStrategy):
