@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +33,7 @@ from lightning_dp.recompute.values import tensors_in
 
 log = logging.getLogger(__name__)
 
-# Steps before the measured ones: the first set libraries and connections up, the last of them times the layers.
+# Batches before the measured ones: the first set libraries and connections up, the last of them times the layers.
 WARM_UP = 3
 
 
@@ -43,11 +43,14 @@ class Diagnose(StepTimer):
     It also logs what `StepTimer` logs, so use one of the two. Training goes on afterwards as before, unless ``stop``.
     Rank 0 logs the result; it is ``diagnosis`` on all ranks, each from its own clock.
 
+    A step goes from one update to the next: with ``accumulate_grad_batches`` it has several batches. A diagnosis that
+    cannot be made is a warning, and training goes on.
+
     On a GPU the parts of a step are those of the host's clock. The callback waits for the device at each of them, in
     the measured steps only, which lengthens these steps a little.
 
     Args:
-        num_steps: steps that are measured, after `WARM_UP` others.
+        num_steps: steps that are measured, after `WARM_UP` batches.
         max_s: stop measuring earlier after so many seconds.
         network: the links of the job that is asked about. None: measured between the ranks of this job.
         world_size: number of ranks to predict for. None: those of this job.
@@ -60,6 +63,7 @@ class Diagnose(StepTimer):
 
     Attributes:
         diagnosis: the result, None before it is there.
+        why_none: a reason for which training ended without one.
     """
 
     def __init__(
@@ -92,69 +96,83 @@ class Diagnose(StepTimer):
         self._network = network
         self._world_size = world_size
         self._folder = None if folder is None else Path(folder)
-        self._steps: list[dict[str, float]] = []
-        self._seen = 0
-        self._wanted = num_steps
-        self._start_s = 0.0
-        self._marks: dict[str, float] = {}
+        self._start()
+
+    def _start(self) -> None:
+        """Forget what an earlier fit has measured."""
+        self.why_none = ""
+        self._is_done = False
+        self._start_s = time.perf_counter()
+        self._num_batches = 0
+        self._wanted = self._num_steps
+        self._steps: list[_Step] = []
+        self._step = _Step(0)
+        self._num_updates = 0
+        self._phase_begin_s = 0.0
+        self._waited_s = 0.0
+        self._step_exposed_s = 0.0
         self._layers = LayerTimes()
         self._recomputation = RecomputeTimes()
         self._batch_size = 1
 
     @override
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Begin to count steps."""
+        """Begin to count steps. A second fit is measured by itself."""
         super().on_train_start(trainer, pl_module)
-        # A second fit is measured anew.
         self.diagnosis = None
-        self._layers = LayerTimes()
-        self._recomputation = RecomputeTimes()
-        self._steps = []
-        self._seen = 0
-        self._wanted = self._num_steps
-        self._start_s = time.perf_counter()
+        self._start()
+        self._num_updates = trainer.global_step
 
     @override
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note when the batch is there."""
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        if self.diagnosis is not None:
+        if self._is_done:
             return
-        self._marks = {"previous": self._last_end_s, "start": self._begin_s, "waited": waited_s()}
-        if self._seen == WARM_UP - 1:
+        self._step.seconds["load_s"] += self._begin_s - self._last_end_s
+        self._phase_begin_s = self._begin_s
+        self._waited_s = waited_s()
+        if self._num_batches == WARM_UP - 1:
             self._batch_size = max((len(t) for t in tensors_of(batch) if t.dim()), default=1)
             self._layers.start(pl_module)
         # Not the step in which layers are timed: recording takes time of its own.
-        if self._memonger and self._seen == WARM_UP - 2:
+        if self._memonger and self._num_batches == WARM_UP - 2:
             self._recomputation.start(pl_module)
 
     @override
     def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        """Note the end of the forward."""
-        self._mark("forward", pl_module)
+        """Note the end of a forward."""
+        self._end_phase("forward_s", pl_module)
 
     @override
     def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Note the end of backward."""
-        self._mark("backward", pl_module)
+        """Note the end of a backward."""
+        self._end_phase("backward_s", pl_module)
+        self._step.num_backwards += 1
 
     @override
     def on_train_batch_end(
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep the step's times, and make the diagnosis after the last one."""
-        self._mark("end", pl_module)
+        self._end_phase("update_s", pl_module)
         # The base class asks for it as well, and DDP reports each reduction once: see `_exposed_s`.
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self.diagnosis is not None:
+        if self._is_done:
             return
         self._layers.stop()
         self._recomputation.stop()
-        self._seen += 1
-        if self._seen > WARM_UP and {"forward", "backward"} <= self._marks.keys():
-            self._steps.append(self._parts())
-        if self._seen == WARM_UP:
+        self._step.seconds["exposed_communication_s"] += self._step_exposed_s
+        self._step.seconds["batch_norm_s"] += waited_s() - self._waited_s
+        self._step.num_batches += 1
+        self._num_batches += 1
+        if self._num_batches == WARM_UP:
             self._wanted = self._affordable_steps(trainer)
+        if trainer.global_step != self._num_updates:  # else the gradients of further batches are added
+            self._num_updates = trainer.global_step
+            if self._step.first_batch >= WARM_UP and self._step.num_backwards:
+                self._steps.append(self._step)
+            self._step = _Step(self._num_batches)
         if len(self._steps) >= self._wanted:
             self._finish(trainer, pl_module)
         self._last_end_s = time.perf_counter()  # what this callback does is no loading
@@ -162,14 +180,16 @@ class Diagnose(StepTimer):
     @override
     def _exposed_s(self, trainer: Any) -> float | None:
         exposed_s = super()._exposed_s(trainer)
-        self._marks["exposed"] = exposed_s or 0.0
+        self._step_exposed_s = exposed_s or 0.0
         return exposed_s
 
-    def _mark(self, name: str, pl_module: LightningModule) -> None:
-        if self.diagnosis is None:
+    def _end_phase(self, name: str, pl_module: LightningModule) -> None:
+        if not self._is_done:
             if pl_module.device.type == "cuda":
                 torch.cuda.synchronize(pl_module.device)
-            self._marks[name] = time.perf_counter()
+            now_s = time.perf_counter()
+            self._step.seconds[name] += now_s - self._phase_begin_s
+            self._phase_begin_s = now_s
 
     def _affordable_steps(self, trainer: Any) -> int:
         """Return how many steps to measure: the same number on all ranks, because the probe has collectives.
@@ -177,55 +197,56 @@ class Diagnose(StepTimer):
         The ranks agree once, in advance. A collective in each step would itself wait for the slowest rank.
         """
         elapsed_s = time.perf_counter() - self._start_s
-        left = (self._max_s - elapsed_s) / (elapsed_s / WARM_UP)
+        left = (self._max_s - elapsed_s) / (elapsed_s / WARM_UP * trainer.accumulate_grad_batches)
         num_steps = float(max(1, min(self._num_steps, int(left))))
         if trainer.world_size > 1:
             steps = torch.tensor(num_steps, device=trainer.strategy.root_device)
             num_steps = float(trainer.strategy.reduce(steps, reduce_op="min"))
         return int(num_steps)
 
-    def _parts(self) -> dict[str, float]:
-        marks = self._marks
-        batch_norm_s = waited_s() - marks["waited"]
-        return {
-            "step_s": marks["end"] - marks["previous"],
-            "load_s": marks["start"] - marks["previous"],
-            "forward_s": marks["forward"] - marks["start"],
-            "backward_s": marks["backward"] - marks["forward"],
-            "update_s": marks["end"] - marks["backward"],
-            "exposed_communication_s": marks["exposed"],
-            "batch_norm_s": batch_norm_s,
-        }
-
     def _finish(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Make the diagnosis."""
-        parts = {name: median(step[name] for step in self._steps) for name in self._steps[0]}
+        """Make the diagnosis. What goes wrong in it is a warning: training is worth more."""
+        self._is_done = True
+        network = self._network
+        if network is None and trainer.world_size > 1:
+            device = pl_module.device if pl_module.device.type == "cuda" else "cpu"
+            network = probe_network(device, ranks_per_node=trainer.world_size // trainer.num_nodes)
+        try:
+            self.diagnosis = make_diagnosis(self._profile(trainer, pl_module), network, self._world_size)
+            if trainer.is_global_zero:
+                log.info(f"{self.diagnosis}")
+                self._write(self.diagnosis)
+        except Exception as error:
+            self.why_none = f"the diagnosis failed: {type(error).__name__}: {error}"
+            log.warning(f"Diagnose: {self.why_none}; training goes on", exc_info=True)
+        if self._stop:
+            trainer.should_stop = True
+
+    def _profile(self, trainer: Any, pl_module: LightningModule) -> StepProfile:
+        """Return the medians over the measured steps, and the layers."""
+        # The last step of an epoch may have fewer batches than the others.
+        num_batches = max(step.num_batches for step in self._steps)
+        steps = [step.seconds for step in self._steps if step.num_batches == num_batches]
+        parts = {name: median(step[name] for step in steps) for name in PARTS}
+        step_s = median(sum(step[name] for name in PHASES) for step in steps)
         # DDP waits for gradients in backward. Strategies that postpone the update wait in the next forward.
         phase = "forward_s" if getattr(trainer.strategy, "exposed_communication_s", None) else "backward_s"
         parts[phase] = max(0.0, parts[phase] - parts["exposed_communication_s"])
         for name in ("forward_s", "backward_s"):
             parts[name] = max(0.0, parts[name] - parts["batch_norm_s"] / 2)
-        profile = StepProfile(
+        return StepProfile(
             strategy=type(trainer.strategy).__name__,
             batch_size=self._batch_size,
             world_size=trainer.world_size,
-            num_steps=len(self._steps),
+            num_steps=len(steps),
+            step_s=step_s,
             num_batch_norms=sum(isinstance(module, BatchNorm) for module in pl_module.modules()),
             layers=self._layers.profiles(),
             recomputation=self._recomputation.plan(),
             why_no_recomputation=self._recomputation.why_not,
+            accumulate=num_batches,
             **parts,
         )
-        network = self._network
-        if network is None and trainer.world_size > 1:
-            device = pl_module.device if pl_module.device.type == "cuda" else "cpu"
-            network = probe_network(device, ranks_per_node=trainer.world_size // trainer.num_nodes)
-        self.diagnosis = make_diagnosis(profile, network, self._world_size)
-        if trainer.is_global_zero:
-            log.info(f"{self.diagnosis}")
-            self._write(self.diagnosis)
-        if self._stop:
-            trainer.should_stop = True
 
     def _write(self, diagnosis: Diagnosis) -> None:
         if self._folder is None:
@@ -248,13 +269,17 @@ class Diagnose(StepTimer):
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Diagnose a training that ended early, from the steps that there were."""
         self._stop_recording()
-        if self.diagnosis is None and self._steps:
+        if self._is_done:
+            return
+        if self._steps:
             self._finish(trainer, pl_module)
-        elif self.diagnosis is None and trainer.is_global_zero:
-            log.warning(
-                f"Diagnose: nothing is measured in {self._seen} steps, the first {WARM_UP} do not count, and manual "
-                "optimization has no backward that the callback could see; train for longer"
-            )
+            return
+        self.why_none = (
+            f"nothing is measured in {self._num_batches} batches: the first {WARM_UP} do not count, and a step has a "
+            "backward and an update that Lightning sees (manual_backward, self.optimizers()); train for longer"
+        )
+        if trainer.is_global_zero:
+            log.warning(f"Diagnose: {self.why_none}")
 
     @override
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
@@ -266,26 +291,45 @@ class Diagnose(StepTimer):
         self._recomputation.stop()
 
 
-# --- The time of each layer's forward in one step.
+PHASES = ("load_s", "forward_s", "backward_s", "update_s")
+PARTS = (*PHASES, "exposed_communication_s", "batch_norm_s")
+
+
+class _Step:
+    """The parts of a step so far, added up over its batches."""
+
+    def __init__(self, first_batch: int) -> None:
+        self.first_batch = first_batch
+        self.num_batches = 0
+        self.num_backwards = 0
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+
+
+# The layers: how long the forward of each takes in one step, and which gradients are its own.
+
+NOT_CALLED = "parameters of no called module"
 
 
 class LayerTimes:
-    """Times the modules of a model that have parameters of their own, by hooks, while they are in place.
+    """Times the modules within a model, by hooks, while they are in place.
 
     On a GPU each hook waits for the device, so that times are those of kernels; the step as a whole is slower then.
     """
 
     def __init__(self) -> None:
+        self._model = nn.Module()
         self._hooks: list[Any] = []
-        self._begins: dict[int, float] = {}
-        self._found: dict[int, LayerProfile] = {}
+        self._running: list[_Call] = []
+        self._calls: dict[int, _Call] = {}  # by module, as the forward meets them
+        self._last_s = 0.0
 
     def start(self, model: nn.Module) -> None:
         """Put the hooks in place."""
+        self._model = model
         for name, module in model.named_modules():
-            if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
-                self._hooks.append(module.register_forward_pre_hook(self._enter))
-                self._hooks.append(module.register_forward_hook(self._leave(name)))
+            if module is not model:  # some strategies call it for the whole step, others do not
+                self._hooks.append(module.register_forward_pre_hook(self._enter(name)))
+                self._hooks.append(module.register_forward_hook(self._leave))
 
     def stop(self) -> None:
         """Take the hooks off. A second call does nothing."""
@@ -294,41 +338,76 @@ class LayerTimes:
         self._hooks = []
 
     def profiles(self) -> tuple[LayerProfile, ...]:
-        """Return the layers in the order in which they were first called."""
-        return tuple(self._found.values())
+        """Return the layers with trainable parameters, in the order in which they were first called.
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        _synchronize(module)
-        self._begins[id(module)] = time.perf_counter()
+        A parameter counts once: where the forward meets it first, because there its gradient becomes complete. A
+        module that was not called leaves its parameters to the one around it, which uses them itself: attention does
+        so with its ``out_proj``. Parameters without any such module come first, as if their gradients were the last.
+        """
+        counted: set[int] = set()
+        layers = []
+        for call in self._calls.values():
+            own = [parameter for parameter in self._parameters_of(call.module) if parameter.requires_grad]
+            if own:
+                layers.append(call.profile([parameter for parameter in own if id(parameter) not in counted]))
+                counted.update(map(id, own))
+        rest = [p for p in self._model.parameters() if p.requires_grad and id(p) not in counted]
+        if rest:
+            layers.insert(0, _Call(NOT_CALLED, self._model).profile(rest))
+        return tuple(layers)
 
-    def _leave(self, name: str) -> Any:
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            _synchronize(module)
-            forward_s = time.perf_counter() - self._begins[id(module)]
-            found = self._found.get(id(module))
-            if found is not None:  # called before: its gradients are the same, its time is longer
-                self._found[id(module)] = replace(found, forward_s=found.forward_s + forward_s)
-                return
-            parameters = [p for p in module.parameters(recurse=False) if p.requires_grad]
-            self._found[id(module)] = LayerProfile(
-                name=name,
-                num_bytes=sum(map(num_bytes, parameters)),
-                forward_s=forward_s,
-                is_linear=isinstance(module, nn.Linear),
-                input_bytes=sum(map(num_bytes, tensors_in(args))),
-                shapes=tuple(tuple(parameter.shape) for parameter in parameters),
-            )
+    def _parameters_of(self, module: nn.Module) -> Iterator[nn.Parameter]:
+        yield from module.parameters(recurse=False)
+        for child in module.children():
+            if id(child) not in self._calls:
+                yield from self._parameters_of(child)
 
-        return leave
+    def _enter(self, name: str) -> Any:
+        def enter(module: nn.Module, args: Any) -> None:
+            call = self._calls.setdefault(id(module), _Call(name, module))
+            call.input_bytes = call.input_bytes or sum(map(num_bytes, tensors_in(args)))
+            self._add_time()
+            self._running.append(call)
+
+        return enter
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._add_time()
+        self._running.pop()
+
+    def _add_time(self) -> None:
+        """Add the time since the last hook to the innermost module that runs."""
+        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        now_s = time.perf_counter()
+        if self._running:
+            self._running[-1].forward_s += now_s - self._last_s
+        self._last_s = now_s
 
 
-def _synchronize(module: nn.Module) -> None:
-    device = next(module.parameters(recurse=False)).device
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+class _Call:
+    """The calls of one module."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self.module = module
+        self.forward_s = 0.0  # without that of the modules that it calls
+        self.input_bytes = 0
+
+    def profile(self, parameters: Sequence[nn.Parameter]) -> LayerProfile:
+        """Return the layer, with the gradients of these parameters."""
+        return LayerProfile(
+            name=self.name,
+            num_bytes=sum(map(num_bytes, parameters)),
+            forward_s=self.forward_s,
+            is_linear=isinstance(self.module, nn.Linear),
+            input_bytes=self.input_bytes,
+            shapes=tuple(tuple(parameter.shape) for parameter in parameters),
+        )
 
 
-# --- What `Memonger` would make of a training step: planned from one step that is recorded.
+# What `Memonger` would make of a training step: planned from one step that is recorded.
 
 METHOD = "training_step"
 # A third of the bytes holds three times the batch. A model in which one block keeps most of them needs more.
@@ -403,7 +482,7 @@ class _Recording(RecomputeHandle):
             raise
 
 
-# --- Measures latency and bandwidth between the ranks of a job.
+# The network: latency and bandwidth between the ranks of the job.
 
 SMALLEST_BYTES = 1024  # only latency matters
 # Larger and larger messages, until one takes this long: what a limited link lets pass at once no longer matters then.

@@ -22,6 +22,8 @@ from lightning_dp.planner.simulation import (
 from lightning_dp.planner.workload import Block, StepProfile, Workload, join_shapes
 
 PLAN_VERSION = 1
+# A share of a step, or of the gradients, that the report names.
+WORTH_NAMING = 0.05
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,9 @@ class Diagnosis:
     def __str__(self) -> str:
         profile = self.profile
         worst = max(profile.parts().items(), key=lambda part: part[1])
+        batches = f" in each of {profile.accumulate} batches" if profile.accumulate > 1 else ""
         lines = [
-            f"{profile.strategy}, {profile.world_size} ranks, {profile.batch_size} images per rank: "
+            f"{profile.strategy}, {profile.world_size} ranks, {profile.batch_size} images per rank{batches}: "
             f"{worst[1] / profile.step_s:.0%} of a step is {worst[0]} ({profile.num_steps} steps measured).",
             "",
             profile.table(),
@@ -90,18 +93,44 @@ class Diagnosis:
         ]
         for p in self.predictions:
             lines.append(f"| {p.method} | {1e3 * p.time.step_s:.1f} | {p.time.images_per_s:.1f} | {p.reason} |")
-        if profile.why_no_recomputation:
-            lines += ["", f"Memonger is not among them: {profile.why_no_recomputation}"]
+        if notes := self._not_counted():
+            lines += ["", *notes]
         if self.best is not None:
-            lines += ["", f"Use {self.best.method}. {self.best.reason}"]
+            lines += ["", f"Use {self.best.method}. {self.best.reason}{self._batch_norm_first()}"]
         return "\n".join(lines)
 
     def _batch_norm_advice(self) -> str:
-        wait_ms = 1e3 * self.profile.batch_norm_s
         return (
-            f"Global batch norm waits {wait_ms:.1f} ms per step for statistics, which the simulated times are without. "
-            "With 8 images per device or more, local ones do: AdaptiveGlobalBatchNorm(max_batch_size=...)."
+            f"Global batch norm waits {1e3 * self.profile.batch_norm_s:.1f} ms per step for statistics and for slower "
+            "ranks. No simulated time has these waits; the row of ddp_global_batch_norm has the bare messages. With 8 "
+            "images per device or more, local statistics do: AdaptiveGlobalBatchNorm(max_batch_size=...)."
         )
+
+    def _batch_norm_first(self) -> str:
+        """Return what to change before the strategy, if global batch norm takes a good part of the step."""
+        share = self.profile.batch_norm_s / self.profile.step_s
+        if share < WORTH_NAMING:
+            return ""
+        return f" But first: {share:.0%} of the measured step is batch norm's waits, and no strategy changes them."
+
+    def _not_counted(self) -> list[str]:
+        """Return a line for each thing that the rows leave out, or that has no row."""
+        profile, lines = self.profile, []
+        if profile.why_no_recomputation:
+            lines.append(f"Memonger is not among them: {profile.why_no_recomputation}")
+        if any(METHODS[p.method].recompute for p in self.predictions):
+            lines.append(
+                "The rows of Memonger are without the time in which it records each step, up to a third of a step of "
+                "small layers."
+            )
+        unplaced = sum(layer.num_bytes for layer in profile.layers if not layer.forward_s)
+        total = sum(layer.num_bytes for layer in profile.layers)
+        if total and unplaced / total >= WORTH_NAMING:
+            lines.append(
+                f"{unplaced / total:.0%} of the gradients' bytes belong to no module that the forward calls; they are "
+                "simulated as the last ones of backward."
+            )
+        return lines
 
     @staticmethod
     def _efficiencies(ratio: float, sizes: Sequence[int]) -> str:
@@ -161,7 +190,8 @@ class Diagnosis:
             rates = [
                 simulate(self.profile.workload(), self.network, size, prediction.method).images_per_s for size in sizes
             ]
-            times = [1e3 * size * self.profile.batch_size / rate for size, rate in zip(sizes, rates, strict=True)]
+            images = self.profile.batch_size * self.profile.accumulate
+            times = [1e3 * size * images / rate for size, rate in zip(sizes, rates, strict=True)]
             axes.plot(sizes, times, "o-", markersize=3, label=prediction.method)
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [str(size) for size in sizes])
@@ -212,7 +242,7 @@ def make_diagnosis(profile: StepProfile, network: Network | None, world_size: in
     return Diagnosis(profile, network, size, tuple(sorted(predictions, key=lambda p: -p.time.images_per_s)))
 
 
-# --- A sentence for each method: why its step takes as long as it does.
+# A sentence for each method: why its step takes as long as it does.
 
 ROUNDED = {
     "bf16": ", rounded to 16 bits",
@@ -228,12 +258,12 @@ def reason(name: str, workload: Workload, network: Network, world_size: int, tim
     if method.family == "hybrid":
         head = workload.head
         assert head is not None
-        sent = 2 * (world_size - 1) * (head.feature_bytes + head.hidden_bytes)
+        sent = 2 * workload.accumulate * (world_size - 1) * (head.feature_bytes + head.hidden_bytes)
         return f"Sends {sent / 1e6:.1f} MB of activations for {head.num_bytes / 1e6:.1f} MB of gradients; {waits}."
     if method.recompute:
         return _recomputes(method, workload, waits)
     if method.global_batch_norm:
-        exchanges = 2 * workload.num_batch_norms
+        exchanges = 2 * workload.accumulate * workload.num_batch_norms
         exchange_s = exchanges * network.small_exchange_s(world_size)
         return (
             f"DDP that also gathers batch norm's statistics {exchanges} times, {1e3 * exchange_s:.0f} ms, "
@@ -247,7 +277,8 @@ def reason(name: str, workload: Workload, network: Network, world_size: int, tim
         return f"Hides {1e3 * between_s:.0f} ms between nodes{rounded}, behind {behind}; {waits}."
     megabytes = sent_bytes(gradients, method.compression) / 1e6
     if method.accumulate > 1:
-        return f"Sends {megabytes:.1f} MB once in {method.accumulate} batches, a larger batch; {waits}."
+        batches = method.accumulate * workload.accumulate
+        return f"Sends {megabytes:.1f} MB once in {batches} batches, a larger batch; {waits}."
     network_s = all_reduce_s(gradients, method, network, world_size)
     how = " by ring_all_reduce_hook" if method.all_reduce == "ring" else ""
     place = "after" if method.first_bucket_bytes >= workload.gradient_bytes else "behind"
@@ -275,13 +306,13 @@ def _gradients(workload: Workload) -> Block:
     return Block(workload.gradient_bytes, 0.0, 0.0, shapes=join_shapes(blocks))
 
 
-# --- What `recipes/train.py` is told to use a method.
+# What `recipes/train.py` is told to use a method.
 
 POWER_SGD = "{_target_:lightning_dp.strategies.PowerSGD,rank:4}"
 # The other methods are no option of the recipes: Lightning ignores communication hooks on CPU.
 OVERRIDES = {
     "ddp": ["strategy=ddp"],
-    "ddp_accumulate_4": ["strategy=ddp", "trainer.accumulate_grad_batches=4"],
+    "ddp_accumulate_4": ["strategy=ddp"],  # and as many times as many batches as the job has in a step
     "ddp_global_batch_norm": ["strategy=ddp", "callbacks=agbn"],
     "layered_sgd_load": ["strategy=layered_sgd", "strategy.overlap=load"],
     "layered_sgd_step": ["strategy=layered_sgd", "strategy.overlap=step"],
@@ -312,7 +343,10 @@ def overrides_of(name: str, profile: StepProfile, world_size: int) -> list[str] 
         world_size: number of ranks that will train. ``data.batch_size`` counts the images of all of them.
     """
     if name not in MEMONGER:
-        return OVERRIDES.get(name)
+        found = OVERRIDES.get(name)
+        if METHODS[name].accumulate > 1 and found is not None:
+            return [*found, f"trainer.accumulate_grad_batches={METHODS[name].accumulate * profile.accumulate}"]
+        return found
     plan = profile.recomputation
     if plan is None:
         return None

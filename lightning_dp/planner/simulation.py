@@ -23,7 +23,7 @@ class StepTime:
     """The time of a step.
 
     Attributes:
-        step_s: mean over the steps after the first ones, of one micro-batch.
+        step_s: mean over the steps after the first ones. `Method.accumulate` steps of the job count as so many.
         busy_s: of it, the time that a rank computes, and loads in the foreground.
         images_per_s: of all ranks.
     """
@@ -67,7 +67,8 @@ def simulate(
     marks = [max(ends[task] for task in tasks) for tasks in job.marks]
     step_s = (marks[-1] - marks[WARM_UP - 1]) / (num_steps - WARM_UP) / method.accumulate
     busy_s = job.busy_s / num_steps / method.accumulate
-    rate = world_size * job.workload.batch_size / step_s if step_s else float("inf")
+    images = world_size * job.workload.batch_size * job.workload.accumulate
+    rate = images / step_s if step_s else float("inf")
     return StepTime(step_s, min(busy_s, step_s), rate)
 
 
@@ -136,10 +137,10 @@ class _Job:
         self._factors = [1.0] * num_lanes
 
     def add_step(self) -> None:
-        """Add a step: `Method.accumulate` micro-batches, and what follows the last one's backward."""
+        """Add a step: all batches whose gradients are added up, and what follows the last one's backward."""
         if self.workload.jitter:
             self._factors = [max(0.0, self._rng.gauss(1.0, self.workload.jitter)) for _ in self._factors]
-        for _ in range(self.method.accumulate):
+        for _ in range(self.method.accumulate * self.workload.accumulate):
             self._add_forward()
             if self.method.family == "hybrid":
                 self._add_head()
@@ -282,7 +283,7 @@ class _Job:
         return self.workload.update_s * (bucket.num_bytes / total if total else 1 / len(self.buckets))
 
 
-# --- A discrete-event simulation of tasks, what they wait for, and the resources that they share.
+# A discrete-event simulation of tasks, what they wait for, and the resources that they share.
 
 FREE = -1
 """The resource of tasks that need none: they start as soon as nothing holds them up."""
@@ -385,7 +386,7 @@ class Schedule:
         return ends
 
 
-# --- The ways to train that the planner compares.
+# The ways to train that the planner compares.
 
 MEBIBYTE = 2**20
 FAMILIES = ("ddp", "layered_sgd", "hybrid")
@@ -407,7 +408,8 @@ class Method:
         compression: bytes sent between nodes over bytes of the gradients, in each direction; 0.5 for 16 bits. Or a
             compressor, whose bytes depend on the shapes of the parameters: ``"bf16"``, ``"int8"`` or ``"power_sgd"``,
             which is PowerSGD of rank 4. The processor time of compressing is not simulated.
-        accumulate: micro-batches between two reductions. The time of a step is that of one micro-batch.
+        accumulate: how many times as many batches as the job's own step has are between two reductions. The time of a
+            step is that of as many batches as the job's has.
         bucket_bytes: capacity of a gradient bucket.
         first_bucket_bytes: capacity of the bucket that backward fills first, so that communication starts early.
         global_batch_norm: whether each batch norm layer gathers statistics, in forward and in backward.
@@ -498,7 +500,7 @@ METHODS = {
 """Methods by name. `Method.applies_to` says which of them a workload can use."""
 
 
-# --- What a method sends of a bucket's gradients, and how often the sums wait for each other.
+# What a method sends of a bucket's gradients, and how often the sums wait for each other.
 
 POWER_SGD = PowerSGD()  # of rank 4
 _CHOICES: dict[str, Compression] = {"bf16": "bf16", "int8": "int8", "power_sgd": POWER_SGD}

@@ -82,8 +82,9 @@ class Workload:
     """A training step of one rank.
 
     Attributes:
-        blocks: from the input to the output, as the forward meets them; without the head, if it is given apart.
-        batch_size: images per rank.
+        blocks: from the input to the output, as the forward meets them; without the head, if it is given apart. Their
+            times are those of one batch.
+        batch_size: images per rank in one batch.
         load_s: time to load a batch.
         loads_in_background: whether worker processes load the next batches while the rank computes.
         update_s: time of the optimizer step.
@@ -91,6 +92,7 @@ class Workload:
         num_batch_norms: number of batch norm layers, each of which gathers statistics if they are global.
         jitter: standard deviation of a rank's compute time over its mean. Ranks wait for the slowest.
         recomputation: of activations, if `Memonger` is to be simulated.
+        accumulate: batches whose gradients a step adds up before it sends them.
     """
 
     blocks: tuple[Block, ...]
@@ -102,9 +104,11 @@ class Workload:
     num_batch_norms: int = 0
     jitter: float = 0.0
     recomputation: Recomputation | None = None
+    accumulate: int = 1
 
     def __post_init__(self) -> None:
         require_count("batch_size", self.batch_size)
+        require_count("accumulate", self.accumulate)
         require_count("num_batch_norms", self.num_batch_norms, least=0)
         for name in ("load_s", "update_s", "jitter"):
             require_not_negative(name, getattr(self, name))
@@ -130,8 +134,9 @@ class Workload:
 
     @property
     def compute_s(self) -> float:
-        """Time of forward, backward and update, with the head on one device."""
-        return sum(block.forward_s + block.backward_s for block in self.whole().blocks) + self.update_s
+        """Time of forward, backward and update in a step, with the head on one device."""
+        batch_s = sum(block.forward_s + block.backward_s for block in self.whole().blocks)
+        return self.accumulate * batch_s + self.update_s
 
     @property
     def gradient_bytes(self) -> float:
@@ -212,7 +217,7 @@ def _joined(blocks: Sequence[Block]) -> Block:
     )
 
 
-# --- What was measured of a job's steps, and the workload that it makes for the simulation.
+# What was measured of a job's steps, and the workload that it makes for the simulation.
 
 
 @dataclass(frozen=True)
@@ -240,9 +245,11 @@ class LayerProfile:
 class StepProfile:
     """Where the steps of one rank went: medians over the measured steps, in seconds.
 
+    A step goes from one update to the next.
+
     Attributes:
         strategy: the strategy's class.
-        batch_size: images per rank.
+        batch_size: images per rank in one batch.
         world_size: number of ranks.
         num_steps: number of measured steps.
         step_s: whole step.
@@ -256,6 +263,7 @@ class StepProfile:
         layers: those with parameters, as the forward meets them.
         recomputation: what `Memonger` would make of the step, None if it was not planned.
         why_no_recomputation: a reason for None, "" if nobody asked for a plan.
+        accumulate: batches in a step, whose gradients are added up (``accumulate_grad_batches``).
     """
 
     strategy: str
@@ -273,6 +281,7 @@ class StepProfile:
     layers: tuple[LayerProfile, ...]
     recomputation: Recomputation | None = None
     why_no_recomputation: str = ""
+    accumulate: int = 1
 
     @property
     def compute_s(self) -> float:
@@ -305,16 +314,12 @@ class StepProfile:
 
         The fully-connected layers at the end are the head, if they have most of the bytes.
         """
-        total_s = sum(layer.forward_s for layer in self.layers) or 1.0
-        blocks = [
-            Block(
-                layer.num_bytes,
-                self.forward_s * layer.forward_s / total_s,
-                self.backward_s * layer.forward_s / total_s,
-                shapes=layer.shapes,
-            )
-            for layer in self.layers
-        ]
+        total_s = sum(layer.forward_s for layer in self.layers)
+        blocks = []
+        for layer in self.layers:
+            share = layer.forward_s / total_s if total_s else 1 / len(self.layers)
+            forward_s, backward_s = (share * seconds / self.accumulate for seconds in (self.forward_s, self.backward_s))
+            blocks.append(Block(layer.num_bytes, forward_s, backward_s, shapes=layer.shapes))
         first = self._head_begins()
         head = None
         if first is not None:
@@ -331,11 +336,12 @@ class StepProfile:
         return Workload(
             tuple(blocks),
             batch_size=self.batch_size,
-            load_s=self.load_s,
+            load_s=self.load_s / self.accumulate,
             update_s=self.update_s,
             head=head,
             num_batch_norms=self.num_batch_norms,
             recomputation=self.recomputation,
+            accumulate=self.accumulate,
         )
 
     def _head_begins(self) -> int | None:

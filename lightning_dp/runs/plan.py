@@ -89,4 +89,4 @@ def measure(config: Config, logging_config: Config | None) -> str:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    return str(callback.diagnosis or "nothing was measured: the run is too short; raise trainer.max_epochs")
+    return str(callback.diagnosis or f"there is no plan: {callback.why_none}")

@@ -186,7 +186,7 @@ def test_a_short_training_is_diagnosed_from_the_steps_that_it_has(caplog):
     assert callback.diagnosis.profile.num_steps == 1
     with caplog.at_level(logging.WARNING, logger="lightning_dp.planner.diagnose"):
         fit(Diagnose(), limit_train_batches=WARM_UP)
-    assert "nothing is measured in 3 steps" in caplog.text
+    assert "nothing is measured in 3 batches" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,225 @@
+"""Whole steps when gradients are accumulated, and each gradient's bytes once: what `Diagnose` measures."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+
+from lightning_dp.planner import Diagnose, Link, Network, Workload, diagnose, make_diagnosis, simulate
+from lightning_dp.planner.diagnose import NOT_CALLED, WARM_UP, LayerTimes
+from lightning_dp.planner.report import overrides_of
+from tests.planner import test_advice, test_rows
+from tests.planner.test_diagnose import BACKWARD_S, FORWARD_S, LOAD_S, NETWORK, Net, fit
+
+UPDATE_S = 0.05
+
+
+class SlowUpdate(Net):
+    def optimizer_step(self, *args, **kwargs):
+        super().optimizer_step(*args, **kwargs)
+        time.sleep(UPDATE_S)
+
+
+def test_a_step_has_all_the_batches_of_its_update():
+    callback = Diagnose(num_steps=2, stop=True, memonger=False)
+    # An epoch of 10 batches: steps of 4, 4 and 2.
+    trainer = fit(callback, SlowUpdate(), accumulate_grad_batches=4, limit_train_batches=10)
+    profile = callback.diagnosis.profile
+    assert trainer.global_step == 3, "the first step has the batches that do not count"
+    assert (profile.accumulate, profile.batch_size, profile.num_steps) == (4, 4, 1)
+    assert profile.load_s >= 4 * LOAD_S
+    assert profile.forward_s >= 4 * FORWARD_S
+    assert profile.backward_s >= 4 * BACKWARD_S
+    assert profile.update_s >= UPDATE_S
+    assert profile.step_s == pytest.approx(
+        profile.load_s + profile.forward_s + profile.backward_s + profile.update_s, rel=0.01
+    )
+    workload = profile.workload()
+    assert workload.accumulate == 4
+    assert workload.compute_s == pytest.approx(profile.forward_s + profile.backward_s + profile.update_s)
+    assert sum(block.forward_s for block in workload.whole().blocks) == pytest.approx(profile.forward_s / 4)
+
+
+class Manual(SlowUpdate):
+    """Updates after each second batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+def test_manual_optimization_has_steps_of_its_own_length():
+    callback = Diagnose(num_steps=1, stop=True, memonger=False)
+    fit(callback, Manual())
+    profile = callback.diagnosis.profile
+    assert profile.accumulate == 2
+    assert profile.backward_s >= 2 * BACKWARD_S
+
+
+def test_gradients_that_are_added_up_are_sent_once():
+    network = Network(Link(0.0, 1e8), Link(0.0, 1e10))
+    batch = {"gradient_bytes": 20e6, "forward_s": 0.1, "backward_s": 0.2, "num_blocks": 1, "batch_size": 8}
+    one = simulate(Workload.uniform(**batch), network, 2, "ddp")
+    four = simulate(Workload.uniform(**batch, accumulate=4), network, 2, "ddp")
+    assert one.step_s == pytest.approx(0.3 + 0.2)
+    assert four.step_s == pytest.approx(4 * 0.3 + 0.2)
+    assert four.images_per_s == pytest.approx(2 * 4 * 8 / 1.4)
+    # Four times as many batches in a step: the time of as many batches as the job's step has.
+    sixteen = simulate(Workload.uniform(**batch, accumulate=4), network, 2, "ddp_accumulate_4")
+    assert sixteen.step_s == pytest.approx(4 * 0.3 + 0.2 / 4)
+
+
+def test_a_plan_for_more_accumulation_counts_from_what_the_job_has():
+    profile = replace(test_rows.PROFILE, accumulate=2)
+    assert overrides_of("ddp_accumulate_4", profile, 2)[-1] == "trainer.accumulate_grad_batches=8"
+    assert overrides_of("ddp_accumulate_4", test_rows.PROFILE, 2)[-1] == "trainer.accumulate_grad_batches=4"
+    assert str(make_diagnosis(profile, NETWORK)).startswith(
+        "DDPStrategy, 2 ranks, 32 images per rank in each of 2 batches"
+    )
+
+
+# The layers.
+
+
+def layers_of(model: nn.Module, *inputs: torch.Tensor):
+    times = LayerTimes()
+    times.start(model)
+    model(*inputs)
+    times.stop()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    return times.profiles()
+
+
+def bytes_of(model: nn.Module) -> int:
+    return sum(4 * parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.body, self.logits = nn.Embedding(10, 6), nn.Linear(6, 6), nn.Linear(6, 10, bias=False)
+        self.logits.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.logits(self.body(self.body(self.embedding(x))))
+
+
+def test_a_tied_weight_counts_once_where_its_gradient_is_complete():
+    model = Tied()
+    layers = layers_of(model, torch.arange(4))
+    assert [(layer.name, layer.num_bytes) for layer in layers] == [("embedding", 240), ("body", 168), ("logits", 0)]
+    assert layers[2].forward_s > 0
+    assert sum(layer.num_bytes for layer in layers) == bytes_of(model)
+
+
+def test_attention_counts_the_projection_whose_module_it_does_not_call():
+    model = nn.TransformerEncoderLayer(8, 2, 16)
+    model.norm2.requires_grad_(False)
+    layers = layers_of(model, torch.randn(3, 2, 8))
+    sizes = {layer.name: layer.num_bytes for layer in layers}
+    assert sizes["self_attn"] == 4 * (3 * 8 * 8 + 3 * 8 + 8 * 8 + 8)
+    assert "norm2" not in sizes
+    assert sum(sizes.values()) == bytes_of(model)
+
+
+class Nested(nn.Module):
+    """Has a parameter of its own, uses a module without calling it, and calls one that takes longer than itself."""
+
+    def __init__(self, clock: list[float]) -> None:
+        super().__init__()
+        self.scale, self.used, self.slow = nn.Parameter(torch.ones(3)), nn.Linear(3, 3), Slow(clock)
+        self.never, self.clock = nn.Linear(3, 3), clock
+
+    def forward(self, x):
+        self.clock[0] += 1.0
+        x = self.slow(nn.functional.linear(x, self.used.weight, self.used.bias))
+        self.clock[0] += 2.0
+        return x * self.scale
+
+
+class Slow(nn.Linear):
+    def __init__(self, clock: list[float]) -> None:
+        super().__init__(3, 3)
+        self.clock = clock
+
+    def forward(self, x):
+        self.clock[0] += 10.0
+        return super().forward(x)
+
+
+def test_the_time_of_a_module_is_without_that_of_the_modules_within(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(diagnose, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    layers = layers_of(nn.Sequential(Nested(clock), nn.ReLU(), Slow(clock)), torch.randn(2, 3))
+    # As the forward meets them. The outer one has its own parameters and those of modules that it does not call.
+    assert [(layer.name, layer.forward_s) for layer in layers] == [("0", 3.0), ("0.slow", 10.0), ("2", 10.0)]
+    assert [layer.num_bytes for layer in layers] == [4 * (3 + 12 + 12), 4 * 12, 4 * 12]
+
+
+class Functional(pl.LightningModule):
+    """Calls no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(108, 5)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.linear(batch.flatten(1), self.used.weight, self.used.bias).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-9)
+
+
+def test_a_model_whose_layers_are_not_called_is_one_block():
+    callback = Diagnose(num_steps=1, network=NETWORK, world_size=2, memonger=False, stop=True)
+    fit(callback, Functional())
+    (layer,) = callback.diagnosis.profile.layers
+    assert (layer.name, layer.num_bytes) == (NOT_CALLED, 4 * 109 * 5)
+    (block,) = callback.diagnosis.profile.workload().blocks
+    assert block.forward_s == pytest.approx(callback.diagnosis.profile.forward_s)
+    assert "100% of the gradients' bytes belong to no module that the forward calls" in str(callback.diagnosis)
+
+
+def test_what_fails_in_the_diagnosis_does_not_end_training(monkeypatch, caplog):
+    def broken(*args):
+        raise ValueError("blocks=() is empty")
+
+    monkeypatch.setattr("lightning_dp.planner.diagnose.make_diagnosis", broken)
+    callback = Diagnose(num_steps=1, memonger=False)
+    with caplog.at_level(logging.WARNING, logger="lightning_dp.planner.diagnose"):
+        trainer = fit(callback, limit_train_batches=WARM_UP + 4)
+    assert trainer.global_step == WARM_UP + 4, "training goes on"
+    assert callback.diagnosis is None
+    assert callback.why_none == "the diagnosis failed: ValueError: blocks=() is empty"
+    assert caplog.text.count("the diagnosis failed") == 1
+
+
+# What the rows leave out.
+
+
+def test_the_report_says_what_its_rows_leave_out():
+    text = str(make_diagnosis(test_rows.PROFILE, NETWORK))
+    assert "The rows of Memonger are without the time in which it records each step" in text
+    assert "batch norm's waits, and no strategy changes them" not in text
+    text = str(make_diagnosis(replace(test_advice.PROFILE, num_batch_norms=0), test_advice.TWO_NODES))
+    assert "The rows of Memonger" not in text
+
+
+def test_the_advice_names_the_waits_of_batch_norm_that_no_strategy_changes():
+    waiting = replace(test_advice.PROFILE, batch_norm_s=0.17, exposed_communication_s=0.07)
+    text = str(make_diagnosis(waiting, test_advice.TWO_NODES))
+    assert "No simulated time has these waits; the row of ddp_global_batch_norm has the bare messages" in text
+    last = text.splitlines()[-1]
+    assert last.startswith("Use ")
+    assert last.endswith("But first: 34% of the measured step is batch norm's waits, and no strategy changes them.")
