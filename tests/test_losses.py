@@ -17,7 +17,7 @@ from lightning_dp.losses import Margin, sharded_binary_cross_entropy, sharded_cr
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
 from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses
 from lightning_dp.strategies.krizhevsky_hybrid.state import CPU, ShardedParameters
-from tests.ranks import run_threads
+from tests.ranks import RankError, run_threads
 
 SAMPLES, FEATURES, CLASSES = 5, 4, 7
 GENERATOR = torch.Generator().manual_seed(2)
@@ -159,6 +159,9 @@ def test_without_messages_they_are_wrong(monkeypatch):
         return torch.stack([tensor] * self.world_size) if what == "loss" else gather(self, what, tensor)
 
     monkeypatch.setattr(Channel, "all_gather", lost)
+    with pytest.raises(RankError, match="head_step returns different losses on the ranks"):
+        run_threads(2, over_ranks, 1)
+    monkeypatch.setattr(HeadPasses, "_require_same_loss", lambda *_: None)
     _, plain, _ = cases(1)[0]
     for results in run_threads(2, over_ranks, 1):
         assert not torch.allclose(results[0][0][0], in_one_process(plain, True)[0], rtol=1e-3)

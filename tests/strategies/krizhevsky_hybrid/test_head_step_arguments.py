@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_dp import KrizhevskyHybridStrategy
 from tests.ranks import run_processes
 from tests.strategies.krizhevsky_hybrid.modules import StepNet, all_batches, batches, fit_with
-from tests.strategies.krizhevsky_hybrid.test_misuse import ReadsWeight, logged
+from tests.strategies.krizhevsky_hybrid.test_misuse import logged
 from tests.strategies.modules import assert_same
 
 
@@ -82,21 +82,3 @@ def _other_constant(rank: int) -> str:
 def test_constants_must_be_the_same_on_all_ranks():
     for rank, said in enumerate(run_processes(2, _other_constant)):
         assert f"('power', {rank})" in said
-
-
-class ReadsTooMuch(ReadsWeight):
-    """The rows are too few for the labels."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(F.linear(self.trunk(batch[0]), F.normalize(self.head.weight)), batch[1])
-
-
-def _hint(rank: int) -> list[str]:
-    with logged() as said, pytest.raises(IndexError, match="out of bounds"):
-        fit_with(batches(rank, 2), KrizhevskyHybridStrategy(), 2, ReadsTooMuch, {})
-    return said
-
-
-def test_an_error_of_a_step_that_never_called_the_head_comes_with_a_hint():
-    for rank, said in enumerate(run_processes(2, _hint)):
-        assert any(f"rank {rank} holds only its own rows of them. Call the head as a module" in text for text in said)

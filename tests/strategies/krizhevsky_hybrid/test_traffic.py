@@ -20,7 +20,7 @@ from lightning_dp.strategies import KrizhevskyHybridStrategy
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
 from tests.ranks import run_processes
 from tests.strategies.krizhevsky_hybrid.modules import HybridNet, NamedNet, StepNet
-from tests.strategies.modules import CLASSES, FEATURES, SMALL_BUCKETS_MB, trainer
+from tests.strategies.modules import CLASSES, FEATURES, trainer
 
 TRUNK = FEATURES * 8 + 8 + 8 * 6 + 6
 WIDTHS = [6, 7, 5, CLASSES]  # of `HybridNet`'s head
@@ -63,9 +63,7 @@ def _count(rank: int, sizes: list[int], cases: list[Case]) -> list[tuple[int, di
     counted = []
     for net, loss, scheme, variable_batch in cases:
         counter = Counter()
-        strategy = KrizhevskyHybridStrategy(
-            scheme=scheme, variable_batch=variable_batch, bucket_cap_mb=SMALL_BUCKETS_MB
-        )
+        strategy = KrizhevskyHybridStrategy(scheme=scheme, variable_batch=variable_batch)
         own = trainer(strategy, len(sizes), use_distributed_sampler=False, callbacks=[counter])
         own.fit(net(loss=loss), uneven(sizes, rank))
         counted.append((counter.trunk, counter.head, counter.exchanges))
