@@ -49,13 +49,11 @@ class DeviceSum:
         """Queue the collectives on ``stream``, or run them if it is None. All ranks call it in the same order."""
         if stream is not None and self._produced is not None:
             stream.wait_event(self._produced)
-        with streams.on_stream(stream):
-            try:
-                collective.all_reduce(self.buffer)
-            except RuntimeError:
-                # Named only now: a description of all ranks takes longer than queueing the collectives.
-                with naming_backend_errors(f"the sum of gradient bucket {self.index}, {collective.describe()}"):
-                    raise
+        with (
+            streams.on_stream(stream),
+            naming_backend_errors(lambda: f"the sum of gradient bucket {self.index}, {collective.describe()}"),
+        ):
+            collective.all_reduce(self.buffer)
         if stream is not None:
             # A rank that gives up after an error drops the bucket while the collectives are under way.
             streams.keep_until_done(self.buffer, stream)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -62,12 +62,16 @@ class GradientCommunicator(Protocol):
 
 
 @contextmanager
-def naming_backend_errors(what: str) -> Iterator[None]:
-    """Let a backend's error say which operation failed, between which ranks."""
+def naming_backend_errors(what: Callable[[], str]) -> Iterator[None]:
+    """Let a backend's error say which operation failed, between which ranks.
+
+    Args:
+        what: returns the operation and its ranks. Called after an error only: to list all ranks takes long.
+    """
     try:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"{what} failed: one of these ranks has died, or has been silent for longer than the strategy's timeout; "
+            f"{what()} failed: one of these ranks has died, or has been silent for longer than the strategy's timeout; "
             f"look at its log first. The backend says: {error}"
         ) from error

@@ -13,10 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -203,7 +203,10 @@ class Communicator:
             # A bucket whose copy is still under way would keep the link idle while others wait behind it.
             there = [index for index, bucket in self._ready.items() if bucket.copy_is_done]
             index = torch.tensor([max(there, default=NO_BUCKET)])
-        what = f"the order of the gradient buckets, {self._collective.describe('all')}"
+
+        def what() -> str:
+            return f"the order of the gradient buckets, {self._collective.describe('all')}"
+
         with naming_backend_errors(what):
             work = dist.broadcast(index, group=group, group_src=0, async_op=True)
 
@@ -359,11 +362,8 @@ class BucketReduction:
             self._stage_changed.notify_all()
 
     def _reduce_on_device(self, buffer: Tensor) -> slice:
-        try:
+        with self._named("inside"):
             return self._collective.reduce_on_device(buffer)
-        except RuntimeError:
-            with self._named(self._collective.describe("inside")):
-                raise
 
     @property
     def copy_is_done(self) -> bool:
@@ -389,7 +389,7 @@ class BucketReduction:
     def start_inter_group(self) -> bool:
         """Begin to sum this rank's shard over the groups. Return whether messages are still under way."""
         self._inter_group_since_s = time.perf_counter()
-        with self._named(self._collective.describe("between")):
+        with self._named("between"):
             self._rest = self._collective.inter_group_all_reduce(self._payload)
         self._advance(Stage.INTER_GROUP)
         return self._rest is not None
@@ -397,7 +397,7 @@ class BucketReduction:
     def finish_inter_group(self) -> None:
         """Wait until this rank's shard is summed; nothing to do for a rank that carries none."""
         if self._rest is not None:
-            with self._named(self._collective.describe("between")):
+            with self._named("between"):
                 complete(self._rest)
             self._rest = None
         if self._on_stage is not None:
@@ -468,18 +468,14 @@ class BucketReduction:
             self.stage = Stage.DELIVERED  # again, if a signal handler that interrupted this method has delivered it
 
     def _wait_for_works(self) -> None:
-        try:
+        with self._named("inside"):
             for work in self._works:
                 work.wait()
-        except RuntimeError:
-            # Named only now: that takes longer than to see that a bucket has arrived, which is asked for each of them.
-            with self._named(self._collective.describe("inside")):
-                raise
 
-    @contextmanager
-    def _named(self, where: str) -> Iterator[None]:
-        with naming_backend_errors(f"the sum of gradient bucket {self.index}, {where}"):
-            yield
+    def _named(self, where: Literal["inside", "between"]) -> AbstractContextManager[None]:
+        return naming_backend_errors(
+            lambda: f"the sum of gradient bucket {self.index}, {self._collective.describe(where)}"
+        )
 
 
 class HostCopy:

@@ -198,7 +198,7 @@ class LayeredSGDStrategy(BaseStrategy):
             check_layers(module, type(self).__name__)
             self._reduction.updates.bring_up_to_date()
         with naming_backend_errors(
-            f"taking {names[0]}, which has become trainable, into the reduction, with all ranks,"
+            lambda: f"taking {names[0]}, which has become trainable, into the reduction, with all ranks,"
         ):
             self.model = reduced.wrap_again(
                 model, lambda: wrap_in_ddp(self, module), keep_hooks=self._reduction is None
