@@ -468,9 +468,13 @@ class BucketReduction:
             self.stage = Stage.DELIVERED  # again, if a signal handler that interrupted this method has delivered it
 
     def _wait_for_works(self) -> None:
-        with self._named("inside"):
+        try:
             for work in self._works:
                 work.wait()
+        except RuntimeError:
+            # Named only now: that takes longer than to see that a bucket has arrived, which is asked for each of them.
+            with self._named("inside"):
+                raise
 
     def _named(self, where: Literal["inside", "between"]) -> AbstractContextManager[None]:
         return naming_backend_errors(
