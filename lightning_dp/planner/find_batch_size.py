@@ -237,7 +237,7 @@ def _own_statistics(module: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for part in module.modules():
             if isinstance(part, nn.SyncBatchNorm):
-                part.forward = partial(nn.BatchNorm2d.forward, part)  # type: ignore[arg-type,method-assign]
+                part.forward = partial(nn.BatchNorm2d.forward, part)  # type: ignore[method-assign]
                 stack.callback(delattr, part, "forward")
             elif getattr(part, "is_global", False) is True:
                 part.is_global = False  # type: ignore[assignment]
