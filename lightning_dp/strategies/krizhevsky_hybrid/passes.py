@@ -125,7 +125,8 @@ class HeadPasses(SharedOnDeepcopy):
         def loss_of(part: SubPass, x: Tensor) -> Tensor:
             loss = _require_number(head_step(x, own.of_pass(part)))
             if is_first:
-                self._require_same_loss(loss, lambda: head_step(0.5 * x.detach(), own.of_pass(part)))
+                # Another sign, so that also a loss of normalized features changes; and larger, so that it changes much.
+                self._require_same_loss(loss, lambda: head_step(-3 * x.detach(), own.of_pass(part)))
             _require_no_part(loss, others or {})
             return loss
 
@@ -566,7 +567,9 @@ class FeatureGradients:
 
     def __init__(self, exchange: FeatureExchange) -> None:
         self._exchange = exchange
-        self._arrived: list[Tensor] = []  # one block of rows for each finished pass
+        self._arrived: list[
+            Tensor | int
+        ] = []  # of each finished pass: its rows, or how many there are without gradient
         self._in_flight: Finish | None = None
 
     def send_back(self, gradient: Tensor | None, part: SubPass, is_partial: bool = True) -> None:
@@ -576,21 +579,27 @@ class FeatureGradients:
         step, so that the buffers of at most one pass are in memory.
 
         Args:
-            gradient: of the pass's features. None: they need none.
+            gradient: of the pass's features. None: they need none, or the loss of this pass does not depend on them.
             part: the pass.
             is_partial: whether the sum over ranks is K times the gradient. If not, every rank has the whole.
         """
         self._finish()
-        if gradient is not None and is_partial:
+        begin, end = part.place_of(self._exchange.rank)
+        if gradient is None:
+            self._arrived.append(end - begin)
+        elif is_partial:
             self._in_flight = self._exchange.sum_back(gradient, part)
-        elif gradient is not None:
-            begin, end = part.place_of(self._exchange.rank)
+        else:
             self._arrived.append(gradient[begin:end] * self._exchange.channel.world_size)
 
     def finish(self) -> Tensor | None:
-        """Return the gradient of this rank's own features, (n, *), or None if they need none."""
+        """Return the gradient of this rank's own features, (n, *), or None if no pass has one."""
         self._finish()
-        return torch.cat(self._arrived) if self._arrived else None
+        some = next((rows for rows in self._arrived if isinstance(rows, Tensor)), None)
+        if some is None:
+            return None
+        shape = some.shape[1:]
+        return torch.cat([some.new_zeros(rows, *shape) if isinstance(rows, int) else rows for rows in self._arrived])
 
     def _finish(self) -> None:
         if self._in_flight is not None:

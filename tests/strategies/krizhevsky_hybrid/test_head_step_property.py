@@ -235,3 +235,35 @@ def changed_after_use(rank: int, group: Any) -> None:
 
 def test_features_that_backward_needs_cannot_be_changed_in_place():
     run_threads(2, changed_after_use)
+
+
+def without_gradient_in_places(head: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+    """As a module does that skips what has no sample of interest: of some passes the features get no gradient."""
+    return F.cross_entropy(head(x if (target == 0).any() else x.detach()), target)
+
+
+def partly_used(rank: int, group: Any, scheme: str) -> tuple[Tensor, Tensor]:
+    whole, features, _, _ = case(0, 2)
+    sharded = ShardedHead(whole, Channel(group))
+    ShardedParameters(sharded).shard(CPU)
+    x = features[rank].requires_grad_()
+    target = torch.tensor([1, 0, 1] if rank == 0 else [2, 2])
+    passes = HeadPasses(sharded, scheme, Channel(group))
+    loss = passes.step(
+        x, {"target": target}, lambda x, others: without_gradient_in_places(sharded.head, x, others["target"])
+    )
+    loss.backward()
+    return x.grad / 2, target
+
+
+@pytest.mark.parametrize("scheme", ["a", "b", "c"])
+def test_features_that_only_some_passes_use(scheme):
+    head, features, _, _ = case(0, 2)
+    results = run_threads(2, partly_used, scheme)
+    leaves = [x.requires_grad_() for x in features]
+    for part in sub_passes(scheme, SIZES[2]):
+        x, target = part.rows_of(leaves), part.rows_of([target for _, target in results])
+        (without_gradient_in_places(head, x, target) * len(x) / 5).backward()
+    for (x_grads, _), leaf in zip(results, leaves, strict=True):
+        expected = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        torch.testing.assert_close(x_grads, expected, rtol=1e-10, atol=1e-12)

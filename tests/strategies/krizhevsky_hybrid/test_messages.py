@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
@@ -47,6 +48,13 @@ class SlightlyOwnData(DataOnSelf):
 
     def head_step(self, features: Tensor, target: Tensor) -> Tensor:
         return StepNet.head_step(self, features, target) * (1 + 1e-5 * self.weights[0])
+
+
+class NormalizedOwnData(SlightlyOwnData):
+    """Its loss does not depend on the length of the features."""
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        return super().head_step(F.normalize(features), target)
 
 
 class CountsLater(StepNet):
@@ -91,6 +99,7 @@ REFUSED: list[tuple[type[HybridNet], dict[str, Any], str]] = [
     (TargetInGraph, {}, "argument 'target' requires a gradient"),
     (LayersBehind, {"head": "head.0"}, "If it belongs to a layer behind the head, do without head_step"),
     (SlightlyOwnData, {}, "different losses on the ranks for the same samples"),
+    (NormalizedOwnData, {}, "different losses on the ranks for the same samples"),
     (CountsLater, {}, "the SumMetric total is updated within head_step"),
     (Concatenates, {}, "the CatMetric targets is updated within head_step"),
     (InList, {}, "the SumMetric totals is updated within head_step"),
