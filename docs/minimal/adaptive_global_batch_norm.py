@@ -140,8 +140,8 @@ def main() -> None:
         pairs = zip(model.state_dict().values(), expected.state_dict().values(), strict=True)
         difference = max((ours - theirs).abs().max().item() for ours, theirs in pairs)
         if rank == 0:
-            print(f"{options}: global statistics in {sum(history)} of {len(history)} steps;", end=" ")
-            print(f"maximum difference to batch norm on the concatenated batch {difference:.0e}")
+            print(f"{options}: global statistics in {sum(history)} of {len(history)} steps")
+            print(f"   maximum difference to batch norm on the concatenated batch {difference:.0e}")
     dist.destroy_process_group()
 
 

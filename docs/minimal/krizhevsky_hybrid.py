@@ -138,8 +138,8 @@ def main() -> None:
         difference = max((ours - theirs).abs().max().item() for ours, theirs in pairs)
         if rank == 0:
             samples = world_size * 4 // len(passes(scheme, 4))
-            print(f"scheme {scheme}: maximum difference to SGD on the concatenated batch {difference:.0e};", end=" ")
-            print(f"in the head {samples} samples at a time; rank 0 sends {sent_bytes} bytes a step")
+            print(f"scheme {scheme}: maximum difference to SGD on the concatenated batch {difference:.0e}")
+            print(f"   {samples} samples in the head at a time; for it rank 0 sends {sent_bytes} bytes a step")
     gradient_bytes = sum(parameter.nbytes for parameter in start[1].parameters())
     if rank == 0:
         print(f"a ring all-reduce of the head's gradient: {2 * (world_size - 1) * gradient_bytes // world_size} bytes")

@@ -46,6 +46,7 @@ NOT_RUN = {
     "pip install": "it installs packages; every target of make does it",
     "pytest -m slow tests/collective_order": "a slow test by itself",
     "torchrun --nnodes=2": "needs two machines; composed only",
+    "torchrun --nproc-per-node=4 docs/minimal/": "test_minimal.py runs the minimal versions",
     "lightning-dp-": "tests/test_wheel.py runs the console commands",
     "python docs/examples/": "test_examples.py runs the examples",
     "python recipes/compare.py SWEEP_DIR": "needs a sweep; tests/test_wheel.py compares one",
@@ -157,7 +158,7 @@ def check(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (ROOT / script).exists(), f"there is no {script}"
         if script.startswith("benchmarks/"):
             parse_benchmark(script, arguments, monkeypatch)
-        elif script.startswith("docs/examples/") or script == "recipes/compare.py":
+        elif script.startswith(("docs/examples/", "docs/minimal/")) or script == "recipes/compare.py":
             assert any(command.startswith(begin) for begin in NOT_RUN)
         elif script in ("recipes/train.py", "recipes/plan.py"):
             for plugin in re.findall(r"hydra/launcher=([a-z]+)|hparams_search=([a-z]+)", command):
