@@ -115,6 +115,15 @@ class SecondBackwardOfHeadNet(SecondBackwardNet):
         return self.cost(self.head(features), target)
 
 
+class CompiledLossNet(StepNet):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.compiled_cost = torch.compile(self.cost, backend="aot_eager")
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        return self.compiled_cost(2 * self.head(features), target)
+
+
 class FrozenTrunkNet(StepNet):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -163,6 +172,7 @@ CASES: dict[str, tuple[type[HybridNet], dict[str, Any]]] = {
     "recomputed trunk and head_step, reentrant": (RecomputedReentrantNet, {"gradient_clip_val": 0.05}),
     "two gradients of one loss": (SecondBackwardNet, {}),
     "two gradients through one call": (SecondBackwardOfHeadNet, {}),
+    "compiled loss": (CompiledLossNet, {}),
     "named loss": (NamedNet, {"gradient_clip_val": 0.05}),
     "frozen trunk": (FrozenTrunkNet, {}),
     "in place": (InPlaceNet, {}),
@@ -188,6 +198,7 @@ def assert_close_in_16_bits(actual: Result, expected: Result) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Found .* in eval mode")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile's own
 def test_each_equals_one_process():
     of_ranks = run_processes(2, _cases, 2, timeout=600)
     plain = fit_with(all_batches(2), "auto", 1, StepNet, {})
