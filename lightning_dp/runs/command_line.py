@@ -6,6 +6,7 @@ import argparse
 import difflib
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -17,6 +18,8 @@ from typing import Any, ClassVar
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
@@ -26,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_dp.launch import LaunchError, external_rank
 from lightning_dp.planner import read_overrides
 from lightning_dp.runs import conf_folder
-from lightning_dp.runs.resume import with_last_checkpoint
+from lightning_dp.runs.resume import OF_A_RUN
 
 log = logging.getLogger("train")
 
@@ -34,6 +37,8 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 LOG_FILE = "train.log"
 GROUPS = ("debug", "experiment", "hparams_search", "plan")  # keys of a command line that choose files, and `plan=FILE`
 PLAN = "plan="
+# Launchers and sweepers of Hydra -> the extra that brings their plugin.
+PLUGINS = {"joblib": "sweeps", "submitit_local": "sweeps", "submitit_slurm": "sweeps", "optuna": "search"}
 
 
 def argument_parser(command: str, description: str | None) -> argparse.ArgumentParser:
@@ -95,7 +100,7 @@ def run(job: Callable[[DictConfig], Any], config_name: str) -> None:
 def arguments_of_rank(arguments: list[str], rank: int | None, folder: str) -> list[str]:
     """Return the command line for Hydra on this rank.
 
-    Of the ranks that torchrun or SLURM started, all but rank 0 write to ``folder``, which is temporary.
+    Of the ranks that torchrun or SLURM started, all but rank 0 have Hydra write to ``folder``, which is temporary.
 
     Raises:
         JobError: the command is a sweep, whose jobs start processes of their own, but runs under such a launcher; or
@@ -106,17 +111,41 @@ def arguments_of_rank(arguments: list[str], rank: int | None, folder: str) -> li
         raise JobError("--multirun starts the processes of each job itself; use python, not torchrun or srun")
     if sweep:  # at the front, because Hydra's parser does not find the flag between overrides
         arguments = [*sweep, *(argument for argument in arguments if argument not in sweep)]
+    # Hydra has another way to write this.
+    groups = [path.name for path in conf_folder().iterdir()]
+    arguments = [f"~{text[:-5]}" if text.removesuffix("=null") in groups else text for text in arguments]
     try:
         arguments, applied = with_plan(arguments)
-        if rank is not None:
-            arguments = with_last_checkpoint(arguments)
+        run_dir = None if rank is None else named_run_dir(arguments)
     except (ValueError, FileNotFoundError) as error:
         raise JobError(str(error)) from error
     if applied is not None and not rank:
         print(applied, flush=True)
-    if rank:
-        return [*arguments, f"hydra.run.dir={folder}", "hydra.output_subdir=null", "hydra/job_logging=none"]
-    return arguments
+    if not rank:
+        return arguments
+    # Where rank 0 keeps its checkpoints, so that this rank finds the same one.
+    same = [] if run_dir is None else [f"run_dir={QuotedString(run_dir, Quote.single).with_quotes()}"]
+    return [*arguments, f"hydra.run.dir={folder}", "hydra/job_logging=none", *same]
+
+
+def named_run_dir(arguments: Sequence[str]) -> str | None:
+    """Return the absolute run folder that a command line names, or None if it names none.
+
+    Raises:
+        ValueError: the command continues a run, and names no folder. Launchers restart a job with the same command.
+    """
+    values = [text for text in arguments if "=" in text and not text.startswith("-")]
+    overrides = OverridesParser.create().parse_overrides(values)
+    given = {override.key_or_group: override.value() for override in overrides}
+    folder = given.get("hydra.run.dir")
+    if folder is not None and "$" not in str(folder):
+        return str(Path(str(folder)).absolute())
+    if given.get("ckpt_path") in OF_A_RUN:
+        raise ValueError(
+            f"ckpt_path={given['ckpt_path']} under torchrun or SLURM needs a run folder that is the same after a "
+            "restart; name it with hydra.run.dir=FOLDER"
+        )
+    return None
 
 
 def with_plan(arguments: Sequence[str]) -> tuple[list[str], str | None]:
@@ -146,6 +175,12 @@ def _key(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
 
 
+def message_of(error: Exception) -> str:
+    """Return the message of an error, with its type if that does not go without saying."""
+    is_complete = isinstance(error, ValueError | OSError | ImportError | OmegaConfBaseException | HydraException)
+    return explain(error) if is_complete else f"{type(error).__name__}: {error}"
+
+
 def explain(error: Exception) -> str:
     """Return the message of an error. For an unknown key, it names the keys that exist."""
     cause: BaseException = error
@@ -155,7 +190,13 @@ def explain(error: Exception) -> str:
         parent = cause.parent_node
         if parent is not None and OmegaConf.is_dict(parent) and cause.key is not None and cause.key not in parent:
             return _unknown_key(cause.key, cause.full_key or str(cause.key), [str(name) for name in parent])
-    text = str(error) if cause is error else f"{error}\n{cause}"
+    missing = re.search(r"Could not find '(hydra/\w+)/(\w+)'", str(error))
+    if missing is not None and missing[2] in PLUGINS:
+        group, name = missing.groups()
+        return f"{group}={name} needs a plugin of Hydra: pip install 'lightning-dp[{PLUGINS[name]}]'"
+    text = str(error)
+    if isinstance(error, HydraException | OmegaConfBaseException) and str(cause) not in text:
+        text = f"{text}\n{cause}"
     return text.partition("\nConfig search path")[0].strip()
 
 
@@ -171,10 +212,10 @@ def _unknown_key(key: Any, full_key: str, existing: list[str]) -> str:
     return f"{full_key} is unknown{suggestion} {there_are}{hint}"
 
 
-def config_error(run_dir: str, error: Exception) -> JobError:
-    """Return the error of a job that could not start, and remove its run folder."""
-    _discard(Path(run_dir), {".hydra", LOG_FILE})
-    return _make_job_error(str(error))
+def config_error(error: Exception) -> JobError:
+    """Return the error of a job that could not start, and remove its run folder if nothing else is in it."""
+    _discard(Path(HydraConfig.get().runtime.output_dir), {LOG_FILE})
+    return _make_job_error(message_of(error))
 
 
 def job_error(run_dir: str, error: Exception) -> JobError:
@@ -183,10 +224,37 @@ def job_error(run_dir: str, error: Exception) -> JobError:
         message, text = str(error), error.traceback
     else:
         message, text = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+    if external_rank():
+        # Only rank 0 has a log file that stays.
+        return _make_job_error(f"rank {external_rank()}: {text}")
     log_file = Path(run_dir, LOG_FILE)
     with open(log_file, "a") as file:
         file.write(text)
     return _make_job_error(f"{message}\nThe traceback is in {log_file}")
+
+
+def write_configuration(cfg: DictConfig) -> None:
+    """Write the folder .hydra of a run, as Hydra does by default.
+
+    Hydra would do so before the configuration is checked. A run that is refused because it would replace the results in
+    its folder would have replaced their configuration by then.
+    """
+    hydra_cfg = HydraConfig.get()
+    folder = Path(hydra_cfg.runtime.output_dir, ".hydra")
+    folder.mkdir(exist_ok=True)
+    nodes = {"config": cfg, "hydra": {"hydra": hydra_cfg}, "overrides": hydra_cfg.overrides.task}
+    for name, node in nodes.items():
+        (folder / f"{name}.yaml").write_text(OmegaConf.to_yaml(node))
+
+
+def is_in_sweep() -> bool:
+    """Return whether this job is one of a sweep."""
+    return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def is_search() -> bool:
+    """Return whether this job is one of a sweep whose next jobs depend on what the first ones reach."""
+    return is_in_sweep() and not HydraConfig.get().sweeper._target_.endswith(".BasicSweeper")
 
 
 def _discard(folder: Path, files_of_hydra: set[str]) -> None:
@@ -203,10 +271,10 @@ def _discard(folder: Path, files_of_hydra: set[str]) -> None:
 
 def _make_job_error(message: str) -> JobError:
     """Return a JobError. In a sweep, also log it: Hydra reports only the first failed job, and only at the end."""
-    config = HydraConfig.get()
-    if config.mode == RunMode.MULTIRUN:
-        log.error("job %d failed: %s", config.job.num, message)
-        message = f"job {config.job.num}: {message}"
+    if is_in_sweep():
+        number = HydraConfig.get().job.num
+        log.error("job %d failed: %s", number, message)
+        message = f"job {number}: {message}"
     return JobError(message)
 
 

@@ -3,8 +3,9 @@
 lightning-dp-compare runs/digits_resnet20/sweep_DATE
 lightning-dp-compare SWEEP_DIR --metric val/acc --accuracy 0.95
 
-Jobs that differ only in their seed are one row: the median over seeds, and the minimum to maximum. The folder gets
-compare.md and compare.png.
+Jobs that differ only in their seed are one row: the median over seeds, and the minimum to maximum. Jobs that have not
+finished are counted as such, and have no result. The folder gets compare.md and compare.png. To count bytes, the models
+that the jobs' configurations name are built: compare only sweeps that you trust.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from lightning_dp.runs.command_line import argument_parser
+from lightning_dp.runs.metrics import CURVES
 from lightning_dp.runs.traffic import bytes_per_step
 
+TESTED = "test/acc"
 DEFAULT_METRICS = ("val/acc", "train/acc")
 LEAST_SPAN = 0.02  # of the accuracy's axis
 
@@ -35,7 +38,8 @@ class Job:
 
     Attributes:
         label: its overrides that other jobs of the sweep do not share, without the seed.
-        accuracy: the last test/acc or, without a test, the last value of the metric.
+        finished: it came to its end.
+        accuracy: the last value of `result_column`; None if the job has not finished.
         images_per_s: training images per second, the mean over the epochs but the first, which warms up.
         global_share: share of the steps with global statistics; None without AGBN.
         num_bytes: bytes that a rank sends in a step, by calculation; None if `bytes_per_step` cannot say.
@@ -43,6 +47,7 @@ class Job:
     """
 
     label: str
+    finished: bool
     accuracy: float | None
     images_per_s: float | None
     global_share: float | None
@@ -55,28 +60,29 @@ class Job:
 
 
 def read_sweep(folder: Path, metric: str) -> list[Job]:
-    """Return the jobs of a sweep that have metrics, in order.
+    """Return the jobs of a sweep, in order, also those that have not finished.
 
     Raises:
-        FileNotFoundError: there are none.
+        FileNotFoundError: there are none with metrics.
     """
-    paths = _metrics_files(folder)
-    overrides = [_overrides(path.parent) for path in paths]
+    folders = _job_folders(folder)
+    overrides = [_overrides(path) for path in folders]
     shared = set.intersection(*map(set, overrides))
     jobs = []
-    for path, own in zip(paths, overrides, strict=True):
+    for path, own in zip(folders, overrides, strict=True):
         different = [text for text in own if text not in shared and not text.startswith("seed=")]
         jobs.append((path, " ".join(different)))
     # One of several rows may have no overrides of its own: the defaults.
     empty = "defaults" if any(label for _, label in jobs) else "all jobs"
-    return [_read_job(path, label or empty, metric) for path, label in jobs]
+    result = result_column(folder, metric)
+    return [_read_job(path, label or empty, metric, result) for path, label in jobs]
 
 
-def _metrics_files(folder: Path) -> list[Path]:
-    paths = sorted(folder.glob("*/metrics.csv"), key=lambda path: (len(path.parent.name), path.parent.name))
-    if not paths:
+def _job_folders(folder: Path) -> list[Path]:
+    paths = [path.parents[1] for path in folder.glob("*/.hydra/overrides.yaml")]
+    if not any((path / "metrics.csv").exists() for path in paths):
         raise FileNotFoundError(f"{folder} has no jobs with a metrics.csv; give the folder of a sweep, sweep_DATE")
-    return paths
+    return sorted(paths, key=lambda path: (len(path.name), path.name))
 
 
 def choose_metric(folder: Path, wanted: str | None) -> str:
@@ -86,11 +92,7 @@ def choose_metric(folder: Path, wanted: str | None) -> str:
         FileNotFoundError: there are no jobs.
         ValueError: no job of the sweep has it.
     """
-    logged: set[str] = set()
-    for path in _metrics_files(folder):
-        with open(path, newline="") as file:
-            for row in csv.DictReader(file):
-                logged.update(name for name, value in row.items() if value)
+    logged = _logged(folder)
     for metric in DEFAULT_METRICS if wanted is None else (wanted,):
         if metric in logged:
             return metric
@@ -98,28 +100,48 @@ def choose_metric(folder: Path, wanted: str | None) -> str:
     raise ValueError(f"--metric {wanted or DEFAULT_METRICS[0]} was logged by no job of {folder}; use one of {known}")
 
 
+def result_column(folder: Path, metric: str) -> str:
+    """Return what the jobs are compared by: test/acc or, where no job tests, the metric."""
+    return TESTED if TESTED in _logged(folder) else metric
+
+
+def _logged(folder: Path) -> set[str]:
+    """Return the names of the metrics that any job has logged."""
+    return {name for path in _job_folders(folder) for row in _rows(path) for name, value in row.items() if value}
+
+
+def _rows(folder: Path) -> list[dict[str, str]]:
+    """Return the rows of a job's metrics.csv. Of a job that was killed, the last one may be cut."""
+    if not (folder / "metrics.csv").exists():
+        return []
+    with open(folder / "metrics.csv", newline="") as file:
+        return [row for row in csv.DictReader(file) if None not in row.values()]
+
+
 def _overrides(folder: Path) -> list[str]:
     return [str(text) for text in OmegaConf.load(folder / ".hydra" / "overrides.yaml")]
 
 
-def _read_job(path: Path, label: str, metric: str) -> Job:
-    with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
+def _read_job(folder: Path, label: str, metric: str, result: str) -> Job:
+    rows = _rows(folder)
 
     def values(name: str) -> dict[int, float]:
         return {int(row["step"]): float(row[name]) for row in rows if row.get(name)}
 
     seconds, logged, shares = values("time/train_s"), values(metric), list(values("agbn/is_global").values())
     rates = list(values("time/images_per_s").values())
-    config = OmegaConf.to_container(OmegaConf.load(path.parent / ".hydra" / "config.yaml"), resolve=False)
-    found = list((values("test/acc") or logged).values())
+    config = OmegaConf.to_container(OmegaConf.load(folder / ".hydra" / "config.yaml"), resolve=False)
+    # The plot is drawn at the end of a run, and removed where a run begins or continues.
+    finished = (folder / CURVES).exists()
+    found = list(values(result).values()) if finished else []
     share = mean(shares) if shares else None
     return Job(
         label=label,
+        finished=finished,
         accuracy=found[-1] if found else None,
         images_per_s=mean(rates[1:] or rates) if rates else None,
         global_share=share,
-        num_bytes=bytes_per_step(_resolved(config, path.parent), share or 0.0),
+        num_bytes=bytes_per_step(_resolved(config, folder), share or 0.0),
         curve=[(seconds[step], value) for step, value in sorted(logged.items()) if step in seconds],
     )
 
@@ -131,8 +153,9 @@ def _resolved(config: Any, folder: Path) -> dict[str, Any]:
 
 
 def common_accuracy(jobs: Sequence[Job]) -> float | None:
-    """Return the highest value of the metric that every job has reached."""
-    best = [max((value for _, value in job.curve), default=None) for job in jobs]
+    """Return the highest value of the metric that every job has reached; if some have finished, every one of them."""
+    compared = [job for job in jobs if job.finished] or jobs
+    best = [max((value for _, value in job.curve), default=None) for job in compared]
     return None if any(value is None for value in best) else min(value for value in best if value is not None)
 
 
@@ -144,10 +167,10 @@ def by_label(jobs: Sequence[Job]) -> dict[str, list[Job]]:
     return groups
 
 
-def table(jobs: Sequence[Job], metric: str, accuracy: float | None) -> str:
+def table(jobs: Sequence[Job], metric: str, accuracy: float | None, result: str = TESTED) -> str:
     """Return a Markdown table with a row for each label."""
     columns: list[tuple[str, str, Callable[[Job], float | None]]] = [
-        ("accuracy", ".4f", lambda job: job.accuracy),
+        (result, ".4f", lambda job: job.accuracy),
         ("images/s", ".0f", lambda job: job.images_per_s),
         ("global steps (%)", ".0f", lambda job: None if job.global_share is None else 100 * job.global_share),
         ("MB sent per rank and step", ".3f", lambda job: None if job.num_bytes is None else job.num_bytes / 1e6),
@@ -159,7 +182,9 @@ def table(jobs: Sequence[Job], metric: str, accuracy: float | None) -> str:
     rows = [header, ["---"] * len(header)]
     for label, group in by_label(jobs).items():
         cells = [_spread([value(job) for job in group], spec) for _, spec, value in columns]
-        rows.append([label, str(len(group)), *cells])
+        unfinished = sum(not job.finished for job in group)
+        count = f"{len(group)} ({unfinished} unfinished)" if unfinished else str(len(group))
+        rows.append([label, count, *cells])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -173,16 +198,18 @@ def _spread(values: Sequence[float | None], spec: str) -> str:
     return text if len(known) == len(values) else f"{text}, {len(values) - len(known)} without"
 
 
-def draw(jobs: Sequence[Job], metric: str, path: Path) -> None:
-    """Plot the metric over the time of training, and the accuracy of each job."""
+def draw(jobs: Sequence[Job], metric: str, path: Path, result: str = TESTED) -> None:
+    """Plot the metric over the time of training, dotted for jobs that have not finished, and the result of each job."""
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     curves, final = figure.subplots(1, 2)
     groups = by_label(jobs)
     for place, (label, group) in enumerate(groups.items()):
-        for number, job in enumerate(group):
-            name = label if number == 0 else None
+        name: str | None = label  # in the legend once
+        for job in group:
             if job.curve:
-                curves.plot(*zip(*job.curve, strict=True), color=f"C{place}", marker=".", alpha=0.8, label=name)
+                style = "-" if job.finished else ":"
+                curves.plot(*zip(*job.curve, strict=True), style, color=f"C{place}", marker=".", alpha=0.8, label=name)
+                name = None
         known = [job.accuracy for job in group if job.accuracy is not None]
         final.plot([place] * len(known), known, "o", color=f"C{place}", alpha=0.5)
         if known:
@@ -191,7 +218,7 @@ def draw(jobs: Sequence[Job], metric: str, path: Path) -> None:
     low, high = final.get_ylim()
     if high - low < LEAST_SPAN:  # else a difference of nothing would fill the plot
         final.set_ylim((low + high - LEAST_SPAN) / 2, (low + high + LEAST_SPAN) / 2)
-    final.set(title="accuracy at the end: each job, and the median", xlim=(-0.6, len(groups) - 0.4))
+    final.set(title=f"{result} at the end: each job, and the median", xlim=(-0.6, len(groups) - 0.4))
     final.set_xticks(range(len(groups)), [label.replace(" ", "\n") for label in groups], fontsize=8)
     for axes in (curves, final):
         axes.grid(alpha=0.25)
@@ -210,11 +237,12 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         metric = choose_metric(arguments.sweep_dir, arguments.metric)
+        result = result_column(arguments.sweep_dir, metric)
         jobs = read_sweep(arguments.sweep_dir, metric)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     accuracy = common_accuracy(jobs) if arguments.accuracy is None else arguments.accuracy
-    text = table(jobs, metric, accuracy)
+    text = table(jobs, metric, accuracy, result)
     (arguments.sweep_dir / "compare.md").write_text(text + "\n")
-    draw(jobs, metric, arguments.sweep_dir / "compare.png")
+    draw(jobs, metric, arguments.sweep_dir / "compare.png", result)
     print(f"{text}\n\nwritten to {arguments.sweep_dir / 'compare.md'} and compare.png")

@@ -1,42 +1,63 @@
 """Test a checkpoint on one device, with the configuration in its run folder.
 
+That configuration is a program: it names the classes and functions that are called. For a run folder of somebody whom
+you do not trust, give the configuration yourself, with --own. Then only the weights are read, and nothing is executed.
+
 lightning-dp-evaluate runs/digits_resnet20/DATE/checkpoints/last.ckpt
 lightning-dp-evaluate CHECKPOINT data.root=/elsewhere trainer.accelerator=gpu
+lightning-dp-evaluate CHECKPOINT --own experiment=digits_resnet20
 """
 
 from __future__ import annotations
 
+import logging
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
-import torch
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
 
-from lightning_dp.runs.command_line import argument_parser, explain
+from lightning_dp.runs import conf_folder
+from lightning_dp.runs.command_line import argument_parser, message_of
+from lightning_dp.runs.resume import read_checkpoint
 from lightning_dp.runs.train import build
+from lightning_dp.runs.validation import Config
 
 
-def evaluate(checkpoint: Path, overrides: list[str]) -> dict[str, float]:
+def evaluate(checkpoint: Path, overrides: list[str], own: bool = False) -> dict[str, float]:
     """Return the test metrics of a checkpoint.
+
+    Args:
+        checkpoint: its path. No code in it is executed.
+        overrides: changes to the configuration.
+        own: take this installation's configuration, with ``overrides``, and not that of the run folder.
 
     Raises:
         FileNotFoundError: the checkpoint does not exist, or is not in a run folder.
         ValueError: the file is not a checkpoint, or its model is not that of the configuration.
     """
-    state = read_checkpoint(checkpoint)
-    trainer, model, data = build(read_config(checkpoint, overrides))
-    data.check(world_size=1)
+    state = read_weights(checkpoint)
+    cfg = own_config(overrides) if own else config_of_run(checkpoint, overrides)
+    trainer, model, data = build(on_one_device(cfg))
+    if hasattr(data, "check"):  # those of this package have it
+        data.check(world_size=1)
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
-        raise ValueError(f"{checkpoint} holds another model than the configuration of its run: {error}") from error
-    metrics = trainer.test(model, datamodule=data, verbose=False)[0]
-    return {name: float(value) for name, value in metrics.items()}
+        first, *others = [line.strip() for line in str(error).splitlines()[1:]]
+        more = f" (and {len(others)} more such lines)" if others else ""
+        raise ValueError(
+            f"{checkpoint} holds another model than the configuration: {textwrap.shorten(first, 200)}{more}"
+        ) from error
+    found: dict[str, float] = {}
+    for metrics in trainer.test(model, datamodule=data, verbose=False):  # by each loader
+        found |= metrics
+    return found
 
 
-def read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
+def read_weights(path: Path) -> dict[str, Any]:
     """Return the weights in a checkpoint. No code in the file is executed."""
     if path.is_dir():
         raise ValueError(
@@ -45,27 +66,37 @@ def read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
         )
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}; runs keep theirs in RUN_DIR/checkpoints/last.ckpt")
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
-    except Exception as error:  # an unpickler can raise any error for bytes that are not a pickle
-        raise ValueError(f"{path} is not a checkpoint of a run: {error}") from error
+    state: dict[str, Any] = read_checkpoint(path)["state_dict"]
+    return state
 
 
-def read_config(checkpoint: Path, overrides: list[str]) -> dict[str, Any]:
-    """Return the configuration in the run folder of a checkpoint, changed to use one device and to write nothing."""
+def config_of_run(checkpoint: Path, overrides: list[str]) -> DictConfig:
+    """Return the configuration in the run folder of a checkpoint."""
     run_dir = checkpoint.resolve().parents[1]
     path = run_dir / ".hydra" / "config.yaml"
     if not path.is_file():
-        raise FileNotFoundError(f"there is no {path}; leave the checkpoint in its run folder")
+        raise FileNotFoundError(f"there is no {path}; leave the checkpoint in its run folder, or use --own")
     config = OmegaConf.load(path)
+    assert isinstance(config, DictConfig)
     OmegaConf.set_struct(config, True)
     config.run_dir = str(run_dir)
-    config.callbacks = {}
+    config.merge_with_dotlist(overrides)
+    return config
+
+
+def own_config(overrides: list[str]) -> DictConfig:
+    """Return the configuration that a training with these overrides would have."""
+    with initialize_config_dir(str(conf_folder()), version_base="1.3"):
+        return compose("train", [*overrides, "run_dir=."])
+
+
+def on_one_device(cfg: DictConfig) -> Config:
+    """Return a configuration, in plain dicts and lists, that uses one device and writes nothing."""
+    cfg.callbacks = {}
     here = {"devices": 1, "num_nodes": 1, "strategy": "auto", "enable_checkpointing": False}
     for name, value in here.items():
-        config.trainer[name] = value
-    config.merge_with_dotlist(overrides)
-    resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+        cfg.trainer[name] = value
+    resolved: Config = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     # Nothing is trained, so no checkpoint is kept.
     return resolved | {"test": "last"}
 
@@ -75,9 +106,11 @@ def main() -> None:
     parser = argument_parser("lightning-dp-evaluate", __doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    arguments = parser.parse_args()
+    parser.add_argument("--own", action="store_true", help="ignore the configuration in the run folder")
+    arguments = parser.parse_intermixed_args()
+    logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.WARNING)
     try:
-        metrics = evaluate(arguments.checkpoint, arguments.overrides)
-    except (ValueError, OSError, ImportError, OmegaConfBaseException) as error:
-        sys.exit(f"error: {explain(error)}")
+        metrics = evaluate(arguments.checkpoint, arguments.overrides, arguments.own)
+    except Exception as error:
+        sys.exit(f"error: {message_of(error)}")
     print("  ".join(f"{name}={value:.4f}" for name, value in sorted(metrics.items())))

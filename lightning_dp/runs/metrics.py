@@ -26,6 +26,7 @@ GLOBAL_COLOR = "#5aae61"
 LOCAL_COLOR = "#bdbdbd"
 RATE_COLOR = "#7b3294"
 IS_GLOBAL = "agbn/is_global"
+CURVES = "curves.png"
 
 
 class MetricsFile(Logger):
@@ -58,7 +59,7 @@ class MetricsFile(Logger):
         """Add to the hyperparameters, and write them."""
         self._hyperparameters |= dict(params)
         self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / "hparams.yaml").write_text(OmegaConf.to_yaml(self._hyperparameters))
+        (self._folder / "hparams.yaml").write_text(OmegaConf.to_yaml(_as_yaml(self._hyperparameters)))
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -79,6 +80,24 @@ class MetricsFile(Logger):
         part.replace(path)
 
 
+def is_plain(node: Any) -> bool:
+    """Return whether a value consists of numbers, texts, dicts and lists only."""
+    if isinstance(node, Mapping):
+        return all(map(is_plain, node.values()))
+    if isinstance(node, list | tuple):
+        return all(map(is_plain, node))
+    return isinstance(node, str | int | float | None)
+
+
+def _as_yaml(node: Any) -> Any:
+    """Return hyperparameters as YAML has them. Objects, which a module may have among its own, become texts."""
+    if isinstance(node, Mapping):
+        return {str(key): _as_yaml(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_as_yaml(value) for value in node]
+    return node if is_plain(node) else str(node)
+
+
 def rows_before(checkpoint: Path) -> list[dict[str, str]]:
     """Return the rows in the metrics.csv of a checkpoint's run that were logged before it was saved."""
     path = checkpoint.parents[1] / "metrics.csv"
@@ -86,7 +105,8 @@ def rows_before(checkpoint: Path) -> list[dict[str, str]]:
         return []
     num_steps = completed_steps(checkpoint)
     with open(path, newline="") as file:
-        rows = [row for row in csv.DictReader(file) if int(row["step"]) < num_steps]
+        # A full disk may have cut the last row.
+        rows = [row for row in csv.DictReader(file) if None not in row.values() and int(row["step"]) < num_steps]
     return [{name: value for name, value in row.items() if value} for row in rows]
 
 
@@ -156,8 +176,8 @@ def draw_curves(run_dir: str | Path) -> Path:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="best", fontsize=8, framealpha=0.9)
     figure.suptitle(f"{folder.parent.name}/{folder.name}", fontsize=9, color="#555555")
-    figure.savefig(folder / "curves.png", dpi=120)
-    return folder / "curves.png"
+    figure.savefig(folder / CURVES, dpi=120)
+    return folder / CURVES
 
 
 def _plot(axes: Axes, values: Series, color: str, label: str) -> None:

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from pytorch_lightning import seed_everything
 
 from lightning_dp.launch import external_rank, launch
 from lightning_dp.planner import Diagnose, Link, Network
-from lightning_dp.runs.command_line import config_error, job_error, job_logging, run
+from lightning_dp.runs.command_line import config_error, job_error, job_logging, run, write_configuration
 from lightning_dp.runs.train import build, configure_logging
-from lightning_dp.runs.validation import Config, check_top_level, validate
+from lightning_dp.runs.validation import Config, resolved, validate
 
 
 def main() -> None:
@@ -33,12 +33,13 @@ def main() -> None:
 def job(cfg: DictConfig) -> None:
     """Check the configuration, measure steps in its processes, and print the diagnosis."""
     try:
-        check_top_level(cfg, "plan")
-        config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+        config = resolved(cfg, "plan")
         make_callback(config)  # raises for values that make no sense, before a process starts
         num_processes = validate(config)
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        raise config_error(cfg.run_dir, error) from error
+    except Exception as error:
+        raise config_error(error) from error
+    if external_rank() in (None, 0):
+        write_configuration(cfg)
     try:
         text = launch(measure, config, job_logging(), num_processes=num_processes, num_nodes=cfg.trainer.num_nodes)
     except Exception as error:
@@ -80,7 +81,7 @@ def measure(config: Config, logging_config: Config | None) -> str:
         for name, node in config["callbacks"].items()
         if node is not None and not node["_target_"].startswith(("pytorch_lightning.", "lightning_dp.runs.progress."))
     }
-    config = {**config, "callbacks": callbacks}
+    config = {**config, "callbacks": callbacks, "test": "last"}
     config["trainer"] = {**config["trainer"], "enable_checkpointing": False, "logger": False, "limit_val_batches": 0}
     trainer, model, data = build(config)
     trainer.callbacks.append(callback)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any
 
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import RichProgressBar, TQDMProgressBar
-from torch import Tensor
+
+from lightning_dp.callbacks.adaptive_global_batch_norm import local_batch_size
 
 
 class Throughput(Callback):
@@ -26,8 +28,8 @@ class Throughput(Callback):
 
     @property
     def images_per_s(self) -> float | None:
-        """Images per second in this epoch so far, or None before its first batch."""
-        return self._epoch_images / self._epoch_s if self._epoch_s > 0 else None
+        """Images per second in this epoch so far, or None before its first batch whose size is known."""
+        return self._epoch_images / self._epoch_s if self._epoch_images else None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
@@ -38,13 +40,16 @@ class Throughput(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the time and the images of a batch. All ranks are taken to have as many images as this one."""
+        """Count the time and the images of a batch. All ranks are taken to have as many images as this one.
+
+        A batch whose size cannot be told counts none.
+        """
         now_s = time.perf_counter()
         self._epoch_s += now_s - self._clock_s
         self.train_s += now_s - self._clock_s
         self._clock_s = now_s
-        local_batch_size = len(_first_tensor(batch))
-        self._epoch_images += local_batch_size * trainer.world_size
+        with suppress(ValueError):
+            self._epoch_images += local_batch_size(batch) * trainer.world_size
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock again: validation is no training."""
@@ -64,13 +69,6 @@ class Throughput(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting from a checkpoint."""
         self.train_s = state_dict["train_s"]
-
-
-def _first_tensor(batch: Any) -> Tensor:
-    """Return the first tensor of a batch, which is a tensor or a collection of collections and tensors."""
-    while not isinstance(batch, Tensor):
-        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
-    return batch
 
 
 class _WithThroughput:

@@ -1,98 +1,296 @@
-"""Which checkpoint a run continues from."""
+"""Which checkpoint a run continues from, and what makes it end as if it had not been interrupted.
+
+A checkpoint is written beside the old one and then renamed, so one is complete at every moment. It holds the run's
+configuration, because ``ckpt_path=last`` must not continue another run; and the best weights so far are known again.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import random
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.plugins.io import TorchCheckpointIO
+
+from lightning_dp.data.loading import derive_seed
+from lightning_dp.runs.validation import Config
 
 log = logging.getLogger("train")
 
-LAST = Path("checkpoints", "last.ckpt")
+FOLDER = "checkpoints"
+OF_A_RUN = {"last": Path(FOLDER, "last.ckpt"), "best": Path(FOLDER, "best.ckpt")}
+# Keys that do not change what is trained: a run may continue with other values.
+FREE = {
+    *("name", "run_dir", "ckpt_path", "train", "test", "optimized_metric", "optimized_mode", "print_config", "logger"),
+    *("data.root", "data.index_dir", "data.download", "data.num_workers", "callbacks.progress_bar"),
+    *("trainer.enable_progress_bar", "trainer.enable_model_summary"),
+}
+MAX_NAMED = 3  # differences in an error
 
 
-def find_checkpoint(requested: str | None, run_dir: Path, name: str, in_sweep: bool) -> Path | None:
-    """Return the checkpoint to continue from, or None to start from the beginning.
+def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = False) -> Path | None:
+    """Return the checkpoint that ``ckpt_path`` stands for, or None to start from the beginning.
+
+    - A path: that checkpoint, whatever its configuration.
+    - ``"last"`` or ``"best"``: that of the run folder. If it has none: of a single run, that of the newest run of the
+      same name and configuration beside it. Of ranks that torchrun or SLURM has started, and of a job in a sweep of
+      which another job has one: None, because this job had not come to its first checkpoint.
 
     Args:
-        requested: the key ``ckpt_path``: None, a path, or ``"last"``. That is the last checkpoint of the run folder. If
-            it has none: of a single run, that of the newest run of the same name beside it; of a job in a sweep of
-            which another job has one, none, because this job had not come to its first checkpoint.
-        run_dir: this run's folder.
-        name: the key ``name``.
+        config: the whole configuration.
         in_sweep: the run is a job of a sweep.
+        launched: torchrun or SLURM has started this process.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        ValueError: it is no checkpoint.
+        ValueError: it is no checkpoint, or that of another configuration, or the run would overwrite another one.
     """
-    if requested is None:
-        return None
-    path = _last_checkpoint(run_dir, name, in_sweep) if requested == "last" else Path(requested)
+    requested, run_dir = config["ckpt_path"], Path(config["run_dir"])
+    path = None if requested is None else Path(requested)
+    if requested in OF_A_RUN:
+        path = _of_a_run(requested, config, in_sweep, launched)
+        if path is None:
+            log.info("%s has no %s: this job starts from the beginning", run_dir, OF_A_RUN[requested])
+            return None
+        _require_same(requested, path, config)
+    elif path is not None and not path.exists():
+        raise FileNotFoundError(
+            f"ckpt_path={path}: there is no such checkpoint; runs keep theirs in RUN_DIR/{OF_A_RUN['last']}"
+        )
+    _require_unused(run_dir, path, "hydra.sweep.dir" if in_sweep else "hydra.run.dir")
     if path is None:
-        log.info("%s has no checkpoint: this job starts from the beginning", run_dir)
         return None
-    if not path.exists():
-        raise FileNotFoundError(f"ckpt_path={path}: there is no such checkpoint; runs keep theirs in RUN_DIR/{LAST}")
     completed_steps(path)
+    if config["train"] and config["test"] == "best":
+        _require_best_is_known(path, config)
     log.info("continuing from %s", path)
     return path.resolve()
 
 
-def _last_checkpoint(run_dir: Path, name: str, in_sweep: bool) -> Path | None:
-    if (run_dir / LAST).exists():
-        return run_dir / LAST
-    others = sorted(run_dir.parent.glob(f"*/{LAST}"), key=lambda path: path.stat().st_mtime)
+def _of_a_run(requested: str, config: Config, in_sweep: bool, launched: bool) -> Path | None:
+    run_dir, name, file = Path(config["run_dir"]), config["name"], OF_A_RUN[requested]
+    if (run_dir / file).exists():
+        return run_dir / file
+    if launched:
+        return None
+    others = sorted(run_dir.parent.glob(f"*/{file}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    kept = "" if requested == "last" else "; test=best keeps the best weights"
     if in_sweep:
         if others:
             return None
         raise FileNotFoundError(
-            f"ckpt_path=last: no job of {run_dir.parent} has a checkpoint; continue a sweep with hydra.sweep.dir=FOLDER"
+            f"ckpt_path={requested}: no job of {run_dir.parent} has a {file}{kept}; continue a sweep with "
+            "hydra.sweep.dir=FOLDER"
         )
     if not others or run_dir.parent.name != name:
         raise FileNotFoundError(
-            f"ckpt_path=last: {run_dir} has no checkpoint, nor has another run named {name} beside it; name the folder "
-            "of the run to continue with hydra.run.dir=FOLDER, or the file with ckpt_path=PATH"
+            f"ckpt_path={requested}: {run_dir} has no {file}, nor has another run named {name} beside it{kept}; name "
+            "the folder of the run with hydra.run.dir=FOLDER, or the file with ckpt_path=PATH"
         )
-    return others[-1]
+    return min(others, key=lambda path: len(differences(path, config)))
 
 
-def completed_steps(checkpoint: Path) -> int:
-    """Return the number of optimizer steps before a checkpoint was saved. No code in the file is executed.
+def _require_same(requested: str, path: Path, config: Config) -> None:
+    """Raise ValueError if a checkpoint is that of another configuration."""
+    found = differences(path, config)
+    if found:
+        more = f", and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+        raise ValueError(
+            f"ckpt_path={requested}: {path} is of a run with {', '.join(found[:MAX_NAMED])}{more}; give the same "
+            f"options, or continue it all the same with ckpt_path={path}"
+        )
+
+
+def _require_unused(run_dir: Path, checkpoint: Path | None, key: str) -> None:
+    """Raise ValueError if a folder holds a run, and not the one that is continued."""
+    used = (run_dir / "metrics.csv").exists() or any(run_dir.glob(f"{FOLDER}/*.ckpt"))
+    if used and (checkpoint is None or run_dir.resolve() not in checkpoint.resolve().parents):
+        raise ValueError(
+            f"{key}: {run_dir} holds the results of a run, which this one would replace; continue that with "
+            "ckpt_path=last, or name another folder"
+        )
+
+
+# --- what is in a checkpoint ---
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Return what a checkpoint holds. Its weights stay on disk, and no code in it is executed.
 
     Raises:
         ValueError: the file is no checkpoint of Lightning.
     """
     # A sharded checkpoint is a folder. This file in it has what all ranks share.
-    file = checkpoint / "checkpoint.ckpt" if checkpoint.is_dir() else checkpoint
+    file = path / "checkpoint.ckpt" if path.is_dir() else path
     try:
-        # The weights stay on disk.
-        return int(torch.load(file, map_location="cpu", weights_only=True, mmap=True)["global_step"])
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # an unpickler can raise any error for bytes that are not a pickle
-        raise ValueError(f"ckpt_path={checkpoint} is not a checkpoint of a run: {error}") from error
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        if found is not None:
+            raise ValueError(
+                f"{path} holds an object of {found[1]}, and to read it would run code that the file names; keep "
+                "objects out of checkpoints, for example with save_hyperparameters(ignore=...)"
+            ) from error
+        raise ValueError(f"{path} is no checkpoint of a run, or is damaged ({type(error).__name__})") from error
+    if not isinstance(checkpoint, dict) or not {"state_dict", "global_step"} <= checkpoint.keys():
+        raise ValueError(f"{path} is no checkpoint of a run: it has no state_dict and global_step")
+    return checkpoint
 
 
-def with_last_checkpoint(arguments: list[str]) -> list[str]:
-    """Replace ``ckpt_path=last`` in the command line of a rank that torchrun or SLURM started.
-
-    These launchers restart a job with the same command line. So the folder must be named, and if it has no checkpoint
-    yet, the run starts from the beginning.
+def completed_steps(checkpoint: Path) -> int:
+    """Return the number of optimizer steps before a checkpoint was saved.
 
     Raises:
-        ValueError: the folder is not named.
+        ValueError: the file is no checkpoint of Lightning.
     """
-    if "ckpt_path=last" not in arguments:
-        return arguments
-    folders = [argument.partition("=")[2] for argument in arguments if argument.startswith("hydra.run.dir=")]
-    if not folders or "$" in folders[-1]:
-        raise ValueError(
-            "ckpt_path=last under torchrun or SLURM needs a run folder that is the same after a restart; "
-            "name it with hydra.run.dir=FOLDER"
+    return int(read_checkpoint(checkpoint)["global_step"])
+
+
+def differences(checkpoint: Path, config: Config) -> list[str]:
+    """Return the values of a checkpoint's run that differ from ``config``, for example ``"seed=1, not 2"``.
+
+    Checkpoints of version 0.1 do not hold them, and so differ in nothing.
+    """
+    saved = read_checkpoint(checkpoint).get("callbacks", {}).get(ConfigurationInCheckpoint.__qualname__)
+    if saved is None:
+        return []
+    theirs, ours = (dict(_leaves(each, each["run_dir"])) for each in (saved["config"], config))
+    found: dict[tuple[str, Any, Any], str] = {}
+    # A value of the top level, such as the seed, is passed on to several objects; it is named once.
+    for key in sorted({**theirs, **ours}, key=lambda key: (key.count("."), key)):
+        old, new = str(theirs.get(key, "nothing")), str(ours.get(key, "nothing"))
+        if old != new:
+            found.setdefault((key.rpartition(".")[2], old, new), f"{key}={old}, not {new}")
+    return list(found.values())
+
+
+def _leaves(node: Any, run_dir: str, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a configuration with their dotted keys, except `FREE` ones. The run folder may be another."""
+    if path in FREE:
+        return
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from _leaves(value, run_dir, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, node.replace(run_dir, "RUN_DIR") if isinstance(node, str) else node
+
+
+class ConfigurationInCheckpoint(Callback):
+    """Puts the configuration of a run into its checkpoints."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps. Called by Lightning."""
+        return {"config": self._config}
+
+
+class SeedEachEpoch(Callback):
+    """Seed the generators of PyTorch, NumPy and Python from the run's seed and the epoch, the same on all ranks.
+
+    A checkpoint does not hold the state of these generators. With this callback, a run that continues from the end of
+    an epoch draws what the uninterrupted run draws, for example in dropout.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Seed the generators at the first batch of an epoch."""
+        # Not at the start of the epoch: the loader's iterator draws a number, before it in the first epoch of a run,
+        # and after it in all others.
+        if batch_idx > 0:
+            return
+        seed = derive_seed(self._seed, trainer.current_epoch)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+
+
+# --- the best weights ---
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """Keeps the weights with the best ``optimized_metric`` of all epochs in checkpoints/best.ckpt.
+
+    It is a class of its own so that its state in a checkpoint is never that of a user's ModelCheckpoint. It must come
+    before the callback that writes last.ckpt. Else last.ckpt would hold the best of the epochs before.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(
+            dirpath=Path(config["run_dir"], FOLDER),
+            filename="best",
+            monitor=config["optimized_metric"],
+            mode=config["optimized_mode"],
+            save_on_train_epoch_end=True,
+            enable_version_counter=False,
         )
-    path = Path(folders[-1], LAST)
-    continued = f"ckpt_path={path}" if path.exists() else "ckpt_path=null"
-    if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) == 0:
-        print(f"{continued}: {'continuing' if path.exists() else 'starting from the beginning'}", flush=True)
-    return [continued if argument == "ckpt_path=last" else argument for argument in arguments]
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the weights if they are the best.
+
+        Raises:
+            ValueError: the metric is not logged.
+        """
+        is_validated = (trainer.current_epoch + 1) % (trainer.check_val_every_n_epoch or 1) == 0
+        if is_validated and self.monitor not in trainer.callback_metrics:
+            there_are = ", ".join(sorted(trainer.callback_metrics))
+            raise ValueError(f"test=best: optimized_metric={self.monitor} is not logged; use one of {there_are}")
+        super().on_train_epoch_end(trainer, pl_module)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the best of the epochs before, also if the run continues in another folder.
+
+        Raises:
+            FileNotFoundError: its weights are gone.
+        """
+        path = state_dict["best_model_path"]
+        if path and not Path(path).exists():
+            raise FileNotFoundError(f"test=best: the best weights so far are gone; put {path} back, or use test=last")
+        # Without its scores, the best of the remaining epochs would be taken for the best of all.
+        super().load_state_dict(state_dict | {"dirpath": self.dirpath})
+
+
+def _require_best_is_known(checkpoint: Path, config: Config) -> None:
+    if BestCheckpoint(config).state_key not in read_checkpoint(checkpoint).get("callbacks", {}):
+        raise ValueError(
+            f"test=best: the run of {checkpoint} did not keep its best weights by {config['optimized_mode']} "
+            f"optimized_metric={config['optimized_metric']}, so the best of all its epochs is not known; use test=last"
+        )
+
+
+# --- how a checkpoint is written ---
+
+
+class CompleteFiles(TorchCheckpointIO):
+    """Writes a checkpoint beside the old one, and renames it when it is complete.
+
+    Lightning writes it to the folder for temporary files. Where that is another file system, it then copies it over the
+    old one. A process that is killed while it copies, or a full disk, would leave neither.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Save a checkpoint. Called by Lightning on one rank."""
+        if "://" in str(path) or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        part = Path(f"{path}.part")
+        part.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(part, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)

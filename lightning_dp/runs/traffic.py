@@ -20,7 +20,7 @@ def bytes_per_step(config: dict[str, Any], global_share: float = 0.0) -> float |
 
     It counts 32-bit gradients, the features and activations of a sharded head, and the statistics of global batch norm.
     All-reduces are taken to be rings. Parameters that are not trained are counted, too. None with compression, and if
-    the configuration does not say how many ranks there were.
+    the configuration does not say how many ranks there were, or for the hybrid how many images.
 
     Args:
         config: the configuration of a run, resolved.
@@ -32,6 +32,8 @@ def bytes_per_step(config: dict[str, Any], global_share: float = 0.0) -> float |
     world_size = devices * num_nodes
     if world_size == 1:
         return 0.0
+    if isinstance(config["strategy"], dict) and config["strategy"].get("head") and "batch_size" not in config["data"]:
+        return None  # a data module of the user's, and the hybrid sends features of each image
     if config["strategy"].get("compression") is not None:
         return None  # depends on the parameters' shapes; the strategy counts it while it trains
     module, strategy = instantiate(config["model"]), instantiate(config["strategy"])

@@ -6,29 +6,44 @@ Of the checkpoints, last.ckpt has the weights at the end.
 
 from __future__ import annotations
 
+import logging
 import logging.config
 import os
-import random
+import shutil
 import warnings
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning import seed_everything
+from pytorch_lightning.plugins.io import TorchCheckpointIO
 
-from lightning_dp.data.loading import derive_seed
 from lightning_dp.launch import external_rank, launch
-from lightning_dp.runs.command_line import config_error, job_error, job_logging, run
-from lightning_dp.runs.metrics import MetricsFile, draw_curves, last_values, rows_before
-from lightning_dp.runs.resume import find_checkpoint
-from lightning_dp.runs.validation import Config, check_top_level, validate, without_contradictions
+from lightning_dp.runs.command_line import (
+    config_error,
+    is_in_sweep,
+    is_search,
+    job_error,
+    job_logging,
+    run,
+    write_configuration,
+)
+from lightning_dp.runs.metrics import CURVES, MetricsFile, draw_curves, is_plain, last_values, rows_before
+from lightning_dp.runs.resume import (
+    OF_A_RUN,
+    BestCheckpoint,
+    CompleteFiles,
+    ConfigurationInCheckpoint,
+    SeedEachEpoch,
+    find_checkpoint,
+)
+from lightning_dp.runs.validation import Config, resolved, validate, without_contradictions
+from lightning_dp.strategies import KrizhevskyHybridStrategy
+
+log = logging.getLogger("train")
 
 
 def main() -> None:
@@ -39,23 +54,23 @@ def main() -> None:
 def job(cfg: DictConfig) -> float | None:
     """Run one job: check its configuration, then train and test in its processes, and print the result."""
     try:
-        check_top_level(cfg)
-        config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+        config = resolved(cfg)
         num_processes = validate(config)
-        in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-        checkpoint = find_checkpoint(config["ckpt_path"], Path(config["run_dir"]), config["name"], in_sweep)
+        checkpoint = find_checkpoint(config, in_sweep=is_in_sweep(), launched=external_rank() is not None)
         config["ckpt_path"] = None if checkpoint is None else str(checkpoint)
-    except (ValueError, OSError, ImportError) as error:
-        raise config_error(cfg.run_dir, error) from error
+    except Exception as error:
+        raise config_error(error) from error
     is_first = external_rank() in (None, 0)
-    if cfg.print_config and is_first:
-        print(OmegaConf.to_yaml(cfg, resolve=True), flush=True)
+    if is_first:
+        write_configuration(cfg)
+        if cfg.print_config:
+            print(OmegaConf.to_yaml(cfg, resolve=True), flush=True)
     try:
         metrics = launch(train, config, job_logging(), num_processes=num_processes, num_nodes=cfg.trainer.num_nodes)
-        if is_first:
-            print(result_line(metrics, cfg.run_dir), flush=True)
-        has_trained = cfg.train and 0 not in (cfg.trainer.max_epochs, cfg.trainer.get("max_steps"))
-        return optimized(metrics, cfg.optimized_metric if has_trained else None)
+        if not is_first:
+            return None
+        print(result_line(metrics, cfg.run_dir), flush=True)
+        return optimized(metrics, config["optimized_metric"], required=is_search())
     except Exception as error:
         raise job_error(cfg.run_dir, error) from error
 
@@ -75,10 +90,13 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
     # Other ranks write no metrics, and must not read a file that rank 0 replaces.
     is_first = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) == 0
     rows = rows_before(Path(config["ckpt_path"])) if is_first and config["ckpt_path"] is not None else []
+    if is_first:
+        Path(config["run_dir"], CURVES).unlink(missing_ok=True)  # the sign of a run that has ended
     trainer, model, data = build(config, loggers=make_loggers(config, rows))
     for logger in trainer.loggers:
         # The whole configuration, so that loggers can compare the runs of a sweep.
         logger.log_hyperparams(config)
+    warn_of_objects(model, data)
     metrics: dict[str, Any] = {}
     try:
         if config["train"]:
@@ -88,7 +106,8 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
             metrics |= trainer.callback_metrics
         if config["test"]:
             weights = weights_to_test(config, trainer)
-            metrics |= trainer.test(model, datamodule=data, ckpt_path=weights, verbose=False)[0]
+            for found in trainer.test(model, datamodule=data, ckpt_path=weights, verbose=False):  # by each loader
+                metrics |= found
     finally:
         if dist.is_initialized():
             # The next job of a sweep may run in this process.
@@ -96,6 +115,17 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
     if trainer.is_global_zero and Path(config["run_dir"], "metrics.csv").exists():
         draw_curves(config["run_dir"])
     return {name: float(value) for name, value in metrics.items()}
+
+
+def warn_of_objects(*modules: Any) -> None:
+    """Warn of hyperparameters with which Lightning's checkpoints cannot be read again without running their code."""
+    for module in modules:
+        names = [name for name, value in module.hparams.items() if not is_plain(value)]
+        if names:
+            log.warning(
+                "%s keeps objects as hyperparameters (%s), so no run can continue from its checkpoints; leave them "
+                "out with save_hyperparameters(ignore=%s)", type(module).__name__, ", ".join(names), names
+            )  # fmt: skip
 
 
 def make_loggers(config: Config, rows: list[dict[str, str]]) -> list[Any]:
@@ -110,9 +140,14 @@ def weights_to_test(config: Config, trainer: Any) -> str | None:
         return config["ckpt_path"]
     if config["test"] == "last":
         return None
-    # The last one is that of `best_checkpoint`. A user may have others for the same metric.
-    *_, best = [callback for callback in trainer.checkpoint_callbacks if callback.monitor == config["optimized_metric"]]
-    return best.best_model_path
+    (best,) = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, BestCheckpoint)]
+    path, own = Path(best.best_model_path), Path(config["run_dir"], OF_A_RUN["best"])
+    if trainer.is_global_zero and path.resolve() != own.resolve():
+        # The best epoch was before the run continued in this folder.
+        own.parent.mkdir(exist_ok=True)
+        copy = shutil.copytree if path.is_dir() else shutil.copy2
+        copy(path, own)
+    return str(path)
 
 
 def configure_logging(config: Config, rank: int) -> None:
@@ -129,23 +164,15 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     torch.set_float32_matmul_precision(config.get("matmul_precision", "highest"))
     model, data = instantiate(config["model"]), instantiate(config["data"])
     callbacks = [instantiate(node) for node in without_contradictions(config)["callbacks"].values()]
-    callbacks.append(SeedEachEpoch(config["seed"]))
+    callbacks += [SeedEachEpoch(config["seed"]), ConfigurationInCheckpoint(config)]
     if config.get("test") == "best" and config["train"]:
-        callbacks.append(best_checkpoint(config))
+        callbacks.insert(0, BestCheckpoint(config))
     trainer = instantiate(config["trainer"], callbacks=callbacks, logger=loggers or False, _convert_="all")
+    # The hybrid has a way of its own, which renames too. A user may have chosen another plugin.
+    is_plain = type(trainer.strategy.checkpoint_io) is TorchCheckpointIO
+    if is_plain and not isinstance(trainer.strategy, KrizhevskyHybridStrategy):
+        trainer.strategy.checkpoint_io = CompleteFiles()
     return trainer, model, data
-
-
-def best_checkpoint(config: Config) -> Any:
-    """Return the callback that keeps the weights with the best ``optimized_metric`` in checkpoints/best.ckpt."""
-    return ModelCheckpoint(
-        dirpath=Path(config["run_dir"], "checkpoints"),
-        filename="best",
-        monitor=config["optimized_metric"],
-        mode=config["optimized_mode"],
-        save_on_train_epoch_end=True,
-        enable_version_counter=False,
-    )
 
 
 def result_line(metrics: dict[str, float], run_dir: str) -> str:
@@ -155,34 +182,12 @@ def result_line(metrics: dict[str, float], run_dir: str) -> str:
     return f"{shown[0] if shown else 'done'}  run_dir={run_dir if folder.startswith('..') else folder}"
 
 
-def optimized(metrics: dict[str, float], name: str | None) -> float | None:
-    """Return the metric that a sweep optimizes.
+def optimized(metrics: dict[str, float], name: str | None, required: bool) -> float | None:
+    """Return the metric that a sweep may optimize, or None if it was not logged.
 
     Raises:
-        ValueError: no such metric was logged.
+        ValueError: it was not logged, and is required.
     """
-    if name is not None and name not in metrics:
-        raise ValueError(f"optimized_metric={name} was not logged; there are {', '.join(sorted(metrics))}, or null")
-    return None if name is None else metrics[name]
-
-
-class SeedEachEpoch(Callback):
-    """Seed the generators of PyTorch, NumPy and Python from the run's seed and the epoch, the same on all ranks.
-
-    A checkpoint does not hold the state of these generators. With this callback, a run that continues from the end of
-    an epoch draws what the uninterrupted run draws, for example in dropout.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Seed the generators at the first batch of an epoch."""
-        # Not at the start of the epoch: the loader's iterator draws a number, before it in the first epoch of a run,
-        # and after it in all others.
-        if batch_idx > 0:
-            return
-        seed = derive_seed(self._seed, trainer.current_epoch)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
+    if required and name not in metrics:
+        raise ValueError(f"optimized_metric={name} was not logged; use one of {', '.join(sorted(metrics))}")
+    return None if name is None else metrics.get(name)

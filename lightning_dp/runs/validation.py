@@ -8,13 +8,16 @@ import logging
 import os
 import pkgutil
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning import LightningDataModule
 
 from lightning_dp.launch import check_ranks, external_rank
 
@@ -34,17 +37,34 @@ SWITCHES = {
     "enable_progress_bar": "ProgressBar",
     "enable_model_summary": "ModelSummary",
 }
-
-
 MAX_RANKS_PER_CORE = 8
 
 
-def validate(config: dict[str, Any]) -> int:
+def resolved(cfg: DictConfig, *also_read: str) -> Config:
+    """Return a configuration in plain dicts and lists, or raise ValueError for a key that nothing reads or that lacks.
+
+    Args:
+        cfg: as Hydra composed it.
+        also_read: keys that this recipe reads, and not all do.
+    """
+    check_top_level(cfg, *also_read)
+    for group in ("data", "model", "strategy", "trainer"):
+        if cfg.get(group) is None:
+            raise ValueError(f"{group}=null: every run needs one; choose it with {group}=NAME (--help names them)")
+    config: Config = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    config |= {group: config.get(group) or {} for group in ("callbacks", "logger")} | {"name": str(config["name"])}
+    if config["trainer"]["devices"] in (-1, "-1"):
+        config["trainer"]["devices"] = "auto"  # means the same, and Lightning takes it on CPU as well
+    return config
+
+
+def validate(config: Config) -> int:
     """Check arguments, devices and data, download the data if requested, and return the number of processes per node.
 
     Raises:
         ValueError, OSError, ImportError: the message has the given value, the rule and the remedy.
     """
+    check_top_level_types(config)
     for path, node in targets(config):
         check_arguments(path, node)
     for group in ("callbacks", "logger"):
@@ -55,26 +75,53 @@ def validate(config: dict[str, Any]) -> int:
         trainer["accelerator"], trainer["devices"], num_gpus=torch.cuda.device_count(), num_cores=os.cpu_count() or 1
     )
     check_ranks(num_processes, trainer["num_nodes"])
-    strategy = make(config["strategy"])
-    if hasattr(strategy, "topology_of"):
-        strategy.topology_of(trainer["num_nodes"], num_processes)
-    for node in [*config["callbacks"].values(), *config["logger"].values()]:
-        if node is not None:  # built in each rank again; here for the errors of their constructors
-            make(node)
-    data = make(config["data"])
-    data.check(num_processes * trainer["num_nodes"])
-    if external_rank() is None:
-        # Before any rank starts: no rank waits for a download, and a download that fails starts no rank.
-        data.prepare_data()
+    with naming_keys("strategy", config):
+        strategy = instantiate(config["strategy"])
+        if hasattr(strategy, "topology_of"):
+            strategy.topology_of(trainer["num_nodes"], num_processes)
+    for group in ("callbacks", "logger"):
+        for name, node in config[group].items():
+            if node is not None:  # built in each rank again; here for the errors of their constructors
+                with naming_keys(f"{group}.{name}", config):
+                    instantiate(node)
+    with naming_keys("data", config):
+        _check_data(instantiate(config["data"]), config, num_processes * trainer["num_nodes"])
     return num_processes
 
 
-def make(node: dict[str, Any]) -> Any:
-    """Build the object of a node. If its constructor raises an error, raise ValueError with the same message."""
+def _check_data(data: Any, config: Config, world_size: int) -> None:
+    """Raise an error if the data cannot be used. Download it if requested."""
+    if not isinstance(data, LightningDataModule):
+        raise ValueError(f"data._target_={config['data']['_target_']} must make a LightningDataModule")
+    if config["test"] and type(data).test_dataloader is LightningDataModule.test_dataloader:
+        raise ValueError(f"{type(data).__name__} has no test_dataloader; use test=false")
+    if hasattr(data, "check"):  # those of this package have it
+        data.check(world_size)
+    if external_rank() is None:
+        # Before any rank starts: no rank waits for a download, and a download that fails starts no rank.
+        data.prepare_data()
+
+
+@contextmanager
+def naming_keys(path: str, config: Config) -> Iterator[None]:
+    """Let the errors of an object name its arguments as the command line does: ``data.batch_size``, not ``batch_size``.
+
+    Every error is raised again as ValueError.
+    """
     try:
-        return instantiate(node)
-    except InstantiationException as error:
-        raise ValueError(str(error.__cause__ or error)) from error
+        yield
+    except Exception as error:
+        cause = error.__cause__ or error if isinstance(error, InstantiationException) else error
+        is_complete = isinstance(cause, ValueError | OSError | ImportError)
+        message = str(cause) if is_complete else f"{type(cause).__name__}: {cause}"
+        node: Any = config
+        for key in path.split("."):
+            node = node[key]
+        for name in _parameters(node["_target_"]):
+            if name not in config:  # a key of the top level, such as num_classes, is passed on to several objects
+                after = r"(?=\W|$)" if "_" in name else "(?==)"  # else it may be a word of the sentence
+                message = re.sub(rf"(?<![\w./'\"-]){name}{after}(?!/|\.\w)", f"{path}.{name}", message)
+        raise ValueError(message) from error
 
 
 def targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -102,14 +149,62 @@ def check_arguments(path: str, node: dict[str, Any]) -> None:
     """Raise ValueError if the target of a node does not exist or does not accept one of the arguments."""
     name = node["_target_"]
     try:
-        parameters = inspect.signature(pkgutil.resolve_name(name)).parameters
-    except (ImportError, AttributeError) as error:
+        parameters = _parameters(name)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{path}._target_={name} cannot be imported: {error}") from error
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
-    for key in node:
-        if not key.startswith("_") and key not in parameters:
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    types = _types_of_arguments(name)
+    for key, value in node.items():
+        if key.startswith("_"):
+            continue
+        if key not in parameters and not takes_any:
             raise ValueError(f"{path}.{key} is not an argument of {name}; there are {', '.join(parameters)}")
+        is_default = key in parameters and value == parameters[key].default
+        if key in types and not is_default and not fits(value, types[key]):
+            raise ValueError(f"{path}.{key}={value} must be {spelled(types[key])}")
+
+
+def _parameters(target: str) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(pkgutil.resolve_name(target)).parameters
+
+
+def _types_of_arguments(target: str) -> dict[str, Any]:
+    """Return the annotations of a class's constructor, or of a function. Empty where they cannot be evaluated."""
+    found = pkgutil.resolve_name(target)
+    try:
+        return get_type_hints(found.__init__ if isinstance(found, type) else found)  # type: ignore[misc]
+    except Exception:  # an annotation may name anything, also what is not there at run time
+        return {}
+
+
+# Plain type -> what to call it in an error.
+PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+
+
+def _plain_types(annotation: Any) -> set[Any]:
+    """Return the types of an annotation. Tensors are left out: a configuration has none."""
+    if get_origin(annotation) in (Union, UnionType):
+        return set().union(*map(_plain_types, get_args(annotation)))
+    if get_origin(annotation) is Literal:
+        return {type(value) for value in get_args(annotation)}
+    return {annotation} - {torch.Tensor}
+
+
+def fits(value: Any, annotation: Any) -> bool:
+    """Return False for a value of the wrong type. Annotations of anything but plain types accept all values."""
+    types = _plain_types(annotation)
+    if not types <= PLAIN.keys() or (isinstance(value, dict) and "_target_" in value):
+        return True
+    if isinstance(value, float):
+        return float in types or (int in types and value.is_integer())
+    if type(value) is int:
+        return not types.isdisjoint({int, float}) or (bool in types and value in (0, 1))
+    return type(value) in types
+
+
+def spelled(annotation: Any) -> str:
+    """Return the types of an annotation in words."""
+    return " or ".join(text for each, text in PLAIN.items() if each in _plain_types(annotation))
 
 
 def count_processes(accelerator: str, devices: Any, *, num_gpus: int, num_cores: int) -> int:
@@ -146,6 +241,22 @@ def count_processes(accelerator: str, devices: Any, *, num_gpus: int, num_cores:
 
 
 # --- the top-level keys: which ones exist, and which go together ---
+
+
+TOP_LEVEL_TYPES: dict[str, Any] = {
+    **{"name": str, "seed": int, "run_dir": str, "ckpt_path": str | None, "train": bool, "print_config": bool},
+    **{"test": str | bool, "optimized_metric": str | None, "optimized_mode": str, "matmul_precision": str},
+}
+MAX_SEED = 2**32 - 1  # NumPy's
+
+
+def check_top_level_types(config: Config) -> None:
+    """Raise ValueError for a value of the wrong type, or a seed that NumPy does not take."""
+    for key, annotation in TOP_LEVEL_TYPES.items():
+        if not fits(config[key], annotation):
+            raise ValueError(f"{key}={config[key]} must be {spelled(annotation)}")
+    if not 0 <= config["seed"] <= MAX_SEED:
+        raise ValueError(f"seed={config['seed']} must be 0 to {MAX_SEED}")
 
 
 def check_top_level(config: DictConfig, *also_read: str) -> None:
@@ -185,6 +296,8 @@ def check_together(config: Config) -> None:
         raise ValueError(f"optimized_mode={config['optimized_mode']} must be max or min")
     if config["matmul_precision"] not in ("highest", "high", "medium"):
         raise ValueError(f"matmul_precision={config['matmul_precision']} must be highest, high or medium")
+    if config["test"] and trainer.get("limit_test_batches") == 0:
+        raise ValueError("trainer.limit_test_batches=0 leaves nothing to test; use test=false")
     if not config["train"]:
         if not config["test"]:
             raise ValueError("train=false and test=false leave nothing to do; use test=last to test ckpt_path")
@@ -193,6 +306,7 @@ def check_together(config: Config) -> None:
         return
     if config["test"] == "best":
         _check_best(trainer, metric, config["data"])
+    _check_schedule(trainer, config["model"])
     if not config["test"] and metric is not None and metric.startswith("test/"):
         raise ValueError(f"optimized_metric={metric} is not measured with test=false; use val/acc, or null")
 
@@ -205,8 +319,27 @@ def _check_best(trainer: Config, metric: str | None, data: Config) -> None:
         )
     if metric.startswith("val/") and 0 in (data.get("val_size"), data.get("num_val")):
         raise ValueError(f"test=best needs optimized_metric={metric}, but no images are held out for validation")
+    if metric.startswith("val/") and trainer.get("limit_val_batches") == 0:
+        raise ValueError(f"test=best needs optimized_metric={metric}; trainer.limit_val_batches=0 leaves it out")
+    every, epochs = trainer.get("check_val_every_n_epoch") or 1, trainer.get("max_epochs") or 0
+    if metric.startswith("val/") and 0 < epochs < every:
+        raise ValueError(
+            f"test=best needs optimized_metric={metric}, but trainer.check_val_every_n_epoch={every} leaves it out of "
+            f"trainer.max_epochs={epochs}; validate more often"
+        )
     if not trainer["enable_checkpointing"] or trainer.get("fast_dev_run"):
         raise ValueError("test=best needs checkpoints; leave enable_checkpointing and fast_dev_run as they are")
+
+
+def _check_schedule(trainer: Config, model: Config) -> None:
+    """Raise ValueError for a training without end whose schedule must know its end."""
+    scheduler = model.get("scheduler")
+    endless = trainer.get("max_epochs") == -1 and trainer.get("max_steps", -1) == -1
+    if endless and isinstance(scheduler, dict) and "total_steps" in _parameters(scheduler["_target_"]):
+        raise ValueError(
+            f"trainer.max_epochs=-1 trains without end, but {scheduler['_target_']} must know the number of steps; "
+            "give trainer.max_epochs or trainer.max_steps, or choose optim=sgd_multistep"
+        )
 
 
 def without_contradictions(config: Config) -> Config:

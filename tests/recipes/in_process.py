@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from lightning_dp.runs import train as training
+from lightning_dp.runs.validation import resolved
 from tests.recipes.conftest import ROOT, TINY
 
 QUIET = ("trainer.enable_progress_bar=false", "trainer.enable_model_summary=false")
@@ -19,8 +19,7 @@ QUIET = ("trainer.enable_progress_bar=false", "trainer.enable_model_summary=fals
 def composed(run_dir: Path, *overrides: str) -> dict[str, Any]:
     """The configuration of a run in ``run_dir``, as train.py gives it to each rank."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("train", [*overrides, f"run_dir={run_dir}"])
-    return OmegaConf.to_container(config, resolve=True)
+        return resolved(compose("train", [*overrides, f"run_dir={run_dir}"]))
 
 
 def tiny(run_dir: Path, *overrides: str) -> dict[str, Any]:

@@ -8,9 +8,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from pytorch_lightning import Callback
+import torch
+from pytorch_lightning import Callback, LightningDataModule
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_dp.models import Classifier
 
 
 class Kill(Callback):
@@ -42,3 +46,48 @@ class Recorder(Logger):
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         with open(self.path.with_suffix(".metrics"), "a") as file:
             file.write(json.dumps(sorted(metrics)) + "\n")
+
+
+class Named(Dataset[Any]):
+    """Images as a user may have them: the name of each comes first."""
+
+    def __init__(self, length: int) -> None:
+        self.images = torch.rand(length, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"name": f"image {index}", "image": self.images[index], "label": index % 10}
+
+
+class OwnData(LightningDataModule):
+    """An ordinary data module."""
+
+    def __init__(self, batch_size: int, transform: Any = None) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.save_hyperparameters({"transform": transform, "sizes": (1, 2)})
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Named(48), self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Named(20), self.batch_size)
+
+    def test_dataloader(self) -> list[DataLoader[Any]]:
+        return [DataLoader(Named(21), self.batch_size), DataLoader(Named(5), self.batch_size)]
+
+
+class NoTest(LightningDataModule):
+    """A data module without test images."""
+
+
+class OwnModel(Classifier):
+    """Takes the batches of `OwnData`."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch["image"], batch["label"]
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().test_step(batch, batch_idx)

@@ -5,6 +5,7 @@ from omegaconf import OmegaConf
 
 from lightning_dp.runs import compare
 from lightning_dp.runs.compare import common_accuracy, main, read_sweep, table
+from lightning_dp.runs.metrics import CURVES
 from lightning_dp.runs.traffic import bytes_per_step
 from tests.recipes.in_process import composed
 
@@ -12,13 +13,12 @@ HEADER = "agbn/is_global,epoch,step,test/acc,time/images_per_s,time/train_s,val/
 
 
 def job(folder, overrides, rows):
-    from omegaconf import OmegaConf
-
     (folder / ".hydra").mkdir(parents=True)
     OmegaConf.save(overrides, folder / ".hydra" / "overrides.yaml")
     config = composed(folder, "trainer=cpu", *overrides)
     OmegaConf.save(config, folder / ".hydra" / "config.yaml")
     (folder / "metrics.csv").write_text(HEADER + "".join(rows))
+    (folder / CURVES).touch()  # drawn at the end
 
 
 def rows(accuracies, seconds, test):
@@ -80,6 +80,46 @@ def test_jobs_without_validation_are_compared_by_their_training(tmp_path, monkey
     assert "s of training to train/acc 0.5" in header
     assert first.startswith("| defaults | 1 | 0.7000 |")
     assert second.startswith("| strategy=layered_sgd_single | 1 | 0.7000 |")
+
+
+def test_unfinished_jobs_are_marked_and_have_no_result(sweep, capsys, monkeypatch):
+    """One that was killed after its first epoch, with a row cut by a full disk, and one before it logged anything."""
+    job(sweep / "3", ["trainer.devices=2", "strategy=ddp", "seed=3"], [",0,9,,,,0.99\n", "1.0,0,9,,100,5,\n", ",0,1"])
+    (sweep / "3" / CURVES).unlink()
+    job(sweep / "4", ["trainer.devices=2", "strategy=layered_sgd_single", "seed=2"], [])
+    (sweep / "4" / "metrics.csv").unlink()
+    (sweep / "4" / CURVES).unlink()
+    monkeypatch.setattr("sys.argv", ["compare.py", str(sweep)])
+    main()
+    header, _, ddp, layered, *_ = capsys.readouterr().out.splitlines()
+    assert header.startswith("|  | jobs | test/acc | images/s |")
+    assert "val/acc 0.7" in header, "what every finished job has reached"
+    assert ddp.startswith("| strategy=ddp | 3 (1 unfinished) | 0.8000 (0.7000 to 0.9000), 1 without |")
+    assert layered.startswith("| strategy=layered_sgd_single | 2 (1 unfinished) | 0.6000, 1 without |")
+
+
+def test_without_a_test_the_column_is_that_of_the_metric(tmp_path, capsys, monkeypatch):
+    for name, seed in (("0", 1), ("1", 2)):
+        job(tmp_path / name, [f"seed={seed}", "test=false"], rows([0.5, 0.8], [10, 20], "")[:-1])
+    (tmp_path / "1" / CURVES).unlink()
+    monkeypatch.setattr("sys.argv", ["compare.py", str(tmp_path)])
+    main()
+    header, _, only, *_ = capsys.readouterr().out.splitlines()
+    assert header.startswith("|  | jobs | val/acc |")
+    assert only.startswith("| all jobs | 2 (1 unfinished) | 0.8000, 1 without |")
+
+
+def test_every_group_is_in_the_legend_once(sweep, monkeypatch):
+    """Also one whose first job has no curve."""
+    (sweep / "0" / "metrics.csv").write_text(HEADER)
+    drawn = []
+    monkeypatch.setattr(compare.Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
+    compare.draw(read_sweep(sweep, "val/acc"), "val/acc", sweep / "plot.png")
+    curves, _ = drawn[0].axes
+    assert [text.get_text() for text in curves.get_legend().get_texts()] == [
+        "strategy=ddp",
+        "strategy=layered_sgd_single",
+    ]
 
 
 def test_a_metric_that_nobody_logged_is_refused(sweep, monkeypatch):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from tests.ranks import run_processes
-from tests.recipes.conftest import EXPECTED, metrics
+from tests.recipes.conftest import EXPECTED, TINY, TRAIN, Run, metrics
 from tests.recipes.in_process import tiny, train_rank
 
 SETTINGS = ("trainer.devices=2", "trainer.max_epochs=3", "strategy=layered_sgd_single", "seed=2")
@@ -20,10 +22,11 @@ def test_a_restarted_job_finds_bitwise_what_an_uninterrupted_one_finds(start, tm
     run_processes(2, train_rank, tiny(tmp_path, *SETTINGS))
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
     kill = ("+callbacks.kill._target_=tests.recipes.pieces.Kill", "+callbacks.kill.after_steps=5")
-    run = start(*SETTINGS, *kill, "ckpt_path=last", "hydra.run.dir=runs/tiny/fixed", launcher=torchrun)
+    arguments = (*SETTINGS, *kill, "ckpt_path=last", "hydra.run.dir=runs/tiny/fixed")
+    run = start(*arguments, launcher=torchrun)
     assert run.status == 0, run.err
-    assert "ckpt_path=null: starting from the beginning" in run.out
-    assert "last.ckpt: continuing" in run.out
+    assert "this job starts from the beginning" in run.out
+    assert re.search("continuing from .*last.ckpt", run.out)
     assert run.files() == {"runs/tiny/fixed": EXPECTED}
     folder = run.folder / "runs" / "tiny" / "fixed"
     assert metrics(folder) == metrics(tmp_path)
@@ -32,3 +35,7 @@ def test_a_restarted_job_finds_bitwise_what_an_uninterrupted_one_finds(start, tm
         for run_dir in (folder, tmp_path)
     )
     assert all(torch.equal(ours[name], reference[name]) for name in reference)
+    again = Run(run.folder, (*torchrun, str(TRAIN)), (*TINY, *arguments))
+    assert again.status == 0, again.err
+    assert again.out.splitlines()[-1] == run.out.splitlines()[-1], "a finished job prints its result"
+    assert metrics(folder) == metrics(tmp_path)

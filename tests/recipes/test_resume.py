@@ -1,14 +1,27 @@
 from __future__ import annotations
 
+import errno
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from pytorch_lightning.plugins.io import TorchCheckpointIO
 
-from lightning_dp.runs.command_line import arguments_of_rank
-from lightning_dp.runs.resume import find_checkpoint, with_last_checkpoint
+from lightning_dp.runs.command_line import arguments_of_rank, named_run_dir
+from lightning_dp.runs.metrics import rows_before
+from lightning_dp.runs.resume import (
+    BestCheckpoint,
+    CompleteFiles,
+    ConfigurationInCheckpoint,
+    differences,
+    find_checkpoint,
+)
+from lightning_dp.runs.train import build
+from tests.commands import run_command
 from tests.ranks import RankError, run_processes
-from tests.recipes.conftest import metrics
+from tests.recipes.conftest import ROOT, metrics
 from tests.recipes.in_process import tiny, train, train_rank
 
 SETTINGS = ("trainer.devices=2", "seed=2", "strategy=layered_sgd_single", "callbacks=agbn")
@@ -49,13 +62,14 @@ def test_dropout_draws_the_same_after_a_checkpoint_and_continues_in_another_fold
     assert [row["train/loss"] for row in metrics(second)] == [row["train/loss"] for row in metrics(whole)]
 
 
-def find(requested, run_dir, in_sweep=False):
-    return find_checkpoint(requested, run_dir, "tiny", in_sweep)
+def find(requested, run_dir, in_sweep=False, launched=False, **values):
+    config = {"ckpt_path": requested, "run_dir": str(run_dir), "name": "tiny", "train": True, "test": "last", **values}
+    return find_checkpoint(config, in_sweep, launched)
 
 
 def save(run_dir, num_steps=1, age_s=0):
     last(run_dir).parent.mkdir(parents=True)
-    torch.save({"global_step": num_steps}, last(run_dir))
+    torch.save({"global_step": num_steps, "state_dict": {}}, last(run_dir))
     os.utime(last(run_dir), (1e9 - age_s, 1e9 - age_s))
     return last(run_dir)
 
@@ -67,10 +81,10 @@ def test_last_is_that_of_the_run_folder_or_else_of_the_newest_run(tmp_path):
     save(tmp_path / "runs" / "tiny" / "older", age_s=10)
     newest = save(tmp_path / "runs" / "tiny" / "old")
     assert find("last", new) == newest
-    own = save(new, age_s=20)
-    assert find("last", new) == own
     assert find(str(newest), new) == newest
     assert find(None, new) is None
+    own = save(new, age_s=20)
+    assert find("last", new) == own
 
 
 def test_another_folder_is_not_taken_for_a_run_of_that_name(tmp_path):
@@ -81,7 +95,7 @@ def test_another_folder_is_not_taken_for_a_run_of_that_name(tmp_path):
 
 def test_a_job_of_an_interrupted_sweep_continues_itself_or_starts(tmp_path):
     sweep = tmp_path / "sweep"
-    with pytest.raises(FileNotFoundError, match=r"no job of .*sweep has a checkpoint; .*hydra\.sweep\.dir=FOLDER"):
+    with pytest.raises(FileNotFoundError, match=r"no job of .* has a checkpoints/last.ckpt; .*hydra\.sweep\.dir="):
         find("last", sweep / "0", in_sweep=True)
     own = save(sweep / "0")
     assert find("last", sweep / "0", in_sweep=True) == own
@@ -92,25 +106,184 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no such checkpoint"):
         find(str(tmp_path / "none.ckpt"), tmp_path)
     (tmp_path / "text.ckpt").write_text("epoch,step\n")
-    with pytest.raises(ValueError, match="is not a checkpoint"):
+    with pytest.raises(ValueError, match="is no checkpoint"):
         find(str(tmp_path / "text.ckpt"), tmp_path)
 
 
-def test_under_a_launcher_last_needs_a_folder_and_starts_if_that_is_empty(tmp_path, capsys):
-    assert with_last_checkpoint(["seed=1"]) == ["seed=1"]
+@pytest.mark.parametrize("requested", ["last", "best"])
+def test_under_a_launcher_the_folder_must_be_named(tmp_path, requested):
+    assert named_run_dir(["seed=1"]) is None
+    assert named_run_dir(["hydra.run.dir='my runs/a'", "--cfg", "job"]) == str(tmp_path / "my runs" / "a")
     for folder in ([], ["hydra.run.dir=runs/${name}"]):
-        with pytest.raises(ValueError, match=r"hydra\.run\.dir=FOLDER"):
-            with_last_checkpoint(["ckpt_path=last", *folder])
+        with pytest.raises(ValueError, match=rf"ckpt_path={requested} .*hydra\.run\.dir=FOLDER"):
+            named_run_dir([f"ckpt_path={requested}", *folder])
+
+
+def test_under_a_launcher_a_run_without_a_checkpoint_starts(tmp_path):
+    save(tmp_path / "tiny" / "old")
+    assert find("last", tmp_path / "tiny" / "new", launched=True) is None, "not that of another run"
+    own = save(tmp_path / "tiny" / "new")
+    assert find("last", tmp_path / "tiny" / "new", launched=True) == own
+
+
+def test_every_rank_of_a_launcher_looks_in_the_folder_of_rank_0(tmp_path):
     arguments = ["ckpt_path=last", f"hydra.run.dir={tmp_path / 'run'}"]
-    assert with_last_checkpoint(arguments)[0] == "ckpt_path=null"
-    assert "starting from the beginning" in capsys.readouterr().out
-    own = save(tmp_path / "run")
-    assert with_last_checkpoint(arguments)[0] == f"ckpt_path={own}"
-    assert f"{own}: continuing" in capsys.readouterr().out
+    assert arguments_of_rank(arguments, 0, "/elsewhere") == arguments
+    assert arguments_of_rank(arguments, 1, "/elsewhere")[2:] == [
+        "hydra.run.dir=/elsewhere",
+        "hydra/job_logging=none",
+        f"run_dir='{tmp_path / 'run'}'",
+    ]
 
 
-def test_the_command_line_of_a_restarted_rank_names_the_checkpoint_of_rank_0(tmp_path):
-    own = save(tmp_path / "run")
-    arguments = arguments_of_rank(["ckpt_path=last", f"hydra.run.dir={tmp_path / 'run'}"], 1, "/elsewhere")
-    assert arguments[0] == f"ckpt_path={own}"
-    assert "hydra.run.dir=/elsewhere" in arguments
+def save_as(config, age_s=0):
+    """A checkpoint of a run with this configuration."""
+    path = save(Path(config["run_dir"]), age_s=age_s)
+    keeper = ConfigurationInCheckpoint(config)
+    callbacks = {keeper.state_key: keeper.state_dict()}
+    torch.save({"global_step": 1, "state_dict": {}, "callbacks": callbacks}, path)
+    os.utime(path, (1e9 - age_s, 1e9 - age_s))
+    return path
+
+
+def test_last_continues_only_a_run_of_the_same_configuration(tmp_path):
+    runs = tmp_path / "tiny"
+    mine = save_as(tiny(runs / "mine"), age_s=10)
+    other = save_as(tiny(runs / "other", "optim.lr=0.25", "seed=7"))
+    assert find_checkpoint(tiny(runs / "new", "ckpt_path=last")) == mine, "the newest one is another experiment"
+    quiet = ("trainer.enable_progress_bar=true", "data.num_workers=1", "logger=tensorboard", "test=false")
+    assert find_checkpoint(tiny(runs / "new", "ckpt_path=last", *quiet)) == mine
+    message = rf"is of a run with seed=7, not 0, optim\.lr=0\.25, not 0\.1, .*same options, .*ckpt_path={other}"
+    with pytest.raises(ValueError, match=message):
+        find_checkpoint(tiny(other.parents[1], "ckpt_path=last"))
+    assert find_checkpoint(tiny(runs / "new", f"ckpt_path={other}")) == other, "on purpose"
+    with pytest.raises(ValueError, match=r"trainer\.max_epochs=2, not 3"):
+        find_checkpoint(tiny(runs / "new", "ckpt_path=last", "trainer.max_epochs=3"))
+
+
+def test_a_run_puts_its_configuration_into_its_checkpoints(tmp_path):
+    config = tiny(tmp_path / "run", "trainer.max_epochs=1", "test=false")
+    train(config)
+    assert differences(last(tmp_path / "run"), config) == []
+    assert differences(last(tmp_path / "run"), config | {"seed": 5}) == ["seed=0, not 5"]
+
+
+@pytest.mark.parametrize("left", ["metrics.csv", "checkpoints/best.ckpt"])
+def test_the_results_of_a_run_are_not_replaced(tmp_path, left):
+    run = tmp_path / "run"
+    (run / left).parent.mkdir(parents=True)
+    (run / left).touch()
+    for requested in (None, save(tmp_path / "elsewhere")):
+        with pytest.raises(ValueError, match=r"hydra\.run\.dir: .*run holds the results of a run.*ckpt_path=last"):
+            find(requested, run)
+    own = run / "checkpoints" / "last.ckpt"
+    own.parent.mkdir(exist_ok=True)
+    torch.save({"global_step": 1, "state_dict": {}}, own)
+    assert find(str(own), run) == own
+
+
+def test_best_is_the_best_checkpoint_of_a_run(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"ckpt_path=best: .*has no checkpoints/best\.ckpt.*test=best keeps"):
+        find("best", tmp_path / "tiny" / "new")
+    best = save(tmp_path / "tiny" / "old").with_name("best.ckpt")
+    torch.save({"global_step": 1, "state_dict": {}}, best)
+    assert find("best", tmp_path / "tiny" / "new") == best
+
+
+# The first epoch has the highest loss, so its weights are the best by this measure.
+BEST = ("test=best", "optimized_metric=train/loss", "optimized_mode=max", "seed=1")
+
+
+@pytest.mark.parametrize("folder", ["same", "other"])
+def test_the_best_of_all_epochs_is_tested_after_a_continuation(tmp_path, folder):
+    whole = train(tiny(tmp_path / "whole", *BEST))
+    train(tiny(tmp_path / "same", *BEST, "trainer.max_epochs=1", "+optim.scheduler.total_steps=6"))
+    continued = train(tiny(tmp_path / folder, *BEST, f"ckpt_path={last(tmp_path / 'same')}"))
+    assert {name: continued[name] for name in whole if name.startswith("test/")} == {
+        name: value for name, value in whole.items() if name.startswith("test/")
+    }
+    ours, reference = (
+        torch.load(tmp_path / run / "checkpoints" / "best.ckpt", weights_only=True)["state_dict"]
+        for run in (folder, "whole")
+    )
+    assert all(torch.equal(value, reference[name]) for name, value in ours.items())
+
+
+def test_a_best_that_is_not_known_is_refused(tmp_path):
+    config = tiny(tmp_path / "run", *BEST)
+    path = save(tmp_path / "before")
+    with pytest.raises(ValueError, match="did not keep its best weights by max optimized_metric=train/loss.*test=last"):
+        find_checkpoint(config | {"ckpt_path": str(path)})
+    with pytest.raises(FileNotFoundError, match="the best weights so far are gone; put gone.ckpt back"):
+        BestCheckpoint(config).load_state_dict({"best_model_path": "gone.ckpt"})
+
+
+def test_a_metric_that_is_not_logged_ends_the_first_epoch(tmp_path):
+    with pytest.raises(ValueError, match="optimized_metric=val/acx is not logged; use one of .*val/acc"):
+        train(tiny(tmp_path, "test=best", "optimized_metric=val/acx"))
+    assert len(metrics(tmp_path)) < 5, "not after all epochs"
+
+
+# --- how a checkpoint is written ---
+
+
+def save_elsewhere(io, folder, monkeypatch):
+    """Two saves to the same path, where temporary files are on another file system. Return what the old file holds."""
+
+    def rename(source, target):
+        if Path(source).parent != Path(target).parent:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        return os.replace(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    io.save_checkpoint({"step": 1}, folder / "last.ckpt")
+    os.link(folder / "last.ckpt", folder / "old.ckpt")
+    io.save_checkpoint({"step": 2}, folder / "last.ckpt")
+    assert torch.load(folder / "last.ckpt")["step"] == 2
+    return torch.load(folder / "old.ckpt")["step"]
+
+
+def test_a_checkpoint_is_never_written_over(tmp_path, monkeypatch):
+    trainer, _, _ = build(tiny(tmp_path))
+    assert save_elsewhere(trainer.strategy.checkpoint_io, tmp_path, monkeypatch) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"last.ckpt", "old.ckpt"}
+
+
+def test_lightning_writes_over_it(tmp_path, monkeypatch):
+    """Shows that the test before can fail."""
+    assert save_elsewhere(TorchCheckpointIO(), tmp_path, monkeypatch) == 2
+
+
+INTERRUPTED = """
+import os, resource, signal, sys, torch
+from lightning_dp.runs.resume import CompleteFiles
+
+fault, path = sys.argv[1:]
+CompleteFiles().save_checkpoint({"step": 1}, path)
+if fault == "killed":
+    os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+else:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+CompleteFiles().save_checkpoint({"step": 2, "weights": torch.ones(100000)}, path)
+"""
+
+
+@pytest.mark.parametrize(("fault", "status", "left"), [("killed", -9, {"last.ckpt", "last.ckpt.part"}),
+                                                       ("full", 1, {"last.ckpt"})])  # fmt: skip
+def test_an_interrupted_save_leaves_the_checkpoint_before(tmp_path, fault, status, left):
+    path = tmp_path / "last.ckpt"
+    done = run_command([sys.executable, "-c", INTERRUPTED, fault, path], tmp_path, {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == status, done.stderr
+    assert torch.load(path)["step"] == 1
+    assert {file.name for file in tmp_path.iterdir()} == left
+    CompleteFiles().save_checkpoint({"step": 3}, path)
+    assert {file.name for file in tmp_path.iterdir()} == {"last.ckpt"}
+
+
+def test_a_row_that_was_cut_is_left_out(tmp_path):
+    (tmp_path / "metrics.csv").write_text("epoch,loss,step\n0,1.5,0\n0,1.2,1\n0,1.")
+    assert rows_before(save(tmp_path, num_steps=2)) == [
+        {"epoch": "0", "loss": "1.5", "step": "0"},
+        {"epoch": "0", "loss": "1.2", "step": "1"},
+    ]

@@ -1,10 +1,19 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
+from typing import Any, Literal, Optional
 
 import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
-from lightning_dp.runs.validation import check_arguments, count_processes, targets
+from lightning_dp.runs.command_line import arguments_of_rank
+from lightning_dp.runs.validation import check_arguments, count_processes, fits, naming_keys, targets
+from tests.recipes.conftest import ROOT
+from tests.recipes.in_process import composed
 
 
 @pytest.mark.parametrize(
@@ -51,11 +60,6 @@ def test_more_ranks_than_cores_is_a_warning(caplog):
 
 
 def test_every_object_of_every_configuration_exists_and_accepts_its_arguments():
-    from hydra import compose, initialize_config_dir
-    from omegaconf import OmegaConf
-
-    from tests.recipes.conftest import ROOT
-
     conf = ROOT / "conf"
     options = {group.name: sorted(path.stem for path in group.glob("*.yaml")) for group in conf.iterdir()}
     checked = set()
@@ -71,3 +75,54 @@ def test_every_object_of_every_configuration_exists_and_accepts_its_arguments():
         "lightning_dp.AdaptiveGlobalBatchNorm",
         "lightning_dp.Plateau",
     } <= checked
+
+
+def test_what_is_no_mistake_is_taken(tmp_path):
+    config = composed(tmp_path, "trainer.devices=-1", "name=5", "trainer=cpu")
+    assert config["trainer"]["devices"] == "auto", "Lightning takes -1 on GPUs only"
+    assert config["name"] == "5"
+    arguments = arguments_of_rank(["logger=null", "callbacks=null", "experiment=null", "seed=1"], None, "")
+    config = composed(tmp_path, *arguments)
+    assert (config["logger"], config["callbacks"], config["seed"]) == ({}, {}, 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation", "accepted"),
+    [
+        (5, int, True),
+        (5, float, True),
+        (1e5, int, True),
+        (0.5, int, False),
+        ("5", int, False),
+        (True, int, False),
+        (1, bool, True),
+        (2, bool, False),
+        (None, int, False),
+        (None, int | None, True),
+        (None, Optional[int], True),  # noqa: UP045  as other packages write it
+        ([1], int, False),
+        ([1], int | list[int], True),
+        ({"_target_": "a.B"}, int, True),
+        ("fast", float | torch.Tensor, False),
+        ("a", Literal["b", "c"], True),
+        (3, Literal["b", "c"], False),
+        ("a", Path, True),
+        ("a", Any, True),
+    ],
+)
+def test_only_plain_values_of_the_wrong_type_are_refused(value, annotation, accepted):
+    assert fits(value, annotation) is accepted
+
+
+class Picky:
+    def __init__(self, max_size: int = 1, crop: str = "", num_classes: int = 0) -> None:
+        raise RuntimeError(f"max_size={max_size}: use more, or crop=all; max_size, a crop, num_classes=2, max_size.txt")
+
+
+def test_an_error_of_an_object_names_the_keys(tmp_path):
+    config = composed(tmp_path) | {"data": {"_target_": f"{__name__}.Picky", "max_size": 3}}
+    with pytest.raises(ValueError, match="RuntimeError: data.max_size=3") as caught, naming_keys("data", config):
+        instantiate(config["data"])
+    assert "data.max_size=3: use more, or data.crop=all; data.max_size, a crop, num_classes=2, max_size.txt" in str(
+        caught.value
+    )

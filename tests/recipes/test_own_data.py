@@ -1,0 +1,49 @@
+"""A data module of the user's own, which has nothing but what Lightning asks for."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from lightning_dp.runs.evaluate import evaluate
+from lightning_dp.runs.resume import completed_steps
+from lightning_dp.runs.validation import validate
+from tests.recipes.in_process import tiny, train
+
+
+def own(run_dir, name="OwnData", **values):
+    config = tiny(run_dir, "trainer.max_epochs=1", "test=last")
+    config["data"] = {"_target_": f"tests.recipes.pieces.{name}", **values}
+    config["model"]["_target_"] = "tests.recipes.pieces.OwnModel"
+    return config
+
+
+def test_it_is_trained_and_tested_with(tmp_path):
+    config = own(tmp_path, batch_size=8)
+    assert validate(config) == 1
+    found = train(config)
+    assert {"val/acc", "test/acc/dataloader_idx_0", "test/acc/dataloader_idx_1"} <= found.keys()
+    assert found["time/images_per_s"] > 0, "the batch begins with texts"
+    assert OmegaConf.load(tmp_path / "hparams.yaml").sizes == [1, 2]
+    (tmp_path / ".hydra").mkdir()
+    OmegaConf.save(config, tmp_path / ".hydra" / "config.yaml")
+    again = evaluate(tmp_path / "checkpoints" / "last.ckpt", [])
+    assert again == {name: value for name, value in found.items() if name.startswith("test/")}
+
+
+def test_an_object_among_its_hyperparameters_is_warned_of(tmp_path, caplog):
+    """Lightning saves it, and a checkpoint with it cannot be read without running its code."""
+    config = own(tmp_path, batch_size=8, transform={"_target_": "fractions.Fraction"})
+    train(config | {"test": False})
+    assert "OwnData keeps objects as hyperparameters (transform), so no run can continue" in caplog.text
+    assert OmegaConf.load(tmp_path / "hparams.yaml").transform == "0"
+    with pytest.raises(ValueError, match="holds an object of fractions.Fraction"):
+        completed_steps(tmp_path / "checkpoints" / "last.ckpt")
+
+
+def test_what_it_lacks_is_named(tmp_path):
+    with pytest.raises(ValueError, match="NoTest has no test_dataloader; use test=false"):
+        validate(own(tmp_path, "NoTest"))
+    assert validate(own(tmp_path, "NoTest") | {"test": False}) == 1
+    with pytest.raises(ValueError, match="must make a LightningDataModule"):
+        validate(own(tmp_path, "Kill", after_steps=1))
