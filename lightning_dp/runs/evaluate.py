@@ -19,6 +19,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_dp.data.module import ImageDataModule
 from lightning_dp.runs import conf_folder
 from lightning_dp.runs.command_line import argument_parser, message_of
 from lightning_dp.runs.resume import read_checkpoint
@@ -41,7 +42,7 @@ def evaluate(checkpoint: Path, overrides: list[str], own: bool = False) -> dict[
     state = read_weights(checkpoint)
     cfg = own_config(overrides) if own else config_of_run(checkpoint, overrides)
     trainer, model, data = build(on_one_device(cfg))
-    if hasattr(data, "check"):  # those of this package have it
+    if isinstance(data, ImageDataModule):
         data.check(world_size=1)
     try:
         model.load_state_dict(state)

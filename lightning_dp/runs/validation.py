@@ -19,6 +19,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning import LightningDataModule
 
+from lightning_dp.data.module import ImageDataModule
 from lightning_dp.launch import check_ranks, external_rank
 
 log = logging.getLogger("validation")
@@ -65,7 +66,8 @@ def validate(config: Config) -> int:
         ValueError, OSError, ImportError: the message has the given value, the rule and the remedy.
     """
     check_top_level_types(config)
-    for path, node in targets(config):
+    # The model refers to optim, whose keys are those that the command line takes.
+    for path, node in sorted(targets(config), key=lambda found: not found[0].startswith("optim.")):
         check_arguments(path, node)
     for group in ("callbacks", "logger"):
         check_have_targets(group, config[group])
@@ -95,7 +97,7 @@ def _check_data(data: Any, config: Config, world_size: int) -> None:
         raise ValueError(f"data._target_={config['data']['_target_']} must make a LightningDataModule")
     if config["test"] and type(data).test_dataloader is LightningDataModule.test_dataloader:
         raise ValueError(f"{type(data).__name__} has no test_dataloader; use test=false")
-    if hasattr(data, "check"):  # those of this package have it
+    if isinstance(data, ImageDataModule):
         data.check(world_size)
     if external_rank() is None:
         # Before any rank starts: no rank waits for a download, and a download that fails starts no rank.
@@ -150,7 +152,7 @@ def check_arguments(path: str, node: dict[str, Any]) -> None:
     name = node["_target_"]
     try:
         parameters = _parameters(name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{path}._target_={name} cannot be imported: {error}") from error
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     types = _types_of_arguments(name)

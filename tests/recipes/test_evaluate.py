@@ -39,7 +39,7 @@ class Trap:
 
 def test_nothing_in_a_checkpoint_is_executed(tmp_path):
     torch.save({"state_dict": Trap()}, tmp_path / "last.ckpt")
-    with pytest.raises(ValueError, match="holds an object of .*Trap"):
+    with pytest.raises(ValueError, match="holds an object of getattr"):
         read_weights(tmp_path / "last.ckpt")
     assert not Trap.sprung
     pickle.loads(pickle.dumps(Trap()))  # noqa: S301  our own
@@ -60,7 +60,7 @@ def test_a_checkpoint_of_another_model_is_refused(single):
         (b"PK\x03\x04" + bytes(100), "is no checkpoint of a run, or is damaged"),
         (torch.ones(3), "is no checkpoint of a run: it has no state_dict"),
         ({"a": 1}, "is no checkpoint of a run: it has no state_dict"),
-        ({"state_dict": {}, "global_step": Trap()}, "holds an object of tests.recipes.test_evaluate.Trap"),
+        ({"state_dict": {}, "global_step": Trap()}, "holds an object of getattr"),
     ],
     ids=["empty", "text", "cut", "tensor", "other", "object"],
 )
