@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from lightning_dp import runs
+from lightning_dp.runs.command_line import conf_folder
 from tests.commands import run_command
 
 pytestmark = pytest.mark.repository
@@ -34,7 +35,7 @@ def test_every_package_is_listed():
 
 
 def test_every_command_is_a_function_that_a_script_calls():
-    assert runs.conf_folder() == ROOT / "conf"
+    assert conf_folder() == ROOT / "conf"
     for command, target in PROJECT["project"]["scripts"].items():
         module, _, name = target.partition(":")
         assert module == runs.__name__

@@ -9,15 +9,9 @@ import importlib.util
 import sys
 from pathlib import Path
 
-__all__ = ["compare_command", "conf_folder", "curves_command", "evaluate_command", "plan_command", "train_command"]
+__all__ = ["compare_command", "curves_command", "evaluate_command", "plan_command", "train_command"]
 
 NEEDED = ("hydra", "matplotlib", "sklearn")  # of the extra `recipes`
-
-
-def conf_folder() -> Path:
-    """Return the folder of the configuration: in a wheel within the package, in a clone beside it."""
-    package = Path(__file__).resolve().parents[1]
-    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 
 def train_command() -> None:

@@ -28,7 +28,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_dp.launch import LaunchError, external_rank
 from lightning_dp.planner import read_overrides
-from lightning_dp.runs import conf_folder
 from lightning_dp.runs.resume import OF_A_RUN
 
 log = logging.getLogger("train")
@@ -47,6 +46,12 @@ def argument_parser(command: str, description: str | None) -> argparse.ArgumentP
     typed = command if Path(script).name == command else f"python {script}"
     text = (description or "").replace(command, typed)
     return argparse.ArgumentParser(typed, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def conf_folder() -> Path:
+    """Return the folder of the configuration: in a wheel within the package, in a clone beside it."""
+    package = Path(__file__).resolve().parents[1]
+    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 
 class SweepFolder(Callback):
@@ -254,7 +259,7 @@ def is_in_sweep() -> bool:
 
 def is_search() -> bool:
     """Return whether this job is one of a sweep whose next jobs depend on what the first ones reach."""
-    return is_in_sweep() and not HydraConfig.get().sweeper._target_.endswith(".BasicSweeper")
+    return is_in_sweep() and not HydraConfig.get().sweeper["_target_"].endswith(".BasicSweeper")
 
 
 def _discard(folder: Path, files_of_hydra: set[str]) -> None:

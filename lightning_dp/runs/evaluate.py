@@ -20,8 +20,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dp.data.module import ImageDataModule
-from lightning_dp.runs import conf_folder
-from lightning_dp.runs.command_line import argument_parser, message_of
+from lightning_dp.runs.command_line import argument_parser, conf_folder, message_of
 from lightning_dp.runs.resume import read_checkpoint
 from lightning_dp.runs.train import build
 from lightning_dp.runs.validation import Config
