@@ -3,7 +3,7 @@
 `HybridFitState` is the life of it. `FitPatches` are the replacements, and how each is undone. What a call of the head
 means depends on when it comes, and is set by replacing its ``forward``, never by a flag:
 
-- in ``training_step``, and in backward: `HeadPasses.own_batch`. All ranks must call it;
+- in ``training_step``, and in backward: `HeadPasses.forward_local_batch`. All ranks must call it;
 - in ``head_step``: `MicroBatch`. All ranks call it with the same features;
 - in validation and between steps: `FitPatches._forward_outside`. Any rank may call it alone.
 
