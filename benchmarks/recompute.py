@@ -34,6 +34,7 @@ from support.spread import alternate, min_max, ratios
 from torch import nn
 
 from lightning_dp.models import AlexNet, ResNet50
+from lightning_dp.planner.plots import color_of
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"resnet50": ResNet50, "alexnet": AlexNet}
 NONE = "none"
@@ -145,14 +146,16 @@ def draw(result: dict[str, Any], path: Path) -> None:
             if label.startswith(family) and "checkpoint" not in label
         )
         if points:
-            axes.plot(*zip(*points, strict=True), style, label=family)
+            axes.plot(*zip(*points, strict=True), style, color=color_of(family), label=family)
     for label in (NONE, "cheap", "sublinear", "torch.utils.checkpoint"):
         ratio = min_max(ratios(result["times_s"][label], result["times_s"][NONE]))
         axes.errorbar(
             result["kept_bytes"][label] / 1e6, ratio.median,
-            yerr=[[ratio.median - ratio.low], [ratio.high - ratio.median]], fmt="D", capsize=3, label=label,
+            yerr=[[ratio.median - ratio.low], [ratio.high - ratio.median]], fmt="D", capsize=3,
+            color=color_of(label), label=label,
         )  # fmt: skip
-    axes.set_xlabel("kept for backward (MB)")
+    axes.set_xlabel("kept for backward")
+    axes.xaxis.set_major_formatter("{x:g} MB")
     axes.set_ylabel("time of a step over that without recomputation")
     axes.set_title(f"{result['model']}, {result['batch']} images")
     axes.set_xlim(left=0)

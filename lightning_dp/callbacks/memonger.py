@@ -82,6 +82,12 @@ class Memonger(Callback):
                 f"{type(pl_module).__name__} was passed through torch.compile, which decides itself what it "
                 "recomputes: use either torch.compile or Memonger. docs/methods/memonger.md says which"
             )
+        if getattr(trainer.strategy, "frees_gathered_parameters", False):
+            raise ValueError(
+                f"{type(trainer.strategy).__name__} frees the parameters of each part after its forward, and what is "
+                "computed again in backward would need those of other parts; use LayeredSGDStrategy, or "
+                "torch.utils.checkpoint in the parts"
+            )
         if getattr(trainer.strategy, "updates_within_training_step", False):
             raise ValueError(
                 f"{type(trainer.strategy).__name__} with variable_batch=True updates the head within the training "

@@ -128,6 +128,12 @@ class RecomputeHandle:
             with tape.recording():
                 result = function(*args, **kwargs)
         except RuntimeError as error:
+            if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
+                raise RuntimeError(
+                    f"{self._method} of {type(self._model).__name__}, which recomputes, calls torch.cond or another "
+                    "higher-order operator, which cannot be recorded: use plain Python in its place, or apply "
+                    "recomputation to the other parts of the model"
+                ) from error
             if "support saved tensor hooks" not in str(error):
                 raise
             raise RuntimeError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.backends import cudnn, mkldnn
 
-from lightning_dp._private.torch_names import mutated_arguments
+from lightning_dp._private.torch_names import flag_reader, mutated_arguments
 
 
 class Kind(enum.Enum):
@@ -144,34 +144,42 @@ _FLAGS: tuple[tuple[Any, str], ...] = (
     (cudnn, "benchmark"),
     (cudnn, "deterministic"),
 )
-# Of convolutions and matrix products. They take longer to read.
+# Of convolutions and matrix products. torch 2.8 has the switches of before 2.9.
 _PRECISIONS: tuple[tuple[Any, str], ...] = (
-    (torch.backends.cuda.matmul, "fp32_precision"),
-    (cudnn.conv, "fp32_precision"),  # type: ignore[attr-defined]  # a module that replaces itself
-    (mkldnn.matmul, "fp32_precision"),  # type: ignore[attr-defined]
-    (mkldnn.conv, "fp32_precision"),  # type: ignore[attr-defined]
+    (
+        (torch.backends.cuda.matmul, "fp32_precision"),
+        (cudnn.conv, "fp32_precision"),
+        (mkldnn.matmul, "fp32_precision"),  # type: ignore[attr-defined]
+        (mkldnn.conv, "fp32_precision"),  # type: ignore[attr-defined]
+    )
+    if hasattr(cudnn, "conv")  # a module that replaces itself
+    else ((torch.backends.cuda.matmul, "allow_tf32"), (cudnn, "allow_tf32"))
 )
 
 
+# A look at the attribute itself takes four times as long, for each operator that is recorded.
+_READERS = (
+    torch.get_default_dtype,
+    torch.are_deterministic_algorithms_enabled,
+    *(flag_reader(owner, name) for owner, name in _FLAGS),
+)
+_PRECISION_READERS = tuple(flag_reader(owner, name) for owner, name in _PRECISIONS)
+
+
 def backend_flags(kind: Kind) -> BackendFlags:
-    """Return the flags under which an operator of ``kind`` would run now, and the default dtype.
+    """Return the flags under which an operator of ``kind`` would run now, and the default dtype; none for a view.
 
     Factories and operators on integers compute in that. Lightning's precision "64-true" sets it for the forward alone.
     """
-    flags = (
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        *[getattr(owner, name) for owner, name in _FLAGS],
-    )
-    if kind is not Kind.EXPENSIVE:
-        return flags
-    return *flags, *[getattr(owner, name) for owner, name in _PRECISIONS]
+    if kind is Kind.VIEW:
+        return ()
+    readers = (*_READERS, *_PRECISION_READERS) if kind is Kind.EXPENSIVE else _READERS
+    return tuple([read() for read in readers])
 
 
 @contextmanager
-def under_flags(flags: BackendFlags) -> Iterator[None]:
-    """Run under the flags that `backend_flags` returned."""
-    kind = Kind.EXPENSIVE if len(flags) > 2 + len(_FLAGS) else Kind.CHEAP
+def under_flags(flags: BackendFlags, kind: Kind) -> Iterator[None]:
+    """Run an operator of ``kind`` under the flags that `backend_flags` returned."""
     before = backend_flags(kind)
     if flags == before:
         yield

@@ -52,7 +52,6 @@ class RecomputePlan(Policy):
     levels: dict[str, int]
     operations: list[Operation] = field(repr=False)
 
-    compares_bytes = False
     is_for_one_model = True
 
     @override
@@ -79,6 +78,10 @@ class RecomputePlan(Policy):
         if level is None or kind is Kind.FIXED:  # small, or not there when the plan was made
             return Cheap().decide(kind, key)
         return CheckpointPolicy.PREFER_SAVE if level == 0 else CheckpointPolicy.PREFER_RECOMPUTE
+
+    @override
+    def holds(self, num_bytes: int, kept_bytes: int, spare_bytes: int) -> bool:
+        return True  # the plan has weighed it
 
     @override
     def retain(self, saved: Saved, length: int) -> bool:
@@ -124,8 +127,10 @@ class RecomputePlan(Policy):
         )
         axes.plot(self.peak_bytes / 1e6, 1e3 * self.recompute_s, "D", markersize=9, label="this plan")
         axes.axvline(self.plain_bytes / 1e6, color="0.6", linestyle=":", label="no recomputation")
-        axes.set_xlabel("activations held in backward (MB)")
-        axes.set_ylabel(f"time of what runs again (ms; forward takes {1e3 * self.forward_s:.0f} ms)")
+        axes.set_xlabel("activations held in backward")
+        axes.xaxis.set_major_formatter("{x:g} MB")
+        axes.set_ylabel(f"time of what runs again (forward takes {1e3 * self.forward_s:.0f} ms)")
+        axes.yaxis.set_major_formatter("{x:g} ms")
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
         axes.legend()

@@ -26,7 +26,6 @@ class Policy(ABC):
     """Says which outputs are kept.
 
     Attributes:
-        compares_bytes: keep an output if what it can be computed from takes as much memory, and nobody else keeps that.
         max_calls: keep an output if more operators than that would have to run again to compute it. In a chain of
             residual blocks each output can be computed from the one before, so that without a limit the first request
             of backward would bring all of them into memory. None: no limit.
@@ -34,7 +33,6 @@ class Policy(ABC):
         is_for_one_model: the policy knows the operators of one model, see `check`.
     """
 
-    compares_bytes = True
     max_calls: int | None = None
     has_segments = False
     is_for_one_model = False
@@ -59,6 +57,16 @@ class Policy(ABC):
             key: of the call: module, operator, and how often that module has called that operator before.
         """
 
+    def holds(self, num_bytes: int, kept_bytes: int, spare_bytes: int) -> bool:
+        """Return whether to hold what an output can be computed again from, in place of the output.
+
+        Args:
+            num_bytes: what would be held for that alone.
+            kept_bytes: the memory of the output.
+            spare_bytes: how much less is held so far than without recomputation.
+        """
+        return num_bytes < kept_bytes
+
     def retain(self, saved: Saved, length: int) -> bool:
         """Return whether to keep a recomputed intermediate until backward needs it; see `values.Retain`."""
         return saved.num_uses > 0 or length >= MAX_UNASKED_CHAIN
@@ -79,12 +87,16 @@ class Cheap(Policy):
 class Sublinear(Policy):
     """Keep what enters a segment (Chen et al. 2016, arXiv 1604.06174), and in a segment computed again as `Cheap`."""
 
-    compares_bytes = False
     has_segments = True
 
     @override
     def decide(self, kind: Kind, key: str) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if kind is Kind.FIXED else CheckpointPolicy.PREFER_RECOMPUTE
+
+    @override
+    def holds(self, num_bytes: int, kept_bytes: int, spare_bytes: int) -> bool:
+        # What enters a segment may be larger than the first output that is computed from it: others follow.
+        return num_bytes <= kept_bytes + spare_bytes
 
     @override
     def retain(self, saved: Saved, length: int) -> bool:

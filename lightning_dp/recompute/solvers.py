@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lightning_dp.recompute.operators import Kind
 from lightning_dp.recompute.profile import Operation
 
 _MAX_SLOTS = 500
@@ -192,7 +193,7 @@ def solve_graph(
         from scipy.sparse import csr_array
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "a plan for a model that is no chain needs SciPy: pip install 'lightning-dp[recipes]'", name="scipy"
+            "a plan for a model that is no chain needs SciPy: pip install scipy", name="scipy"
         ) from error
     program = _Program(operations)
     program.add_all(budget_bytes)
@@ -213,7 +214,10 @@ def solve_graph(
             )
         return None
     # Solvers return 0.9999999 for 1.
-    keeps = tuple(bool(round(result.x[program.keep[place]])) for place in range(len(operations)))
+    keeps = tuple(
+        operation.kind != Kind.VIEW.value and bool(round(result.x[keep]))
+        for operation, keep in zip(operations, program.keep, strict=True)
+    )
     recompute_s = sum(
         operation.time_s for place, operation in enumerate(operations) if round(result.x[program.again[place]])
     )
@@ -233,7 +237,11 @@ class _Program:
         self.upper: list[float] = []
         self.lower: list[float] = []  # of the constraints
         self.entries: list[tuple[int, int, float]] = []
-        self.keep = [self._variable() for _ in operations]
+        self.keep: list[int] = []
+        for operation in operations:
+            # To keep a view is to keep what it is a view of.
+            is_view = operation.kind == Kind.VIEW.value and operation.inputs
+            self.keep.append(self.keep[operation.inputs[0]] if is_view else self._variable())
         self.again = [self._variable(0.0 if operation.is_fixed else 1.0) for operation in operations]
         self.live: dict[tuple[int, int], int] = {}
         self._last_steps = [operation.segment for operation in operations]
@@ -241,8 +249,6 @@ class _Program:
         self.integral = set(self.keep)
         for place, operation in enumerate(operations):
             last = max([operation.segment, *operation.uses])
-            if operation.kind == "view":  # keeping a view keeps what it is a view of
-                self.upper[self.keep[place]] = 0.0
             for step in range(operation.segment, min(last, operation.segment + WINDOW) + 1):
                 self._live(place, step)
 

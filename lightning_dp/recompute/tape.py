@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -59,6 +59,7 @@ from lightning_dp.recompute.values import (
     is_plain,
     is_small,
     outputs_of,
+    position_of,
     root_of,
     storages_in,
     tensors_in,
@@ -98,6 +99,8 @@ class Tape(TorchDispatchMode):
         self._is_recording = False
         self.dropped_bytes = 0
         """What autograd has asked for and is not kept."""
+        self._source_bytes = 0
+        """What autograd has not asked for, and is kept because something is computed from it."""
         self.met_compiled = False
         """Whether a function that `torch.compile` made was called, which then runs without being compiled."""
 
@@ -194,14 +197,15 @@ class Tape(TorchDispatchMode):
         outputs: list[Value | None] = []
         # Below autograd a view does not have the version yet that it shares with its base, and what was changed in
         # place not the version that it gets.
-        view_version = version_of(args[0]) if _is_view(func) and not args[0].is_inference() else None
+        base = args[0] if args and _is_view(func) else None  # a number, where a function of numbers is one of tensors
+        view_version = version_of(base) if isinstance(base, Tensor) and not base.is_inference() else None
         for place, tensor in enumerate(results):
             if not isinstance(tensor, Tensor) or not is_plain(tensor):
                 outputs.append(None)
                 continue
             version = version_of(tensor) if view_version is None else view_version
             version += id(tensor.untyped_storage()) in changed
-            if self._values_at(tensor).get(_place_of(tensor, version)) is not None:
+            if self._values_at(tensor).get(position_of(tensor, version)) is not None:
                 outputs.append(None)
                 continue
             value = Value(tensor, version, call, place, self._number, self._location.segment, self._key)
@@ -226,11 +230,11 @@ class Tape(TorchDispatchMode):
         if not is_plain(tensor):
             return None
         memory = self._memories.get(id(tensor.untyped_storage()))
-        return None if memory is None else memory.values.get(_place_of(tensor, version_of(tensor)))
+        return None if memory is None else memory.values.get(position_of(tensor, version_of(tensor)))
 
     def _enter(self, value: Value, tensor: Tensor) -> Value:
         """Let the tape find the value where ``tensor`` is; return it."""
-        self._values_at(tensor)[_place_of(tensor, value.version)] = value
+        self._values_at(tensor)[position_of(tensor, value.version)] = value
         return value
 
     def _values_at(self, tensor: Tensor) -> dict[Any, Value]:
@@ -280,44 +284,63 @@ class Tape(TorchDispatchMode):
             value = self._enter(Value(tensor, version_of(tensor), segment=self._location.segment), tensor)
         saved = value.saved
         if saved is not None and saved.tensor is not None:
+            if saved.num_uses == 0:  # held for others until now
+                self._source_bytes -= value.num_bytes
             return saved
-        is_elsewhere = self._policy.has_segments and value.segment != self._location.segment
-        root = root_of(value)
-        was_held, was_dropped = root.is_held, saved is not None and saved.num_uses > 0
-        if is_elsewhere:
+        was_dropped = saved is not None and saved.num_uses > 0
+        if self._policy.has_segments and value.segment != self._location.segment:
             saved = None
         elif saved is None:
-            saved = self._save_sources(value)
-        if not was_held:
-            self.dropped_bytes += ((saved is not None) - was_dropped) * value.num_bytes
-        return saved or self._keep(value, root, tensor)
+            saved = self._save_sources(value, tensor)
+        if saved is None:
+            self.dropped_bytes -= was_dropped * self._bytes_beside([tensor], _is_held)
+            return self._keep(value, root_of(value), tensor)
+        self.dropped_bytes += self._bytes_beside([tensor], _is_asked)
+        return saved
 
-    def _save_sources(self, value: Value) -> Saved | None:
+    def _save_sources(self, value: Value, tensor: Tensor) -> Saved | None:
         """Save what ``value`` can be computed again from; None if it is to be kept itself."""
         if value.call is None:
             return None
         has_segments, max_calls = self._policy.has_segments, self._policy.max_calls
-        # Otherwise each value of a long loop would walk back to the start of the loop.
-        stops_at_saved = max_calls is None and not self._policy.compares_bytes
+        # Without a limit, each value of a long loop would walk back to the start of the loop.
         calls, sources = closure(
             value,
-            lambda at: (stops_at_saved and at.saved is not None) or (has_segments and at.segment != value.segment),
+            lambda at: (max_calls is None and at.saved is not None) or (has_segments and at.segment != value.segment),
             max_calls,
         )
         if max_calls is not None and len(calls) > max_calls:
             return None
-        to_hold = [at for at in sources if not (at.is_held or (at.saved is not None and at.segment == value.segment))]
-        if self._policy.compares_bytes and sum(source.num_bytes for source in to_hold) >= value.num_bytes > 0:
+        # Held here: a dead graph that the garbage collector frees meanwhile may be the only owner.
+        saved = {at: at.saved for at in sources}
+        to_hold = [at for at in sources if not (at.is_held or (saved[at] is not None and at.segment == value.segment))]
+        found = [(source, live) for source in to_hold if (live := source.live()) is not None]
+        if len(found) < len(to_hold):
             return None
-        tensors = {source: source.live() for source in to_hold}
-        if any(tensor is None for tensor in tensors.values()):
+        # Memory, and not values: a view holds all of what it is a view of.
+        num_bytes = self._bytes_beside((live for _, live in found), _is_held)
+        kept_bytes = self._bytes_beside([tensor], _is_held)
+        spare_bytes = self.dropped_bytes - self._source_bytes
+        if num_bytes > 0 and not self._policy.holds(num_bytes, kept_bytes, spare_bytes):
             return None
-        return self._connect(value, calls, {source: tensor for source, tensor in tensors.items() if tensor is not None})
+        self._source_bytes += num_bytes
+        return self._connect(value, calls, dict(found))
+
+    def _bytes_beside(self, tensors: Iterable[Tensor], is_there: Callable[[Value], bool]) -> int:
+        """Return the bytes of the memory of ``tensors``, without memory of which a value ``is_there``."""
+        storages = {id(storage): storage for storage in storages_in(list(tensors))}
+        return sum(
+            storage.nbytes()
+            for key, storage in storages.items()
+            if key not in self._memories or not any(map(is_there, self._memories[key].values.values()))
+        )
 
     def _keep(self, value: Value, root: Value, tensor: Tensor) -> Saved:
         """Keep ``tensor``, or the tensor that it is a view of: others may need that as well."""
-        base = None if root is value or root.is_held else root.live()
-        if root is value or not (root.is_held or base is not None):
+        of_root = root.saved  # as in `_save_sources`
+        is_held = of_root is not None and root.is_held
+        base = None if root is value or is_held else root.live()
+        if root is value or not (is_held or base is not None):
             return value.save().hold(tensor)
         calls, _ = closure(value, lambda at: at is root)
         return self._connect(value, calls, {} if base is None else {root: base})
@@ -367,6 +390,15 @@ class Tape(TorchDispatchMode):
             self._paused_threads.discard(thread)
 
 
+def _is_held(value: Value) -> bool:
+    return value.is_held
+
+
+def _is_asked(value: Value) -> bool:
+    saved = value.saved
+    return saved is not None and (saved.num_uses > 0 or saved.tensor is not None)
+
+
 def _forget(memories: dict[int, _Memory], key: int, storage: Any) -> None:
     """A storage was freed."""
     memories.pop(key, None)
@@ -375,12 +407,6 @@ def _forget(memories: dict[int, _Memory], key: int, storage: Any) -> None:
 @cache
 def _is_view(func: Any) -> bool:
     return bool(getattr(func, "is_view", False))
-
-
-def _place_of(tensor: Tensor, version: int) -> tuple[Any, ...]:
-    """Return what tells a value from others in the same memory."""
-    # Two views of a complex tensor may differ in the sign alone.
-    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg(), version
 
 
 # --- Where in the model a forward pass is: gives each call of an operator a name, and counts segments.

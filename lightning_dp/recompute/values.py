@@ -18,7 +18,7 @@ from torch import Tensor, UntypedStorage
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import TensorWeakRef
 
-from lightning_dp._private.torch_names import version_of
+from lightning_dp._private.torch_names import detach_with_version, version_of
 from lightning_dp.recompute.operators import Kind, backend_flags, kind_of, rerun, under_flags
 
 # Two threads may run backward through parts of one graph. Neither may drop what the other is about to read.
@@ -36,14 +36,15 @@ class Value:
         segment: part of the model in which it was computed.
         num_bytes: size of the tensor.
         version: of the tensor, at which it is this value.
+        position: in memory, see `position_of`.
         is_small: not worth an operator.
         is_state: small and from outside, without gradient. It may be a running statistic, which batch norm moves
-            without a new version, so whoever reads it copies it.
+            without a new version, so every reader copies it.
     """
 
     __slots__ = (
         *("call", "place", "number", "key", "segment", "num_bytes", "version", "is_small", "is_state"),
-        *("device_type", "_weak", "_saved", "__weakref__"),
+        *("device_type", "position", "_weak", "_storage", "_saved", "__weakref__"),
     )
 
     def __init__(
@@ -67,7 +68,9 @@ class Value:
         is_view_of_state: bool = call is not None and call.kind is Kind.VIEW and call.inputs[0].is_state
         self.is_state: bool = is_view_of_state or (number < 0 and _has_few_bytes(tensor) and not tensor.requires_grad)
         self._weak: TensorWeakRef | None = TensorWeakRef(tensor)
+        self._storage = ref(tensor.untyped_storage())
         self.version = version
+        self.position = position_of(tensor, version)
         self._saved: ReferenceType[Saved] | None = None
 
     @property
@@ -84,7 +87,10 @@ class Value:
     def live(self) -> Tensor | None:
         """Return the tensor, if somebody else still has it as it was."""
         tensor = None if self._weak is None else self._weak()
-        return tensor if tensor is not None and version_of(tensor) == self.version else None
+        if tensor is None or position_of(tensor, version_of(tensor)) != self.position:
+            return None
+        # An assignment to `.data` gives it other memory, and no new version.
+        return tensor if tensor.untyped_storage() is self._storage() else None
 
     def save(self) -> Saved:
         """Return what backward needs of it; without anything in it if nobody has asked before."""
@@ -108,17 +114,19 @@ class Saved:
     Attributes:
         value: None for a tensor that nothing is computed from.
         tensor: None if it must be computed again.
+        original: the leaf that ``tensor`` shows, if it is one. Backward gets that, as in plain training.
         needs: what it is computed from.
         num_uses: how often backward will still ask for it.
         num_runs: how often it was computed again.
         is_own: ``tensor`` was computed again, and may be dropped after its last use.
     """
 
-    __slots__ = ("__weakref__", "_version", "is_own", "needs", "num_runs", "num_uses", "tensor", "value")
+    __slots__ = ("__weakref__", "_version", "is_own", "needs", "num_runs", "num_uses", "original", "tensor", "value")
 
     def __init__(self, value: Value | None) -> None:
         self.value = value
         self.tensor: Tensor | None = None
+        self.original: Tensor | None = None
         self.needs: Sequence[Saved] = ()
         self.num_uses = 0
         self.num_runs = 0
@@ -127,8 +135,13 @@ class Saved:
 
     def hold(self, tensor: Tensor) -> Saved:
         """Keep ``tensor``, which is the value, from now on; return the object itself."""
-        # A tensor with a graph would keep the graph, and through it itself.
-        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        # A tensor with a graph would keep the graph, and through it itself. And a leaf may get other memory, by an
+        # assignment to its `.data`: what was computed from it is computed again from the memory of the forward pass.
+        if is_plain(tensor):
+            self.tensor = detach_with_version(tensor)
+        else:
+            self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.original = tensor if tensor.is_leaf else None
         self._version = version_of(tensor)
         self.is_own = False
         self.needs = ()
@@ -139,6 +152,7 @@ class Saved:
     def hold_own(self, tensor: Tensor) -> None:
         """Keep the result of running the operator again until backward has asked for it."""
         self.tensor = tensor
+        self.original = None
         self._version = version_of(tensor)
         self.is_own = True
 
@@ -151,6 +165,13 @@ class Saved:
         """
         tensor = self.tensor
         assert tensor is not None
+        # Kernels do not look at the size: they would read memory that is not there.
+        if tensor.numel() > 0 and is_plain(tensor) and tensor.untyped_storage().nbytes() == 0:
+            raise RuntimeError(
+                f"the memory of a tensor of shape {list(tensor.shape)} was freed between forward and backward, and "
+                "backward recomputes from it. FSDP frees parameters so: use a strategy that keeps them, or "
+                "torch.utils.checkpoint in place of recomputation"
+            )
         if version_of(tensor) != self._version:
             raise RuntimeError(
                 f"a tensor of shape {list(tensor.shape)} was modified by an inplace operation between forward and "
@@ -165,6 +186,8 @@ class Saved:
         with _LOCK:
             self.num_uses -= 1
             tensor = self.get() if self.tensor is not None else compute(self)
+            if self.original is not None:
+                tensor = self.original
             if self.is_own and self.num_uses <= 0:
                 self.tensor = None
             return tensor
@@ -225,7 +248,7 @@ class Call:
         changed = None if may_change else self.changed
         args = [_fill(argument, tensor_of, changed) for argument in self._args]
         kwargs = {name: _fill(value, tensor_of, changed) for name, value in self._kwargs.items()}
-        with under_flags(self._flags):
+        with under_flags(self._flags, self.kind):
             return outputs_of(rerun(self.func, args, kwargs, [saved.get() for saved in self.statistics]))
 
 
@@ -322,7 +345,7 @@ def compute(saved: Saved, retain: Retain) -> Tensor:
                 and changed is not target
                 and changed in present
                 and num_readers[changed] == 1
-                # Others may have its memory: whoever asks for it later, and views.
+                # Others may have its memory: later readers, and views.
                 and not changed.is_held
                 and changed not in viewed
                 and _owns_memory(changed)
@@ -371,6 +394,12 @@ def is_plain(tensor: Tensor) -> bool:
         return False
     is_real = tensor.layout is torch.strided and not tensor.dtype.is_complex
     return not _is_wrapper(tensor) and is_real and not tensor.is_inference()
+
+
+def position_of(tensor: Tensor, version: int) -> tuple[Any, ...]:
+    """Return what tells a value from others in the same memory."""
+    # Two views of a complex tensor may differ in the sign alone.
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg(), version
 
 
 def copy_of(tensor: Tensor) -> Tensor:

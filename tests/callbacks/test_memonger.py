@@ -20,7 +20,7 @@ from tests.ranks import run_processes
 from tests.recompute.counting import OperatorCounts, differing, recomputed, state_of
 from tests.recompute.models import residual
 
-STEPS = 10
+STEPS = 4
 
 
 class Net(pl.LightningModule):
@@ -213,12 +213,6 @@ def test_updates_within_the_training_step_are_refused_by_name():
 
 
 def test_what_cannot_work_is_refused_by_name():
-    with pytest.raises(ValueError, match="policy='costly' must be one of"):
-        Memonger("costly")
-    with pytest.raises(ValueError, match="policy='budget' with budget_bytes=None must be given a number of bytes"):
-        Memonger("budget")
-    with pytest.raises(ValueError, match="budget_bytes=5 has no effect on policy='cheap'"):
-        Memonger(budget_bytes=5)
     with pytest.raises(ValueError, match="budget_bytes=1000 is less than"):
         fit(1, Memonger("budget", 1000), net=Net(), loader=loader(4), strategy="auto")
     with pytest.raises(ValueError, match=r"either torch\.compile or Memonger"):

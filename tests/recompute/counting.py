@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dp.recompute import tape
+from lightning_dp.recompute.values import tensors_in
 
 
 class OperatorCounts(TorchDispatchMode):
@@ -38,14 +39,18 @@ class Operators(OperatorCounts):
         self.peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A view of a tensor that was there before, such as the batch, is not made here.
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        for tensor in result if isinstance(result, (list, tuple)) else [result]:
-            if isinstance(tensor, Tensor):
-                reference = StorageWeakRef(tensor.untyped_storage())
-                if reference.cdata not in self.known:
-                    self.storages[reference.cdata] = reference, tensor.untyped_storage().nbytes()
+        self.see(tensor for tensor in tensors_in(result) if tensor.untyped_storage()._cdata not in given)
         self.peak_bytes = max(self.peak_bytes, self.living_bytes())
         return result
+
+    def see(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            reference = StorageWeakRef(tensor.untyped_storage())
+            if reference.cdata not in self.known:
+                self.storages[reference.cdata] = reference, tensor.untyped_storage().nbytes()
 
     def living_bytes(self) -> int:
         self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}

@@ -106,6 +106,21 @@ class Square(torch.autograd.Function):
         return dy * ctx.saved_tensors[0] + ctx.saved_tensors[1]
 
 
+class Model(nn.Module):
+    """Two linear layers and a batch norm; a function of the test is its forward."""
+
+    def __init__(self, function: Callable[[Model, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.norm, self.last = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)
+        nn.init.normal_(self.norm.weight)
+        nn.init.normal_(self.norm.bias)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "residual": residual,
     "in place": lambda: residual(in_place=True),
@@ -132,4 +147,4 @@ def loss_of(model: nn.Module, step: int = 0) -> Tensor:
     return F.cross_entropy(model(x), y)
 
 
-batch()  # of the first step: made here, so that no test counts its bytes
+batch(0)  # of the first step: made here, so that no test counts its bytes

@@ -79,7 +79,6 @@ def test_an_error_in_forward_leaves_the_model_usable():
     assert recomputed(counted_step(build("residual"), loss_of)[1], counted_step(model, loss_of)[1]) != {}
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize(
     ("change", "policy", "message"),
     [

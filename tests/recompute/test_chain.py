@@ -88,4 +88,6 @@ def test_a_chain_of_fifty_stages_is_planned():
     stages = [Stage(1.0 + i % 3, 1000 + 10 * i, 1500 + 10 * i) for i in range(50)]
     schedule = solve_chain(stages, 20_000)
     assert 0 < schedule.recompute_s < sum(stage.time_s for stage in stages) * 1.5
-    assert all(level < runs for level, runs in zip(schedule.levels, schedule.num_runs, strict=True))
+    assert all(0 <= level < runs for level, runs in zip(schedule.levels, schedule.num_runs, strict=True))
+    again_s = sum((runs - 1) * stage.time_s for stage, runs in zip(stages, schedule.num_runs, strict=True))
+    assert again_s == pytest.approx(schedule.recompute_s)

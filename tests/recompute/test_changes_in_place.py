@@ -9,25 +9,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_dp.recompute import apply_recompute
 from tests.recompute.counting import Operators, differing, state_of
+from tests.recompute.models import Model
 
 POLICIES = ("cheap", "sublinear")
-
-
-class Model(nn.Module):
-    """Two linear layers and a norm; a function of the test is its forward."""
-
-    def __init__(self, function: Callable[[Model, Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.norm, self.last = nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
 
 
 def trained(function: Callable[[Model, Tensor], Tensor], policy: str | None) -> dict[str, Tensor]:
@@ -118,6 +106,23 @@ PROGRAMS = {f"alias: {name}": changed_after(alias) for name, alias in ALIASES.it
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients_are_bitwise_those_of_plain_training(name, policy):
     assert differing(trained(PROGRAMS[name], policy), trained(PROGRAMS[name], None)) == []
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_change_by_data_in_the_forward_leaves_backward_what_was_read(policy):
+    """Plain autograd does not see it: there, backward reads the changed memory, unless a copy was read."""
+
+    def forward(model: Model, x: Tensor, copies: bool) -> Tensor:
+        a = model.first(x)
+        read = a.clone() if copies else a
+        b = read * model.norm.weight
+        c = torch.sigmoid(torch.cat([read, read + 1], 1))
+        a.data.mul_(3)
+        return model.last(b + c[:, :16] * c[:, 16:] + a.detach())
+
+    found = trained(lambda model, x: forward(model, x, False), policy)
+    assert differing(found, trained(lambda model, x: forward(model, x, True), None)) == []
+    assert differing(found, trained(lambda model, x: forward(model, x, False), None)) != []
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_dp.collectives.small_all_gather import small_all_gather
 from lightning_dp.layers import apply_global_batch_norm, batch_statistics, global_batch_norm_layers
@@ -94,8 +94,9 @@ def test_the_switch_to_local_statistics_is_bitwise_the_same(policy):
 def test_the_test_sees_a_second_collective():
     def checkpoint_it(model: nn.Module) -> None:
         forward = model.forward
-        model.forward = lambda x: checkpoint(forward, x, use_reentrant=False, early_stop=False)
+        model.forward = lambda x: checkpoint(forward, x, use_reentrant=False)
 
     _, num_plain = run("residual", lambda model: None, switch_at=1)
-    _, num_collectives = run("residual", checkpoint_it, switch_at=1)
+    with set_checkpoint_early_stop(False):
+        _, num_collectives = run("residual", checkpoint_it, switch_at=1)
     assert num_collectives == num_plain * 3 // 2

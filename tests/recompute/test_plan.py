@@ -9,6 +9,7 @@ import json
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 
 from lightning_dp.recompute import RecomputePlan, apply_recompute, plan_recompute
@@ -162,6 +163,23 @@ def test_an_output_that_is_used_within_the_window_alone_may_be_computed_again(di
     assert found.peak_bytes == (101 if is_within else 200)  # "b" stays beside "c", and "a" may run again
 
 
+def test_a_view_that_is_used_far_behind_keeps_what_it_is_a_view_of():
+    last = WINDOW + 1
+    found = solve_graph(
+        [
+            Operation("a", "expensive", 5.0, 4, [], 0, []),
+            Operation("b", "view", 0.0, 0, [0], 0, []),
+            Operation("c", "view", 0.0, 0, [1], 0, [last]),
+            Operation("d", "view", 0.0, 0, [], 0, [last]),  # of an input
+            Operation("e", "expensive", 5.0, 8, [2], last, [last]),
+        ],
+        None,
+    )
+    assert found is not None
+    assert found.keeps[:4] == (True, False, False, False)
+    assert found.peak_bytes == 12
+
+
 def test_a_plan_is_saved_as_json_and_loaded(tmp_path):
     plan = plan_recompute(build("residual"), IMAGES, int(0.5 * plain_bytes("residual")))
     plan.save(tmp_path / "plan.json")
@@ -178,12 +196,20 @@ def test_a_plan_is_saved_as_json_and_loaded(tmp_path):
             RecomputePlan.load(tmp_path / "bad.json")
 
 
-def test_the_trade_off_is_drawn_and_falls(tmp_path):
+def test_the_trade_off_is_drawn_and_falls(tmp_path, monkeypatch):
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *args, **options: drawn.append(self) or save(self, *args, **options)
+    )
     plan = plan_recompute(build("residual"), IMAGES, int(0.5 * plain_bytes("residual")))
     points = plan.frontier(3)
     assert [p.recompute_s for p in points] == sorted((p.recompute_s for p in points), reverse=True)
     plan.plot(tmp_path / "plan.png", num_points=3)
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    lines = {line.get_label(): line.get_xydata().tolist() for line in drawn[0].axes[0].lines}
+    assert lines["this plan"] == [[plan.peak_bytes / 1e6, 1e3 * plan.recompute_s]]
+    assert len(lines["other budgets"]) == 3
 
 
 def test_without_scipy_the_error_names_it(monkeypatch):
@@ -195,5 +221,5 @@ def test_without_scipy_the_error_names_it(monkeypatch):
         return real_import(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", no_scipy)
-    with pytest.raises(ModuleNotFoundError, match=r"needs SciPy: pip install 'lightning-dp\[recipes\]'"):
+    with pytest.raises(ModuleNotFoundError, match="needs SciPy: pip install scipy"):
         plan_recompute(build("residual"), IMAGES, 10**5)

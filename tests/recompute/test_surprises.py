@@ -16,21 +16,7 @@ from torch import Tensor, nn
 from lightning_dp.recompute import RecomputePlan, apply_recompute, plan_recompute
 from tests.ranks import run_processes
 from tests.recompute.counting import Operators, count_closures, differing, recomputed, state_of
-
-
-class Model(nn.Module):
-    """Two linear layers and a batch norm; a function of the test is its forward."""
-
-    def __init__(self, function: Callable[[Model, Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.norm, self.last = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)
-        nn.init.normal_(self.norm.weight)
-        nn.init.normal_(self.norm.bias)
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
+from tests.recompute.models import Model
 
 
 def numbers(step: int, *shape: int) -> Tensor:
@@ -91,6 +77,17 @@ def change_of_every_second_column(model: Model, x: Tensor) -> Tensor:
     return torch.tanh(out)
 
 
+def parameter_with_other_memory_for_a_while(model: Model, x: Tensor) -> Tensor:
+    """Weights are swapped by an assignment to `.data`: before, while and after autograd asks for what they led to."""
+    weight = model.last.weight
+    before = weight + 1
+    original = weight.data
+    weight.data = original / 2
+    factor = (weight + 1).exp().sum() / 1000 + before.sigmoid().sum()
+    weight.data = original
+    return model.first(x) * factor
+
+
 @pytest.mark.parametrize("policy", ["cheap", "sublinear"])
 @pytest.mark.parametrize(
     "function",
@@ -102,6 +99,7 @@ def change_of_every_second_column(model: Model, x: Tensor) -> Tensor:
         random_slopes,
         view_at_an_offset,
         change_of_every_second_column,
+        parameter_with_other_memory_for_a_while,
     ],
 )
 def test_gradients_are_bitwise_the_same(function, policy):
@@ -234,6 +232,40 @@ def test_derivatives_by_torch_func_are_refused_by_name():
     apply_recompute(model)
     with pytest.raises(RuntimeError, match=r"forward of Model, which recomputes, calls torch\.func\.grad"):
         model(numbers(0, 6, 20, 16))
+
+
+def test_higher_order_operators_are_refused_by_name():
+    model = Model(lambda model, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (model.first(x),)))
+    apply_recompute(model)
+    with pytest.raises(RuntimeError, match=r"forward of Model, which recomputes, calls torch\.cond"):
+        model(numbers(0, 6, 20, 16))
+
+
+def test_a_parameter_that_gets_other_memory_after_the_forward_pass_is_used_as_it_was():
+    """Autograd keeps the result of exp, so that plain training does not see an assignment to `.data` either."""
+    found = []
+    for policy in (None, "cheap", "sublinear"):
+        weight = nn.Parameter(numbers(0, 200, 200))
+        model = Model(lambda model, x, weight=weight: (weight.exp() * weight.sin().exp()).sigmoid())
+        if policy:
+            apply_recompute(model, policy)
+        out = model(numbers(0, 1))
+        weight.data = weight.data * 2
+        out.sum().backward()
+        found.append(weight.grad)
+    assert torch.equal(found[1], found[0])
+    assert torch.equal(found[2], found[0])
+
+
+def test_memory_that_is_freed_after_the_forward_pass_is_an_error():
+    """FSDP frees gathered parameters so. To read them would end the process."""
+    weight = nn.Parameter(numbers(0, 200, 200))
+    model = Model(lambda model, x: torch.sigmoid(weight + 1))
+    apply_recompute(model, "sublinear")
+    out = model(numbers(0, 1))
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"the memory of a tensor of shape \[200, 200\] was freed"):
+        out.sum().backward()
 
 
 def test_a_plan_for_another_model_is_refused_and_for_a_smaller_batch_warned_of(tmp_path):
