@@ -1,24 +1,30 @@
-"""What the strategies have in common: DDPStrategy, and what it does not refuse."""
+"""What the strategies share: DDPStrategy with additional checks, and the optimizers that are elementwise."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.nn import Module
 from typing_extensions import override
 
 from lightning_dp._lightning import DDPStrategy, OwnTrainerOnly
 from lightning_dp._private.lightning_names import is_compiled_by_lightning
-from lightning_dp._private.torch_names import OptimizedModule, has_compiled_forward, without_torch_function
+from lightning_dp._private.torch_names import OptimizedModule, has_compiled_forward, local_part, without_torch_function
+from lightning_dp.strategies import complete_files
 
 
 class BaseStrategy(OwnTrainerOnly, DDPStrategy):
-    """Refuses a job with another number of ranks than the Trainer knows of: groups and samplers are made for those.
+    """DDPStrategy with two changes.
 
+    It refuses a job with another number of ranks than the Trainer knows of: groups and samplers are made for those.
     Lightning's own environment takes the number of ranks from the Trainer. Others, like Ray's, take it from the job and
     say nothing where the Trainer's is another one.
+
+    Checkpoints that Lightning would write as local files are written by `complete_files.write_file`: one that was
+    complete stays until the next one is. An error of one that is read names it.
 
     Raises:
         ValueError: in the Trainer's constructor.
@@ -36,6 +42,40 @@ class BaseStrategy(OwnTrainerOnly, DDPStrategy):
                 "start that many ranks (SLURM: srun --ntasks-per-node); in an interactive SLURM job, "
                 "plugins=[LightningEnvironment()]"
             )
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if storage_options is not None or not complete_files.is_plain_file(self.checkpoint_io, filepath):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif self.is_global_zero:
+            complete_files.write_file(checkpoint, filepath)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        with complete_files.naming_checkpoint(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+
+
+# --- Optimizers that update a part of a parameter as they would update it within the whole.
+
+ELEMENTWISE_OPTIMIZERS = (
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta),
+    *(optim.RMSprop, optim.Rprop, optim.ASGD),
+)
+
+LAYERWISE_OPTIMIZERS = ("lars", "lamb", "novograd", "shampoo", "soap", "muon", "adafactor", "lbfgs", "sam")
+"""Names, in lower case, of optimizers from any library that compute with whole parameters, such as their norms."""
+
+
+def is_layerwise(kind: type[optim.Optimizer]) -> bool:
+    """Return whether an optimizer is known to compute with whole parameters. Some LARS implementations extend SGD."""
+    return any(base.__name__.lower() in LAYERWISE_OPTIMIZERS for base in kind.__mro__)
+
+
+def is_elementwise(kind: type[optim.Optimizer]) -> bool:
+    """Return whether an optimizer is known to be elementwise. The exact type: a subclass may take norms of layers."""
+    is_known = kind in ELEMENTWISE_OPTIMIZERS or kind.__module__.startswith("lightning_dp.")
+    return is_known and not is_layerwise(kind)
 
 
 # --- Whether a module is compiled or scripted, which both strategies must know.
@@ -71,10 +111,11 @@ def overlapping_parameters(module: nn.Module) -> Iterator[tuple[str, str]]:
     A flat buffer that holds one parameter after the other, as cuDNN's for an LSTM, is no such case.
     """
     with without_torch_function():  # layered SGD watches some parameters, and an address is no use
+        parts = [(name, local_part(parameter)) for name, parameter in module.named_parameters()]
         places = sorted(
-            (parameter.data_ptr(), parameter.data_ptr() + _span_bytes(parameter), name)
-            for name, parameter in module.named_parameters()
-            if parameter.device.type != "meta" and parameter.numel()
+            (part.data_ptr(), part.data_ptr() + _span_bytes(part), name)
+            for name, part in parts
+            if part.device.type != "meta" and part.numel()
         )
     still_open: list[tuple[int, str]] = []  # end and name of those that reach beyond the begin of the present one
     for begin, end, name in places:

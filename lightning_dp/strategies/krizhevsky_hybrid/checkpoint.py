@@ -1,4 +1,4 @@
-"""How a checkpoint gets to disk and back, so that one that was complete can be read at every instant.
+"""Checkpoints of a sharded head: how they get to disk and back. `complete_files` has the renames.
 
 ``state_dict_type="full"``: one file with whole tensors, which rank 0 writes. Any strategy can load it.
 
@@ -10,13 +10,9 @@ index can only be read by ``pickle.load``, which runs code that the file chooses
 
 from __future__ import annotations
 
-import logging
 import os
-import re
-import shutil
-import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -28,32 +24,13 @@ from torch.optim import Optimizer
 from lightning_dp._lightning import LightningModule
 from lightning_dp._private.torch_names import tree_map_only
 from lightning_dp.collectives.ring import chunk_bounds
+from lightning_dp.strategies.complete_files import existing, hidden_beside, remove, replace, save, write_file
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
 from lightning_dp.strategies.krizhevsky_hybrid.state import State, convert_head, is_like
 
-log = logging.getLogger(__name__)
-
 MAIN_FILE = "checkpoint.ckpt"
-_HIDDEN = re.compile(r"\..+\.unfinished-(?P<pid>\d+)-on-(?P<host>.+)")
 
 # --- One file ---
-
-
-def write_file(checkpoint: State, path: str | os.PathLike[str]) -> None:
-    """Save to a local file, without a copy in memory. What is there is replaced once the new file is complete."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = hidden_beside(path)
-    try:
-        _save(checkpoint, unfinished)
-        replace(path, unfinished)
-    finally:
-        remove(unfinished)
-
-
-def is_plain_file(checkpoint_io: Any, path: Any) -> bool:
-    """Return whether Lightning would write the checkpoint as an ordinary local file, so that we may do it instead."""
-    return type(checkpoint_io).__name__ == "TorchCheckpointIO" and "://" not in str(path)
 
 
 def map_file(path: str | os.PathLike[str], weights_only: bool | None = None) -> State:
@@ -110,9 +87,9 @@ def write_folder(
                 unfinished.mkdir(parents=True)
         with _all_succeed(head, "write the checkpoint"):
             rest, local = _split(checkpoint, module, optimizers, head)
-            _save(local, unfinished / f"rows-{rank:05}-of-{world_size:05}.pt")
+            save(local, unfinished / f"rows-{rank:05}-of-{world_size:05}.pt")
             if rank == 0:
-                _save(rest, unfinished / MAIN_FILE)
+                save(rest, unfinished / MAIN_FILE)
         with _all_succeed(head, "put the checkpoint into its place"):
             if rank == 0:
                 replace(folder, unfinished)
@@ -156,7 +133,7 @@ def load_folder(folder: Path, rank: int = 0, world_size: int = 1, weights_only: 
     files = sorted(folder.glob("rows-*-of-*.pt"))
     count = int(files[0].stem.rpartition("-")[2]) if files else 1
     if len(files) != count:
-        raise ValueError(f"{folder} holds the rows of {len(files)} ranks of {count}; copy the files of all ranks there")
+        raise ValueError(f"{folder} has the shards of {len(files)} ranks of {count}; copy the files of all ranks there")
     parts = [torch.load(file, map_location="cpu", mmap=True, weights_only=True) for file in files]
 
     def join(blocks: list[Tensor]) -> Tensor:
@@ -234,88 +211,3 @@ def _rows(blocks: Sequence[Tensor], begin: int, end: int) -> Tensor:
         found.append(block[max(0, begin - first) : max(0, end - first)])
         first += len(block)
     return torch.cat(found)
-
-
-# --- Renames in place of overwriting: a kill or a full disk leaves the old checkpoint, or the new one ---
-
-
-def hidden_beside(path: Path) -> Path:
-    """Return a hidden name beside ``path`` that no other process uses, and remove what killed processes have left."""
-    for left in path.parent.glob(".*.unfinished-*"):
-        match = _HIDDEN.fullmatch(left.name)
-        # Of the processes of other hosts it is not known whether they live, but none writes this checkpoint beside us.
-        if match is not None:
-            is_dead = match["host"] == socket.gethostname() and not _is_alive(int(match["pid"]))
-            if is_dead or left.name.startswith(f".{path.name}.unfinished-"):
-                remove(left)
-    return _hidden(path)
-
-
-def replace(path: Path, unfinished: Path) -> None:
-    """Rename ``unfinished`` to ``path``, and remove what was there.
-
-    The system replaces a file by another in one step, but not a folder. There the old one is put aside under a name
-    that begins alike, so that ``ckpt_path="last"`` finds it, too, and only then is the new one put into its place.
-    """
-    aside = _aside(path)
-    if path.exists() and (path.is_dir() or unfinished.is_dir()):
-        _hide_and_remove(aside)
-        path.rename(aside)
-    unfinished.replace(path)
-    _hide_and_remove(aside)
-    _sync(path.parent)
-
-
-def existing(path: Any) -> Any:
-    """Return ``path``, or what `replace` has put aside if the process was killed before the new one was in place."""
-    if "://" in str(path) or Path(path).exists() or not _aside(Path(path)).exists():
-        return path
-    log.warning(f"{path} was being replaced when its process ended; {_aside(Path(path))} is the one of before")
-    return _aside(Path(path))
-
-
-def remove(path: Path) -> None:
-    """Remove a file or a folder, if there is one."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _hide_and_remove(path: Path) -> None:
-    """Rename first: nobody must find a folder that is half removed."""
-    if path.exists():
-        remove(path.rename(_hidden(path)))
-
-
-def _hidden(path: Path) -> Path:
-    return path.with_name(f".{path.name}.unfinished-{os.getpid()}-on-{socket.gethostname()}")
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(f"{path.stem}-being-replaced{path.suffix}")
-
-
-def _save(content: State, path: Path) -> None:
-    """Write a file, and have it on the disk when this returns: a rename may reach the disk before the content does."""
-    torch.save(content, path)
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    with suppress(PermissionError):  # some file systems do not let a folder be opened
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -16,7 +16,15 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_dp import KrizhevskyHybridStrategy
 from tests.ranks import run_processes
-from tests.strategies.krizhevsky_hybrid.modules import Result, ScheduledNet, StepNet, all_batches, batches, fit_with
+from tests.strategies.krizhevsky_hybrid.modules import (
+    STEPS,
+    Result,
+    ScheduledNet,
+    StepNet,
+    all_batches,
+    batches,
+    fit_with,
+)
 from tests.strategies.modules import assert_same, snapshot, trainer
 
 
@@ -35,7 +43,7 @@ def _checkpoint(rank: int, world_size: int, folder: str, ckpt_path: str | None, 
         **_saving(folder),
         max_epochs=epochs,
     )
-    runner.fit(module, batches(rank, world_size, steps=10), ckpt_path=ckpt_path)
+    runner.fit(module, batches(rank, world_size, steps=4), ckpt_path=ckpt_path)
     runner.save_checkpoint(Path(folder, "after.ckpt"))
     return snapshot(module, runner)
 
@@ -44,22 +52,22 @@ def _checkpoint(rank: int, world_size: int, folder: str, ckpt_path: str | None, 
 def test_a_checkpoint_holds_the_whole_and_goes_on_anywhere(tmp_path):
     module = ScheduledNet()
     runner = trainer("auto", 1, max_epochs=2, **_saving(tmp_path / "one"))
-    runner.fit(module, all_batches(4, steps=10))
+    runner.fit(module, all_batches(4, steps=4))
     expected = snapshot(module, runner)
     run_processes(4, _checkpoint, 4, str(tmp_path / "four"), None, 1)
-    plain = torch.load(tmp_path / "one" / "step=10.ckpt", weights_only=True)
-    for name in ("step=10.ckpt", "after.ckpt"):
+    plain = torch.load(tmp_path / "one" / "step=4.ckpt", weights_only=True)
+    for name in ("step=4.ckpt", "after.ckpt"):
         checkpoint = torch.load(tmp_path / "four" / name, weights_only=True)
-        assert checkpoint["global_step"] == 10
+        assert checkpoint["global_step"] == 4
         assert_same(checkpoint["state_dict"], plain["state_dict"], 1e-9)
         for index, state in plain["optimizer_states"][0]["state"].items():
             assert_same(checkpoint["optimizer_states"][0]["state"][index], state, 1e-9)
 
     # In one process, on the number of ranks that wrote it, and on another one.
-    path = str(tmp_path / "four" / "step=10.ckpt")
+    path = str(tmp_path / "four" / "step=4.ckpt")
     module = ScheduledNet()
     runner = trainer("auto", 1, max_epochs=2, **_saving(tmp_path / "plain"))
-    runner.fit(module, all_batches(4, steps=10), ckpt_path=path)
+    runner.fit(module, all_batches(4, steps=4), ckpt_path=path)
     assert_same(snapshot(module, runner), expected, 1e-9)
     for result in run_processes(4, _checkpoint, 4, str(tmp_path / "again"), path, 2):
         assert_same(result, expected, 1e-9)
@@ -74,7 +82,7 @@ def _resume_on_two(rank: int, path: str, folder: str) -> Result:
     runner = trainer(
         KrizhevskyHybridStrategy(scheme="c"), 2, use_distributed_sampler=False, max_epochs=2, **_saving(folder)
     )
-    dataset = all_batches(4, steps=10).dataset
+    dataset = all_batches(4, steps=4).dataset
     loader = DataLoader(Subset(dataset, range(rank, len(dataset), 2)), batch_size=6)
     runner.fit(module, loader, ckpt_path=path)
     return snapshot(module, runner)
@@ -82,7 +90,7 @@ def _resume_on_two(rank: int, path: str, folder: str) -> Result:
 
 class _Fails(StepNet):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == 5:
+        if batch_idx == 3:
             raise KeyError("broken")
         return super().training_step(batch, batch_idx)
 
@@ -219,20 +227,33 @@ def test_what_a_strategy_says_of_itself_while_fitting_and_after():
 class OwnClipNet(StepNet):
     """torch's function sees one rank's part of the head."""
 
-    def configure_gradient_clipping(self, optimizer: Any, **options: Any) -> None:
-        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+    def __init__(self, first_step: int) -> None:
+        super().__init__()
+        self.first_step = first_step
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.trainer.global_step >= self.first_step:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
 
 
-def _drift(rank: int, folder: str) -> str:
-    runner = trainer(KrizhevskyHybridStrategy(scheme="c"), 2, use_distributed_sampler=False, **_saving(folder))
+def _drift(rank: int, first_step: int, options: dict[str, Any]) -> tuple[str, int]:
+    runner = trainer(KrizhevskyHybridStrategy(scheme="c"), 2, use_distributed_sampler=False, **options)
     with pytest.raises(RuntimeError) as error:
-        runner.fit(OwnClipNet(), batches(rank, 2))
-    return str(error.value)
+        runner.fit(OwnClipNet(first_step), batches(rank, 2))
+    return str(error.value), runner.global_step
+
+
+@pytest.mark.parametrize(("first_step", "found_at"), [(0, 1), (1, 3)])
+def test_trunks_that_drift_apart_are_found_soon(first_step, found_at):
+    for text, step in run_processes(2, _drift, first_step, {}):
+        assert "the trunk's parameters are not the same on all ranks" in text
+        assert step == found_at
 
 
 def test_trunks_that_drift_apart_are_not_saved(tmp_path):
-    for text in run_processes(2, _drift, str(tmp_path)):
+    for text, step in run_processes(2, _drift, 4, _saving(str(tmp_path))):
         assert "the trunk's parameters are not the same on all ranks" in text
+        assert step == STEPS
 
 
 def _load_while_fitting(rank: int) -> Result:
@@ -242,11 +263,11 @@ def _load_while_fitting(rank: int) -> Result:
 
     class Load(pl.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 4:
+            if batch_idx == 2:
                 trainer.strategy.load_model_state_dict(before)
 
     runner = trainer(
-        KrizhevskyHybridStrategy(scheme="c"), 2, use_distributed_sampler=False, callbacks=[Load()], max_steps=5
+        KrizhevskyHybridStrategy(scheme="c"), 2, use_distributed_sampler=False, callbacks=[Load()], max_steps=3
     )
     runner.fit(module, batches(rank, 2))
     return dict(module.state_dict())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp.strategies import consolidate_checkpoint
-from tests.ranks import run_processes
+from tests.ranks import logged, run_processes
 from tests.strategies.krizhevsky_hybrid.modules import Result, ScheduledNet, StepNet, all_batches
 from tests.strategies.modules import assert_same, snapshot, trainer
 
-STEPS = 10
+STEPS = 4
 
 
 def saving(folder: str) -> dict[str, Any]:
@@ -35,25 +34,22 @@ def single(folder: Path, epochs: int, ckpt_path: str | None = None) -> Result:
 
 def _fit(rank: int, world_size: int, folder: str, ckpt_path: str | None, epochs: int, state_dict_type: str) -> Any:
     warnings.filterwarnings("ignore", "The dirpath has changed")
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("lightning_dp").addHandler(handler)
     module = ScheduledNet()
     strategy = KrizhevskyHybridStrategy(scheme="c", evaluation="sharded", state_dict_type=state_dict_type)
     runner = trainer(strategy, world_size, use_distributed_sampler=False, max_epochs=epochs, **saving(folder))
     dataset = all_batches(4, steps=STEPS).dataset
     loader = DataLoader(Subset(dataset, range(rank, len(dataset), world_size)), batch_size=12 // world_size)
-    runner.fit(module, loader, ckpt_path=ckpt_path)
+    with logged() as said:
+        runner.fit(module, loader, ckpt_path=ckpt_path)
     if state_dict_type == "full":
         return snapshot(module, runner)
     # Each rank is left with its rows, and that is said; nothing takes them for the whole.
-    assert any("holds only its rows of 'head'" in text and "consolidate_checkpoint" in text for text in said)
+    assert any("holds only its local shard of 'head'" in text and "consolidate_checkpoint" in text for text in said)
     again = trainer(KrizhevskyHybridStrategy(), world_size)
     for use in (again.predict, again.fit):
-        with pytest.raises(ValueError, match="leaves one rank's rows there"):
+        with pytest.raises(ValueError, match="leaves one rank's local shard there"):
             use(module, loader)
-    with pytest.raises(ValueError, match="leaves one rank's rows there"):
+    with pytest.raises(ValueError, match="leaves one rank's local shard there"):
         runner.save_checkpoint(Path(folder, "after.ckpt"))
     return sum(p.numel() for p in module.head.parameters())
 
@@ -63,7 +59,7 @@ def test_it_goes_on_on_any_number_of_ranks_and_in_a_plain_trainer(tmp_path):
     expected = single(tmp_path / "one", 2)
     held = run_processes(4, _fit, 4, str(tmp_path / "four"), None, 1, "sharded")
     assert sum(held) == sum(p.numel() for p in StepNet().head.parameters())
-    folder = tmp_path / "four" / "step=10.ckpt"
+    folder = tmp_path / "four" / "step=4.ckpt"
     files = sorted(path.name for path in folder.iterdir())
     assert files == ["checkpoint.ckpt", *(f"rows-0000{rank}-of-00004.pt" for rank in range(4))]
     main = torch.load(folder / "checkpoint.ckpt", weights_only=True)
@@ -73,7 +69,7 @@ def test_it_goes_on_on_any_number_of_ranks_and_in_a_plain_trainer(tmp_path):
     # On the ranks that wrote it, on fewer, as one file or as many, and in one process.
     whole = tmp_path / "whole.ckpt"
     consolidate_checkpoint(folder, whole)
-    plain = torch.load(tmp_path / "one" / "step=10.ckpt", weights_only=True)
+    plain = torch.load(tmp_path / "one" / "step=4.ckpt", weights_only=True)
     consolidated = torch.load(whole, weights_only=True)
     assert_same(consolidated["state_dict"], plain["state_dict"], 1e-9)
     for index, state in plain["optimizer_states"][0]["state"].items():
@@ -83,7 +79,7 @@ def test_it_goes_on_on_any_number_of_ranks_and_in_a_plain_trainer(tmp_path):
         for result in run_processes(2, _fit, 2, str(tmp_path / f"two from {path.name}"), str(path), 2, "full"):
             assert_same(result, expected, 1e-9)
     run_processes(4, _fit, 4, str(tmp_path / "again"), str(whole), 2, "sharded")
-    consolidate_checkpoint(tmp_path / "again" / "step=20.ckpt", tmp_path / "again.ckpt")
+    consolidate_checkpoint(tmp_path / "again" / "step=8.ckpt", tmp_path / "again.ckpt")
     resumed = torch.load(tmp_path / "again.ckpt", weights_only=True)["state_dict"]
     assert_same(resumed, {name: expected[name] for name in resumed}, 1e-9)
 
@@ -141,7 +137,7 @@ def test_what_cannot_be_consolidated(tmp_path):
         consolidate_checkpoint(tmp_path, tmp_path / "whole.ckpt")
     torch.save({"state_dict": {}}, tmp_path / "checkpoint.ckpt")
     torch.save({"parameters": {}, "optimizer_states": []}, tmp_path / "rows-00000-of-00002.pt")
-    with pytest.raises(ValueError, match="holds the rows of 1 ranks of 2; copy the files of all ranks there"):
+    with pytest.raises(ValueError, match="has the shards of 1 ranks of 2; copy the files of all ranks there"):
         consolidate_checkpoint(tmp_path, tmp_path / "whole.ckpt")
     (tmp_path / "whole.ckpt").touch()
     with pytest.raises(ValueError, match="exists; remove it"):

@@ -1,0 +1,143 @@
+"""Checkpoints on disk: one that was complete can be read at every instant.
+
+Lightning writes a checkpoint to the folder for temporary files, and moves it. Where that is another file system, the
+move is a copy over the old file. A kill or a full disk meanwhile leaves neither. Here a file is written beside the old
+one, and renamed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+_HIDDEN = re.compile(r"\..+\.unfinished-(?P<pid>\d+)-on-(?P<host>.+)")
+
+
+def write_file(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Save to a local file, without a copy in memory. What is there is replaced once the new file is complete."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = hidden_beside(path)
+    try:
+        save(checkpoint, unfinished)
+        replace(path, unfinished)
+    finally:
+        remove(unfinished)
+
+
+@contextmanager
+def naming_checkpoint(path: Any) -> Iterator[None]:
+    """Let an error within the context say which checkpoint was read. torch's do not, if a file is truncated."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"The checkpoint that was read is {path}; is it complete?")
+        raise
+
+
+def is_plain_file(checkpoint_io: Any, path: Any) -> bool:
+    """Return whether Lightning would write the checkpoint as an ordinary local file, so that we may do it instead."""
+    return type(checkpoint_io).__name__ == "TorchCheckpointIO" and "://" not in str(path)
+
+
+def hidden_beside(path: Path) -> Path:
+    """Return a hidden name beside ``path`` that no other process uses, and remove what killed processes have left."""
+    for left in path.parent.glob(".*.unfinished-*"):
+        match = _HIDDEN.fullmatch(left.name)
+        # Of the processes of other hosts it is not known whether they live, but none writes this checkpoint beside us.
+        if match is not None:
+            is_dead = match["host"] == socket.gethostname() and not _is_alive(int(match["pid"]))
+            if is_dead or left.name.startswith(f".{path.name}.unfinished-"):
+                remove(left)
+    return _hidden(path)
+
+
+def replace(path: Path, unfinished: Path) -> None:
+    """Rename ``unfinished`` to ``path``, and remove what was there.
+
+    The system replaces a file by another in one step, but not a folder. There the old one is put aside under a name
+    that begins alike, so that ``ckpt_path="last"`` finds it, too, and only then is the new one put into its place.
+    """
+    aside = _aside(path)
+    if path.exists() and (path.is_dir() or unfinished.is_dir()):
+        _hide_and_remove(aside)
+        path.rename(aside)
+    unfinished.replace(path)
+    _hide_and_remove(aside)
+    _sync(path.parent)
+
+
+def existing(path: Any) -> Any:
+    """Return ``path``, or what `replace` has put aside if the process was killed before the new one was in place."""
+    if "://" in str(path) or Path(path).exists() or not _aside(Path(path)).exists():
+        return path
+    log.warning(f"{path} was being replaced when its process ended; {_aside(Path(path))} is the one of before")
+    return _aside(Path(path))
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if there is one."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _hide_and_remove(path: Path) -> None:
+    """Rename first: nobody must find a folder that is half removed."""
+    if path.exists():
+        remove(path.rename(_hidden(path)))
+
+
+def _hidden(path: Path) -> Path:
+    return path.with_name(f".{path.name}.unfinished-{os.getpid()}-on-{socket.gethostname()}")
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f"{path.stem}-being-replaced{path.suffix}")
+
+
+def save(content: dict[str, Any], path: Path) -> None:
+    """Write a file, and have it on the disk when this returns: a rename may reach the disk before the content does."""
+    try:
+        with open(path, "wb") as file:  # given the path, torch's own writer drops the reason of an error
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except RuntimeError as error:
+        # torch hides the reason, such as a full disk, behind an error about positions in the file.
+        reason = error.__context__
+        if not isinstance(reason, OSError):
+            raise
+        message = f"{path} cannot be written: {reason.strerror}; a checkpoint that was there before is whole"
+        raise OSError(reason.errno, message) from error
+
+
+def _sync(path: Path) -> None:
+    with suppress(PermissionError):  # some file systems do not let a folder be opened
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
