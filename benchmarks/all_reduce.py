@@ -166,7 +166,8 @@ def draw(records: Sequence[Record], rate: str, path: Path) -> None:
         panels,
         path,
         title=f"All-reduce of float32, {rate_name(rate)} a host in each direction",
-        axis="ms: median, minimum and maximum of the rounds",
+        axis="time: median, minimum and maximum of the rounds",
+        unit="ms",
         bound_label="bound: bytes of the busiest rank over rate",
         max_columns=4,
     )

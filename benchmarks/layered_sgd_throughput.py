@@ -39,6 +39,8 @@ code of libraries, rises above its level before `fit`, when it has the parameter
 
 DeAR's order (arXiv 2302.12445): reduce-scatter of each bucket in backward, all-gather in the next forward, in one ring
 over all ranks. "DDP, nothing sent" trains with torch's noop_hook: what a step takes on these cores without a network.
+"DDP 2.15, finalized after loading" is there from torch 2.15 on: DDP leaves its all-reduce in flight while the next
+batch is loaded (`finalize_backward`), as overlap="load" does.
 
 Writes results.json, table.md and step_time.png (not with --memory) for each topology.
 """

@@ -13,12 +13,13 @@ from lightning_dp.callbacks import (
     StepTimer,
     TimeToAccuracy,
 )
-from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredSGDStrategy
+from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredFSDPStrategy, LayeredSGDStrategy
 
 __all__ = [
     "AdaptiveGlobalBatchNorm",
     "ImagesPerSecond",
     "KrizhevskyHybridStrategy",
+    "LayeredFSDPStrategy",
     "LayeredSGDStrategy",
     "Memonger",
     "Plateau",
@@ -29,6 +30,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
+register_strategy("layered_fsdp", LayeredFSDPStrategy)
 for _name, _strategy in (("layered_sgd", LayeredSGDStrategy), ("krizhevsky_hybrid", KrizhevskyHybridStrategy)):
     register_strategy(_name, _strategy)
     # As Lightning names the variants of DDP. Forked processes work in notebooks, where nothing else does.

@@ -11,6 +11,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from pytorch_lightning.strategies import DDPStrategy
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -18,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dp.collectives import CompressionState, compression_hook
 from lightning_dp.collectives.compression.compressors import FLOAT_BYTES, message_bytes
-from lightning_dp.strategies import LayeredSGDStrategy, PowerSGD
+from lightning_dp.strategies import LayeredFSDPStrategy, LayeredSGDStrategy, PowerSGD
 from support.comm_hooks import POWER_SGD_BUCKET_MB, POWER_SGD_RANK, HookedDDPStrategy, bf16_hook, power_sgd_state
 from support.dear import DeARStrategy
+from support.finalized_later import HAS_MANUAL_END, FinalizedAfterLoading
 from support.sharded_strategies import ShardedStrategy
 from support.training import make_trainer
 
@@ -119,6 +121,16 @@ def _layered(overlap: Any, communicator: Any, compression: Any = None) -> Callab
     return lambda: LayeredSGDStrategy(overlap=overlap, communicator=communicator, compression=compression)
 
 
+def _layered_fsdp(overlap: Any, compression: Any = None) -> Callable[[], Any]:
+    # Every layer with parameters is a unit, and stays gathered until its backward, as with HSDP.
+    def has_own_parameters(part: nn.Module) -> bool:
+        return next(part.parameters(recurse=False), None) is not None
+
+    return lambda: LayeredFSDPStrategy(
+        overlap=overlap, compression=compression, wrap=has_own_parameters, reshard_after_forward=False
+    )
+
+
 BF16_DEPARTS = "gradients and their sums rounded to bfloat16"
 INT8_DEPARTS = "gradients and their sums rounded to 8 bits, with error feedback"
 POWER_SGD_DEPARTS = f"gradients approximated by rank {POWER_SGD_RANK}, with error feedback"
@@ -133,8 +145,14 @@ def methods(per_host: int) -> dict[str, Method]:
     """
     communicators = ("leader", "sharded") if per_host > 1 else ("leader",)
     rows = _rivals()
+    if HAS_MANUAL_END:
+        rows["DDP 2.15, finalized after loading"] = Method(FinalizedAfterLoading, full_bytes)
     if per_host > 1:
         rows["HSDP"] = Method(lambda: ShardedStrategy(shards_inside_hosts=True), full_bytes)
+        rows["layered FSDP load"] = Method(_layered_fsdp("load"), full_bytes)
+        rows["layered FSDP step"] = Method(_layered_fsdp("step"), full_bytes)
+        rows["layered FSDP step, bf16"] = Method(_layered_fsdp("step", "bf16"), half_bytes, BF16_DEPARTS)
+        rows["layered FSDP step, int8"] = Method(_layered_fsdp("step", "int8"), int8_bytes, INT8_DEPARTS)
     for overlap in ("load", "step"):
         for communicator in communicators:
             name = f"layered SGD {overlap}, {communicator}" if per_host > 1 else f"layered SGD {overlap}"

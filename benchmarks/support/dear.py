@@ -77,8 +77,11 @@ class RingHalves:
         self._thread = threading.Thread(target=self._run, name="DeAR", daemon=True)
         self._thread.start()
 
-    def submit(self, index: int, buffer: Tensor, parameters: Sequence[Tensor] = ()) -> RingSum:
+    def submit(
+        self, index: int, buffer: Tensor, parameters: Sequence[Tensor] = (), fills: Sequence[Any] = ()
+    ) -> RingSum:
         """Start the reduce-scatter of a bucket that backward has filled."""
+        assert not fills, "DDP has filled the bucket"
         bucket = RingSum(index, buffer)
         self._scattered.append(bucket)
         self._queue.put((self._reduce_scatter, bucket))

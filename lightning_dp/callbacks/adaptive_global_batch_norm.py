@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, get_args
 
@@ -15,7 +15,11 @@ from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from lightning_dp._lightning import Callback, LightningModule, Trainer, require_own_trainer
-from lightning_dp._private.lightning_names import converts_batch_norm, strategy_timeout
+from lightning_dp._private.lightning_names import (
+    converts_batch_norm,
+    end_when_stop_check_times_out,
+    strategy_timeout,
+)
 from lightning_dp._private.torch_names import ignore_in_ddp, stop_ignoring_in_ddp, tree_leaves
 from lightning_dp.callbacks.convergence import Convergence, Monitor, ask
 from lightning_dp.collectives.groups import RankTopology, create_groups, destroy_group
@@ -68,7 +72,8 @@ class AdaptiveGlobalBatchNorm(Callback):
             ``group_size`` does not divide the world size; the monitored metric is missing after a validation; or a rank
             has a single value per channel in a global step, although a criterion can make statistics local, which need
             more than one value.
-        PeerError: a rank has died, or has been silent for longer than the timeout of the strategy.
+        PeerError: a rank has died, or has been silent for longer than the timeout of the strategy. If the ranks span
+            hosts, a RuntimeError that names all of them.
     """
 
     def __init__(
@@ -99,6 +104,7 @@ class AdaptiveGlobalBatchNorm(Callback):
         self._checked_batch = False  # whether the first batch was checked for single values
         self._statistics_group: dist.ProcessGroup | None = None
         self._batch_size_group: dist.ProcessGroup | None = None
+        self._undo: Callable[[], None] = lambda: None  # a change of the Trainer's loop
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -116,6 +122,8 @@ class AdaptiveGlobalBatchNorm(Callback):
         # The model first: if it is refused, no process group is left behind.
         layers = self._conversion.apply(pl_module)
         self._create_groups(trainer, topology)
+        if trainer.world_size > 1:
+            self._undo = end_when_stop_check_times_out(trainer)
         for layer in layers:
             layer.group = self._statistics_group
             # For steps of Lightning's Tuner, which removes the callbacks: `on_train_batch_start` is not called then.
@@ -292,6 +300,7 @@ class AdaptiveGlobalBatchNorm(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # Lightning does not call `teardown` after an exception. The process groups stay: collectives may be in flight.
         self._revert(trainer, pl_module)
+        self._undo()
         # The ranks may have failed at different places, so that a later average could wait for some of them.
         self._ranks_differ = False
         self._awaited = None
@@ -301,6 +310,7 @@ class AdaptiveGlobalBatchNorm(Callback):
         if stage != "fit":
             return
         self._revert(trainer, pl_module)
+        self._undo()
         destroy_group(self._statistics_group)
         destroy_group(self._batch_size_group)
         self._reset()

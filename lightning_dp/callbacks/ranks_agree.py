@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_dp._lightning import Callback, DDPStrategy, LightningModule, Trainer, require_own_trainer
+from lightning_dp._private.torch_names import local_part
 from lightning_dp.collectives.groups import dense
 from lightning_dp.collectives.small_all_gather import small_all_gather
 
@@ -34,8 +36,10 @@ class RanksAgree(Callback):
     once. The ranks then gather 16 bytes each. They exchange names only if the checksums differ.
 
     Works with DDPStrategy and its subclasses, and with strategies that have an attribute ``sharded_parameter_names``:
-    the names (as in ``pl_module.named_parameters()``) of the sharded parameters, which are not compared. Buffers are
-    not compared either, because running statistics may differ between ranks.
+    the names (as in ``pl_module.named_parameters()``) of the sharded parameters, which are not compared. With an
+    attribute ``num_parameter_shards``, as `LayeredFSDPStrategy` has, each rank's shards are compared with those of the
+    ranks that have the same ones: every ``num_parameter_shards``-th. Buffers are not compared either, because running
+    statistics may differ between ranks.
 
     Args:
         every_n_steps: optimizer steps between two comparisons, at least 1.
@@ -61,10 +65,17 @@ class RanksAgree(Callback):
         strategy = trainer.strategy
         if trainer.world_size == 1:
             log.info(f"{type(self).__name__}: there is a single rank, which has nothing to compare")
-        elif not isinstance(strategy, DDPStrategy) and not hasattr(strategy, "sharded_parameter_names"):
+        elif getattr(strategy, "num_parameter_shards", 1) == trainer.world_size:
+            log.info(
+                f"{type(self).__name__}: each rank has other shards of the parameters; there is nothing to compare"
+            )
+        elif not isinstance(strategy, DDPStrategy) and not (
+            hasattr(strategy, "sharded_parameter_names") or hasattr(strategy, "num_parameter_shards")
+        ):
             raise ValueError(
                 f"{type(self).__name__} does not know which parameters {type(strategy).__name__} shards; use "
-                "DDPStrategy or a subclass of it, or give the strategy an attribute sharded_parameter_names"
+                "DDPStrategy or a subclass of it, or give the strategy an attribute sharded_parameter_names or "
+                "num_parameter_shards"
             )
 
     @override
@@ -94,29 +105,39 @@ class RanksAgree(Callback):
         if trainer.world_size == 1:
             return
         sharded = set(getattr(trainer.strategy, "sharded_parameter_names", ()))
-        parameters = {name: value for name, value in pl_module.named_parameters() if name not in sharded}
+        parameters = {name: local_part(p) for name, p in pl_module.named_parameters() if name not in sharded}
         checksums = [bit_checksum(value).to(pl_module.device) for value in parameters.values()]
         # One number for all parameters, and one for their names and shapes: ranks may even have different parameters.
         total = bit_checksum(torch.stack(checksums)) if checksums else torch.zeros((), dtype=torch.int64)
         summary = torch.stack([total.to(pl_module.device), _digest(parameters).to(pl_module.device)])
-        # All rows are equal, or every rank finds one that differs from its own: all ranks take the same branch.
-        if (small_all_gather(summary) == summary).all():
+        # All ranks see all rows, so all take the same branch.
+        num_shards = getattr(trainer.strategy, "num_parameter_shards", 1)
+        rows = small_all_gather(summary).view(-1, num_shards, 2)
+        if (rows == rows[0]).all():
             return
+        shard = int((rows != rows[0]).any(-1).any(0).nonzero()[0])  # the first one that differs
         own = {name: (_describe(parameters[name]), int(c)) for name, c in zip(parameters, checksums, strict=True)}
         by_rank: list[Checksums] = [{}] * trainer.world_size
         dist.all_gather_object(by_rank, own)
-        unfrozen_names = {name for name in self._frozen_names & parameters.keys() if parameters[name].requires_grad}
-        raise RuntimeError(disagreement_message(by_rank, trainer.global_step, unfrozen_names))
+        trained = {name for name, value in pl_module.named_parameters() if value.requires_grad}
+        unfrozen_names = self._frozen_names & parameters.keys() & trained
+        ranks = range(shard, trainer.world_size, num_shards)
+        compared = [by_rank[rank] for rank in ranks]
+        raise RuntimeError(disagreement_message(compared, trainer.global_step, unfrozen_names, ranks))
 
 
-def disagreement_message(by_rank: list[Checksums], step: int, unfrozen_names: set[str]) -> str:
+def disagreement_message(
+    by_rank: list[Checksums], step: int, unfrozen_names: set[str], ranks: Sequence[int] | None = None
+) -> str:
     """Return the error message for parameters that differ between ranks.
 
     Args:
-        by_rank: the parameters of each rank. At least one differs.
+        by_rank: the parameters of each of ``ranks``. At least one differs.
         step: number of optimizer steps taken.
         unfrozen_names: the parameters that were frozen at the beginning of training and are trained now.
+        ranks: that were compared. None: all.
     """
+    ranks = ranks or range(len(by_rank))
     names = dict.fromkeys(name for checksums in by_rank for name in checksums)
     differing = [name for name in names if len({checksums.get(name) for checksums in by_rank}) > 1]
     if not differing:
@@ -128,11 +149,11 @@ def disagreement_message(by_rank: list[Checksums], step: int, unfrozen_names: se
     values = [checksums.get(name) for checksums in by_rank]
     # The value of most ranks. If two values are equally frequent, that of the lower rank.
     usual, _ = Counter(values).most_common(1)[0]
-    deviating = [rank for rank, value in enumerate(values) if value != usual]
+    deviating = [rank for rank, value in zip(ranks, values, strict=True) if value != usual]
     descriptions = [value[0] if value else "missing" for value in values]
     found = [
-        f"{description} on {_ranks([rank for rank, other in enumerate(descriptions) if other == description])}"
-        for description in dict.fromkeys(descriptions)
+        f"{words} on {_ranks([rank for rank, other in zip(ranks, descriptions, strict=True) if other == words])}"
+        for words in dict.fromkeys(descriptions)
     ]
     details = f" ({', '.join(found)})" if len(found) > 1 else ""
     remedy = _UNFROZEN if name in unfrozen_names else _OTHER_CAUSES
@@ -162,7 +183,7 @@ def _describe(value: Tensor) -> str:
     return f"{value.dtype} {list(value.shape)}"
 
 
-def _digest(parameters: dict[str, nn.Parameter]) -> Tensor:
+def _digest(parameters: dict[str, Tensor]) -> Tensor:
     """Return a checksum of the names, dtypes and shapes, () in int64."""
     text = "\n".join(f"{name} {_describe(value)}" for name, value in parameters.items())
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)

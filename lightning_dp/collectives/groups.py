@@ -268,3 +268,8 @@ def all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup) -
         group: all its ranks must call this function.
     """
     _all_gather_single(output, input, group=group)
+
+
+def start_all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start what `all_gather_single` does, and return the handle to wait for."""
+    return _all_gather_single(output, input, group=group, async_op=True)

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_dp.collectives.groups import RankTopology, create_groups, destroy_group
 
@@ -184,6 +185,40 @@ class HierarchicalAllReduce:
         """Destroy the process groups."""
         for group in (self._reduce_group, self._broadcast_group, self._inter_group, self._device_group):
             destroy_group(group)
+
+
+class ShardAllReduce(HierarchicalAllReduce):
+    """The stage between groups alone, of what each rank already owns the sum within its group of: its shard.
+
+    FSDP2 reduce-scatters gradients inside a group; then each rank all-reduces its shard with the ranks of the same
+    group rank. Seen from the shard a group is a single rank, and that is what ``topology`` and ``rank`` say.
+
+    Args:
+        topology: division of the ranks into at least two groups.
+        rank: global rank of this process.
+        timeout, backend, all_reduce: as in `HierarchicalAllReduce`.
+    """
+
+    def __init__(
+        self,
+        topology: RankTopology,
+        rank: int,
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        all_reduce: AllReduce = native_all_reduce,
+    ) -> None:
+        self.topology = RankTopology(topology.num_groups, 1)
+        self.rank = topology.group_of(rank)
+        self.num_shards = 1
+        self._all_reduce = all_reduce
+        self._job = topology, rank
+        inter_group = [topology.peers(group_rank) for group_rank in range(topology.group_size)]
+        self._inter_group = create_groups(inter_group, rank, timeout, backend)
+        self._reduce_group = self._broadcast_group = self._device_group = None
+
+    @override
+    def describe(self, stage: Stage) -> str:
+        return describe_ranks(*self._job, stage)
 
 
 def describe_ranks(topology: RankTopology, rank: int, stage: Stage) -> str:

@@ -6,7 +6,9 @@ be counted and one place where an unresponsive peer is named.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -107,8 +109,40 @@ def _start(group: dist.ProcessGroup, action: str, message: Message) -> Transfer:
     return Transfer(group, action, message, [work])
 
 
+def raised_by_signal_handler(error: BaseException) -> bool:
+    """Return whether ``error`` comes from a signal handler that ran during a wait, and not from the backend.
+
+    The handler of torch's loader raises where the process happens to be when one of its workers has died.
+    """
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+@contextmanager
+def naming_backend_errors(what: Callable[[], str]) -> Iterator[None]:
+    """Let a backend's error say which operation failed, between which ranks.
+
+    Args:
+        what: returns the operation and its ranks. Called after an error only: to list all ranks takes long.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if raised_by_signal_handler(error):
+            raise
+        raise RuntimeError(
+            f"{what()} failed: one of these ranks has died, or has been silent for longer than the strategy's timeout; "
+            f"look at its log first. The backend says: {error}"
+        ) from error
+
+
 def peer_error(group: dist.ProcessGroup, action: str, peer: int, error: Exception) -> PeerError:
-    """Return a `PeerError` that gives the group rank of the peer, and its global rank if torch.distributed knows it."""
+    """Return a `PeerError` that gives the group rank of the peer, and its global rank if torch.distributed knows it.
+
+    An ``error`` that says nothing of the peer, because a signal handler has raised it, is raised again.
+    """
+    if raised_by_signal_handler(error):
+        raise error
     name = f"rank {peer} of the group"
     with suppress(ValueError, RuntimeError):  # the group was not created by `dist.new_group`
         name += f" (global rank {dist.get_global_rank(group, peer)})"

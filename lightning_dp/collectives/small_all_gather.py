@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_dp._private.torch_names import backend_name, group_timeout
 from lightning_dp.collectives import groups
 from lightning_dp.collectives.groups import all_gather, dense, exclusive_use, resolve_group
-from lightning_dp.collectives.point_to_point import peer_error
+from lightning_dp.collectives.point_to_point import naming_backend_errors, peer_error
 
 MAX_BYTES = 32 * 1024
 # Every rank sends before it receives, and a rank can be one call ahead of another. A socket's buffer must therefore
@@ -60,7 +60,8 @@ def small_all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
 
     Raises:
         PeerError: a rank has died, has been silent for longer than the timeout of the group, or makes a different call.
-        RuntimeError: another thread is using the group.
+        RuntimeError: the same without sockets, where it is not known which of the group's ranks, or another thread is
+            using the group.
     """
     group = resolve_group(group)
     if tensor.device.type != "cpu":
@@ -122,9 +123,17 @@ def _gather_on_cpu(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         _socket_gathers[group] = None if sockets is None else SocketAllGather(sockets)
     socket_gather = _socket_gathers[group]
     if socket_gather is None:
-        return all_gather(tensor, group)
+        with naming_backend_errors(lambda: f"an all-gather of ranks {_global_ranks(group)}"):
+            return all_gather(tensor, group)
     with exclusive_use(group, "small_all_gather"):
         return socket_gather.all_gather(tensor, group)
+
+
+def _global_ranks(group: dist.ProcessGroup) -> str:
+    try:
+        return ", ".join(map(str, dist.get_process_group_ranks(group)))
+    except (KeyError, ValueError):  # it was not made by `dist.new_group`
+        return f"0 to {group.size() - 1} of a group"
 
 
 class SocketAllGather:

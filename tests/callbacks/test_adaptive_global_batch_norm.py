@@ -32,7 +32,7 @@ from tests.callbacks.training import (
     fit,
     state_of,
 )
-from tests.ranks import RankError, run_processes
+from tests.ranks import RankError, logged, run_processes
 
 STRATEGIES = {
     "ddp": lambda: "ddp",
@@ -88,22 +88,10 @@ def train_phases(rank: int) -> dict[str, Any]:
     for phase in ("until_converged", "after_converged"):
         criterion, probe = OnlyHere(rank), Probe()
         callback = AdaptiveGlobalBatchNorm(convergence=criterion, global_phase=phase)
-        records: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record, records=records: records.append(record.getMessage())
-        logger = logging.getLogger("lightning_dp.callbacks")
-        logger.setLevel(logging.INFO)
-        logger.addHandler(handler)
-        fit(
-            2,
-            callback,
-            probe,
-            net=Net((1.0,) * 4),
-            max_epochs=4,
-            logger=CSVLogger("logs", phase, ""),
-            log_every_n_steps=1,
-        )
-        logger.removeHandler(handler)
+        logging.getLogger("lightning_dp.callbacks").setLevel(logging.INFO)
+        options = {"max_epochs": 4, "logger": CSVLogger("logs", phase, ""), "log_every_n_steps": 1}
+        with logged("lightning_dp.callbacks") as records:
+            fit(2, callback, probe, net=Net((1.0,) * 4), **options)
         results[phase] = probe.is_global, criterion.asked, records
         if rank == 0:
             with open(Path("logs", phase, "metrics.csv")) as file:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_dp.callbacks import AdaptiveGlobalBatchNorm
 from lightning_dp.callbacks.adaptive_global_batch_norm import model_copies
 from tests.callbacks.training import Net, assert_same, fit, state_of
-from tests.ranks import run_processes
+from tests.ranks import logged, run_processes
 
 
 class Validated(pl.Callback):
@@ -109,11 +108,8 @@ class OnRankZero(OwnAverage):
 
 
 def train_with_copy_on_rank_0(rank: int) -> tuple[dict[str, Tensor], list[str]]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("lightning_dp.callbacks").addHandler(handler)
-    net, _ = fit(2, AdaptiveGlobalBatchNorm(max_batch_size=1), OnRankZero())
+    with logged() as messages:
+        net, _ = fit(2, AdaptiveGlobalBatchNorm(max_batch_size=1), OnRankZero())
     return state_of(net), [message for message in messages if "copies" in message]
 
 

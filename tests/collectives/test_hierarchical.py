@@ -73,6 +73,27 @@ def test_with_sharded_each_member_all_reduces_its_shard():
         assert issued == {**intra_group, ("all_reduce", 4 if rank % 2 == 0 else 3): 1}
 
 
+def test_groups_of_one_rank_send_nothing_within_them():
+    for _, issued in run_processes(2, sum_and_count, 2, 1, "leader"):
+        assert issued == {("all_reduce", SIZE): 1}
+
+
+def broadcast_alone(rank):
+    """Each group's ranks have other values than the next one's, as they never have after the stage between groups."""
+    dist.init_process_group("gloo")
+    collective = HierarchicalAllReduce(RankTopology(4, 2), rank)
+    buffer = value(rank)
+    for work in collective.intra_group_broadcast(buffer):
+        work.wait()
+    collective.close()
+    return buffer
+
+
+def test_a_broadcast_stays_within_its_group():
+    for rank, buffer in enumerate(run_processes(4, broadcast_alone)):
+        assert torch.equal(buffer, value(rank - rank % 2))
+
+
 def sum_beside_a_bound_group(rank):
     """A sum while the default group is bound to a device, as Lightning binds it to the GPU of the rank."""
     dist.init_process_group("gloo")

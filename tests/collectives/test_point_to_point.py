@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning_dp.collectives import PeerError, ring_all_gather, ring_all_reduce, ring_reduce_scatter, star_all_reduce
 from lightning_dp.collectives import ring as ring_module
 from lightning_dp.collectives.groups import exclusive_use
+from lightning_dp.collectives.point_to_point import Transfer, naming_backend_errors
 from lightning_dp.collectives.small_all_gather import small_all_gather
 from tests.ranks import run_processes, run_threads, thread_group
 
@@ -184,3 +185,27 @@ def test_the_error_gives_the_global_rank_of_a_killed_process():
     _, said, exit_code = run_processes(3, killed)
     assert exit_code == -signal.SIGKILL
     assert "rank 1 of the group (global rank 2)" in said
+
+
+def test_an_error_of_a_signal_handler_is_not_taken_for_one_of_the_peer():
+    """The loader's handler raises in the middle of a wait when a worker has died."""
+
+    def wait_for_the_peer():
+        signal.raise_signal(signal.SIGUSR1)
+
+    def handler(number, frame):
+        raise RuntimeError("DataLoader worker is killed")
+
+    class Work:
+        wait = staticmethod(wait_for_the_peer)
+
+    transfer = Transfer(dist.group.WORLD, "receive from", (torch.zeros(1), 1), [Work()])
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(RuntimeError, match=r"^DataLoader worker is killed") as caught:
+            transfer.wait()
+        assert not isinstance(caught.value, PeerError)
+        with pytest.raises(RuntimeError, match=r"^DataLoader worker is killed"), naming_backend_errors(lambda: "it"):
+            wait_for_the_peer()
+    finally:
+        signal.signal(signal.SIGUSR1, before)

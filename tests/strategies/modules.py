@@ -63,6 +63,22 @@ class Net(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.schedule}}
 
 
+class TogglesOptimizers(Net):
+    """Steps its optimizers one after the other; the others' parameters do not require gradients meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+
 def data(world_size: int, steps: int = 30, local_batch_size: int = 3) -> DataLoader:
     """Random batches, ``steps`` of them on each rank."""
     generator = torch.Generator().manual_seed(3)
@@ -114,3 +130,20 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: fl
         torch.testing.assert_close(
             actual[name], expected[name], rtol=rtol, atol=rtol * 1e-2, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+# Options of `Net`, under "net", and of the Trainer.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "momentum": {},
+    "nesterov": {"net": {"optimizer": "nesterov"}},
+    "adamw": {"net": {"optimizer": "adamw"}},
+    "clip norm": {"gradient_clip_val": 0.1},
+    "clip value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "accumulation": {"accumulate_grad_batches": 2},
+    "schedule": {"net": {"schedule": "step"}},
+    "all together": {
+        "net": {"optimizer": "adamw", "schedule": "step"},
+        "gradient_clip_val": 0.1,
+        "accumulate_grad_batches": 3,
+    },
+}

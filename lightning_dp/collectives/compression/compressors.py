@@ -385,7 +385,7 @@ class PowerSGDCompressor(Compressor):
         return _Matrix(part, here, values.view(shape), orthonormal(right))
 
     def _finish(self, matrix: _Matrix, left: Tensor, own_right: Tensor, right: Tensor) -> None:
-        """Write the approximation of the sum, ``left @ right.T``, and keep what it lacks of this rank's values."""
+        """Write the low-rank approximation of the sum, ``left @ right.T``; store the local error as residual."""
         info = matrix.part.info
         # Before `here` is written: without a residual, `values` is the same memory.
         left_out = torch.addmm(matrix.values, left, own_right.T, alpha=-1) if self._options.error_feedback else None

@@ -22,7 +22,8 @@ from lightning_dp.collectives import groups, streams
 from lightning_dp.collectives.compression.stages import CompressedAllReduce
 from lightning_dp.collectives.groups import OnStage, RankTopology, create_groups, destroy_group
 from lightning_dp.collectives.hierarchical import describe_ranks
-from lightning_dp.strategies.layered_sgd.gradient_sum import CLOSE_LIMIT_S, WAIT, naming_backend_errors
+from lightning_dp.collectives.point_to_point import naming_backend_errors
+from lightning_dp.strategies.layered_sgd.gradient_sum import CLOSE_LIMIT_S, WAIT, Pending
 
 
 class DeviceSum:
@@ -114,8 +115,11 @@ class DeviceCommunicator:
         self._stream = streams.new_stream(device, urgent=True) if streams.has_streams(device) else None
         self._held: list[DeviceSum] = []
 
-    def submit(self, index: int, buffer: Tensor, parameters: Sequence[Tensor] = ()) -> DeviceSum:
+    def submit(
+        self, index: int, buffer: Tensor, parameters: Sequence[Tensor] = (), fills: Sequence[Pending] = ()
+    ) -> DeviceSum:
         """Issue the sum of ``buffer`` over all ranks, in place: immediately if ``early``, else in `release`."""
+        assert not fills, "streams order what fills a buffer on the device"
         bucket = DeviceSum(index, buffer, self._on_stage)
         self._held.append(bucket)
         if self._early:
@@ -153,6 +157,8 @@ class DeviceAllReduce:
         rank: global rank of this process.
         timeout: of every collective. None: the backend's default.
         make_options: makes the backend's options of the group between groups. None: its defaults.
+        of_shards: a buffer is this rank's shard alone, and holds the sum over its group already, as after FSDP2's
+            reduce-scatter: only the all-reduce between groups is left.
     """
 
     def __init__(
@@ -161,19 +167,24 @@ class DeviceAllReduce:
         rank: int,
         timeout: timedelta | None = None,
         make_options: Callable[[], Any] | None = None,
+        of_shards: bool = False,
     ) -> None:
         self.topology = topology
         self.rank = rank
         size = topology.group_size
         intra_group = [topology.members(leader) for leader in range(0, topology.world_size, size)]
         inter_group = [topology.peers(member) for member in range(size)]
-        self._intra_group = create_groups(intra_group, rank, timeout) if size > 1 else None
+        self._of_shards = of_shards
+        self._intra_group = create_groups(intra_group, rank, timeout) if size > 1 and not of_shards else None
         self._inter_group = create_groups(inter_group, rank, timeout, make_options=make_options)
 
     def all_reduce(self, buffer: Tensor) -> None:
         """Replace ``buffer``, (numel,), by its sum over all ranks, in place."""
         if buffer.is_complex():
             buffer = torch.view_as_real(buffer).view(-1)  # NCCL has no complex numbers
+        if self._of_shards:
+            dist.all_reduce(buffer, group=self._inter_group)
+            return
         size = self.topology.group_size
         member = self.topology.group_rank(self.rank)
         last = size - 1

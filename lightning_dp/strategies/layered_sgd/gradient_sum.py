@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -15,6 +14,16 @@ from lightning_dp.collectives.compression.stages import CompressedAllReduce
 CLOSE_LIMIT_S = 5.0
 WAIT = "wait"
 """The stage in which a thread of the training program waits for a sum; see `OnStage`."""
+
+
+class Pending(Protocol):
+    """What `torch.distributed.Work` offers of a collective that is under way."""
+
+    def wait(self) -> object:
+        """Return when its result is there."""
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, immediately."""
 
 
 class GradientSum(Protocol):
@@ -43,7 +52,9 @@ class GradientCommunicator(Protocol):
 
     compressed: CompressedAllReduce | None
 
-    def submit(self, index: int, buffer: Tensor, parameters: Sequence[Tensor] = ()) -> GradientSum:
+    def submit(
+        self, index: int, buffer: Tensor, parameters: Sequence[Tensor] = (), fills: Sequence[Pending] = ()
+    ) -> GradientSum:
         """Begin with a bucket that backward has filled; on a GPU, whose kernels backward has launched.
 
         All ranks submit the same buckets in the same order.
@@ -52,6 +63,7 @@ class GradientCommunicator(Protocol):
             index: DDP's number of the bucket.
             buffer: (numel,), changed in place.
             parameters: whose gradients lie in the buffer, in its order.
+            fills: what is under way and fills the buffer; only in host memory.
         """
 
     def release(self) -> None:
@@ -59,19 +71,3 @@ class GradientCommunicator(Protocol):
 
     def close(self) -> None:
         """Give up what was not released, and free groups and threads."""
-
-
-@contextmanager
-def naming_backend_errors(what: Callable[[], str]) -> Iterator[None]:
-    """Let a backend's error say which operation failed, between which ranks.
-
-    Args:
-        what: returns the operation and its ranks. Called after an error only: to list all ranks takes long.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{what()} failed: one of these ranks has died, or has been silent for longer than the strategy's timeout; "
-            f"look at its log first. The backend says: {error}"
-        ) from error

@@ -27,7 +27,8 @@ from lightning_dp.collectives.compression.stages import CompressedAllReduce, Com
 from lightning_dp.collectives.compression.wire import complete
 from lightning_dp.collectives.groups import OnStage
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
-from lightning_dp.strategies.layered_sgd.gradient_sum import CLOSE_LIMIT_S, WAIT, naming_backend_errors
+from lightning_dp.collectives.point_to_point import naming_backend_errors
+from lightning_dp.strategies.layered_sgd.gradient_sum import CLOSE_LIMIT_S, WAIT, Pending
 
 NO_BUCKET = -1
 # Buckets that the communicator has begun and not settled; the one after them is chosen already. More would not fill the
@@ -97,16 +98,21 @@ class Communicator:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, index: int, buffer: Tensor, parameters: Sequence[Tensor] = ()) -> BucketReduction:
+    def submit(
+        self, index: int, buffer: Tensor, parameters: Sequence[Tensor] = (), fills: Sequence[Pending] = ()
+    ) -> BucketReduction:
         """Start the sum of ``buffer`` over all ranks, in place: immediately if ``prioritized``, else after `release`.
 
-        ``parameters`` are those whose gradients lie in the buffer, in its order; only compression needs them.
+        ``parameters`` are those whose gradients lie in the buffer, in its order; only compression needs them. The sum
+        begins when what is in ``fills`` has been awaited; the buffer must be in host memory then.
 
         Every rank submits the same indices in the same order, and an index again only after `BucketReduction.wait` has
         returned for it.
         """
         stages = self._collective if self.compressed is None else self.compressed.stages_of(parameters)
-        bucket = BucketReduction(index, buffer, stages, self._stream, self._on_host, self.release, self._on_stage)
+        bucket = BucketReduction(
+            index, buffer, stages, self._stream, self._on_host, self.release, self._on_stage, fills
+        )
         self._held.append(bucket)
         if self._order_group is not None:
             self.release()
@@ -314,6 +320,7 @@ class BucketReduction:
         release: called by `wait` if the bucket has not settled: lets the communicator begin with a bucket that it holds
             back until backward ends. Without it, a hook that reads a gradient during backward would wait forever.
         on_stage: called with name, start and end of each stage, and of the time that `wait` blocks.
+        fills: what is under way and fills the buffer; without a stream only.
     """
 
     def __init__(
@@ -325,7 +332,9 @@ class BucketReduction:
         on_host: bool = False,
         release: Callable[[], None] | None = None,
         on_stage: OnStage | None = None,
+        fills: Sequence[Pending] = (),
     ) -> None:
+        assert not fills or (stream is None and not on_host), "a copy would be made before the buffer is filled"
         self.index = index
         self.buffer = buffer
         self.stage = Stage.SUBMITTED
@@ -334,7 +343,7 @@ class BucketReduction:
         self._release = release
         self._on_stage = on_stage
         self._host_copy: HostCopy | None = None
-        self._works: list[dist.Work] = []  # of the collective that is under way inside the group
+        self._works: list[Pending] = [*fills]  # the collectives that are under way inside the group
         self._rest: Iterator[None] | None = None  # of the all-reduce between groups
         self._inter_group_since_s = 0.0
         self._delivered: streams.Event | None = None  # the sum is on the GPU again
@@ -348,7 +357,7 @@ class BucketReduction:
         if stream is None:
             # The data is complete. The copy of a GPU's buffer is not: this thread would have to wait for it, so the
             # communicator starts the reduce.
-            self._works = collective.intra_group_reduce(self._payload)
+            self._works += collective.intra_group_reduce(self._payload)
 
     @property
     def _payload(self) -> Tensor:
@@ -380,7 +389,7 @@ class BucketReduction:
         start_s = time.perf_counter()
         if self._stream is not None:
             self.wait_for_copy()
-            self._works = self._collective.intra_group_reduce(self._payload)
+            self._works = [*self._collective.intra_group_reduce(self._payload)]
         self._wait_for_works()
         if self._on_stage is not None:
             self._on_stage(INTRA_GROUP_REDUCE, start_s, time.perf_counter())
@@ -407,9 +416,10 @@ class BucketReduction:
     def start_broadcast(self) -> None:
         """Start the broadcast of the sum within the group. Not awaited: the next bucket's all-reduce runs meanwhile."""
         start_s = time.perf_counter()
-        self._works = self._collective.intra_group_broadcast(self._payload)
-        if self._works and (on_stage := self._on_stage) is not None:
-            done = self._works[-1].get_future()
+        works = self._collective.intra_group_broadcast(self._payload)
+        self._works = [*works]
+        if works and (on_stage := self._on_stage) is not None:
+            done = works[-1].get_future()
             done.add_done_callback(lambda _: on_stage(INTRA_GROUP_BROADCAST, start_s, time.perf_counter()))
         self._advance(Stage.BROADCASTING)
 

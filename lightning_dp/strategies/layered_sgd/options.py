@@ -18,7 +18,7 @@ from lightning_dp.collectives.compression.layout import ParameterTable
 from lightning_dp.collectives.compression.options import Compression, PowerSGD, check_compression, has_error_feedback
 from lightning_dp.collectives.compression.stages import CompressedAllReduce
 from lightning_dp.collectives.groups import OnStage, RankTopology
-from lightning_dp.collectives.hierarchical import AllReduce, HierarchicalAllReduce, native_all_reduce
+from lightning_dp.collectives.hierarchical import AllReduce, HierarchicalAllReduce, ShardAllReduce, native_all_reduce
 from lightning_dp.collectives.ring import ring_all_reduce
 from lightning_dp.strategies.layered_sgd import device_communicator
 from lightning_dp.strategies.layered_sgd.device_communicator import DeviceAllReduce, DeviceCommunicator
@@ -121,6 +121,7 @@ class CommunicatorOptions:
         module: nn.Module,
         find_unused_parameters: bool,
         strategy_name: str,
+        shards: ParameterTable | None = None,
     ) -> GradientCommunicator:
         """Return the communicator of this rank; all ranks of the job must call it.
 
@@ -134,6 +135,7 @@ class CommunicatorOptions:
             module: the module that is trained.
             find_unused_parameters: DDP's option.
             strategy_name: for messages.
+            shards: a buffer is this rank's shard of these, and holds the sum over its group already.
 
         Raises:
             ValueError: a parameter has a type that cannot be compressed.
@@ -146,7 +148,7 @@ class CommunicatorOptions:
                     f"{strategy_name}: on GPUs, backend {backend!r} makes the host wait for each sum, so nothing is "
                     "hidden; use communicator_device='cpu'"
                 )
-            on_device = DeviceAllReduce(topology, rank, timeout, make_options)
+            on_device = DeviceAllReduce(topology, rank, timeout, make_options, shards is not None)
             # Backward fills the buckets of unused parameters at times that differ between ranks. A collective in
             # backward, such as that of a batch norm layer, would come before a bucket on one rank and after it on
             # another.
@@ -155,20 +157,28 @@ class CommunicatorOptions:
 
         def on_host() -> Communicator:
             copies = device.type != "cpu"
-            collective = HierarchicalAllReduce(
-                topology, rank, self.communicator, timeout, "gloo" if copies else None, ALL_REDUCES[self.all_reduce],
-                copies and _may_reduce_on_device(backend, find_unused_parameters),
-            )  # fmt: skip
-            compressed = self._compressed(collective, module)
+            host_backend = "gloo" if copies else None
+            all_reduce = ALL_REDUCES[self.all_reduce]
+            collective: HierarchicalAllReduce
+            if shards is not None:
+                collective = ShardAllReduce(topology, rank, timeout, host_backend, all_reduce)
+            else:
+                collective = HierarchicalAllReduce(
+                    topology, rank, self.communicator, timeout, host_backend, all_reduce,
+                    copies and _may_reduce_on_device(backend, find_unused_parameters),
+                )  # fmt: skip
+            compressed = self._compressed(collective, module, shards)
             return Communicator(collective, prioritized, timeout, device, copies, on_stage, compressed)
 
         # Gloo starts its threads with its groups, the communicator its own.
         return with_background_threads(on_host, device)
 
-    def _compressed(self, collective: HierarchicalAllReduce, module: nn.Module) -> CompressedAllReduce | None:
+    def _compressed(
+        self, collective: HierarchicalAllReduce, module: nn.Module, shards: ParameterTable | None
+    ) -> CompressedAllReduce | None:
         if self.compression is None:
             return None
-        table = _compressible(module, self.compression)
+        table = shards or _compressible(module, self.compression)
         return CompressedAllReduce(collective, make_compressor(self.compression), table)
 
     def _nccl_options(self, rank: int, strategy_name: str) -> Callable[[], Any]:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dp._private.torch_names import next_sequence_number, sequence_number, without_torch_function
+from lightning_dp._private.torch_names import LOCAL_PART, next_sequence_number, sequence_number, without_torch_function
 
 Hook = Callable[[Tensor], None]
 
@@ -79,7 +79,9 @@ class ParameterWatch:
             kind = type(parameter)
             if not issubclass(kind, _Watched):
                 if kind not in self._classes:
-                    members = {"watch": self, "plain": kind, "sees_functions": _sees_functions(kind)}
+                    members: dict[str, Any] = {"watch": self, "plain": kind, "sees_functions": _sees_functions(kind)}
+                    if (slot := getattr(kind, LOCAL_PART, None)) is not None:
+                        members[LOCAL_PART] = _watched_slot(slot)
                     self._classes[kind] = type(f"Watched{kind.__name__}", (_Watched, kind), members)
                 parameter.__class__ = self._classes[kind]
 
@@ -148,6 +150,20 @@ class _Watched:
         self.watch.prepare(act, [parameter])
         with _unwatched([parameter]):
             return act(parameter)
+
+
+def _watched_slot(slot: Any) -> property:
+    """Return the attribute that holds a DTensor's local part, as one that tells the watch.
+
+    ``to_local`` and FSDP2, when it gathers a parameter, read it in Python, which PyTorch does not show.
+    """
+
+    def get(parameter: Any) -> Tensor:
+        parameter.watch.prepare(get, [parameter])
+        local: Tensor = slot.__get__(parameter)
+        return local
+
+    return property(get, slot.__set__)
 
 
 def _sees_functions(kind: type[Tensor]) -> bool:

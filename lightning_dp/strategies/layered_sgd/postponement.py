@@ -20,7 +20,7 @@ from lightning_dp._private.torch_names import (
     step_function,
     without_torch_function,
 )
-from lightning_dp.strategies.base import hides_parameter_use, overlapping_parameters
+from lightning_dp.strategies.base import hides_parameter_use, is_elementwise, overlapping_parameters
 from lightning_dp.strategies.layered_sgd.update import UpdateQueue
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ class Postponement:
         module: the module that is trained.
         before_forward: always apply the whole update before the forward (``overlap="load"``).
         strategy_name: for messages.
+        of_shards: parameters are sharded by FSDP2. Compiled code does not use them, but what FSDP2 gathers from them.
     """
 
     def __init__(
@@ -46,20 +47,22 @@ class Postponement:
         module: LightningModule,
         before_forward: bool,
         strategy_name: str,
+        of_shards: bool = False,
     ) -> None:
         self._updates = updates
         self._trainer = trainer
         self._strategy_name = strategy_name
         self._warned_of: set[str] = set()
         self._num_early_uses = 0  # steps in a row
-        self._is_use_hidden = hides_parameter_use(module)
+        self._of_shards = of_shards
+        self._is_use_hidden = not of_shards and hides_parameter_use(module)
         self._before_forward = before_forward
         self._module = module
         self._parameters = [p for p in module.parameters() if p.numel() and not p.is_meta]
         if self._is_use_hidden:
             self._stop_within_forward("a part of the module is compiled or scripted")
         self._look_for_shared_memory()
-        self._forbidden = why_module_is_not_postponed(module)
+        self._forbidden = None if of_shards else why_module_is_not_postponed(module)
         if self._forbidden is not None:
             self._warn_at_once(self._forbidden)
         self.close = on_compile_start(self._on_compile_start)
@@ -71,6 +74,7 @@ class Postponement:
             # Asked in each step, because a callback may add another one, or set a hook on an instance.
             or why_hooks_are_not_postponed(self._trainer, self._module)
             or why_step_is_not_postponed(optimizer, self._trainer.precision_plugin)
+            or (why_shards_are_not_postponed(optimizer, self._trainer) if self._of_shards else None)
         )
         if reason is not None:
             self._warn_at_once(reason)
@@ -137,7 +141,7 @@ class Postponement:
     @contextmanager
     def training_step(self) -> Iterator[None]:
         """Run a training step within the context, after the updates that must come before it."""
-        if not self._before_forward and self._has_equal_addresses():
+        if not self._before_forward and not self._of_shards and self._has_equal_addresses():
             self._look_for_shared_memory()
         if self._before_forward or self._updates.are_whole:
             self._updates.finish()
@@ -151,7 +155,7 @@ class Postponement:
 
     def _on_compile_start(self, *_: Any) -> None:  # later versions of torch pass an argument
         """Dynamo is about to trace a function. It must find plain parameters, now and in every later step."""
-        if self._updates.is_in_backward:
+        if self._updates.is_in_backward or self._of_shards:
             return
         was_pending = bool(self._updates)
         self._updates.bring_up_to_date()
@@ -210,7 +214,7 @@ def why_hooks_are_not_postponed(trainer: Any, module: LightningModule) -> str | 
     return None
 
 
-def why_step_is_not_postponed(optimizer: Optimizer, precision_plugin: Any) -> str | None:
+def why_step_is_not_postponed(optimizer: Optimizer, precision_plugin: Any = None) -> str | None:
     """Name what would notice if this step of ``optimizer`` were taken later, or return None.
 
     It may communicate (all ranks must then take it at the same time, while a use of a parameter can happen on one rank
@@ -225,8 +229,17 @@ def why_step_is_not_postponed(optimizer: Optimizer, precision_plugin: Any) -> st
         return f"{name}.step, which somebody has replaced,"
     if has_any_step_hooks(optimizer):
         return f"a hook before or after {name}.step"
-    if not type(precision_plugin).__module__.startswith(FRAMEWORK + "."):
+    if precision_plugin is not None and not type(precision_plugin).__module__.startswith(FRAMEWORK + "."):
         return f"{type(precision_plugin).__name__}.optimizer_step"
+    return None
+
+
+def why_shards_are_not_postponed(optimizer: Optimizer, trainer: Any) -> str | None:
+    """Name what needs the shards of other ranks in a step, or return None: all ranks must take it at the same time."""
+    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm in (None, "norm"):
+        return "clipping by the norm of gradients that are sharded"
+    if not is_elementwise(type(optimizer)):
+        return f"{type(optimizer).__name__}, which may compute with whole parameters,"
     return None
 
 

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dp._private.lightning_names import ddp_options, strategy_timeout, wrap_in_ddp
 from lightning_dp.collectives.compression.options import Compression, has_error_feedback
 from lightning_dp.collectives.compression.stages import CompressedAllReduce, OwnState, State, gather_state, load_state
-from lightning_dp.collectives.groups import OnStage, RankTopology
+from lightning_dp.collectives.point_to_point import naming_backend_errors
 from lightning_dp.strategies.base import BaseStrategy
-from lightning_dp.strategies.layered_sgd.gradient_sum import WAIT, naming_backend_errors
+from lightning_dp.strategies.layered_sgd.hooks import PostponedUpdates
 from lightning_dp.strategies.layered_sgd.options import (
     CommunicatorOptions,
     check_ddp_options,
     check_layers,
     check_optimizers,
 )
-from lightning_dp.strategies.layered_sgd.postponement import Postponement, why_step_is_not_postponed
 from lightning_dp.strategies.layered_sgd.reduction import LayeredReduction
 from lightning_dp.strategies.unfreezing import ReducedParameters
 
@@ -34,7 +31,7 @@ log = logging.getLogger(__name__)
 BUCKET_CAP_MB = 2.0
 
 
-class LayeredSGDStrategy(BaseStrategy):
+class LayeredSGDStrategy(PostponedUpdates, BaseStrategy):
     """Synchronous SGD with a hierarchical all-reduce whose inter-group stage is hidden behind other work.
 
     The parameters are those of `DDPStrategy`, up to rounding in another order of summation. Updates are postponed; a
@@ -71,13 +68,8 @@ class LayeredSGDStrategy(BaseStrategy):
 
     - ``_configure_launcher``: knows the number of ranks before any process starts: it checks the groups, prepares NCCL.
     - ``setup``, ``teardown``: make and close the communicator, and the communication hook that feeds it.
-    - ``training_step``: applies an update that cannot be split by bucket before the forward; adds unfrozen parameters
-      to the reduction.
-    - ``pre_backward``, ``post_backward``: backward refills the buckets, so their sums must have been used before it.
-      With ``overlap="load"`` the inter-group stage starts after it.
-    - ``optimizer_step``: stages the update instead of applying it.
-    - ``on_train_end``, ``on_validation_start``, ``lightning_module_state_dict``, ``optimizer_state``, ``on_exception``:
-      apply what is pending, so that nothing is lost and evaluation runs without a watch over the parameters.
+    - ``training_step``, ``pre_backward``: add unfrozen parameters to the reduction.
+    - What postpones updates, and brings them up to date: `PostponedUpdates`.
     - ``save_checkpoint``, ``load_checkpoint``: with what compression has left out.
     """
 
@@ -96,47 +88,12 @@ class LayeredSGDStrategy(BaseStrategy):
         super().__init__(gradient_as_bucket_view=True, **ddp_kwargs)
         self._group_size = group_size
         self._reduced: ReducedParameters | None = None  # only while fitting
-        # None outside of fit, and with a single group.
         self._reduction: LayeredReduction | None = None
-        self._postponement: Postponement | None = None
         self._compression_checkpoint = CompressionCheckpoint(compression, type(self).__name__)
-        self._waited_s = 0.0
-        self.on_stage: OnStage | None = None
-        """Told of each stage of the reduction: its name, start and end (s, `time.perf_counter`). For plots."""
-
-    @property
-    def topology(self) -> RankTopology:
-        """The groups of ranks."""
-        return self.topology_of(self.num_nodes, self.num_processes)
-
-    def topology_of(self, num_nodes: int, num_processes: int) -> RankTopology:
-        """Return the groups that ``num_processes`` ranks on each of ``num_nodes`` nodes would form.
-
-        Raises:
-            ValueError: the groups would not be equal.
-        """
-        return RankTopology(num_nodes * num_processes, num_processes if self._group_size is None else self._group_size)
-
-    @property
-    def exposed_communication_s(self) -> float | None:
-        """Total time that this rank has waited for gradients (s); None with a single group, where DDP reduces them."""
-        return None if self._reduction is None else self._waited_s
-
-    @property
-    def compressed_bytes_sent(self) -> int | None:
-        """Bytes that this rank has sent to other groups in this fit; None without compression, where none counts."""
-        return None if self._compressed is None else self._compressed.bytes_sent
-
-    @property
-    def _compressed(self) -> CompressedAllReduce | None:
-        return None if self._reduction is None else self._reduction.compressed
 
     @override
     def _configure_launcher(self) -> None:
-        devices = self.parallel_devices or []
-        self._options.check_job(devices, self.precision_plugin)
-        if self.topology.num_groups > 1:  # raises where the groups would not be equal
-            self._options.prepare_environment(devices, self.process_group_backend)
+        self._check_job()
         super()._configure_launcher()
 
     @override
@@ -165,28 +122,13 @@ class LayeredSGDStrategy(BaseStrategy):
         self._compression_checkpoint.restore(communicator.compressed)
         self._reduction = LayeredReduction(communicator, self.world_size, module)
         self._reduction.feed_from(model)
-        for optimizer in self.optimizers:
-            if why_step_is_not_postponed(optimizer, self.precision_plugin) is None:
-                self._reduction.updates.guard(optimizer)  # now, so that a callback may keep ``optimizer.state``
-        self._postponement = Postponement(
-            self._reduction.updates, trainer, module, self._options.overlap == "load", name
-        )
-
-    def _report_stage(self, stage: str, start_s: float, end_s: float) -> None:
-        if stage == WAIT:
-            self._waited_s += end_s - start_s
-        if self.on_stage is not None:
-            self.on_stage(stage, start_s, end_s)
+        self._postpone(self._reduction, trainer)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._reduced is not None and (unfrozen := self._reduced.unfrozen()):
             self._reduce_unfrozen(self._reduced, unfrozen)
-        if self._reduction is None or self._postponement is None:
-            return super().training_step(*args, **kwargs)
-        self._reduction.before_forward()
-        with self._postponement.training_step():
-            return super().training_step(*args, **kwargs)
+        return super().training_step(*args, **kwargs)
 
     def _reduce_unfrozen(self, reduced: ReducedParameters, names: list[str]) -> None:
         """Wrap the module in a new DDP that reduces the gradients of the parameters that have become trainable."""
@@ -207,81 +149,16 @@ class LayeredSGDStrategy(BaseStrategy):
             self._reduction.feed_from(self.model)
 
     @override
-    @torch.compiler.disable  # a compiled training_step may call this method and the next two
+    @torch.compiler.disable  # a compiled training_step may call this method
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._reduced is not None:
             self._reduced.require_none_unfrozen()
-        if self._reduction is not None:
-            self._reduction.updates.begin_backward(closure_loss)
         super().pre_backward(closure_loss)
 
     @override
-    @torch.compiler.disable
-    def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
-        if self._reduction is not None and self._postponement is not None:
-            self._reduction.updates.end_backward()
-            self._reduction.release()
-            if self._postponement.uses_gradients_unseen:
-                self._reduction.updates.wait_for_gradients()
-
-    @override
-    @torch.compiler.disable
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        reduction, postponement = self._reduction, self._postponement
-        if reduction is None or postponement is None:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        updates = reduction.updates
-        if not postponement.is_allowed(optimizer):
-            updates.finish()
-            updates.unguard(optimizer)
-            return super().optimizer_step(optimizer, updates.with_own_gradients(closure), model, **kwargs)
-        output = closure()
-
-        def whole_step(optimizer: Optimizer) -> None:
-            # The precision plugin unscales, clips and steps, in Lightning's own order. The closure returns the loss:
-            # None would mean that there was no backward.
-            BaseStrategy.optimizer_step(self, optimizer, lambda: output, model, **kwargs)
-
-        by_bucket = postponement.goes_by_bucket and not kwargs
-        updates.stage(optimizer, None if by_bucket else postponement.with_present_clipping(whole_step))
-        return output
-
-    def finish_update(self) -> None:
-        """Apply what is left of the postponed update. Afterwards the parameters are those of synchronous SGD."""
-        if self._reduction is not None:
-            self._reduction.updates.finish()
-
-    def _bring_up_to_date(self) -> None:
-        if self._reduction is not None:
-            self._reduction.updates.bring_up_to_date()
-
-    @override
     def on_train_end(self) -> None:
-        self._bring_up_to_date()  # also gradients that manual optimization leaves
-        self._compression_checkpoint.keep(self._compressed)
         super().on_train_end()
-
-    @override
-    def on_validation_start(self) -> None:
-        self._bring_up_to_date()
-        super().on_validation_start()
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._reduction is not None and self._reduction.updates.is_interrupted:
-            log.warning(
-                f"{type(self).__name__}: a signal handler that saves weights has interrupted the optimizer's step, so "
-                "parameters may be saved without their last update, or with half of it (as with DDPStrategy); let the "
-                "handler set a flag, and save in on_train_batch_end"
-            )
-        self.finish_update()
-        return super().lightning_module_state_dict()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        self.finish_update()
-        return super().optimizer_state(optimizer)
+        self._compression_checkpoint.keep(self._compressed)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -300,23 +177,9 @@ class LayeredSGDStrategy(BaseStrategy):
         return checkpoint
 
     @override
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        try:
-            self.finish_update()
-        except Exception as error:  # do not hide the original exception
-            log.warning(f"{type(self).__name__}: the update of the last step is lost: {error}")
-
-    @override
     def teardown(self) -> None:
         self._reduced = None
         self._compression_checkpoint.forget()
-        if self._postponement is not None:
-            self._postponement.close()
-            self._postponement = None
-        if self._reduction is not None:
-            self._reduction.close()
-            self._reduction = None
         super().teardown()
 
 

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from lightning_dp._lightning import FRAMEWORK
 from lightning_dp._private.torch_names import (
     has_modes,
+    local_part,
     mark_stepped,
     shallow_copy_of,
     step_below_hooks,
@@ -165,8 +166,9 @@ class UpdateQueue:
         gradient_sum, gradient = self._sums.get(parameter), parameter.grad
         if gradient_sum is None or gradient is None:
             return False
-        offset = gradient.data_ptr() - gradient_sum.buffer.data_ptr()
-        return 0 <= offset < gradient_sum.buffer.nbytes or not gradient.numel()
+        own = local_part(gradient)
+        offset = own.data_ptr() - gradient_sum.buffer.data_ptr()
+        return 0 <= offset < gradient_sum.buffer.nbytes or not own.numel()
 
     # The next forward, or another use: the update is applied.
 
@@ -305,7 +307,7 @@ class UpdateQueue:
         bucket = self._sums[parameter].buffer.untyped_storage().data_ptr()
         with without_torch_function():  # the watch would come here again
             gradient = parameter.grad
-            if gradient is not None and gradient.untyped_storage().data_ptr() == bucket:
+            if gradient is not None and local_part(gradient).untyped_storage().data_ptr() == bucket:
                 parameter.grad = gradient.clone()
 
     @property

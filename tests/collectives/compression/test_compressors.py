@@ -9,8 +9,15 @@ import torch
 from support.local_wire import local_wires, run_ranks
 
 from lightning_dp.collectives.compression import PowerSGD, make_compressor
-from lightning_dp.collectives.compression.compressors import Int8, PowerSGDCompressor, message_bytes
-from lightning_dp.collectives.compression.layout import ParameterTable, cut, whole_shard
+from lightning_dp.collectives.compression.compressors import (
+    LARGEST,
+    Int8,
+    PowerSGDCompressor,
+    Residuals,
+    message_bytes,
+    quantize,
+)
+from lightning_dp.collectives.compression.layout import BLOCK, ParameterTable, ParamSlice, cut, whole_shard
 from lightning_dp.collectives.compression.wire import complete
 from tests.collectives.compression import oracle
 
@@ -49,6 +56,21 @@ def summed(compressor_of, num_groups, orders, dtype=torch.float32, steps=range(S
         return results, compressor, wire.bytes_sent, table
 
     return run_ranks(local_wires(num_groups), carry)
+
+
+def test_a_rank_whose_part_of_a_parameter_shrinks_takes_that_part_of_the_residual():
+    weight = torch.zeros(600)
+    info = ParameterTable([("weight", weight)])(weight)
+    residuals = Residuals()
+    residuals.keep(ParamSlice(info, 200, 600), torch.arange(200.0, 600.0))
+    for begin, end in ((200, 600), (200, 300), (300, 400), (400, 600)):
+        assert torch.equal(residuals.get(ParamSlice(info, begin, end)), torch.arange(float(begin), float(end)))
+
+
+def test_the_smallest_scale_that_is_a_normal_number_is_used():
+    values = torch.full((1, BLOCK), LARGEST * torch.finfo(torch.float32).tiny)
+    assert quantize(values).integers.eq(LARGEST).all()
+    assert not values.any(), "nothing is left out"
 
 
 def one_bucket(step):

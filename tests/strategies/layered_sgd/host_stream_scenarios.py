@@ -140,7 +140,7 @@ def _sum_on_the_host(machine: Machine, communicator: Communicator, stages: Stage
                 with machine.on_stream(stream):
                     sums[index].wait()
                     own[index].add_(buffers[index])
-        main.wait_stream(other)  # which has read the buffers that are filled anew
+        main.wait_stream(other)  # which has read the buffers that are filled again
     machine.finish()
     for own in parameters:
         for index, parameter in enumerate(own):

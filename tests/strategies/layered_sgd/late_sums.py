@@ -1,7 +1,7 @@
 """Sums on a device that is as late as it may be, within whole fits on the CPU.
 
-A sum is computed when it is issued, and hidden: the buffer holds other numbers until somebody waits for it. So whoever
-reads a gradient without waiting gets these numbers, and whoever changes one without waiting is found out.
+A sum is computed when it is issued, and hidden: the buffer holds other numbers until somebody waits for it. So code
+that reads a gradient without waiting gets these numbers, and code that changes one without waiting is found out.
 """
 
 from __future__ import annotations

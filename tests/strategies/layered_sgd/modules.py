@@ -14,7 +14,7 @@ from lightning_dp.strategies import LayeredSGDStrategy
 from tests.strategies.modules import SMALL_BUCKETS_MB, Net, data, trainer
 
 OVERLAPS, COMMUNICATORS = ("load", "step"), ("leader", "sharded")
-STEPS = 10
+STEPS = 8
 
 
 def layered(group_size: int | None = 1, communicator: str = "leader", overlap: str = "step", **options: Any):

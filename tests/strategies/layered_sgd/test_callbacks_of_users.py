@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_dp.strategies.layered_sgd.postponement import Postponement
-from tests.ranks import RankError, run_processes
+from tests.ranks import RankError, logged, run_processes
 from tests.strategies.layered_sgd.user_cases import (
     Case,
     Manual,
@@ -185,12 +184,8 @@ USERS = [
 def name_users(rank: int) -> None:
     on_a_slow_network()
     for callbacks, options, expected in USERS:
-        records: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record, records=records: records.append(record.getMessage())
-        logging.getLogger("lightning_dp").addHandler(handler)
-        fit(layered(), Net(), [make() for make in callbacks], **options)
-        logging.getLogger("lightning_dp").removeHandler(handler)
+        with logged() as records:
+            fit(layered(), Net(), [make() for make in callbacks], **options)
         said = [record for record in records if "LayeredSGDStrategy:" in record]
         assert len(said) == len(expected), (callbacks, options, said)
         assert all(name in text for name, text in zip(expected, said, strict=True)), said

@@ -101,7 +101,7 @@ def test_ranks_do_not_ask_which_bucket_is_the_first_of_a_backward():
 
 
 @pytest.mark.parametrize("on_host", [False, True])
-def test_a_failure_reaches_everyone_who_waits_and_whoever_comes_later(on_host):
+def test_a_failure_reaches_everyone_who_waits_and_later_callers(on_host):
     class Broken(Recorder):
         def inter_group_all_reduce(self, buffer):
             raise RuntimeError("Connection closed by peer")

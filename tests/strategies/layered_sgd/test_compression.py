@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 
 import pytest
@@ -17,7 +16,7 @@ from lightning_dp.strategies import LayeredSGDStrategy, PowerSGD
 from lightning_dp.strategies.layered_sgd import options
 from lightning_dp.strategies.layered_sgd.strategy import KEY
 from tests.collectives.compression import oracle
-from tests.ranks import RankError, run_processes
+from tests.ranks import RankError, logged, run_processes
 from tests.strategies.layered_sgd.modules import STEPS, fit, layered
 from tests.strategies.layered_sgd.test_host_communicator import OnHost, ReducesFirst
 from tests.strategies.modules import Net, assert_same, data, trainer
@@ -205,13 +204,12 @@ class Complex(Net):
 
 
 def fit_what_has_no_effect(rank):
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("lightning_dp").addHandler(handler)
-    fit(layered(2, compression="bf16"), 2, max_steps=1)
+    with logged() as records:
+        fit(layered(2, compression="bf16"), 2, max_steps=1)
     assert sum("compression='bf16') has no effect: there is a single group" in message for message in records) == 1
-    with pytest.raises(ValueError, match="compression='int8' cannot round phase, which is torch.complex64"):
+    # DDP itself refuses complex parameters in versions of torch before 2.13.
+    message = "compression='int8' cannot round phase, which is torch.complex64|Invalid scalar type"
+    with pytest.raises((ValueError, RuntimeError), match=message):
         fit(layered(1, compression="int8"), 2, Complex(), max_steps=1)
 
 

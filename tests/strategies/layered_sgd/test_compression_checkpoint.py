@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dp.strategies import PowerSGD
+from lightning_dp.strategies.layered_sgd import strategy
 from lightning_dp.strategies.layered_sgd.strategy import KEY, CompressionCheckpoint
 from tests.ranks import run_processes
 from tests.strategies.layered_sgd.modules import fit, layered
@@ -64,8 +65,12 @@ class SavesOnException(pl.Callback):
 
 
 def fail_on_rank_0(rank, choice, path):
+    """What this rank was warned of."""
+    warnings = []
+    strategy.log.warning = warnings.append
     with pytest.raises(ValueError, match="a bad sample"):
         fit(layered(1, compression=choice), 2, FailsOnRank0(), callbacks=[SavesOnException(path)])
+    return warnings
 
 
 POWER_SGD = PowerSGD(rank=2, min_compression_rate=1.0)  # the matrices of `Net` are small
@@ -74,7 +79,8 @@ POWER_SGD = PowerSGD(rank=2, min_compression_rate=1.0)  # the matrices of `Net` 
 @pytest.mark.parametrize(("choice", "has_state"), [("int8", False), (POWER_SGD, True)])
 def test_a_rank_that_fails_alone_writes_its_checkpoint(choice, has_state, tmp_path):
     """It must not wait for the others, so it writes what needs nobody else."""
-    run_processes(2, fail_on_rank_0, choice, str(tmp_path / "failed.ckpt"))
+    warned, _ = run_processes(2, fail_on_rank_0, choice, str(tmp_path / "failed.ckpt"))
+    assert ["holds no residuals" in text for text in warned] == [True]
     checkpoint = torch.load(tmp_path / "failed.ckpt", weights_only=True)
     assert checkpoint["global_step"] == 3
     assert (KEY in checkpoint) == has_state

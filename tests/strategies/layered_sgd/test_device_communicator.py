@@ -222,7 +222,7 @@ def test_only_the_group_between_nodes_is_limited(monkeypatch):
 
 
 def sum_beside_busy_kernels(rank):
-    """One rank: the sum is the buffer itself, but for whoever does not wait for the kernels that fill it."""
+    """One rank: the sum is the buffer itself, for code that waits for the kernels that fill it."""
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     device_communicator.request_launch_order()

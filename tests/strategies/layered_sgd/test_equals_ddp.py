@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -12,23 +11,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
 from tests.ranks import RankError, run_cases, run_processes
 from tests.strategies.layered_sgd.modules import COMMUNICATORS, OVERLAPS, STEPS, fit, layered
-from tests.strategies.modules import Net, assert_same, data, snapshot
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "momentum": {},
-    "nesterov": {"net": {"optimizer": "nesterov"}},
-    "adamw": {"net": {"optimizer": "adamw"}},
-    "clip norm": {"gradient_clip_val": 0.1},
-    "clip value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    "accumulation": {"accumulate_grad_batches": 2},
-    "schedule": {"net": {"schedule": "step"}},
-    "all together": {
-        "net": {"optimizer": "adamw", "schedule": "step"},
-        "gradient_clip_val": 0.1,
-        "accumulate_grad_batches": 3,
-    },
-}
-
+from tests.strategies.modules import VARIANTS, Net, assert_same, data, snapshot
 
 EVERY = tuple(itertools.product(OVERLAPS, COMMUNICATORS))
 

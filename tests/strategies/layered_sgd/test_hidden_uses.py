@@ -1,4 +1,4 @@
-"""Functions that hide which parameters they use end as under DDP, or are refused by name."""
+"""Functions that hide which parameters they use end as under DDP, or raise an error that names them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users do, with sums on a device that is as late as it may be. Each fit ends as under DDP, or is refused by name.
+"""What users do, with sums on a device that is as late as it may be. Each fit ends as under DDP, or raises an error.
 
 The other tests of layered SGD run the same code with sums on the host.
 """
@@ -18,7 +18,7 @@ from tests.ranks import RankError, run_processes
 from tests.strategies.layered_sgd.late_sums import sum_late
 from tests.strategies.layered_sgd.modules import OVERLAPS, Unused
 from tests.strategies.layered_sgd.user_cases import Case, Manual, compare
-from tests.strategies.modules import Net, data
+from tests.strategies.modules import Net, TogglesOptimizers, data
 
 UNUSED = {"ddp": {"find_unused_parameters": True}}
 
@@ -35,20 +35,12 @@ class InPlace(Manual):
             optimizer.zero_grad(set_to_none=False)
 
 
-class Adversaries(Manual):
+class Adversaries(TogglesOptimizers):
     """Two optimizers, whose parameters are frozen in turn."""
 
     def configure_optimizers(self) -> Any:
         first = [*self.first.parameters(), *self.shared.parameters()]
         return torch.optim.AdamW(first, lr=0.01), torch.optim.SGD(self.last.parameters(), lr=0.1, momentum=0.9)
-
-    def training_step(self, batch, batch_idx):
-        for optimizer in self.optimizers():
-            self.toggle_optimizer(optimizer)
-            self.manual_backward(self.loss(batch))
-            optimizer.step()
-            optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)
 
 
 class Images(Net):

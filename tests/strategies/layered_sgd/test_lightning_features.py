@@ -38,7 +38,7 @@ def fit(strategy: Any, module: Any, loader: Any, ckpt_path: str | None = None, *
 
 # --- going on in mid-epoch ---
 
-STEPS, EVERY = 10, 7  # a checkpoint in each of two epochs, in mid-epoch
+STEPS, EVERY = 7, 5  # a checkpoint in each of two epochs, in mid-epoch
 
 
 class Resumable:

@@ -194,7 +194,6 @@ def test_the_reader_s_dispatch_mode_does_not_see_the_step():
     assert any("addmm" in name for name in mode.seen)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own use of it, for jvp
 @pytest.mark.parametrize(
     "transform",
     [

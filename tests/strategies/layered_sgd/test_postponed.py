@@ -1,4 +1,4 @@
-"""The update is postponed, and whoever looks at the parameters sees them up to date."""
+"""The update is postponed, and every reader of the parameters sees them up to date."""
 
 from __future__ import annotations
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import pytorch_lightning as pl
 
 from lightning_dp.strategies import LayeredSGDStrategy
-from tests.ranks import run_cases
+from tests.ranks import logged, run_cases
 from tests.strategies.layered_sgd.test_hidden_uses import CompiledBetweenSteps, CompiledMethod, TiedThroughData
 from tests.strategies.layered_sgd.test_optimizers_of_users import (
     GlobalStepHook,
@@ -55,13 +54,8 @@ CASES: dict[str, tuple[Callable[[], Net], Callable[[], pl.Callback] | None, str]
 
 def say_why(rank, name):
     make, callback, reason = CASES[name]
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger("lightning_dp")
-    logger.addHandler(handler)
-    fit(LayeredSGDStrategy(1), make(), [] if callback is None else [callback()])
-    logger.removeHandler(handler)
+    with logged() as records:
+        fit(LayeredSGDStrategy(1), make(), [] if callback is None else [callback()])
     assert [reason in record for record in records if "LayeredSGDStrategy:" in record] == [True], records
 
 

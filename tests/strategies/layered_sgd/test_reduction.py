@@ -134,6 +134,17 @@ def test_a_bucket_that_has_not_arrived_is_asked_by_the_next_one_only():
     assert sum(bucket.num_asked for bucket in training.communicator.buckets) <= NUM_LAYERS
 
 
+def test_only_the_forward_in_which_ddp_rebuilds_its_buckets_waits_for_all_sums():
+    training = Training()
+    num_waited = []
+    for _ in range(3):
+        training.stage(have_arrived=False)
+        training.reduction.before_forward()
+        num_waited.append(sum(bucket.num_waits > 0 for bucket in training.communicator.buckets))
+        training.layers(torch.ones(1, 3))
+    assert num_waited == [NUM_LAYERS, 0, 0]
+
+
 def test_what_may_have_been_read_unseen_stays_watched_until_it_is_used(num_intercepted):
     training = Training(layers_in_bucket=NUM_LAYERS)
     training.stage(have_arrived=True)
@@ -175,7 +186,7 @@ def test_a_pending_update_outlives_the_suspicion_of_an_earlier_one():
 
 
 def test_a_gradient_that_was_read_or_set_before_the_step_is_used_in_the_step(num_steps):
-    """Whoever holds the gradient may change it after the step. The other buckets stay pending."""
+    """Code that holds the gradient may change it after the step. The other buckets stay pending."""
     training = Training()
     first, second = training.layers[0].weight, training.layers[1].weight
     held = torch.full((3, 3), 2.0)

@@ -57,7 +57,7 @@ def compare_watched_fits(rank, folder):
 def test_validation_checkpoints_and_weight_averaging_see_the_updated_weights(tmp_path):
     run_processes(2, compare_watched_fits, str(tmp_path))
     names = sorted(path.name for path in (tmp_path / "ddp").iterdir())
-    assert len(names) == 6
+    assert len(names) == 5
     for overlap in OVERLAPS:
         for name in names:
             ours, ddps = (torch.load(tmp_path / side / name, weights_only=True) for side in (overlap, "ddp"))
@@ -75,7 +75,7 @@ def test_a_checkpoint_goes_on_in_a_plain_trainer_as_ddps_would(tmp_path):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PossibleUserWarning)
             warnings.filterwarnings("ignore", ".*callbacks used to create the checkpoint.*")
-            t.fit(module, data(1), ckpt_path=tmp_path / side / "step=18.ckpt", weights_only=True)
+            t.fit(module, data(1), ckpt_path=tmp_path / side / "step=15.ckpt", weights_only=True)
         ends.append(snapshot(module, t))
     assert_same(ends[1], ends[0])
     assert_same(ends[2], ends[0])

@@ -15,7 +15,7 @@ from lightning_dp.strategies.layered_sgd.host_communicator import BucketReductio
 from tests.strategies.modules import SMALL_BUCKETS_MB, Net, assert_same, data, snapshot, trainer
 
 OVERLAPS = ("load", "step")
-STEPS = 8
+STEPS = 6
 
 Case = tuple[Callable[[], pl.LightningModule], Sequence[Callable[[], pl.Callback]], Mapping[str, Any]]
 """Makes the module, make its callbacks, and options of the Trainer; of DDP and layered SGD under "ddp"."""

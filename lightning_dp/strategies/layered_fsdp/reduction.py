@@ -1,0 +1,418 @@
+"""How gradient shards leave FSDP2: each unit's are summed between groups once no more will be added to them."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_dp._private.torch_names import (
+    call_after_backward,
+    is_in_backward,
+    local_part,
+    num_gradient_listeners,
+    replace_fsdp_collectives,
+    without_torch_function,
+)
+from lightning_dp.collectives.point_to_point import naming_backend_errors, raised_by_signal_handler
+from lightning_dp.strategies.layered_fsdp.intra_group import (
+    Prefetch,
+    ShardSum,
+    StartedAllGather,
+    StartedReduceScatter,
+)
+from lightning_dp.strategies.layered_fsdp.sharding import own_parameters, padded_numel
+from lightning_dp.strategies.layered_sgd.gradient_sum import GradientCommunicator, GradientSum
+from lightning_dp.strategies.layered_sgd.update import UpdateQueue
+
+Residuals = dict[str, dict[int, Tensor]]
+"""What compression has left out of a rank's shards: name of a unit -> size of its buffer -> (numel,)."""
+
+
+class Unit:
+    """What FSDP2 gathers and reduces at once.
+
+    Attributes:
+        name: in the module.
+        index: place among the units.
+        part: returns the module.
+        first_number: of its sums.
+        parameters: the DTensors, of this unit and no other, each with its place.
+        num_forwards: forward passes with gradients enabled since the last backward.
+        ready: parameters whose gradient shard is there, in this backward.
+        kept: those of earlier backward passes, whose gradients are not summed yet (accumulation).
+        is_submitted: whether this backward's sum has begun.
+        reduce_scatter: where FSDP2's need not be awaited at once.
+    """
+
+    def __init__(self, name: str, index: int, module: nn.Module) -> None:
+        self.name = name
+        self.index = index
+        self.part = weakref.ref(module)
+        self.first_number = 0
+        self.parameters = {parameter: place for place, parameter in enumerate(own_parameters(module))}
+        self.num_forwards = 0
+        self.ready: dict[Tensor, None] = {}
+        self.kept: dict[Tensor, None] = {}
+        self.is_submitted = False
+        self.reduce_scatter: StartedReduceScatter | None = None
+
+    @torch.compiler.disable
+    def count_forward(self, *_: object) -> None:
+        """Note a forward pass. A hook: a copy of the module has it, too, so it needs nothing but this unit."""
+        if torch.is_grad_enabled() and not is_in_backward():  # in backward it is recomputed
+            self.num_forwards += 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all gradients are there, and no more will be added to them in this backward.
+
+        FSDP2 reduces a unit once for each of its forward passes. One that runs several times, or that was not seen to
+        run, is complete when backward has ended.
+        """
+        return self.num_forwards == 1 and len(self.ready) == len(self.trainable)
+
+    @property
+    def trainable(self) -> list[Tensor]:
+        """The parameters that get a gradient if all are used."""
+        return [parameter for parameter in self.parameters if parameter.requires_grad]
+
+    def is_completed_by(self, output: Tensor) -> bool:
+        """Whether FSDP2 will call `ShardReduction`'s hooks for all parameters when it has reduced into ``output``.
+
+        Without another look at its values: they stay what is reduced, in this dtype, and nobody else has a hook.
+        """
+        with without_torch_function():
+            parameters = self.trainable
+            return (
+                self.num_forwards == 1
+                and output.numel() == sum(map(padded_numel, parameters))
+                and all(p.grad is None and p.dtype == output.dtype for p in parameters)
+                and all(num_gradient_listeners(p) == 1 for p in parameters)
+            )
+
+
+class Comparison:
+    """What the ranks sum in one backward pass, compared while the sums are under way.
+
+    Sums meet by their place in the order of backward. Ranks that use other parts of the module would add gradients of
+    different parameters, or wait for each other until the timeout.
+
+    Args:
+        names: of the units.
+        group: all ranks, on the host.
+    """
+
+    def __init__(self, names: Sequence[str], group: dist.ProcessGroup) -> None:
+        self._names = names
+        self._group = group
+        self._marks = torch.zeros(len(names), dtype=torch.int64)  # 0: nothing of this unit is summed
+        self._work: dist.Work | None = None
+        self._is_same = False
+        self._sums: list[GradientSum] = []
+
+    def note(self, index: int, place: int, buffers: object) -> None:
+        """Note that the unit with this index is summed at this place, and which parameters its buffers hold."""
+        self._marks[index] = (place + 1 << 32) + zlib.crc32(repr(buffers).encode())
+
+    def add_sum(self, gradient_sum: GradientSum) -> None:
+        """Note a sum that is under way."""
+        self._sums.append(gradient_sum)
+
+    def start(self) -> None:
+        """Begin to compare. All ranks call it when backward has ended."""
+        self._marks = torch.cat([self._marks, -self._marks])
+        with naming_backend_errors(lambda: "the comparison of what the ranks sum"):
+            self._work = dist.all_reduce(self._marks, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `wait` would return, or raise, immediately."""
+        return self._work is not None and self._work.is_completed()
+
+    def wait(self) -> None:
+        """Return when the ranks are known to sum the same, or backward has not ended yet.
+
+        Raises:
+            RuntimeError: they do not, or a rank has died.
+        """
+        if self._is_same or self._work is None:
+            return
+        try:
+            with naming_backend_errors(lambda: "the comparison of what the ranks sum"):
+                self._work.wait()
+        except RuntimeError as error:
+            if not raised_by_signal_handler(error):
+                for gradient_sum in self._sums:  # a sum with the rank that has died fails, too, and names that rank
+                    gradient_sum.wait()
+            raise
+        largest, negated_smallest = self._marks.chunk(2)
+        differs = (largest + negated_smallest).nonzero().flatten().tolist()
+        if differs:
+            raise RuntimeError(
+                f"{', '.join(self._names[index] for index in differs)}: backward gave gradients to other parameters, "
+                "or in another order, on some ranks than on others, or only some ranks have used a gradient between "
+                "two backward passes, and nothing was updated with these gradients; let all ranks run the same "
+                "parts, or use DDPStrategy(find_unused_parameters=True)"
+            )
+        self._is_same = True
+        self._sums.clear()
+
+
+class ComparedSum:
+    """A `GradientSum` that is used when the ranks are known to have summed the same."""
+
+    def __init__(self, gradient_sum: GradientSum, comparison: Comparison) -> None:
+        self._sum = gradient_sum
+        self._comparison = comparison
+
+    @property
+    def buffer(self) -> Tensor:
+        """See `GradientSum`."""
+        return self._sum.buffer
+
+    @property
+    def has_arrived(self) -> bool:
+        """See `GradientSum`."""
+        return self._comparison.has_arrived and self._sum.has_arrived
+
+    def wait(self) -> None:
+        """See `GradientSum`."""
+        self._comparison.wait()
+        self._sum.wait()
+
+
+class ShardReduction:
+    """Sums gradient shards between groups in the background, and keeps the updates that wait for them.
+
+    Args:
+        communicator: sums the buffers; closed by `close`.
+        num_groups: number of groups, that the averages within groups are averaged over.
+        module: the module that is trained.
+        units: its units, in the order of the forward.
+        timeout: of the comparison of what the ranks sum.
+    """
+
+    def __init__(
+        self,
+        communicator: GradientCommunicator,
+        num_groups: int,
+        module: nn.Module,
+        units: Sequence[tuple[str, nn.Module]],
+        timeout: timedelta,
+    ) -> None:
+        self._communicator = communicator
+        self._num_groups = num_groups
+        self.compressed = communicator.compressed
+        self.updates = UpdateQueue(module)
+        self._is_accumulating = False
+        self._will_release = False
+        self._num_submitted = 0  # units in this backward
+        self._keys: dict[tuple[str, int], Tensor] = {}  # what stands for a buffer in a compressor's table
+        self._undo: list[Callable[[], None]] = []
+        self._hooked: set[Tensor] = set()
+        self._units = [Unit(name, index, part) for index, (name, part) in enumerate(units)]
+        self._names = [name for name, _ in units]
+        # The highest for the units nearest the input, as DDP numbers its buckets. Each unit has numbers of its own, as
+        # many as parameters, so that no unit is summed with another one.
+        number = 0
+        for unit in reversed(self._units):
+            unit.first_number = number
+            number += len(unit.parameters)
+        self._prefetch: Prefetch | None = None
+        self._all_ranks = dist.new_group(timeout=timeout, backend="gloo")
+        self._comparison = Comparison(self._names, self._all_ranks)  # of this backward
+        self._last_comparison: Comparison | None = None
+        for unit, (_, part) in zip(self._units, units, strict=True):
+            self._undo.append(part.register_forward_pre_hook(unit.count_forward).remove)
+
+    def overlap_intra_group(self) -> None:
+        """Let FSDP2's collectives on the CPU run while the rank computes."""
+        self._prefetch = prefetch = Prefetch()
+        under_way: deque[ShardSum] = deque()
+        for unit in self._units:
+            part = unit.part()
+            assert isinstance(part, FSDPModule)
+            reduce_scatter = StartedReduceScatter(partial(self._may_start, unit), self._num_groups, under_way)
+            undo = replace_fsdp_collectives(part, StartedAllGather(), reduce_scatter)
+            if undo is not None:
+                unit.reduce_scatter = reduce_scatter
+                self._undo.append(undo)
+            for act, first in ((prefetch.before_gather, True), (prefetch.after_gather, False)):
+                hook = partial(_call_for, unit.part, act)
+                self._undo.append(part.register_forward_pre_hook(hook, prepend=first).remove)
+
+    def _may_start(self, unit: Unit, output: Tensor) -> bool:
+        return not self._is_accumulating and is_in_backward() and unit.is_completed_by(output)
+
+    def stop_prefetch(self) -> None:
+        """Free what was gathered ahead: parameters may change now."""
+        if self._prefetch is not None:
+            self._prefetch.drop()
+
+    def before_forward(self) -> None:
+        """Look for parameters that have become trainable, and prepare for a forward and its backward."""
+        if self._last_comparison is not None and self._last_comparison.has_arrived:
+            self._last_comparison.wait()  # this rank may have nothing else to wait for
+        if self._prefetch is not None:
+            self._prefetch.begin_step()
+        self._will_release = False  # an earlier backward may have raised
+        for unit in self._units:
+            self._begin(unit)
+            with without_torch_function():
+                for parameter in unit.parameters:
+                    if parameter.requires_grad and parameter not in self._hooked:
+                        self._hooked.add(parameter)
+                        hook = partial(self._gradient_is_there, unit)
+                        self._undo.append(parameter.register_post_accumulate_grad_hook(hook).remove)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Let gradients of the backward passes within stay in their group: another backward adds to them."""
+        before, self._is_accumulating = self._is_accumulating, True
+        try:
+            yield
+        finally:
+            self._is_accumulating = before
+
+    def _begin(self, unit: Unit) -> None:
+        unit.ready.clear()
+        unit.is_submitted = False
+        unit.num_forwards = 0
+
+    def _gradient_is_there(self, unit: Unit, parameter: Tensor) -> None:
+        """FSDP2 has reduced a gradient within the group: the hook on a DTensor."""
+        if unit.is_submitted:
+            raise RuntimeError(
+                f"{unit.name} got another gradient after its sum over the groups had begun: backward uses it more "
+                "often than its forward has run; call its forward for each use, or give wrap= a part around it"
+            )
+        if not self._will_release and is_in_backward():
+            # Not as late as `post_backward`: before that Lightning calls `on_after_backward`, which may read gradients.
+            # After FSDP2's own callbacks, which reduce the units whose inputs need no gradient: those are queued by now
+            # or, if the module's parts begin passes of their own, until backward has ended.
+            self._will_release = True
+            call_after_backward(lambda: call_after_backward(self.release))
+        unit.ready[parameter] = None
+        if not self._is_accumulating and unit.is_complete:
+            self._submit(unit)
+
+    @torch.compiler.disable
+    def release(self) -> None:
+        """Sum what is not summed yet, when backward has ended, and release what was held back until then."""
+        has_ended = self._will_release
+        self._will_release = False
+        self.stop_prefetch()
+        for unit in reversed(self._units):  # the order of backward
+            if self._is_accumulating:
+                unit.kept.update(unit.ready)
+            elif (unit.ready or unit.kept) and not unit.is_submitted:
+                self._submit(unit)
+            self._begin(unit)
+        self._num_submitted = 0
+        if has_ended and not self._is_accumulating:
+            self._last_comparison, self._comparison = self._comparison, Comparison(self._names, self._all_ranks)
+            self._last_comparison.start()
+        self._communicator.release()
+
+    def _submit(self, unit: Unit) -> None:
+        unit.is_submitted = True
+        with without_torch_function():
+            # What backward leaves out now may have got its gradient earlier in the window. Or it was zeroed since.
+            kept = [p for p in unit.kept if p not in unit.ready and p.grad is not None]
+        unit.kept.clear()
+        buffers = buffers_of([*unit.ready, *kept])
+        shard_sum = None if unit.reduce_scatter is None else unit.reduce_scatter.take()
+        assert shard_sum is None or len(buffers) == 1, "a reduce-scatter under way fills the whole buffer"
+        content = [[unit.parameters[parameter] for parameter in parameters] for parameters, _ in buffers]
+        self._comparison.note(unit.index, self._num_submitted, content)
+        self._num_submitted += 1
+        for number, (parameters, buffer) in enumerate(buffers, unit.first_number):
+            # Divided before the sum, as DDP does, so that 16-bit sums do not overflow.
+            if shard_sum is None:
+                buffer.div_(self._num_groups)
+            key = self._key_of(unit, buffer)
+            gradient_sum = self._communicator.submit(number, buffer, [key], [] if shard_sum is None else [shard_sum])
+            self._comparison.add_sum(gradient_sum)
+            self.updates.add_sum(parameters, ComparedSum(gradient_sum, self._comparison))
+
+    def _key_of(self, unit: Unit, buffer: Tensor) -> Tensor:
+        place = (unit.name, buffer.numel())
+        if place not in self._keys:
+            self._keys[place] = torch.empty_like(buffer, device="meta")
+        return self._keys[place]
+
+    def residuals(self) -> Residuals:
+        """Return what compression has left out of this rank's shards so far: unit -> size of its buffer -> (numel,)."""
+        found: Residuals = {}
+        if self.compressed is not None:
+            for (name, numel), key in self._keys.items():
+                residual = self.compressed.residual_to_sum(self.compressed.parameters(key))
+                if residual is not None:
+                    found.setdefault(name, {})[numel] = residual
+        return found
+
+    def load_residuals(self, residuals: Residuals) -> None:
+        """Continue with these, in place of the present ones. Call it while nothing is pending."""
+        assert self.compressed is not None
+        self.compressed.clear()
+        for name, buffers in residuals.items():
+            for numel, residual in buffers.items():
+                key = self._keys.setdefault((name, numel), residual.to("meta"))
+                self.compressed.load_residual(self.compressed.parameters(key), residual.clone())
+
+    @property
+    def unit_names(self) -> list[str]:
+        """Names of the units, in the order of the forward."""
+        return self._names
+
+    def close(self) -> None:
+        """Give up what is pending, leave FSDP2 as it was, and stop the communicator."""
+        self.updates.close()
+        self.stop_prefetch()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        self._communicator.close()
+        if self._last_comparison is None or self._last_comparison.has_arrived:
+            dist.destroy_process_group(self._all_ranks)
+
+
+@torch.compiler.disable
+def _call_for(
+    own: Callable[[], nn.Module | None], act: Callable[[FSDPModule], None], part: nn.Module, _: object
+) -> None:
+    """Call ``act`` before a forward of a unit, not of a copy of it, that a backward may follow."""
+    if own() is part and torch.is_grad_enabled() and not is_in_backward():  # in backward it is recomputed
+        assert isinstance(part, FSDPModule)
+        act(part)
+
+
+def buffers_of(parameters: list[Tensor]) -> list[tuple[list[Tensor], Tensor]]:
+    """Return flat buffers that hold the gradients' local parts, each with its parameters.
+
+    FSDP2 puts the shards of a unit into one buffer, with padding between them, and a gradient stays a view of it while
+    others are added. One that somebody has replaced is a buffer of its own.
+    """
+    by_storage: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for parameter in parameters:
+        assert parameter.grad is not None
+        part = local_part(parameter.grad)
+        by_storage.setdefault(part.untyped_storage().data_ptr(), []).append((parameter, part))
+    buffers = []
+    for members in by_storage.values():
+        begin = min(part.storage_offset() for _, part in members)
+        end = max(part.storage_offset() + part.numel() for _, part in members)
+        assert all(part.is_contiguous() for _, part in members)
+        first = members[0][1]
+        buffers.append(([parameter for parameter, _ in members], first.as_strided((end - begin,), (1,), begin)))
+    return buffers

@@ -1,0 +1,271 @@
+"""Which modules FSDP2 shards as units, and what all ranks must have in common before it does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.optim import Optimizer
+
+from lightning_dp._lightning import LightningModule
+from lightning_dp._private.torch_names import has_gradient_hooks, has_tensor_hooks, local_part, without_torch_function
+
+Wrap = Sequence[type[nn.Module]] | Callable[[nn.Module], bool]
+
+# Of `wrap=None`. A unit is what is gathered at once, reduced at once and updated at once: about as many as layered
+# SGD's buckets are enough to fill the time of forward and backward.
+NUM_UNITS = 16
+# A unit this much smaller than the average one is left to its parent: each costs a message and a gather.
+SMALLEST_PART = 8
+
+# These use parameters of their parts without a call of the part's forward, so nothing would gather them.
+_WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def shard(
+    module: LightningModule,
+    mesh: DeviceMesh,
+    wrap: Wrap | None,
+    reshard_after_forward: bool,
+    precision: MixedPrecisionPolicy,
+) -> None:
+    """Shard ``module`` over ``mesh``. All ranks call it, with equal parameters.
+
+    Args:
+        module: changed in place: its parameters become DTensors.
+        mesh: of one dimension: the ranks of a group.
+        wrap: the units: classes, a function that says whether a module is one, or None: by size.
+        reshard_after_forward: free the gathered parameters after forward, and gather them again in backward.
+        precision: of the gathered parameters and of the sums.
+
+    Raises:
+        ValueError: ``wrap`` finds no module, or one whose parameters no ``forward`` of its own can gather; sums in
+            another dtype than the parameters'; a parameter has a hook.
+    """
+    check_hooks(module)
+    sum_dtype = precision.reduce_dtype or precision.param_dtype
+    for name, parameter in module.named_parameters():
+        if sum_dtype not in (None, parameter.dtype) and parameter.requires_grad:
+            raise ValueError(
+                f"mixed_precision={precision} sums in {sum_dtype}, and {name} is {parameter.dtype}: sums arrive in the "
+                f"memory of the gradients; give MixedPrecisionPolicy reduce_dtype={parameter.dtype}, and the strategy "
+                'compression="bf16" for 16 bits between groups'
+            )
+    units = list(_units(module, wrap))
+    for parameter in module.parameters():
+        parameter.data = parameter.data.contiguous()  # FSDP2 takes no channels_last weights; inputs may be
+    for _, unit in reversed(units):  # inner ones first: what a unit has inside of another one is its own
+        if any(True for _ in unit.parameters()):
+            fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
+    # What is left are few parameters. A training step uses them throughout, and ends with backward, which frees them. A
+    # part of a module that steps by itself may run without backward, and must not keep what it has gathered.
+    frees = reshard_after_forward and not module.automatic_optimization
+    for root in _roots(module):
+        if not isinstance(root, FSDPModule):
+            fully_shard(root, mesh=mesh, mp_policy=precision, reshard_after_forward=frees)
+    if isinstance(module, FSDPModule):
+        for step in STEPS:
+            register_fsdp_forward_method(module, step)
+
+
+def check_hooks(module: nn.Module) -> None:
+    """Raise ValueError for a parameter with a hook on its gradient.
+
+    FSDP2 never calls those of `Tensor.register_hook`, and drops all of a parameter that it shards.
+    """
+    with without_torch_function():  # this is no use of a parameter
+        for name, parameter in module.named_parameters():
+            is_sharded = isinstance(parameter, DTensor)
+            if has_gradient_hooks(parameter) if is_sharded else has_tensor_hooks(parameter):
+                raise ValueError(
+                    f"{name} has a hook on its gradient, which FSDP2 never calls; change gradients in "
+                    "on_after_backward instead"
+                )
+
+
+def _roots(module: LightningModule) -> Iterator[nn.Module]:
+    """Yield the modules whose forward begins and ends a pass of FSDP2.
+
+    That is the step of ``module``. One that steps its optimizers itself runs backward, and the next forward, within its
+    step, so there each of its parts begins and ends its own.
+    """
+    if module.automatic_optimization:
+        yield module
+    else:
+        yield from _outermost_with_forward(module, "")
+
+
+def _outermost_with_forward(module: nn.Module, name: str) -> Iterator[nn.Module]:
+    for own_name, _ in module.named_parameters(prefix=name, recurse=False):
+        raise ValueError(
+            f"{own_name} belongs to a {type(module).__name__} that has no forward which runs within its training_step, "
+            "and that steps its optimizers itself, so nothing tells when to gather it; put it into a module with a "
+            "forward"
+        )
+    for child_name, child in module.named_children():
+        if has_own_forward(child):
+            yield child
+        else:
+            yield from _outermost_with_forward(child, f"{name}.{child_name}" if name else child_name)
+
+
+def sharded_units(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return name and module of each unit, in the order of the module's parts: about that of the forward."""
+    parts = [(name or type(module).__name__, part) for name, part in module.named_modules()]
+    return [(name, part) for name, part in parts if _is_unit(part) and own_parameters(part)]
+
+
+def _is_unit(part: nn.Module) -> bool:
+    return isinstance(part, FSDPModule)
+
+
+def own_parameters(unit: nn.Module) -> list[Tensor]:
+    """Return the parameters that FSDP2 gathers and reduces with ``unit``: those that no unit inside of it has."""
+    inner = [part for part in unit.modules() if part is not unit and _is_unit(part)]
+    others = {parameter for part in inner for parameter in part.parameters()}
+    return [parameter for parameter in unit.parameters() if parameter not in others]
+
+
+def padded_numel(parameter: Tensor) -> int:
+    """Return the number of elements that a shard of ``parameter`` takes in a buffer of FSDP2: the same on all ranks."""
+    assert isinstance(parameter, DTensor)
+    (placement,) = parameter.placements
+    assert isinstance(placement, Shard)
+    rows = parameter.shape[placement.dim]
+    num_ranks = parameter.device_mesh.size()
+    return 0 if rows == 0 else -(-rows // num_ranks) * (parameter.numel() // rows)
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Return whether ``module`` can be called: a list or dictionary of modules cannot."""
+    return getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Give memory and first values to the parts that ``configure_model`` has made on the meta device.
+
+    Raises:
+        TypeError: a part has no ``reset_parameters``.
+    """
+    for name, part in module.named_modules():
+        if any(tensor.is_meta for tensor in [*part.parameters(recurse=False), *part.buffers(recurse=False)]):
+            reset = getattr(part, "reset_parameters", None)
+            if reset is None:
+                raise TypeError(
+                    f"{name or 'the module'}, a {type(part).__name__}, is on the meta device and has no "
+                    "reset_parameters to give it values; add one, or do not make it on the meta device"
+                )
+            part.to_empty(device=device, recurse=False)
+            reset()
+
+
+def _units(module: nn.Module, wrap: Wrap | None) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the units but the roots, outer ones first."""
+    shared = _shared(module)
+    if wrap is None:
+        yield from _by_size(module, "", _numel(module.parameters()) / NUM_UNITS, shared)
+        return
+    classes = tuple(wrap) if isinstance(wrap, Sequence) else ()
+    wholes = [part for part in module.modules() if isinstance(part, _WHOLE)]
+    inside = {part for whole in wholes for part in whole.modules() if part is not whole}
+    found = [
+        (name, part)
+        for name, part in module.named_modules()
+        if name and part not in inside and (isinstance(part, classes) if isinstance(wrap, Sequence) else wrap(part))
+    ]
+    if not found:
+        raise ValueError(
+            f"wrap={wrap!r} finds no part of {type(module).__name__}; give classes of its parts, a function that is "
+            "true for some of them, or None: by size"
+        )
+    for name, part in found:
+        if not has_own_forward(part):
+            raise ValueError(
+                f"wrap={wrap!r} finds {name!r}, a {type(part).__name__}, which has no forward that could gather its "
+                "parameters; give its parts"
+            )
+        if shared.intersection(part.parameters()):
+            raise ValueError(
+                f"wrap={wrap!r} finds {name!r}, which shares a parameter with another part; give a part that "
+                "contains both"
+            )
+    yield from found
+
+
+def _by_size(module: nn.Module, name: str, target: float, shared: set[Tensor]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the largest parts of ``module`` that have at most ``target`` elements, and single layers that have more."""
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        parameters = list(child.parameters())
+        numel = _numel(parameters)
+        # What a function of torch makes (parametrizations), or a loss keeps, is used by its parent: without a forward
+        # of its own a part cannot be gathered.
+        if has_own_forward(child) and not shared.intersection(parameters):
+            if numel <= target:
+                if numel >= target / SMALLEST_PART:
+                    yield path, child
+                continue
+            if isinstance(child, _WHOLE) or not any(True for _ in child.children()):
+                yield path, child
+                continue
+        yield from _by_size(child, path, target, shared)
+
+
+def _shared(module: nn.Module) -> set[Tensor]:
+    """Return the parameters that several parts have. FSDP2 needs all uses of a parameter in one unit."""
+    count = Counter(p for part in module.modules() for p in part.parameters(recurse=False))
+    return {parameter for parameter, places in count.items() if places > 1}
+
+
+def _numel(parameters: Iterable[Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def broadcast_from_rank_0(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Give all ranks of ``group`` the values that its first rank has. FSDP2 does not, unlike DDP.
+
+    Ranks that were seeded in different ways would train a model whose shards do not belong together.
+    """
+    with torch.no_grad():
+        for tensor in tensors:
+            local = local_part(tensor)
+            if local.numel() and local.device.type != "meta":
+                whole = local.contiguous()
+                dist.broadcast(whole, group=group, group_src=0)
+                if whole is not local:
+                    local.copy_(whole)
+
+
+# --- Whole values of a checkpoint, as any strategy writes it.
+
+
+def shard_like(parameter: Tensor | None, value: Any) -> Any:
+    """Return the part of ``value`` that this rank has of ``parameter``; other values as they are. Nothing is sent."""
+    if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape:
+        value = value.to(parameter.device)
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return value
+
+
+def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load a whole state into an optimizer of sharded parameters.
+
+    A state names its parameters by numbers; their order in the groups says which they are.
+    """
+    saved = [number for group in state["param_groups"] for number in group["params"]]
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    of_number = dict(zip(saved, own, strict=False))  # `load_state_dict` says what is wrong with other numbers
+    sharded = {
+        number: {key: shard_like(of_number.get(number), value) for key, value in values.items()}
+        for number, values in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": sharded})

@@ -1,0 +1,384 @@
+"""Layered FSDP: FSDP2 inside groups of ranks, layered SGD between them. Lightning's hooks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dp._lightning import ModelParallelStrategy, OwnTrainerOnly
+from lightning_dp._private.lightning_names import DEFAULT_TIMEOUT, give_device_mesh, strategy_timeout
+from lightning_dp.collectives.compression.layout import ParameterTable
+from lightning_dp.collectives.compression.options import Compression, PowerSGD, has_error_feedback
+from lightning_dp.collectives.groups import RankTopology, create_groups, destroy_group, resolve_group
+from lightning_dp.strategies import complete_files
+from lightning_dp.strategies.layered_fsdp.reduction import Residuals, ShardReduction
+from lightning_dp.strategies.layered_fsdp.sharding import (
+    Wrap,
+    broadcast_from_rank_0,
+    check_hooks,
+    load_optimizer,
+    materialize,
+    own_parameters,
+    shard,
+    shard_like,
+    sharded_units,
+)
+from lightning_dp.strategies.layered_sgd.hooks import PostponedUpdates
+from lightning_dp.strategies.layered_sgd.options import CommunicatorOptions, check_layers, check_optimizers
+
+log = logging.getLogger(__name__)
+
+# They copy the module before it is sharded, and then mix whole parameters with shards.
+_AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
+
+RESIDUALS = "layered_fsdp_residuals"
+"""In a checkpoint: what compression has left out, of each rank."""
+
+REPLICATE, SHARD = "replicate", "data_parallel"
+"""Dimensions of `LayeredFSDPStrategy.device_mesh`: between groups, and inside a group."""
+
+
+def make_mesh(topology: RankTopology, rank: int, device_type: str, timeout: timedelta) -> DeviceMesh:
+    """Return the mesh with the dimensions `REPLICATE` and `SHARD`. All ranks call it.
+
+    `init_device_mesh` would give the groups of a dimension PyTorch's own timeout, half an hour.
+    """
+    ranks = torch.arange(topology.world_size).view(topology.num_groups, topology.group_size)
+    key = (topology, timeout)
+    of_job = _groups.setdefault(resolve_group(None), {})
+    if key not in of_job:
+        of_job[key] = [create_groups(partition.tolist(), rank, timeout) for partition in (ranks.T, ranks)]
+    return DeviceMesh.from_group(of_job[key], device_type, ranks, mesh_dim_names=(REPLICATE, SHARD))
+
+
+# By default group. They live as long as it: sharded parameters use them after a fit, and each fit has the same ones.
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[RankTopology, timedelta], list[Any]]] = WeakKeyDictionary()
+
+
+class LayeredFSDPStrategy(PostponedUpdates, OwnTrainerOnly, ModelParallelStrategy):
+    """Parameters sharded inside groups of ranks by FSDP2; the all-reduce between groups is hidden, as in layered SGD.
+
+    The parameters are those of HSDP (``fully_shard`` with a mesh of two dimensions) and of DDP, up to rounding in
+    another order of summation. HSDP waits for the all-reduce between groups within the step. Here it starts when FSDP2
+    has reduce-scattered a unit, and the unit is updated just before its parameters are gathered in the next forward. A
+    use of a parameter before that applies its pending update first. See arXiv 1906.05936, Algorithm 3, and
+    ``docs/methods/layered_fsdp.md``.
+
+    Args:
+        group_size: number of ranks in a group, over which parameters, gradients and optimizer states are sharded.
+            Groups are consecutive ranks; must divide the world size. None: the ranks of one node. With a single group
+            there is nothing to hide, and this is FSDP2.
+        overlap: ``"load"``: the all-reduce between groups starts after backward and is hidden behind the loading of the
+            next batch. ``"step"``: it starts in backward, and each unit is updated just before its next use.
+        all_reduce: the algorithm between groups: ``"native"``, the backend's, or ``"ring"``, this package's.
+        communicator_device: where shards are summed between groups; as in `LayeredSGDStrategy`.
+        compression: of the stage between groups: None, exact; ``"bf16"`` or ``"fp16"``, rounded to 16 bits; ``"int8"``
+            with error feedback, which is in checkpoints for as many groups of as many ranks.
+        wrap: the units that are gathered, reduced and updated at once: classes of modules, a function that says whether
+            a module is one, or None: parts of about a sixteenth of the model. A module whose ``configure_model`` calls
+            ``fully_shard`` with ``self.device_mesh["data_parallel"]`` has its own.
+        reshard_after_forward: free gathered parameters after forward, and gather them again in backward.
+        mixed_precision: FSDP2's policy. None: parameters are gathered as they are, and the Trainer's precision decides
+            what operations compute in.
+        save_distributed_checkpoint: write a folder with a file of each rank, by ``torch.distributed.checkpoint``.
+            False: one file with whole parameters, which any strategy can load.
+        process_group_backend, timeout: as in ``ModelParallelStrategy``.
+
+    Raises:
+        ValueError: a value is not one of those above, two do not go together, or the world size is not a multiple of
+            ``group_size``.
+    """
+
+    @property
+    def num_parameter_shards(self) -> int:
+        """For callbacks: rank ``r`` has the shards of the parameters that rank ``r + num_parameter_shards`` has."""
+        return self.topology.group_size
+
+    frees_gathered_parameters = True
+    """For callbacks: a parameter's values are there only while the module that owns it runs forward or backward."""
+
+    def __init__(
+        self,
+        group_size: int | None = None,
+        overlap: Literal["load", "step"] = "step",
+        all_reduce: Literal["native", "ring"] = "native",
+        communicator_device: Literal["auto", "cpu", "gpu"] = "auto",
+        compression: Compression | None = None,
+        wrap: Wrap | None = None,
+        reshard_after_forward: bool = True,
+        mixed_precision: MixedPrecisionPolicy | None = None,
+        save_distributed_checkpoint: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+    ) -> None:
+        if isinstance(compression, PowerSGD):
+            raise ValueError(
+                f"compression={compression!r} approximates whole parameters, and each rank has a shard of them; use "
+                "'int8', 'bf16' or 'fp16'"
+            )
+        self._options = CommunicatorOptions("sharded", overlap, all_reduce, communicator_device, compression)
+        self._mixed_precision = mixed_precision or MixedPrecisionPolicy()
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._group_size = group_size
+        self._saves_shards = save_distributed_checkpoint
+        self._wrap = wrap
+        self._reshard_after_forward = reshard_after_forward
+        self._reduction: ShardReduction | None = None
+        self._units: list[FSDPModule] = []
+        self._last_residuals: Residuals = {}  # of the fit that has ended, for a checkpoint that is written after it
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._check_job()
+        super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        # Lightning's own mesh knows nodes only. It is not used, and each fit would make new groups.
+        for name in self.device_mesh.mesh_dim_names or ():
+            group = self.device_mesh[name].get_group()
+            if group is not dist.group.WORLD:
+                destroy_group(group)
+        mesh = make_mesh(self.topology, self.global_rank, self.root_device.type, strategy_timeout(self))
+        give_device_mesh(self, mesh)
+        give_device_mesh(self.lightning_module, mesh)
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        module = self.lightning_module
+        assert module is not None
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        is_fitting = trainer.state.fn == "fit"
+        if is_fitting:
+            self._check_callbacks(trainer)
+            check_layers(module, type(self).__name__)
+        if not any(isinstance(part, FSDPModule) for part in module.modules()):
+            self.model = self.precision_plugin.convert_module(module)
+            self.model_to_device()
+            broadcast_from_rank_0([*module.parameters(), *module.buffers()])
+            shard(module, self._mesh(SHARD), self._wrap, self._reshard_after_forward, self._mixed_precision)
+        materialize(module, self.root_device)
+        units = sharded_units(module)
+        self._units = [unit for _, unit in units if isinstance(unit, FSDPModule)]
+        self._require_all_sharded(module, units)
+        self.model_to_device()
+        broadcast_from_rank_0([*module.parameters(), *module.buffers()], self._mesh(REPLICATE).get_group())
+        self.barrier()
+        if is_fitting:
+            self.setup_optimizers(trainer)
+            check_optimizers(self.optimizers, type(self).__name__)
+        self.setup_precision_plugin()
+        if is_fitting and self.topology.num_groups > 1:
+            self._start(trainer)
+
+    def _check_callbacks(self, trainer: Any) -> None:
+        for callback in trainer.callbacks:
+            if any(kind.__name__ in _AVERAGING for kind in type(callback).__mro__):
+                raise ValueError(
+                    f"{type(callback).__name__} copies the module before it is sharded, and cannot average shards into "
+                    f"that; under {type(self).__name__} keep an average of each parameter in a callback of your own, "
+                    "made in on_train_start"
+                )
+
+    def _mesh(self, name: str) -> DeviceMesh:
+        return self.device_mesh[name]
+
+    def _require_all_sharded(self, module: nn.Module, units: list[tuple[str, nn.Module]]) -> None:
+        for name, parameter in module.named_parameters():
+            if getattr(parameter, "device_mesh", None) != self._mesh(SHARD):
+                raise ValueError(
+                    f"{name} is not sharded over the ranks of its group: configure_model must call fully_shard with "
+                    f'mesh=self.device_mesh["{SHARD}"] for every part that has parameters'
+                )
+        sizes = ", ".join(f"{name} {sum(p.numel() for p in own_parameters(unit)):,}" for name, unit in units)
+        if self.is_global_zero:
+            log.info(f"{type(self).__name__}: {len(units)} units with their numbers of elements: {sizes}")
+
+    def _start(self, trainer: Any) -> None:
+        name = type(self).__name__
+        module = self.lightning_module
+        assert module is not None
+        table = ParameterTable()
+        communicator = self._options.make_communicator(
+            self.topology, self.global_rank, self.root_device, self.process_group_backend,
+            strategy_timeout(self), self._report_stage, module, False, name, table,
+        )  # fmt: skip
+        self._reduction = ShardReduction(
+            communicator, self.topology.num_groups, module, sharded_units(module), strategy_timeout(self)
+        )
+        if self.root_device.type == "cpu" and self.topology.group_size > 1:
+            self._reduction.overlap_intra_group()
+        self._postpone(self._reduction, trainer, of_shards=True)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        if self._reduction is None:
+            yield
+            return
+        with self._reduction.accumulating():
+            yield
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        check_hooks(self.lightning_module)
+        self._free_gathered()  # somebody may have run a part, and changed its parameters since
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._then_free(super().validation_step(*args, **kwargs))
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._then_free(super().test_step(*args, **kwargs))
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._then_free(super().predict_step(*args, **kwargs))
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        return self._then_free(super().optimizer_step(optimizer, closure, model, **kwargs))
+
+    def _then_free(self, output: Any) -> Any:
+        self._free_gathered()
+        return output
+
+    def _free_gathered(self) -> None:
+        """Free what was gathered and not freed: by forward passes without a backward.
+
+        The module would show it to callbacks in place of the sharded parameters, and use it when those have changed.
+        """
+        if self._reduction is not None:
+            self._reduction.stop_prefetch()
+        for unit in self._units:
+            unit.reshard()
+
+    def _share_buffers(self) -> None:
+        """Give all ranks rank 0's buffers, as DDP does: running statistics of batch norm, and others."""
+        assert self.lightning_module is not None
+        broadcast_from_rank_0(self.lightning_module.buffers())
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._share_buffers()
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._share_buffers()
+        self._last_residuals = {} if self._reduction is None else self._reduction.residuals()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self.finish_update()
+        if optimizer.state:
+            return super().optimizer_state(optimizer)
+        if not self._saves_shards:
+            return optimizer.state_dict() if self.is_global_zero else {}
+        # PyTorch steps an optimizer that has no state yet, to see what it will have: Adam would count that step.
+        state = super().optimizer_state(optimizer)
+        optimizer.state.clear()
+        return state
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        self._bring_up_to_date()
+        assert self.lightning_module is not None
+        if has_error_feedback(self._options.compression) and "optimizer_states" in checkpoint:
+            if self.lightning_module.trainer.interrupted:
+                self._warn_of_dropped("the checkpoint is written after an exception: other ranks may be gone")
+            else:
+                self._add_residuals(checkpoint)
+        path = Path(self.broadcast(filepath))
+        is_plain = complete_files.is_plain_file(self.checkpoint_io, filepath) and storage_options is None
+        if self._saves_shards or path.is_dir() or not is_plain:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif self.is_global_zero:
+            complete_files.write_file(checkpoint, path)
+
+    def _add_residuals(self, checkpoint: dict[str, Any]) -> None:
+        """Add what compression has left out, of each rank. All ranks call it; a file that is resumed needs all."""
+        own = self._last_residuals if self._reduction is None else self._reduction.residuals()
+        group = dist.new_group(backend="gloo")
+        ranks: list[Residuals] | None = [{}] * self.world_size if self.is_global_zero else None
+        dist.gather_object(own, ranks, group=group)
+        dist.destroy_process_group(group)
+        if ranks is not None and any(ranks):
+            checkpoint[RESIDUALS] = {"group_size": self.topology.group_size, "ranks": ranks}
+
+    def _restore_residuals(self, checkpoint: dict[str, Any]) -> None:
+        """Continue with what the checkpoint says compression has left out; with nothing if it does not."""
+        saved = checkpoint.pop(RESIDUALS, None)
+        if "lr_schedulers" not in checkpoint:  # weights only; a folder has its optimizer states elsewhere
+            return
+        own: Residuals = {}
+        if saved is not None:
+            is_same_job = [saved["group_size"], len(saved["ranks"])] == [self.topology.group_size, self.world_size]
+            own = saved["ranks"][self.global_rank] if is_same_job else {}
+            if self._reduction is None or self._reduction.compressed is None:
+                self._warn_of_dropped("the checkpoint was written with error feedback")
+            elif not is_same_job or not own.keys() <= set(self._reduction.unit_names):
+                self._warn_of_dropped("the checkpoint was written with other groups or other units")
+                own = {}
+        if self._reduction is not None and self._reduction.compressed is not None:
+            self._reduction.load_residuals(own)
+
+    def _warn_of_dropped(self, reason: str) -> None:
+        log.warning(
+            f"{type(self).__name__}(compression={self._options.compression!r}): {reason}; if training continues from "
+            "it, what the last compressed step left out of its gradient is dropped"
+        )
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self._bring_up_to_date()
+        path = Path(self.broadcast(checkpoint_path))
+        with complete_files.naming_checkpoint(path):
+            if path.is_dir():
+                checkpoint = super().load_checkpoint(path, weights_only)
+                self._restore_residuals(checkpoint)
+                return checkpoint
+            # Not Lightning's way, which takes the optimizer's numbers of parameters for the module's.
+            checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        for optimizer, state in zip(self.optimizers, checkpoint.get("optimizer_states", ()), strict=False):
+            load_optimizer(optimizer, state)
+        self._restore_residuals(checkpoint)
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        # `on_load_checkpoint` may have changed it. A folder's is loaded already, by `load_checkpoint`.
+        if "state_dict" in checkpoint:
+            module = self.lightning_module
+            assert module is not None
+            own = dict(module.named_parameters())
+            values = {name: shard_like(own.get(name), value) for name, value in checkpoint["state_dict"].items()}
+            module.load_state_dict(values, strict=strict)

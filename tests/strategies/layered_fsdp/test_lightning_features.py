@@ -1,0 +1,444 @@
+"""What users do with Lightning ends as with DDP, whether units are given or found by size."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+from pytorch_lightning import Callback
+from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from pytorch_lightning.strategies import DDPStrategy
+from torch import nn
+
+from lightning_dp import LayeredFSDPStrategy, LayeredSGDStrategy, Memonger, RanksAgree
+from lightning_dp._private.torch_names import group_timeout, local_part, without_torch_function
+from lightning_dp.strategies import PowerSGD
+from lightning_dp.strategies.layered_fsdp.reduction import ShardReduction
+from lightning_dp.strategies.layered_sgd import parameter_watch
+from tests.ranks import RankError, run_cases, run_processes
+from tests.strategies.layered_fsdp.modules import fit, layered, snapshot, whole
+from tests.strategies.layered_fsdp.user_cases import CASES, Manual, Tied, options_of
+from tests.strategies.modules import Net, assert_same, trainer
+
+LAYERS = [nn.Linear, nn.Conv1d]
+
+
+def shares_a_parameter(case):
+    return isinstance(CASES[case][0](), Tied)
+
+
+def compare_with_ddp(rank, case, wraps=(LAYERS, None)):
+    make, _ = CASES[case]
+    # DDP does not reduce what becomes trainable; this package's layered SGD does.
+    reference = LayeredSGDStrategy(1) if case == "unfreeze" else DDPStrategy(find_unused_parameters=True)
+    expected = snapshot(*fit(reference, 4, make(), **options_of(case)))
+    if case in ("normalized", "channels last") and rank:  # each rank of DDP ends with running statistics of its own
+        expected = {name: value for name, value in expected.items() if "running" not in name}
+    for wrap in wraps:
+        if wrap is None or not shares_a_parameter(case):
+            actual = snapshot(*fit(layered(2, wrap=wrap), 4, make(), **options_of(case)))
+            assert_same({name: value for name, value in actual.items() if name in expected}, expected)
+
+
+def compare_one_wrap_with_ddp(rank, case):
+    """Every second case with units by size, and what shares a parameter."""
+    by_size = shares_a_parameter(case) or list(CASES).index(case) % 2
+    compare_with_ddp(rank, case, [None if by_size else LAYERS])
+
+
+def test_equals_ddp():
+    run_cases(4, compare_one_wrap_with_ddp, CASES)
+
+
+@pytest.mark.slow
+def test_equals_ddp_with_units_given_and_by_size():
+    run_cases(4, compare_with_ddp, CASES)
+
+
+class Uses(Callback):
+    """Counts the parameters that wait for their update when a batch has ended, and when the next step ends."""
+
+    def __init__(self):
+        self.after_step: list[int] = []
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        self.after_step.append(len(trainer.strategy._reduction.updates.parameters()))
+
+
+def see_that_updates_wait(rank):
+    uses = Uses()
+    fit(layered(), 4, Net(), callbacks=[uses])
+    assert all(number == 6 for number in uses.after_step), uses.after_step  # all but the frozen layer's
+    uses = Uses()
+    fit(layered(), 4, Net(), callbacks=[uses], gradient_clip_val=1.0)
+    assert not any(uses.after_step), uses.after_step
+
+
+def test_updates_wait_for_the_next_forward_but_not_with_clipping_by_the_norm():
+    run_processes(4, see_that_updates_wait)
+
+
+def read_without_the_watch(rank):
+    parameter_watch.LOCAL_PART = "nothing"
+    compare_with_ddp(rank, "dictionary")
+
+
+def test_differs_if_the_watch_does_not_see_that_a_unit_is_gathered():
+    with pytest.raises(RankError, match="weight"):
+        run_processes(4, read_without_the_watch)
+
+
+class UnshardEarly(Callback):
+    """Gathers a unit by hand between two steps."""
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        if hasattr(pl_module.first, "unshard"):
+            pl_module.first.unshard()
+            weight = pl_module.first.weight.detach().clone()
+            pl_module.first.reshard()
+        else:
+            weight = pl_module.first.weight.detach().clone()
+        pl_module.register_buffer("seen", getattr(pl_module, "seen", torch.zeros(())) + weight)
+
+
+def gather_by_hand(rank):
+    expected = snapshot(*fit(DDPStrategy(), 4, Net(), callbacks=[UnshardEarly()]))
+    assert_same(snapshot(*fit(layered(), 4, Net(), callbacks=[UnshardEarly()])), expected)
+
+
+def test_a_unit_that_the_user_gathers_is_up_to_date():
+    run_processes(4, gather_by_hand)
+
+
+def save_and_resume(rank, folder):
+    """Six steps at once, and three and three with a checkpoint in between, in each direction."""
+    torch.set_num_threads(1)
+    net = {"optimizer": "adamw"}
+    strategies = {
+        "ddp": DDPStrategy,
+        "layered_sgd": lambda: LayeredSGDStrategy(2),
+        "layered_fsdp": layered,
+        "of four": lambda: layered(1),
+        "shards": lambda: layered(save_distributed_checkpoint=True),
+    }
+    module, t = fit(DDPStrategy(), 4, Net(**net), steps=4, max_epochs=2)
+    expected = snapshot(module, t)
+    for before, after in (
+        ("layered_fsdp", "ddp"),
+        ("ddp", "layered_fsdp"),
+        ("layered_fsdp", "layered_sgd"),
+        ("layered_sgd", "of four"),
+        ("of four", "layered_fsdp"),
+        ("shards", "shards"),
+    ):
+        path = f"{folder}/{before}-{after}.ckpt".replace(" ", "_")
+        _, t = fit(strategies[before](), 4, Net(**net), steps=4, max_epochs=1)
+        t.save_checkpoint(path)
+        module, t = fit(strategies[after](), 4, Net(**net), steps=4, max_epochs=2, ckpt_path=path)
+        assert_same(snapshot(module, t), expected)
+
+
+def test_checkpoints_go_from_and_to_other_strategies(tmp_path):
+    run_processes(4, save_and_resume, str(tmp_path))
+
+
+def resume_on_two(rank, path):
+    _, t = fit(layered(1), 2, Net("adamw"), max_epochs=2, ckpt_path=path)
+    assert t.global_step > 4
+
+
+def save_on_four(rank, path):
+    _, t = fit(layered(), 4, Net("adamw"), max_epochs=1)
+    t.save_checkpoint(path)
+
+
+def test_checkpoints_are_resumed_on_another_number_of_ranks(tmp_path):
+    path = str(tmp_path / "four.ckpt")
+    run_processes(4, save_on_four, path)
+    saved = torch.load(path, weights_only=True)
+    assert saved["state_dict"]["first.weight"].shape == (8, 6)
+    run_processes(2, resume_on_two, path)
+
+
+def compress(rank):
+    exact = snapshot(*fit(layered(), 4))
+    for compression, tolerance in (("bf16", 2e-3), ("fp16", 2e-4), ("int8", 2e-2)):
+        module, t = fit(layered(compression=compression), 4)
+        actual = snapshot(module, t)
+        for name, value in exact.items():
+            torch.testing.assert_close(actual[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        assert any(not torch.equal(actual[name], exact[name]) for name in exact)
+
+
+def test_compression_stays_close():
+    run_processes(4, compress)
+
+
+def resume_compressed(rank, folder):
+    """Eight steps at once, and four and four with a checkpoint of each kind in between."""
+    for is_folder in (False, True):
+        options = {"compression": "int8", "save_distributed_checkpoint": is_folder}
+        expected = snapshot(*fit(layered(**options), 4, Net("adamw"), max_epochs=2))
+        path = f"{folder}/{is_folder}.ckpt"
+        _, t = fit(layered(**options), 4, Net("adamw"), max_epochs=1)
+        t.save_checkpoint(path)
+        module, t = fit(layered(**options), 4, Net("adamw"), max_epochs=2, ckpt_path=path)
+        actual = snapshot(module, t)
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_what_compression_has_left_out_is_in_checkpoints(tmp_path):
+    run_processes(4, resume_compressed, str(tmp_path))
+
+
+def resume_without_residuals(rank, folder):
+    ShardReduction.load_residuals = lambda self, residuals: None
+    resume_compressed(rank, folder)
+
+
+def test_training_differs_if_what_was_left_out_is_dropped(tmp_path):
+    with pytest.raises(RankError, match="weight"):
+        run_processes(4, resume_without_residuals, str(tmp_path))
+
+
+class Changes(Callback):
+    """Changes a parameter on one rank."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_rank == 3 and batch_idx == 1:
+            with torch.no_grad():
+                pl_module.last.weight.to_local().add_(1.0)
+
+
+def compare_ranks(rank):
+    fit(layered(), 4, callbacks=[RanksAgree(1)])
+    with pytest.raises(RuntimeError, match=r"after step 2: 'last.weight' differs on rank (1|3) from the other ranks"):
+        fit(layered(), 4, callbacks=[Changes(), RanksAgree(1)])
+    fit(layered(4), 4, callbacks=[RanksAgree(1)])  # nothing to compare
+
+
+def test_ranks_with_the_same_shards_are_compared():
+    run_processes(4, compare_ranks)
+
+
+class Even(Net):
+    """All sizes are multiples of the group's, so that no shard is padded."""
+
+    def __init__(self):
+        super().__init__("adamw")
+        self.last = nn.Linear(8, 4).double()
+
+
+class Bytes(Callback):
+    """Counts the bytes of parameters, gradients and optimizer states after a step; a storage once."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        parameters = [p for p in pl_module.parameters() if p.requires_grad]
+        (optimizer,) = trainer.optimizers
+        with without_torch_function():  # a reader gets a copy of a gradient that lies in a bucket
+            gradients = [p.grad for p in parameters]
+        kinds = {
+            "parameters": parameters,
+            "gradients": gradients,
+            "states": [v for p in parameters for k, v in optimizer.state[p].items() if k != "step"],
+        }
+        self.found = {
+            kind: sum({s.data_ptr(): s.nbytes() for s in (local_part(t).untyped_storage() for t in tensors)}.values())
+            for kind, tensors in kinds.items()
+        }
+
+
+def count_bytes(rank):
+    whole, shards = Bytes(), Bytes()
+    fit(LayeredSGDStrategy(2), 4, Even(), callbacks=[whole])
+    fit(layered(2), 4, Even(), callbacks=[shards])
+    numel = sum(p.numel() for p in Even().parameters() if p.requires_grad)
+    assert whole.found == {"parameters": 8 * numel, "gradients": 8 * numel, "states": 16 * numel}, whole.found
+    assert shards.found == {kind: size // 2 for kind, size in whole.found.items()}, shards.found
+
+
+def test_memory_is_that_of_layered_sgd_over_the_ranks_of_a_group():
+    run_processes(4, count_bytes)
+
+
+def train_in_bfloat16(rank):
+    exact = snapshot(*fit(layered(), 4, Net().float()))
+    for precision in ("bf16-mixed", "bf16-true"):
+        expected = snapshot(*fit(DDPStrategy(), 4, Net().float(), precision=precision))
+        actual = snapshot(*fit(layered(), 4, Net().float(), precision=precision))
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value, rtol=2e-2, atol=2e-2)
+        assert any(not torch.equal(actual[name].float(), value) for name, value in exact.items())
+
+
+def test_precision():
+    run_processes(4, train_in_bfloat16)
+
+
+def seed_differently(rank):
+    class Random(Net):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(rank)
+            nn.init.normal_(self.first.weight)
+
+    module, _ = fit(layered(), 4, Random())
+    rows = whole(module.first.weight)
+    others = [torch.empty_like(rows) for _ in range(4)]
+    torch.distributed.all_gather(others, rows)
+    assert all(torch.equal(other, rows) for other in others)
+
+
+def test_all_ranks_begin_with_the_parameters_of_rank_0():
+    run_processes(4, seed_differently)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compression": PowerSGD(rank=2)}, "has a shard of them"),
+        ({"overlap": "never"}, "overlap='never' is not known"),
+        ({"compression": "int7"}, "int7"),
+    ],
+)
+def test_options_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        LayeredFSDPStrategy(**options)
+
+
+def refuse(rank):
+    class Bare(Manual):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+    class Sparse(Net):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(4, 4, sparse=True)
+
+    for strategy, module, options, message in (
+        (layered(), Sparse(), {}, "sparse gradients of 'table'"),
+        (layered(wrap=[nn.LSTM]), Net(), {}, "finds no part of Net"),
+        (layered(), Tied(), {}, "shares a parameter"),
+        (layered(), Bare(), {}, "scale belongs to a Bare"),
+        (layered(), Net(), {"callbacks": [Memonger()]}, "frees the parameters"),
+        (layered(), Net(), {"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging copies the module"),
+        (layered(), Net(), {"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging copies"),
+        (layered(), Net("lbfgs"), {}, "cannot run LBFGS"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit(strategy, 4, module, **options)
+
+
+class Hook(Callback):
+    def on_train_start(self, trainer, pl_module):
+        pl_module.first.weight.register_hook(lambda gradient: gradient)
+
+
+def hook(rank):
+    early = Net()
+    early.first.weight.register_hook(lambda gradient: gradient)
+    for group_size in (2, 4):
+        for module, callbacks in ((early, []), (Net(), [Hook()])):
+            with pytest.raises(ValueError, match="first.weight has a hook on its gradient"):
+                fit(layered(group_size), 4, module, callbacks=callbacks)
+
+
+def test_hooks_that_would_not_be_called_are_refused():
+    run_processes(4, hook)
+
+
+class Differs(Net):
+    """The first group uses one layer, the second another one of the same size."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(8, 8).double()
+        self.other = nn.Linear(8, 8).double()
+
+    def forward(self, x):
+        part = self.one if self.global_rank < 2 else self.other
+        return self.last(self.shared(part(torch.tanh(self.first(x)))))
+
+
+class More(Differs):
+    """The first group uses a layer more."""
+
+    def forward(self, x):
+        x = self.other(torch.tanh(self.first(x)))
+        return self.last(self.shared(self.one(x) if self.global_rank < 2 else x))
+
+
+class Less(Differs):
+    """The second group uses a layer more."""
+
+    def forward(self, x):
+        x = self.other(torch.tanh(self.first(x)))
+        return self.last(self.shared(self.one(x) if self.global_rank >= 2 else x))
+
+
+def differ(rank, case):
+    torch.set_num_threads(1)
+    fit(layered(overlap=case.split()[1]), 4, {"other": Differs, "more": More, "less": Less}[case.split()[0]]())
+
+
+@pytest.mark.parametrize("case", ["other step", "more step", "less step", "more load"])
+def test_groups_that_use_other_parts_are_named(case):
+    with pytest.raises(RankError, match=r"one(, other)?: backward gave gradients to other parameters"):
+        run_processes(4, differ, case, timeout=60)
+
+
+def change_in_load(rank, path):
+    class Changes(Net):
+        def on_load_checkpoint(self, checkpoint):
+            checkpoint["state_dict"]["first.weight"] *= 0.5
+
+    _, t = fit(layered(), 4)
+    t.save_checkpoint(path)
+    expected = snapshot(*fit(DDPStrategy(), 4, Changes(), max_epochs=2, ckpt_path=path))
+    assert_same(snapshot(*fit(layered(), 4, Changes(), max_epochs=2, ckpt_path=path)), expected)
+
+
+def test_what_on_load_checkpoint_changes_is_loaded(tmp_path):
+    run_processes(4, change_in_load, str(tmp_path / "a.ckpt"))
+
+
+def test_what_cannot_be_sharded_is_refused():
+    run_processes(4, refuse)
+
+
+def test_groups_must_be_equal():
+    with pytest.raises(ValueError, match="group_size=3"):
+        trainer(layered(3), 4)
+
+
+def find_units(rank):
+    module, _ = fit(layered(1, wrap=None), 2)
+    units = [name for name, part in module.named_modules() if hasattr(part, "unshard")]
+    assert {"first", "shared", "last"} <= set(units)
+
+
+def test_units_are_found_by_size():
+    run_processes(2, find_units)
+
+
+def timeouts_of_groups(rank):
+    strategy = layered(2, timeout=timedelta(seconds=45))
+    timeouts = {}
+
+    class Reader(Callback):
+        def on_train_start(self, trainer, module):
+            for name in module.device_mesh.mesh_dim_names:
+                timeouts[name] = group_timeout(module.device_mesh[name].get_group(), torch.device("cpu"))
+
+    fit(strategy, 4, callbacks=[Reader()], steps=1)
+    return timeouts
+
+
+def test_the_timeout_is_that_of_the_groups_too():
+    # Those of `init_device_mesh` would have PyTorch's half an hour.
+    for timeouts in run_processes(4, timeouts_of_groups):
+        assert timeouts == dict.fromkeys(["replicate", "data_parallel"], timedelta(seconds=45))
