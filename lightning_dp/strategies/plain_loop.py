@@ -1,0 +1,225 @@
+"""Layered SGD and the hybrid's sharded head in a training loop of your own, without a Trainer.
+
+The reduction, the postponed update and the passes are those of `LayeredSGDStrategy` and `KrizhevskyHybridStrategy`.
+What the strategies do around them is left to the loop: checkpoints, precision, metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_dp._private.torch_names import group_timeout, ignore_in_ddp, release_reducer, stop_ignoring_in_ddp
+from lightning_dp.collectives.all_to_all import Channel
+from lightning_dp.collectives.groups import RankTopology, resolve_group, unbound_default_group
+from lightning_dp.strategies.base import hides_parameter_use, overlapping_parameters
+from lightning_dp.strategies.krizhevsky_hybrid import checks
+from lightning_dp.strategies.krizhevsky_hybrid.exchange import Scheme
+from lightning_dp.strategies.krizhevsky_hybrid.fit import clip_by_global_norm
+from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
+from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses
+from lightning_dp.strategies.krizhevsky_hybrid.state import ShardedParameters
+from lightning_dp.strategies.layered_sgd.options import (
+    CommunicatorOptions,
+    check_ddp_options,
+    check_layers,
+    check_optimizers,
+)
+from lightning_dp.strategies.layered_sgd.postponement import why_step_is_not_postponed
+from lightning_dp.strategies.layered_sgd.reduction import LayeredReduction
+from lightning_dp.strategies.layered_sgd.strategy import BUCKET_CAP_MB
+
+
+class LayeredSGDLoop:
+    """Layered SGD (arXiv 1906.05936) without a Trainer: wraps a model as DistributedDataParallel does.
+
+    Every rank makes it, after `torch.distributed.init_process_group`, and makes the same calls. Call it for the
+    forward, then `backward` and `step`. Call ``model`` itself to evaluate. At the end of the context what is pending is
+    applied; before a checkpoint, call `finish`.
+
+    Args:
+        model: on this rank's device. Ranks start from rank 0's parameters.
+        group_size: number of ranks in a group. There must be several groups.
+        overlap, communicator: as for `LayeredSGDStrategy`.
+        **ddp_options: of DistributedDataParallel. ``bucket_cap_mb`` defaults to 2.
+
+    Raises:
+        ValueError: there is a single group, groups would not be equal, an option is not known or takes the place of the
+            communication hook, or a layer has sparse gradients.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group_size: int,
+        overlap: Literal["load", "step"] = "step",
+        communicator: Literal["leader", "sharded"] = "leader",
+        **ddp_options: Any,
+    ) -> None:
+        name = type(self).__name__
+        options = CommunicatorOptions(communicator, overlap, "native", "auto", None)
+        topology = RankTopology(dist.get_world_size(), group_size)
+        if topology.num_groups == 1:
+            raise ValueError(
+                f"group_size={group_size} makes a single group of {topology.world_size} ranks, where there is nothing "
+                "to hide; use DistributedDataParallel"
+            )
+        check_ddp_options(ddp_options)
+        check_layers(model, name)
+        device, backend = next(model.parameters()).device, dist.get_backend()
+        options.prepare_environment([device], backend)
+        communicator_of_rank = options.make_communicator(
+            topology, dist.get_rank(), device, backend, group_timeout(resolve_group(None), device),
+            lambda *_: None, model, bool(ddp_options.get("find_unused_parameters")), name,
+        )  # fmt: skip
+        ddp_options.setdefault("bucket_cap_mb", BUCKET_CAP_MB)
+        self._model = model
+        self._ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **ddp_options)
+        self._reduction = LayeredReduction(communicator_of_rank, topology.world_size, model)
+        self._reduction.feed_from(self._ddp)
+        self._updates = self._reduction.updates
+        self._overlap = overlap
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return ``model(*args, **kwargs)``, with each update applied before its parameters are used."""
+        self._reduction.before_forward()
+        # In compiled code, or through another parameter's memory, a use would go unseen.
+        is_hidden = hides_parameter_use(self._model) or any(True for _ in overlapping_parameters(self._model))
+        if self._overlap == "load" or is_hidden or self._updates.are_whole:
+            self._updates.finish()
+        self._updates.begin_forward()
+        self._updates.is_in_training_step = True
+        try:
+            return self._ddp(*args, **kwargs)
+        finally:
+            self._updates.is_in_training_step = False
+
+    def backward(self, loss: Tensor) -> None:
+        """Take the place of ``loss.backward()``: begin to sum gradients, and do not wait for the sums."""
+        self._updates.begin_backward(loss)
+        loss.backward()
+        self._updates.end_backward()
+        self._reduction.release()
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Take the place of ``optimizer.step()``: postpone it, or take it at once where postponing would show.
+
+        Raises:
+            ValueError: the optimizer calls its closure several times.
+        """
+        check_optimizers([optimizer], type(self).__name__)
+        if why_step_is_not_postponed(optimizer) is None:
+            self._updates.stage(optimizer)
+            return
+        self._updates.finish()
+        self._updates.unguard(optimizer)
+        self._updates.with_own_gradients(lambda: None)()
+        optimizer.step()
+
+    def finish(self) -> None:
+        """Apply what is pending. Afterwards the parameters are those of synchronous SGD."""
+        self._updates.bring_up_to_date()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.finish()
+        finally:
+            self._reduction.close()
+            release_reducer(self._ddp)
+
+
+class ShardedHeadLoop:
+    """What a training loop does with a head that `sharded_head` has sharded. All ranks make the same calls.
+
+    Args:
+        model: contains the head.
+        passes: the passes of a scheme through it.
+    """
+
+    def __init__(self, model: nn.Module, passes: HeadPasses) -> None:
+        self._model = model
+        self._passes = passes
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent for the head."""
+        channels = (self._passes.channel, self._passes.head.channel)
+        return sum(sum(channel.bytes_sent.values()) for channel in channels)
+
+    def backward(self, loss: Tensor) -> None:
+        """Take the place of ``loss.backward()``. ``loss`` is the mean over this rank's samples.
+
+        Raises:
+            ValueError: the loss leaves out what the head has returned, and the other ranks would wait.
+            RuntimeError: the head has other parameters than those that were sharded.
+        """
+        self._passes.require_part_in(loss)
+        loss.backward()
+        self._passes.begin_training_step(self._model)
+
+    def clip_grad_norm(self, max_norm: float) -> None:
+        """Clip the model's gradients by their whole norm. `torch.nn.utils.clip_grad_norm_` knows one rank's rows."""
+        clip_by_global_norm(self._model.parameters(), max_norm, self._passes.head)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Take the place of ``optimizer.step()``.
+
+        Raises:
+            ValueError: the optimizer computes with whole parameters, of which a rank holds some rows.
+        """
+        checks.check_optimizers([optimizer], self._passes.head)
+        optimizer.step()
+
+
+@contextmanager
+def sharded_head(model: nn.Module, head: str, scheme: Scheme = "c") -> Iterator[ShardedHeadLoop]:
+    """Let each rank hold its rows of a head of ``model`` within the context (arXiv 1404.5997, section 4).
+
+    Every rank enters and leaves it. Calls of the head are collective within it; wrap ``model`` in
+    DistributedDataParallel there, which leaves the head out, and make the optimizer there. Afterwards the head is
+    whole, in host memory, and the optimizer cannot be used any more. After an exception the head keeps this rank's
+    rows, because other ranks may be gone.
+
+    Args:
+        model: on this rank's device. Ranks start from rank 0's head.
+        head: dotted name of the submodule: an nn.Linear, or an nn.Sequential of them and of elementwise layers.
+        scheme: "a", "b" or "c".
+
+    Raises:
+        ValueError: the head cannot be sharded, or not in this model.
+    """
+    layers = checks.find_head(model, head)
+    checks.require_whole(model, head)
+    checks.check_head(model, layers, head)
+    timeout = group_timeout(resolve_group(None), next(layers.parameters()).device)
+    # Two groups: features travel while the head exchanges activations.
+    with unbound_default_group(None):
+        groups = [dist.new_group(timeout=timeout) for _ in range(2)]
+    hidden, features = (Channel(group) for group in groups)
+    sharded = ShardedHead(layers, hidden, head, Channel(features.group))
+    parameters = ShardedParameters(sharded)
+    with ExitStack() as stack:
+        for group in groups:
+            stack.callback(dist.destroy_process_group, group)
+        parameters.shard(next(layers.parameters()).device)
+        parameters.keep()
+        names = list(sharded.names_in(model))
+        ignore_in_ddp(model, names)
+        stack.callback(stop_ignoring_in_ddp, model, names)
+        passes = HeadPasses(sharded, scheme, features)
+        with sharded.forwarding_to(passes.forward_local_batch):
+            yield ShardedHeadLoop(model, passes)
+        parameters.unshard()

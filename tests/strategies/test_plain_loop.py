@@ -1,0 +1,179 @@
+"""Layered SGD and the sharded head in a loop without a Trainer equal one process with the batches of all ranks."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dp.optim import LARS
+from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
+from lightning_dp.strategies.plain_loop import LayeredSGDLoop, sharded_head
+from tests.ranks import run_cases, run_processes
+
+STEPS, MAX_NORM = 4, 0.5
+
+
+class OwnSGD(torch.optim.SGD):
+    """An optimizer of the user's, whose step is not postponed."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(5, 7), nn.Tanh())
+        self.head = nn.Sequential(nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.trunk(x))
+
+
+def problem() -> tuple[Net, Tensor, Tensor]:
+    """The same on all ranks: in step t, rank r trains with x[t, r]."""
+    torch.manual_seed(0)
+    world_size = dist.get_world_size()
+    x = 3 * torch.randn(STEPS, world_size, 2, 5, dtype=torch.float64)
+    return Net().double(), x, torch.randint(3, (STEPS, world_size, 2))
+
+
+def sgd(model: nn.Module, kind: type[torch.optim.SGD] = torch.optim.SGD) -> torch.optim.Optimizer:
+    return kind(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def in_one_process(model: Net, x: Tensor, y: Tensor, clips: bool) -> torch.optim.Optimizer:
+    optimizer = sgd(model)
+    for each_x, each_y in zip(x.flatten(1, 2), y.flatten(1, 2), strict=True):
+        optimizer.zero_grad()
+        F.cross_entropy(model(each_x), each_y).backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+    return optimizer
+
+
+def assert_equal(model: Net, expected: Net) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def layered(model: Net, x: Tensor, y: Tensor, clips: bool, kind: Any, **options: Any) -> torch.optim.Optimizer:
+    optimizer = sgd(model, kind)
+    with LayeredSGDLoop(model, 2, bucket_cap_mb=1e-4, **options) as loop:
+        for each_x, each_y in zip(x[:, dist.get_rank()], y[:, dist.get_rank()], strict=True):
+            loss = F.cross_entropy(loop(each_x), each_y)
+            optimizer.zero_grad()
+            loop.backward(loss)
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            loop.step(optimizer)
+    return optimizer
+
+
+LAYERED: dict[str, tuple[bool, Any, dict[str, Any]]] = {
+    "step": (False, torch.optim.SGD, {}),
+    "load": (False, torch.optim.SGD, {"overlap": "load"}),
+    "sharded": (False, torch.optim.SGD, {"communicator": "sharded"}),
+    "clipped": (True, torch.optim.SGD, {}),
+    "optimizer of the user's": (False, OwnSGD, {}),
+}
+
+
+def layered_equals_one_process(rank: int, case: str) -> None:
+    clips, kind, options = LAYERED[case]
+    model, x, y = problem()
+    expected, alone = copy.deepcopy(model), copy.deepcopy(model)
+    optimizer = layered(model, x, y, clips, kind, **options)
+    theirs = in_one_process(expected, x, y, clips)
+    assert_equal(model, expected)
+    for ours, other in zip(optimizer.state.values(), theirs.state.values(), strict=True):
+        torch.testing.assert_close(ours["momentum_buffer"], other["momentum_buffer"], rtol=1e-10, atol=1e-10)
+    in_one_process(alone, x[:, rank, None], y[:, rank, None], clips)
+    with pytest.raises(AssertionError):  # the ranks' data do matter
+        assert_equal(alone, expected)
+
+
+def whole_head(model: Net, x: Tensor, y: Tensor, clips: bool, scheme: Any) -> int:
+    rank = dist.get_rank()
+    with sharded_head(model, "head", scheme) as head:
+        assert model.head[0].weight.shape[0] < 6
+        ddp = DistributedDataParallel(model)
+        optimizer = sgd(model)
+        for each_x, each_y in zip(x[:, rank], y[:, rank], strict=True):
+            loss = F.cross_entropy(ddp(each_x), each_y)
+            optimizer.zero_grad()
+            head.backward(loss)
+            if clips:
+                head.clip_grad_norm(MAX_NORM)
+            head.step(optimizer)
+    return head.bytes_sent
+
+
+def hybrid_equals_one_process(rank: int, case: str) -> None:
+    scheme, _, clips = case.partition(" ")
+    model, x, y = problem()
+    expected = copy.deepcopy(model)
+    assert whole_head(model, x, y, bool(clips), scheme) > 0
+    in_one_process(expected, x, y, bool(clips))
+    assert_equal(model, expected)
+
+
+def both(rank: int, case: str) -> None:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    (layered_equals_one_process if case in LAYERED else hybrid_equals_one_process)(rank, case)
+
+
+def test_both_equal_one_process_with_all_batches():
+    run_cases(4, both, [*LAYERED, "a", "b", "c", "c clipped"])
+
+
+def refused(message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def refusals(rank: int) -> None:
+    dist.init_process_group("gloo")
+    logging.getLogger("lightning_dp").setLevel(logging.ERROR)
+    model, x, _ = problem()
+    refused("single group of 2 ranks", lambda: LayeredSGDLoop(model, 2))
+    refused("not a multiple of group_size=3", lambda: LayeredSGDLoop(model, 3))
+    refused("ddp_comm_hook cannot be given", lambda: LayeredSGDLoop(model, 1, ddp_comm_hook=print))
+    refused("names no submodule", sharded_head(model, "tail").__enter__)
+    with sharded_head(model, "head") as head:
+        refused("computes with whole parameters", lambda: head.step(LARS(model.parameters(), 0.1)))
+        model(x[0, rank])
+        refused("does not depend on what 'head' has returned", lambda: head.backward(model.trunk[0].weight.sum()))
+    # After an exception, the head keeps this rank's rows, and that is seen.
+    with pytest.raises(KeyError), sharded_head(model, "head"):
+        raise KeyError
+    refused("one rank's local shard", sharded_head(model, "head").__enter__)
+
+
+def test_what_cannot_work_is_refused():
+    run_processes(2, refusals)
+
+
+def with_another_head(rank: int) -> None:
+    """The oracle notices a head that computes something else."""
+    dist.init_process_group("gloo")
+
+    def of_doubled_features(head: ShardedHead, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return head._compute(head.layers, 2 * x, None, None)[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedHead, "__call__", of_doubled_features)
+        with pytest.raises(AssertionError, match=r"trunk\.0\.weight"):
+            hybrid_equals_one_process(rank, "a")
+
+
+def test_another_head_is_noticed():
+    run_processes(2, with_another_head)
