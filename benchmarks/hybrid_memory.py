@@ -3,6 +3,8 @@
     python benchmarks/hybrid_memory.py                       # a head of 0.2 GB, which any machine can hold
     python benchmarks/hybrid_memory.py --full                # 1,000,000 x 512: needs 21 GB of memory and 5 GB of disk
     python benchmarks/hybrid_memory.py --full --meta --evaluation sharded --state-dict-type sharded
+    python benchmarks/hybrid_memory.py --classes 5500000 --features 512 --bf16 --momentum 0 --meta \
+        --evaluation sharded --state-dict-type sharded       # 14 GB of memory and 6 GB of disk
 
 Each rank holds its rows of the weights, gradients and momentum. The phases: the module is built (whole on every rank,
 with --meta on none), `fit` sets up, trains, saves a checkpoint and ends, and a second run resumes from the checkpoint.
@@ -61,6 +63,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--features", type=int, default=256)
     options.add_argument("--processes", type=int, default=4)
     options.add_argument("--steps", type=int, default=3)
+    options.add_argument("--momentum", type=float, default=0.9, help="of SGD; 0 takes a third less memory")
+    options.add_argument("--bf16", action="store_true", help="weights, gradients and momentum of 16 bits")
     options.add_argument("--meta", action="store_true", help="build the head on the meta device")
     options.add_argument("--evaluation", choices=("gathered", "sharded"), default="gathered")
     options.add_argument("--state-dict-type", choices=("full", "sharded"), default="full")
@@ -71,8 +75,9 @@ def parser() -> argparse.ArgumentParser:
 class LargeHead(pl.LightningModule):
     """A small trunk, and one linear layer to many classes."""
 
-    def __init__(self, num_classes: int, num_features: int, on_meta: bool) -> None:
+    def __init__(self, num_classes: int, num_features: int, on_meta: bool, momentum: float) -> None:
         super().__init__()
+        self.momentum = momentum
         self.trunk = nn.Sequential(nn.Linear(32, num_features), nn.ReLU())
         with torch.device("meta" if on_meta else "cpu"):
             self.head = nn.Linear(num_features, num_classes, bias=False)
@@ -84,7 +89,16 @@ class LargeHead(pl.LightningModule):
         return self.head_step(self.trunk(batch[0]), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=self.momentum)
+
+
+def build(arguments: argparse.Namespace) -> LargeHead:
+    module = LargeHead(arguments.classes, arguments.features, arguments.meta, arguments.momentum)
+    return module.to(dtype_of(arguments))
+
+
+def dtype_of(arguments: argparse.Namespace) -> torch.dtype:
+    return torch.bfloat16 if arguments.bf16 else torch.float32
 
 
 class PhaseFile(pl.Callback):
@@ -117,14 +131,14 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
     count = arguments.steps * LOCAL_BATCH_SIZE
-    x = torch.randn(count, 32, generator=generator)
+    x = torch.randn(count, 32, generator=generator).to(dtype_of(arguments))
     y = torch.randint(arguments.classes, (count,), generator=generator)
     loader = DataLoader(TensorDataset(x, y), LOCAL_BATCH_SIZE)
     # Only the last step of the first run saves.
     saver = ModelCheckpoint(Path(folder, "checkpoint"), filename="last", every_n_train_steps=arguments.steps)
     phases = PhaseFile(Path(folder, "phase"))
     phases.enter(BUILD)
-    module = LargeHead(arguments.classes, arguments.features, arguments.meta)
+    module = build(arguments)
     phases.enter(SET_UP)
     fit(arguments, module, loader, max_epochs=1, callbacks=[phases, saver])
     # Free the first run before the second one begins, with its callbacks, on which Lightning leaves the module's log.
@@ -132,7 +146,7 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
     gc.collect()
     dist.barrier()  # a rank that is late must not count in the next phase
     PhaseFile(Path(folder, "phase")).enter(RESUME)
-    module = LargeHead(arguments.classes, arguments.features, arguments.meta)
+    module = build(arguments)
     fit(arguments, module, loader, max_epochs=2, ckpt_path=Path(folder, "checkpoint", "last.ckpt"))
 
 
@@ -200,13 +214,14 @@ def _kilobytes(file: Path, key: str) -> int:
 
 def require_memory(arguments: argparse.Namespace) -> None:
     """Exit if the machine has too little memory: the kernel would end other processes, too."""
-    head = arguments.classes * arguments.features * 4
+    head = arguments.classes * arguments.features * dtype_of(arguments).itemsize
     # At the end of fit each rank has the whole weights and momentum beside its rows of the weights. With both options
     # "sharded", that is not so; what then counts are rows, the files of a checkpoint, and the module as it is built.
     is_sharded = arguments.evaluation == arguments.state_dict_type == "sharded"
     copies = 2 * arguments.processes + 1
     if is_sharded:
         copies = 5 if arguments.meta else arguments.processes + 3
+        copies -= 2 if arguments.momentum == 0 else 0  # neither it nor its rows in a checkpoint
     needed = copies * head + (arguments.processes + 1) * PROCESS_BYTES
     if needed > memory_available():
         raise SystemExit(
@@ -237,11 +252,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def report(folder: Path, arguments: argparse.Namespace, sampler: Sampler, checkpoint_bytes: int) -> None:
     """Print and write the table and the plot."""
-    rows_bytes = 3 * arguments.classes * arguments.features * 4  # weights, gradients and momentum
+    copies = 3 if arguments.momentum else 2  # weights, gradients and momentum
+    rows_bytes = copies * arguments.classes * arguments.features * dtype_of(arguments).itemsize
     ddp_bytes = arguments.processes * rows_bytes
     peak = max(sampler.peaks.values())
     title = (
-        f"Head of {arguments.classes:,} x {arguments.features} with momentum, {arguments.processes} processes, built "
+        f"Head of {arguments.classes:,} x {arguments.features}, {dtype_of(arguments)}, momentum {arguments.momentum}, "
+        f"{arguments.processes} processes, built "
         f"{'on the meta device' if arguments.meta else 'whole'}, evaluation={arguments.evaluation!r}, "
         f"state_dict_type={arguments.state_dict_type!r}"
     )
@@ -267,7 +284,8 @@ def report(folder: Path, arguments: argparse.Namespace, sampler: Sampler, checkp
         {f"{arguments.classes:,} x {arguments.features}": bars},
         folder / "memory.png",
         title=f"Hybrid parallelism, {arguments.processes} processes",
-        axis="peak memory of all processes, GB",
+        axis="peak memory of all processes",
+        unit="GB",
         digits=2,
         bound_label="weights, gradients, momentum, once",
         hatched_label="computed, not measured",

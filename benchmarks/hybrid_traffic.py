@@ -176,7 +176,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         for world_size, sides in sent.items()
     }
     draw_bars(
-        panels, folder / "bytes.png", title=f"AlexNet, {SHOWN} images a rank", axis="MB that rank 0 sends in a step"
+        panels,
+        folder / "bytes.png",
+        title=f"AlexNet, {SHOWN} images a rank",
+        axis="what rank 0 sends in a step",
+        unit="MB",
     )
 
 

@@ -21,6 +21,9 @@ from lightning_dp._private.torch_names import assert_async, has_forward_hooks
 
 CHUNK_BYTES = 64 * 2**20
 
+_CPU_BLOCK_BYTES = 16 * 2**20
+"""The most that a block takes on a CPU: larger memory goes back to the system, and its pages are cleared each time."""
+
 Reduction = Literal["mean", "sum", "none"]
 
 
@@ -57,6 +60,7 @@ def sharded_cross_entropy(
     reduction: Reduction = "mean",
     margin: Margin | None = None,
     chunk_bytes: int = CHUNK_BYTES,
+    sample_rate: float = 1.0,
 ) -> Tensor:
     """Return ``F.cross_entropy(head(features), target)`` without holding all logits, on any number of ranks.
 
@@ -73,31 +77,37 @@ def sharded_cross_entropy(
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         margin: on the angle between features and weights. The last layer must have no bias.
         chunk_bytes: bytes of logits, and of what is computed from them, that this rank holds at once.
+        sample_rate: below 1 the loss is inexact: a softmax over the classes of the targets, and over each other class
+            with this probability (Partial-FC, arXiv 2010.05222). Each call draws anew from torch's generator. Without
+            gradients, as in validation, all classes count.
 
     Raises:
         IndexError: a target is no class. On a GPU the device finds it, as in torch.
-        ValueError: an option is unknown, or the last layer is none that can have a ``margin``.
+        ValueError: an option is unknown, or the last layer is none that can have a ``margin`` or be sampled.
         RuntimeError: the gradient is to be differentiated (``create_graph=True``), which this loss cannot.
     """
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction={reduction!r} is not known; use 'mean', 'sum' or 'none'")
+    _require_known(reduction, "mean", "sum", "none")
+    _require_sampling(sample_rate, label_smoothing)
+    is_sampled = sample_rate < 1 and torch.is_grad_enabled()
     last, x = _until_last(head, features)
-    layer = None if target.is_floating_point() or target.dim() != 1 else _last_layer(last, x, chunk_bytes, margin)
+    needs_layer = is_sampled or margin is not None
+    layer = None if target.is_floating_point() or target.dim() != 1 else _last_layer(last, x, chunk_bytes, needs_layer)
     if layer is None:
-        if margin is not None:
-            raise ValueError(f"margin={margin} needs class indices, and a head that ends with an nn.Linear")
+        if needs_layer:
+            raise _no_layer_for("sample_rate" if margin is None else f"margin={margin}")
         options: Any = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
         return F.cross_entropy(last(x), target, weight, **options)
     if margin is not None:
-        if layer.bias is not None:
-            raise ValueError("a margin is one of an angle, and a bias has none; use nn.Linear(..., bias=False)")
-        layer = layer.with_input(F.normalize(layer.x))
+        layer = _of_unit_features(layer)
     target = target.long()
     counts = target != ignore_index
     _require_classes(target, counts, layer.num_classes)
     target = torch.where(counts, target, 0)
-    settings = _Softmax(label_smoothing, weight, margin, chunk_bytes)
-    losses = _CrossEntropy.apply(layer.x, layer.weight, layer.bias, target, layer, settings)
+    columns = _sampled_columns(layer, target[counts], sample_rate) if is_sampled else None
+    settings = _Softmax(label_smoothing, weight, margin, chunk_bytes, columns)
+    # Gradients of a sample are not in the rows in which its logits would be.
+    lent = None if is_sampled else _borrow(layer)
+    losses = _CrossEntropy.apply(layer.x, layer.weight, layer.bias, target, layer, settings, lent)
     losses = torch.where(counts, losses, 0.0)
     if reduction == "none":
         return losses
@@ -128,8 +138,7 @@ def sharded_binary_cross_entropy(
         reduction: ``"mean"``, over samples and classes, or ``"sum"``.
         chunk_bytes: see `sharded_cross_entropy`.
     """
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction={reduction!r} is not known; use 'mean' or 'sum'")
+    _require_known(reduction, "mean", "sum")
     last, x = _until_last(head, features)
     layer = None if target.requires_grad else _last_layer(last, x, chunk_bytes)
     if layer is None:
@@ -143,7 +152,7 @@ def sharded_binary_cross_entropy(
         _require_classes(target, torch.ones_like(target, dtype=torch.bool), layer.num_classes)
     elif target.shape != shape:
         raise ValueError(f"target has shape {tuple(target.shape)}, and the logits have {shape}; they must be the same")
-    total = _LogisticUnits.apply(layer.x, layer.weight, layer.bias, target, layer, chunk_bytes)
+    total = _LogisticUnits.apply(layer.x, layer.weight, layer.bias, target, layer, chunk_bytes, _borrow(layer))
     return total / math.prod(shape) if reduction == "mean" else total
 
 
@@ -153,10 +162,17 @@ def sharded_binary_cross_entropy(
 class GradientSums(Protocol):
     """Receives gradients of weights, as `ParameterGradients` of the hybrid does."""
 
-    is_collecting: bool
+    def receives(self, weight: Tensor) -> bool:
+        """Return whether the gradient of ``weight`` is to be added to its total now. If not, autograd takes it."""
+
+    def lend(self, weight: Tensor) -> Tensor | None:
+        """Return the memory of a weight's total for other use until the gradient comes. None: it is in use."""
+
+    def lends(self, weight: Tensor, memory: Tensor) -> bool:
+        """Return whether lent memory still has the content that the borrower has written."""
 
     def total_of(self, weight: Tensor) -> tuple[Tensor, float]:
-        """Return the memory of a weight's total, and the factor of its content."""
+        """Return the memory of a weight's total, and the factor of its content. Ends a loan of that memory."""
 
     def add_product(self, total: Tensor, beta: float, output_grads: Tensor, x: Tensor) -> None:
         """Add a weight's gradient to rows of a total."""
@@ -173,7 +189,7 @@ class LastLayer:
         begin: the first of this rank's columns.
         num_classes: number of columns on all ranks.
         all_gather: returns a tensor of every rank, stacked.
-        sums: where the weight's gradient goes while it is collecting. None: to autograd.
+        sums: where the weight's gradient goes while it receives it. None: to autograd.
         is_of_pass: whether these are samples of a pass, whose loss is one of several that are added.
     """
 
@@ -210,8 +226,11 @@ def _until_last(head: nn.Module, features: Tensor) -> tuple[nn.Module, Tensor]:
     return head, x
 
 
-def _last_layer(last: nn.Module, x: Tensor, chunk_bytes: int, margin: Margin | None = None) -> LastLayer | None:
-    """Return what to compute block by block; None if all logits are to be computed by ``last(x)``."""
+def _last_layer(last: nn.Module, x: Tensor, chunk_bytes: int, is_needed: bool = False) -> LastLayer | None:
+    """Return what to compute block by block; None if all logits are to be computed by ``last(x)``.
+
+    That is so if they are few and the layer ``is_needed`` for nothing else, or if the layer is of another kind.
+    """
     if chunk_bytes < 1:
         raise ValueError(f"chunk_bytes={chunk_bytes} must be at least 1")
     if has_forward_hooks(last):  # they see the logits
@@ -222,9 +241,67 @@ def _last_layer(last: nn.Module, x: Tensor, chunk_bytes: int, margin: Margin | N
     if forward is not None or type(last) is not nn.Linear or x.dim() != 2:
         return None
     num_bytes = len(x) * last.out_features * x.element_size()
-    if margin is None and num_bytes <= chunk_bytes:
+    if not is_needed and num_bytes <= chunk_bytes:
         return None
     return LastLayer(x, last.weight, last.bias, 0, last.out_features, lambda tensor: tensor[None])
+
+
+def _sampled_columns(layer: LastLayer, targets: Tensor, rate: float) -> Tensor:
+    """Return which of this rank's columns are among the sampled classes, in order. ``targets`` always are.
+
+    All ranks draw the same numbers, one for each class, so that the sample does not depend on the number of ranks.
+    """
+    is_kept = _draw(layer.num_classes, rate, layer.x.device)
+    is_kept[targets] = True
+    return is_kept[layer.begin : layer.begin + len(layer.weight)].nonzero()[:, 0]
+
+
+def _draw(num_classes: int, rate: float, device: torch.device) -> Tensor:
+    return torch.rand(num_classes, device=device) < rate
+
+
+def _borrow(layer: LastLayer) -> Tensor | None:
+    """Return memory like the weight's, in which its gradient will be written, or None.
+
+    Until then it may hold logits. A row has room for those of as many samples as there are features, so that backward
+    needs no second computation of them, and no memory that the gradient does not need anyway.
+    """
+    weight = layer.weight
+    if not torch.is_grad_enabled() or not weight.requires_grad or not weight.is_contiguous():
+        return None
+    if layer.sums is not None:
+        return layer.sums.lend(weight)
+    # While there is a gradient of an earlier step, which may be freed before backward, this would be a second one.
+    return torch.empty_like(weight) if weight.grad is None else None
+
+
+def _require_known(reduction: str, *known: str) -> None:
+    if reduction not in known:
+        names = [repr(name) for name in known]
+        raise ValueError(f"reduction={reduction!r} is not known; use {', '.join(names[:-1])} or {names[-1]}")
+
+
+def _require_sampling(sample_rate: float, label_smoothing: float) -> None:
+    if not 0 < sample_rate <= 1:
+        raise ValueError(f"sample_rate={sample_rate} must be above 0 and at most 1")
+    if sample_rate < 1 and label_smoothing:
+        raise ValueError(
+            "label_smoothing counts all classes, and a sample_rate below 1 leaves some out; use one of them"
+        )
+
+
+def _no_layer_for(option: str) -> ValueError:
+    return ValueError(
+        f"{option} needs class indices, and a head that ends with an nn.Linear. While a head is sharded "
+        "(KrizhevskyHybridStrategy), call this in head_step, or in a validation step that has the whole head "
+        "(evaluation='gathered')"
+    )
+
+
+def _of_unit_features(layer: LastLayer) -> LastLayer:
+    if layer.bias is not None:
+        raise ValueError("a margin is one of an angle, and a bias has none; use nn.Linear(..., bias=False)")
+    return layer.with_input(F.normalize(layer.x))
 
 
 def _require_classes(target: Tensor, counts: Tensor, num_classes: int) -> None:
@@ -255,6 +332,11 @@ class _Blocks:
         dtype: of the products.
         chunk_bytes: the limit.
         scale: None; or that of the cosines of x, whose rows have the norm 1, and the rows of ``weight``.
+        columns: which of the own columns to compute, in ascending order. None: all.
+
+    Attributes:
+        kept: memory (own columns, *) for what `compute` has computed, if `backward` is to find it there. The rows of a
+            block's classes hold its products, and the gradient of these rows of the weight may take their place.
     """
 
     def __init__(
@@ -265,36 +347,68 @@ class _Blocks:
         dtype: torch.dtype,
         chunk_bytes: int,
         scale: float | None = None,
+        columns: Tensor | None = None,
     ) -> None:
         self.x = x.to(dtype)
         self.wide = torch.promote_types(dtype, torch.float32)
         self._weight, self._bias, self._dtype, self._scale = weight, bias, dtype, scale
+        self._columns = columns
+        self._num_columns = len(weight) if columns is None else len(columns)
+        self.kept: Tensor | None = None
         # Of each column: two numbers per sample, one more if products are narrower, and then also a row of the weight.
         column_bytes = 2 * len(x) * self.wide.itemsize
-        if dtype != self.wide or dtype != weight.dtype:
+        if dtype != self.wide or dtype != weight.dtype or columns is not None:
             column_bytes += (len(x) + 2 * weight.shape[1]) * dtype.itemsize
+        if x.device.type == "cpu":
+            chunk_bytes = min(chunk_bytes, _CPU_BLOCK_BYTES)
         step = max(1, chunk_bytes // max(1, column_bytes))
-        ends = range(0, len(weight), step)
-        self.bounds = [(begin, min(begin + step, len(weight))) for begin in ends]
+        begins = range(0, self._num_columns, step)
+        self.bounds = [(begin, min(begin + step, self._num_columns)) for begin in begins]
+
+    def _of(self, values: Tensor, begin: int, end: int) -> Tensor:
+        """Return the values, (own columns, *), of the columns of a block."""
+        return values[begin:end] if self._columns is None else values[self._columns[begin:end]]
 
     def _rows(self, begin: int, end: int) -> Tensor:
         """Return rows of the weight, in the dtype of products."""
-        return self._weight[begin:end].to(self._dtype)
+        return self._of(self._weight, begin, end).to(self._dtype)
 
     def _inverse_norms(self, begin: int, end: int) -> Tensor:
         """Return 1 / |row| of the weight's rows."""
-        norms = torch.linalg.vector_norm(self._weight[begin:end], dim=1, dtype=self.wide)
+        norms = torch.linalg.vector_norm(self._of(self._weight, begin, end), dim=1, dtype=self.wide)
         return 1 / norms.clamp(min=1e-12)
 
-    def logits(self, begin: int, end: int) -> Tensor:
-        """Return columns of the logits, (N, end - begin); with a scale, the cosines times it."""
-        bias = None if self._bias is None else self._bias[begin:end].to(self._dtype)
-        z = F.linear(self.x, self._rows(begin, end), bias).to(self.wide)
-        return z if self._scale is None else z.mul_(self._inverse_norms(begin, end)).mul_(self._scale)
+    def memory(self, lent: Tensor | None, chunk_bytes: int) -> Tensor | None:
+        """Return what may be `kept`: lent memory with enough room, or new one within the limit; None if neither is."""
+        num_bytes = len(self.x) * self._dtype.itemsize  # of a column
+        if lent is not None and num_bytes <= lent.shape[1] * lent.itemsize:
+            return lent
+        if 2 * self._num_columns * num_bytes <= chunk_bytes:
+            return self.x.new_empty(self._num_columns, len(self.x))
+        return None
+
+    def _place(self, begin: int, end: int) -> Tensor | None:
+        """Return where the products of a block are kept, (N, end - begin)."""
+        if self.kept is None:
+            return None
+        num = len(self.x) * (end - begin)
+        return self.kept[begin:end].view(-1).view(self._dtype)[:num].view(len(self.x), end - begin)
+
+    def compute(self, begin: int, end: int) -> Tensor:
+        """Return columns of the logits, (N, end - begin); with a scale, the cosines times it. They may be `kept`."""
+        rows, place = self._rows(begin, end).T, self._place(begin, end)
+        if self._bias is None:
+            products = torch.mm(self.x, rows, out=place)
+        else:
+            products = torch.addmm(self._of(self._bias, begin, end).to(self._dtype), self.x, rows, out=place)
+        return self._from_products(products, begin, end)
+
+    def _from_products(self, products: Tensor, begin: int, end: int) -> Tensor:
+        z = products.to(self.wide)
+        return z if self._scale is None else (z * self._inverse_norms(begin, end)).mul_(self._scale)
 
     def backward(
         self,
-        kept: Tensor | None,
         gradient_of: Callable[[Tensor, int, int], Tensor],
         total: Tensor | None,
         beta: float,
@@ -303,7 +417,6 @@ class _Blocks:
         """Return the gradients of x and of the bias, and add that of the weight to ``total``, if there is one.
 
         Args:
-            kept: the logits, if there is one block, and forward has kept it.
             gradient_of: maps columns of the logits, which it leaves as they are, to their gradient.
             total: (own columns, D).
             beta: 0 if the content of ``total`` is not to be read, else 1.
@@ -311,26 +424,33 @@ class _Blocks:
         """
         x_grads = torch.zeros(self.x.shape, dtype=self.wide, device=self.x.device)
         bias_grads = torch.zeros(len(self._weight), dtype=self.wide, device=self.x.device)
+        if total is not None and not beta and self._columns is not None:
+            total.zero_()  # what is not sampled
         for begin, end in self.bounds:
-            z = self.logits(begin, end) if kept is None else kept
+            products = self._place(begin, end)
+            z = self.compute(begin, end) if products is None else self._from_products(products, begin, end)
             z_grads = gradient_of(z, begin, end)
             if self._scale is not None:
                 inverse = self._inverse_norms(begin, end)
                 along_rows = (z * z_grads).sum(0) * inverse.square()
                 z_grads.mul_(inverse).mul_(self._scale)
-            del z
-            bias_grads[begin:end] = z_grads.sum(0)
+            del z, products
+            here: Any = slice(begin, end) if self._columns is None else self._columns[begin:end]
+            bias_grads[here] = z_grads.sum(0)
             z_grads = z_grads.to(self._dtype)
             if self._dtype == self.wide:
                 x_grads.addmm_(z_grads, self._rows(begin, end))
             else:
                 x_grads += z_grads @ self._rows(begin, end)
-            if total is not None:
-                add_product(total[begin:end], beta, z_grads, self.x)
-                if self._scale is not None:
-                    # A logit is scale * x w / |w|. It does not change with the length of w, nor does the gradient.
-                    rows = self._weight[begin:end]
-                    total[begin:end].addcmul_(rows, along_rows[:, None].to(total.dtype), value=-1)
+            if total is None:
+                continue
+            part = total[here] if self._columns is None else total.new_empty(end - begin, total.shape[1])
+            add_product(part, 0.0 if self._columns is not None else beta, z_grads, self.x)
+            if self._scale is not None:
+                # A logit is scale * x w / |w|. It does not change with the length of w, nor does the gradient.
+                part.addcmul_(self._of(self._weight, begin, end), along_rows[:, None].to(total.dtype), value=-1)
+            if self._columns is not None:
+                total.index_add_(0, here, part)
         return x_grads, bias_grads
 
 
@@ -358,10 +478,25 @@ def _at_class(z: Tensor, target: Tensor, first: int) -> tuple[Tensor, Tensor]:
     return is_here, torch.where(is_here, target - first, 0)[:, None]
 
 
+def _keep(ctx: Any, blocks: _Blocks, lent: Tensor | None, chunk_bytes: int) -> Tensor | None:
+    """Let ``blocks`` keep its products, in ``ctx.lent`` or in new memory. Return that, to be saved for backward."""
+    blocks.kept = blocks.memory(lent, chunk_bytes)
+    # What is lent will be changed. Among saved tensors that would be an error.
+    ctx.lent = lent if blocks.kept is lent else None
+    return None if blocks.kept is lent else blocks.kept
+
+
 def _gradients(
     ctx: Any, blocks: _Blocks, kept: Tensor | None, gradient_of: Callable[[Tensor, int, int], Tensor]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of x, weight and bias, each None if it is not needed or went to ``ctx.layer.sums``."""
+    """Return the gradients of x, weight and bias, each None if it is not needed or went to ``ctx.layer.sums``.
+
+    Args:
+        ctx: of the loss. ``ctx.lent`` is the lent memory, if that holds the products, and else None.
+        blocks: of its logits.
+        kept: other memory that holds the products.
+        gradient_of: see `_Blocks.backward`.
+    """
     if torch.is_grad_enabled():
         raise RuntimeError(
             "this loss cannot be differentiated twice (create_graph=True), because it does not keep the logits; use "
@@ -370,14 +505,21 @@ def _gradients(
     x, weight = ctx.layer.x, ctx.layer.weight
     needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     sums = ctx.layer.sums
+    lent = ctx.lent
+    if lent is not None and sums is not None and not sums.lends(weight, lent):
+        lent = None  # another gradient is there
+    blocks.kept = kept if lent is None else lent
     total, beta, add_product, weight_grads = None, 0.0, _add_product, None
-    if needs_weight and sums is not None and sums.is_collecting:
+    if needs_weight and sums is not None and sums.receives(weight):
         total, beta = sums.total_of(weight)
         add_product = sums.add_product
+    elif needs_weight and sums is None and lent is not None:
+        total = weight_grads = lent
+        ctx.lent = None  # a second backward computes the logits again
     elif needs_weight:
         total = weight_grads = torch.empty_like(weight)
     with torch.autocast(x.device.type, enabled=False):
-        x_grads, bias_grads = blocks.backward(kept, gradient_of, total, beta, add_product)
+        x_grads, bias_grads = blocks.backward(gradient_of, total, beta, add_product)
     return x_grads.to(x.dtype) if needs_x else None, weight_grads, bias_grads.to(weight.dtype) if needs_bias else None
 
 
@@ -392,6 +534,7 @@ class _Softmax:
     weight: Tensor | None
     margin: Margin | None
     chunk_bytes: int
+    columns: Tensor | None  # of those of this rank, the sampled ones; None: all
 
     def with_margin(self, at_target: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits of the targets (N,) with the margin, and their derivatives."""
@@ -407,7 +550,17 @@ class _Softmax:
         return self.weight[first : first + z.shape[1]].to(z.dtype)
 
     def blocks(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> _Blocks:
-        return _Blocks(x, weight, bias, dtype, self.chunk_bytes, None if self.margin is None else self.margin.scale)
+        scale = None if self.margin is None else self.margin.scale
+        return _Blocks(x, weight, bias, dtype, self.chunk_bytes, scale, self.columns)
+
+    def places(self, target: Tensor, layer: LastLayer) -> Tensor:
+        """Return the place (N,) of each target among the columns that this rank computes; any other if it has none."""
+        own = target - layer.begin
+        if self.columns is None:
+            return own
+        place = torch.searchsorted(self.columns, own)
+        is_here = (own >= 0) & (own < len(layer.weight))  # every target of this rank is sampled
+        return torch.where(is_here, place, -1)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -425,11 +578,13 @@ class _CrossEntropy(torch.autograd.Function):
         target: Tensor,
         layer: LastLayer,
         options: _Softmax,
+        lent: Tensor | None,
     ) -> Tensor:
         ctx.layer, ctx.options, ctx.dtype = layer, options, _product_dtype(weight)
         with torch.autocast(x.device.type, enabled=False):
             blocks = options.blocks(x, weight, bias, ctx.dtype)
-            (largest, *sums), kept = _softmax_sums(blocks, target, layer.begin, options)
+            kept = _keep(ctx, blocks, lent, options.chunk_bytes)
+            largest, *sums = _softmax_sums(blocks, options.places(target, layer), layer.begin, options)
         # Each rank's sum of exponentials is relative to its largest logit, or it would overflow.
         largest_of_all = layer.all_gather(largest).amax(0)
         sums[0] *= (largest - largest_of_all).exp()
@@ -455,9 +610,11 @@ class _CrossEntropy(torch.autograd.Function):
         num = layer.num_classes if options.weight is None else options.weight.sum()
         of_lse = of_target + loss_grads * (options.smoothing / layer.num_classes * num)
 
+        places = options.places(target, layer)
+
         def gradient_of(z: Tensor, begin: int, end: int) -> Tensor:
             softmax = (z - lse[:, None]).exp_()
-            is_here, column = _at_class(z, target, layer.begin + begin)
+            is_here, column = _at_class(z, places, begin)
             at_target, slope = options.with_margin(z.gather(1, column)[:, 0])
             if options.margin is not None:
                 at_target = torch.where(is_here, (at_target - lse).exp(), softmax.gather(1, column)[:, 0])
@@ -473,21 +630,20 @@ class _CrossEntropy(torch.autograd.Function):
             return z_grads
 
         blocks = options.blocks(x, weight, bias, ctx.dtype)
-        return *_gradients(ctx, blocks, kept, gradient_of), None, None, None
+        return *_gradients(ctx, blocks, kept, gradient_of), None, None, None, None
 
 
-def _softmax_sums(blocks: _Blocks, target: Tensor, first: int, options: _Softmax) -> tuple[list[Tensor], Tensor | None]:
-    """Return four numbers for each sample, (N,), of this rank's logits z; and z if it is a single block, else None.
+def _softmax_sums(blocks: _Blocks, places: Tensor, first: int, options: _Softmax) -> list[Tensor]:
+    """Return four numbers for each sample, (N,), of this rank's logits z, the first of which is of class ``first``.
 
     They are the largest z, sum exp(z - the largest), z at the target or 0, and the sum of z times the class's weight,
     which is computed for label smoothing only.
     """
-    largest = blocks.x.new_full((len(target),), torch.finfo(blocks.wide).min, dtype=blocks.wide)
+    largest = blocks.x.new_full((len(places),), torch.finfo(blocks.wide).min, dtype=blocks.wide)
     exp_sum, at_target, total = (torch.zeros_like(largest) for _ in range(3))
-    z = None
     for begin, end in blocks.bounds:
-        z = blocks.logits(begin, end)
-        is_here, column = _at_class(z, target, first + begin)
+        z = blocks.compute(begin, end)
+        is_here, column = _at_class(z, places, begin)
         plain = z.gather(1, column)[:, 0]
         here = torch.where(is_here, options.with_margin(plain)[0], plain)
         at_target += torch.where(is_here, here, 0.0)
@@ -499,8 +655,8 @@ def _softmax_sums(blocks: _Blocks, target: Tensor, first: int, options: _Softmax
         if options.margin is not None:
             exps.scatter_(1, column, (here - largest).exp()[:, None])
         exp_sum = exp_sum * (before - largest).exp() + exps.sum(1)
-        del exps
-    return [largest, exp_sum, at_target, total], z if len(blocks.bounds) == 1 else None
+        del z, exps  # before there are those of the next block
+    return [largest, exp_sum, at_target, total]
 
 
 # --- Logistic units.
@@ -518,20 +674,21 @@ class _LogisticUnits(torch.autograd.Function):
         target: Tensor,
         layer: LastLayer,
         chunk_bytes: int,
+        lent: Tensor | None,
     ) -> Tensor:
         ctx.layer, ctx.dtype, ctx.chunk_bytes = layer, _product_dtype(weight), chunk_bytes
-        z = None
         with torch.autocast(x.device.type, enabled=False):
             blocks = _Blocks(x, weight, bias, ctx.dtype, chunk_bytes)
+            kept = _keep(ctx, blocks, lent, chunk_bytes)
             total = x.new_zeros((), dtype=blocks.wide)
             for begin, end in blocks.bounds:
-                z = blocks.logits(begin, end)
+                z = blocks.compute(begin, end)
                 # log(1 + exp z) = max(z, 0) + log(1 + exp -|z|), which does not overflow
                 part = z.abs().neg_().exp_().log1p_()
                 total += part.sum() + torch.clamp(z, min=0, out=part).sum()
                 total -= _at_targets(z, target, layer.begin + begin, part)
-                del part
-        ctx.save_for_backward(x, weight, bias, target, z if len(blocks.bounds) == 1 else None)
+                del z, part
+        ctx.save_for_backward(x, weight, bias, target, kept)
         return layer.all_gather(total).sum(dim=0)
 
     @staticmethod
@@ -549,7 +706,7 @@ class _LogisticUnits(torch.autograd.Function):
             return z_grads.mul_(gradients[0])
 
         blocks = _Blocks(x, weight, bias, ctx.dtype, ctx.chunk_bytes)
-        return *_gradients(ctx, blocks, kept, gradient_of), None, None, None
+        return *_gradients(ctx, blocks, kept, gradient_of), None, None, None, None
 
 
 def _at_targets(z: Tensor, target: Tensor, first: int, buffer: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_dp import losses
 from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.losses import Margin, sharded_binary_cross_entropy, sharded_cross_entropy
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
@@ -19,7 +20,7 @@ from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses
 from lightning_dp.strategies.krizhevsky_hybrid.state import CPU, ShardedParameters
 from tests.ranks import RankError, run_threads
 
-SAMPLES, FEATURES, CLASSES = 5, 4, 7
+SAMPLES, FEATURES, CLASSES = 5, 6, 7  # not more samples than features: logits have room in a gradient's memory
 GENERATOR = torch.Generator().manual_seed(2)
 X = torch.randn(SAMPLES, FEATURES, dtype=torch.float64, generator=GENERATOR) * 10
 TARGET = torch.tensor([0, 6, 3, 3, 5])
@@ -100,6 +101,22 @@ def of_step(loss_of: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[nn.Modu
     return one_number
 
 
+def sampled(chunk_bytes: int, margin: Margin | None = None) -> Callable[[nn.Module, Tensor], Tensor]:
+    target = torch.where(TARGET == 5, -100, TARGET)
+    return lambda head, x: sharded_cross_entropy(
+        head, x, target, weight=WEIGHT, margin=margin, chunk_bytes=chunk_bytes, sample_rate=0.5
+    )
+
+
+DRAWN = torch.tensor([False, True, False, False, True, True, False])
+
+
+def plain_sampled(head: nn.Module, x: Tensor) -> Tensor:
+    is_kept = DRAWN | F.one_hot(torch.tensor([0, 6, 3]), CLASSES).any(0)
+    logits = head(x).masked_fill(~is_kept, -torch.inf)
+    return F.cross_entropy(logits, torch.where(TARGET == 5, -100, TARGET), WEIGHT)
+
+
 def in_one_process(loss_of: Callable[[nn.Module, Tensor], Tensor], bias: bool) -> list[Tensor]:
     head, x = linear(bias), X.clone().requires_grad_()
     loss = of_step(loss_of)(head, x)
@@ -150,6 +167,85 @@ def test_over_ranks_they_are_torchs_and_no_logits_travel(world_size, chunk_bytes
         for number, gradient in enumerate(parameter_grads):
             whole = torch.cat([result[0][2 + number] for result in results])
             torch.testing.assert_close(whole, gradient, rtol=1e-11, atol=1e-12)
+
+
+def twice(head: nn.Module, x: Tensor, chunk_bytes: int) -> Tensor:
+    """The second loss cannot borrow the memory of the weight's gradient, and the first one loses what it has there."""
+    first = sharded_cross_entropy(head, x, TARGET, chunk_bytes=chunk_bytes)
+    second = sharded_cross_entropy(head, 0.5 * x, TARGET, chunk_bytes=chunk_bytes)
+    return first + second + torch.autograd.grad(first, x, retain_graph=True)[0].detach().sum()
+
+
+def plain_twice(head: nn.Module, x: Tensor) -> Tensor:
+    first = F.cross_entropy(head(x), TARGET)
+    second = F.cross_entropy(head(0.5 * x), TARGET)
+    return first + second + torch.autograd.grad(first, x, retain_graph=True)[0].detach().sum()
+
+
+def twice_over_ranks(rank: int, group: Any, chunk_bytes: int) -> list[Tensor]:
+    head, x = linear(), (X if rank == 0 else X[:0]).clone().requires_grad_()
+    loss, _ = run_step(head, group, x, lambda head, x: twice(head, x, chunk_bytes))
+    loss.backward()
+    return [loss.detach(), x.grad / group.size(), *(p.grad for p in head.parameters())]
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 10**6])
+def test_two_losses_of_one_head(chunk_bytes):
+    expected = in_one_process(plain_twice, True)
+    first, second = run_threads(2, twice_over_ranks, chunk_bytes)
+    for actual, of_plain in zip(first[:2], expected[:2], strict=True):
+        torch.testing.assert_close(actual, of_plain, rtol=1e-11, atol=1e-12)
+    for number in (2, 3):
+        whole = torch.cat([first[number], second[number]])
+        torch.testing.assert_close(whole, expected[number], rtol=1e-11, atol=1e-12)
+
+
+def test_gradients_add_up_over_backwards_and_calls():
+    actual, expected = linear(), linear()
+    for head, loss_of in ((actual, entropy(1)), (expected, plain_entropy())):
+        x = X.clone().requires_grad_()
+        loss = loss_of(head, x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        (3 * loss_of(head, x)).backward()
+    for one, other in zip(actual.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-11, atol=1e-12)
+
+
+def sampled_over_ranks(rank: int, group: Any, chunk_bytes: int) -> list[Tensor]:
+    head, x = linear(), (X if rank == 0 else X[:0]).clone().requires_grad_()
+    loss, _ = run_step(head, group, x, sampled(chunk_bytes))
+    loss.backward()
+    return [loss.detach(), x.grad / group.size(), *(p.grad for p in head.parameters())]
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 10**6])
+def test_a_sample_is_a_softmax_over_the_drawn_classes_and_those_of_the_targets(chunk_bytes, monkeypatch):
+    monkeypatch.setattr(losses, "_draw", lambda *_: DRAWN.clone())
+    expected = in_one_process(plain_sampled, True)
+    for actual, of_plain in zip(in_one_process(sampled(chunk_bytes), True), expected, strict=True):
+        torch.testing.assert_close(actual, of_plain, rtol=1e-11, atol=1e-12)
+    first, *others = run_threads(4, sampled_over_ranks, chunk_bytes)
+    for actual, of_plain in zip(first[:2], expected[:2], strict=True):
+        torch.testing.assert_close(actual, of_plain, rtol=1e-11, atol=1e-12)
+    for number in (2, 3):
+        whole = torch.cat([result[number] for result in (first, *others)])
+        torch.testing.assert_close(whole, expected[number], rtol=1e-11, atol=1e-12)
+
+
+def test_a_sample_is_drawn_with_its_rate_for_training_only():
+    head, x, target = many_classes(torch.float64)
+    torch.manual_seed(1)
+    used = []
+    for _ in range(2):
+        head.zero_grad()
+        sharded_cross_entropy(head, x, target, sample_rate=0.3).backward()
+        used.append(head.weight.grad.any(dim=1))
+    assert 0.28 < used[0].double().mean() < 0.32
+    assert not torch.equal(*used)
+    with torch.no_grad():
+        actual = sharded_cross_entropy(head, x, target, sample_rate=0.3)
+    torch.testing.assert_close(actual, F.cross_entropy(head(x), target).detach(), rtol=1e-12, atol=0)
 
 
 def test_without_messages_they_are_wrong(monkeypatch):
@@ -279,6 +375,9 @@ def test_a_class_that_there_is_not(wrong, loss):
         (lambda: sharded_cross_entropy(nn.Tanh(), X, TARGET, margin=Margin()), "needs class indices, and a head that"),
         (lambda: sharded_binary_cross_entropy(linear(), X, SOFT[:, 1:], chunk_bytes=1), "they must be the same"),
         (lambda: sharded_cross_entropy(linear(), X, TARGET, chunk_bytes=0), "chunk_bytes=0 must be at least 1"),
+        (lambda: sharded_cross_entropy(linear(), X, TARGET, sample_rate=0.0), "sample_rate=0.0 must be above 0"),
+        (lambda: sharded_cross_entropy(linear(), X, TARGET, 0.1, sample_rate=0.5), "label_smoothing counts all"),
+        (lambda: sharded_cross_entropy(nn.Tanh(), X, TARGET, sample_rate=0.5), "sample_rate needs class indices"),
     ],
 )
 def test_what_cannot_be_computed_is_an_error(call, message):

@@ -89,6 +89,7 @@ def draw(results: Mapping[str, Sides], path: Path, title: str) -> None:
         panels,
         path,
         title=title,
-        axis="ms a step: median, minimum and maximum of the rounds",
+        axis="time of a step: median, minimum and maximum of the rounds",
+        unit="ms",
         bound_label="bound: computing alone, or bytes over rate\n(bytes only: tensor parallelism + DDP, FSDP2)",
     )

@@ -10,14 +10,20 @@ from itertools import zip_longest
 from types import MethodType
 from typing import Any
 
-from torch import nn, optim
+from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, MultilabelAccuracy
 
 from lightning_dp._lightning import LightningModule
 from lightning_dp._private.torch_names import has_backward_hooks, has_forward_hooks, has_tensor_hooks, tree_leaves
-from lightning_dp.strategies.base import compiled_parts_around, overlapping_parameters
+from lightning_dp.strategies.base import (
+    ELEMENTWISE_OPTIMIZERS,
+    compiled_parts_around,
+    is_elementwise,
+    is_layerwise,
+    overlapping_parameters,
+)
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import SCHEMES
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, divisible_layers, require_whole_layer
 
@@ -25,20 +31,12 @@ log = logging.getLogger(__name__)
 
 STRATEGY = "KrizhevskyHybridStrategy"
 
-ELEMENTWISE_OPTIMIZERS = (
-    *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta),
-    *(optim.RMSprop, optim.Rprop, optim.ASGD),
-)
-
 _ALLOW_NO_BATCHES = "allow_zero_length_dataloader_with_multiple_devices"
 
 UNEQUAL_LOADERS = (
     "Ranks whose loaders have different numbers of batches do so, too: give each rank as many batches as the others"
 )
 """The most likely reason why one rank begins a step while another gathers the head or saves a checkpoint."""
-
-LAYERWISE_OPTIMIZERS = ("lars", "lamb", "novograd", "shampoo", "soap", "muon", "adafactor", "lbfgs", "sam")
-"""Names, in lower case, of optimizers from any library that compute with whole parameters, such as their norms."""
 
 HEAD_STEP_EXAMPLE = """
     def head_step(self, features, target):  # -> the mean loss of these samples
@@ -69,7 +67,7 @@ def check_arguments(
         )
 
 
-def find_head(module: LightningModule, name: str) -> nn.Module:
+def find_head(module: nn.Module, name: str) -> nn.Module:
     """Return the submodule called ``name``.
 
     Raises:
@@ -87,8 +85,8 @@ def find_head(module: LightningModule, name: str) -> nn.Module:
     )
 
 
-def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_name: str, variable_batch: bool) -> None:
-    """Raise ValueError if the module or the Trainer has something that does not work with a sharded head."""
+def check_head(module: nn.Module, head: nn.Module, head_name: str) -> None:
+    """Raise ValueError if ``head`` cannot be sharded, or not within ``module``."""
     # First, because in a compiled module the head's parameters have other names, which would confuse the other checks.
     compiled = compiled_parts_around(module, head)
     if compiled:
@@ -97,10 +95,15 @@ def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_na
             f"{STRATEGY} exchanges activations; compile the trunk alone"
         )
     divisible_layers(head, head_name)
-    if variable_batch:
-        _check_variable_batch(module, head_name)
     _check_ties(module, head, head_name)
     _check_shared_memory(module, head, head_name)
+
+
+def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_name: str, variable_batch: bool) -> None:
+    """Raise ValueError if the module or the Trainer has something that does not work with a sharded head."""
+    check_head(module, head, head_name)
+    if variable_batch:
+        _check_variable_batch(module, head_name)
     if any(getattr(each, _ALLOW_NO_BATCHES, False) for each in (module, trainer.datamodule)):
         raise ValueError(
             f"{_ALLOW_NO_BATCHES}=True lets ranks without batches skip a validation, at the start of which all ranks "
@@ -114,7 +117,7 @@ def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_na
             )
 
 
-def _check_ties(module: LightningModule, head: nn.Module, head_name: str) -> None:
+def _check_ties(module: nn.Module, head: nn.Module, head_name: str) -> None:
     """Raise ValueError for parameters that the trunk shares with the head, or that have no values yet."""
     # By layers, not by names: the head, or a layer of it, may be an attribute of the module under a second name.
     inside = set(head.modules())
@@ -133,7 +136,7 @@ def _check_ties(module: LightningModule, head: nn.Module, head_name: str) -> Non
                 )
 
 
-def _check_shared_memory(module: LightningModule, head: nn.Module, head_name: str) -> None:
+def _check_shared_memory(module: nn.Module, head: nn.Module, head_name: str) -> None:
     """Raise ValueError for memory that the head shares: local shards are copies, which would be untied."""
     named, owned = dict(module.named_parameters()), set(head.parameters())
     for pair in overlapping_parameters(module):
@@ -191,8 +194,8 @@ def check_hooks(head: ShardedHead) -> None:
     for name, parameter in head.head.named_parameters(prefix=head.name):
         if has_tensor_hooks(parameter):
             raise ValueError(
-                f"{name} has hooks on its gradient, and they would see only this rank's rows; remove them, and change "
-                "gradients row by row in on_after_backward"
+                f"{name} has hooks on its gradient, and they would see only this rank's local shard; remove them, and "
+                "change gradients row by row in on_after_backward"
             )
 
 
@@ -206,11 +209,11 @@ def check_precision(plugin: Any, variable_batch: bool) -> None:
 
 
 def require_whole(module: nn.Module, head_name: str) -> None:
-    """Raise ValueError if an earlier `fit` has left this rank's rows in the head."""
+    """Raise ValueError if an earlier `fit` has left this rank's local shard in the head."""
     try:
         head = module.get_submodule(head_name)
     except AttributeError:
-        return  # a module without this head, evaluated with this strategy, has no rows
+        return  # a module without this head, evaluated with this strategy, is whole
     for path, layer in head.named_modules(prefix=head_name):
         if type(layer) is nn.Linear:
             require_whole_layer(layer, path)
@@ -226,21 +229,18 @@ def check_optimizers(optimizers: list[Optimizer], head: ShardedHead) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if not any(head.owns(p) and p.requires_grad for p in parameters):
             continue
-        # The exact type, because a subclass may take norms of whole layers. Some LARS implementations extend SGD.
         kind = type(optimizer)
-        is_layerwise = any(base.__name__.lower() in LAYERWISE_OPTIMIZERS for base in kind.__mro__)
-        is_known = kind in ELEMENTWISE_OPTIMIZERS or kind.__module__.startswith("lightning_dp.")
-        if is_known and not is_layerwise:
+        if is_elementwise(kind):
             continue
-        if is_layerwise or kind.__module__.startswith("torch."):
+        if is_layerwise(kind) or kind.__module__.startswith("torch."):
             known = ", ".join(each.__name__ for each in ELEMENTWISE_OPTIMIZERS)
             raise ValueError(
                 f"{kind.__name__} computes with whole parameters, and each rank holds only a part of the head's; use "
                 f"one of {known}"
             )
         log.warning(
-            f"{kind.__name__} updates rows of the head's weights on each rank, so it must be elementwise. If it takes "
-            "norms of whole layers, as LARS and LAMB do, the result is wrong. States of another shape than the "
+            f"{kind.__name__} updates a shard of the head's weights on each rank, so it must be elementwise. If it "
+            "takes norms of whole layers, as LARS and LAMB do, the result is wrong. States of another shape than the "
             "parameter's, as 8-bit optimizers have, are saved of rank 0 only"
         )
 

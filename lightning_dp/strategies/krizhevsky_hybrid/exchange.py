@@ -103,7 +103,8 @@ class FeatureExchange:
         if len(set(calls)) > 1:
             raise ValueError(
                 f"the ranks pass different things to the head, this one {call} (shapes without the number of samples);"
-                " only that number may differ, and all ranks must call the head at the same time"
+                " only that number may differ, and all ranks must call the head at the same time. Pass a number of "
+                "this rank alone as a tensor with a row for each sample: torch.full((len(features),), number)"
             )
         return sizes, seeds[0] if needs_seed else None
 

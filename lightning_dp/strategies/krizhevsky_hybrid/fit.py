@@ -5,7 +5,7 @@ means depends on when it comes, and is set by replacing its ``forward``, never b
 
 - in ``training_step``, and in backward: `HeadPasses.forward_local_batch`. All ranks must call it;
 - in ``head_step``: `MicroBatch`. All ranks call it with the same features;
-- in validation and between steps: `FitPatches._forward_outside`. Any rank may call it alone.
+- in validation and between steps: `_OutsideSteps`. Any rank may call it alone.
 
 With ``evaluation="sharded"`` the head is never whole: a call in validation is made by all ranks, and one between steps
 raises.
@@ -33,6 +33,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightning_dp._lightning import Callback, LightningModule
+from lightning_dp._private.lightning_names import end_when_stop_check_times_out
 from lightning_dp._private.torch_names import (
     backend_name,
     ignore_in_ddp,
@@ -43,6 +44,7 @@ from lightning_dp._private.torch_names import (
 from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.collectives.groups import OnStage, create_groups, destroy_group, unbound_default_group
 from lightning_dp.collectives.point_to_point import peer_error
+from lightning_dp.losses import LastLayer, ShardedForward
 from lightning_dp.strategies.krizhevsky_hybrid import checkpoint, checks
 from lightning_dp.strategies.krizhevsky_hybrid.checks import no_counting
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import Scheme, require_features
@@ -107,6 +109,7 @@ class HybridFitState(SharedOnDeepcopy):
         self._options = options
         self._module = module
         self._environment = environment
+        self._num_steps = 0
         # Of each optimizer, how many trainable parameters its groups had when it was checked.
         self._checked: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
         layers = checks.find_head(module, options.head)
@@ -135,6 +138,7 @@ class HybridFitState(SharedOnDeepcopy):
             passes = self._passes = HeadPasses(self.head, options.scheme, features)
             self.patches = FitPatches(module, passes, environment, options.variable_batch)
             stack.callback(self.patches.undo)
+            stack.callback(end_when_stop_check_times_out(module.trainer))
             self._stack = stack.pop_all()
             undo_all.pop_all()
 
@@ -160,10 +164,12 @@ class HybridFitState(SharedOnDeepcopy):
         self._parameters.keep()
         for optimizer in self._environment.optimizers():
             shard_state(optimizer, self.head)
+        gather = self._meet
         if self._options.evaluation == "gathered":
             self.patches.gather_head()
-            callback = GatherHead(self.gather, self.gather_if_changed)
-            self._stack.enter_context(callback.installed(self._module))
+            gather = self.gather
+        callback = GatherHead(gather, self.gather_if_changed, self._meet)
+        self._stack.enter_context(callback.installed(self._module))
         self._stack.enter_context(_in_summaries(self._module.trainer, self.patches.shown_whole))
 
     def fail(self) -> None:
@@ -176,8 +182,8 @@ class HybridFitState(SharedOnDeepcopy):
     def abandon(self) -> None:
         """Leave the local shard in the head. After an exception the other ranks may be gone, and theirs with them."""
         log.warning(
-            f"after an exception rank {self.head.channel.rank} holds only its rows of {self._options.head!r}. Build "
-            "the module again and load a checkpoint before you use it"
+            f"after an exception rank {self.head.channel.rank} holds only its local shard of {self._options.head!r}. "
+            "Build the module again and load a checkpoint before you use it"
         )
         self._stack.close()
 
@@ -186,7 +192,7 @@ class HybridFitState(SharedOnDeepcopy):
         self._meet()
         if self._keeps_shards:
             log.warning(
-                f"state_dict_type='sharded': rank {self.head.channel.rank} holds only its rows of "
+                f"state_dict_type='sharded': rank {self.head.channel.rank} holds only its local shard of "
                 f"{self._options.head!r} after fit. To use the whole head, convert a checkpoint with "
                 "lightning_dp.strategies.consolidate_checkpoint, and load it into a new module"
             )
@@ -211,6 +217,9 @@ class HybridFitState(SharedOnDeepcopy):
         with self.patches.training_step():
             yield
         said.wait()
+        self._num_steps += 1
+        if self._num_steps.bit_count() == 1:  # 1, 2, 4, 8, ...: most mistakes show at once, and later it costs nothing
+            require_one_trunk(self._module, self.head)
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
@@ -286,8 +295,8 @@ class HybridFitState(SharedOnDeepcopy):
         both = zip(self._environment.optimizers(), states, strict=False)
         return [own_optimizer_state(optimizer, state, self.head) for optimizer, state in both]
 
-    def writes(self, is_plain: bool) -> bool:
-        """Return whether to save by `write`. Lightning's own way makes two more copies of a checkpoint in memory.
+    def writes_folder(self, is_plain: bool) -> bool:
+        """Return whether a checkpoint is a folder to which all ranks contribute, for `write_folder`.
 
         Args:
             is_plain: whether the checkpoint is an ordinary local file to Lightning.
@@ -300,15 +309,12 @@ class HybridFitState(SharedOnDeepcopy):
                 "state_dict_type='sharded' writes local files only; remove the checkpoint plugin and storage_options, "
                 "or use state_dict_type='full'"
             )
-        return is_plain
+        return self._keeps_shards
 
-    def write(self, content: State, path: Path) -> None:
-        """Write a checkpoint: a file by rank 0, or a folder by all ranks. All ranks must call it."""
-        if self._keeps_shards:
-            optimizers, broadcast = self._environment.optimizers(), self._environment.broadcast
-            checkpoint.write_folder(content, path, self._module, optimizers, self.head, broadcast)
-        elif self.head.channel.rank == 0:
-            checkpoint.write_file(content, path)
+    def write_folder(self, content: State, path: Path) -> None:
+        """Write a checkpoint to which each rank contributes its local shard. All ranks must call it."""
+        optimizers, broadcast = self._environment.optimizers(), self._environment.broadcast
+        checkpoint.write_folder(content, path, self._module, optimizers, self.head, broadcast)
 
     @property
     def _keeps_shards(self) -> bool:
@@ -363,7 +369,7 @@ class FitPatches(SharedOnDeepcopy):
         self.state_dict_hooks = StateDictHooks(passes.head, lambda: self._gathered)
         # If one of these raises, the block undoes those before it. The user's module must not keep half of them.
         with ExitStack() as stack:
-            stack.enter_context(passes.head.forwarding_to(self._forward_outside))
+            stack.enter_context(passes.head.forwarding_to(_OutsideSteps(self._current_head)))
             stack.enter_context(self.state_dict_hooks.installed())
             stack.enter_context(replaced(plugin, "clip_grad_by_norm", self._clip_grad_by_norm))
             stack.enter_context(_sharded_scaler(plugin))
@@ -400,7 +406,7 @@ class FitPatches(SharedOnDeepcopy):
         head = self._passes.head
 
         def of_its_shape(features: Tensor) -> Tensor:
-            return features.new_zeros(len(features), head.output_bounds[-1][1])
+            return head.by_rows(lambda x: x.new_zeros(len(x), head.output_bounds[-1][1]), features)
 
         shards = {p: p.data for p in head.parameters}
         with head.forwarding_to(of_its_shape if self._gathered is None else self._gathered.forward):
@@ -477,16 +483,17 @@ class FitPatches(SharedOnDeepcopy):
             raise ValueError(
                 f"{head.name!r} got a gradient, but training_step never called it: it seems to read the "
                 f"weights of {head.name!r} directly, as F.normalize(self.{head.name}.weight) does. During fit, rank "
-                f"{head.channel.rank} holds only its own rows of them. Call the head as a module, or pass another "
-                "submodule as head=..."
+                f"{head.channel.rank} holds only its local shard of them. Call the head as a module, or pass "
+                "another submodule as head=..."
             )
 
-    def _forward_outside(self, features: Tensor) -> Tensor:
+    def _current_head(self) -> GatheredHead:
+        """Return the gathered head, or raise RuntimeError if there is none, or the shard has changed since."""
         name = self._passes.head.name
         if self._gathered is None:
             raise RuntimeError(
                 f"{name!r} was called on rank {self._passes.channel.rank} outside of a training step, but the whole "
-                f"head has not been gathered: the rank holds only its own rows. Call {name!r} in validation "
+                f"head has not been gathered: the rank holds only its local shard. Call {name!r} in validation "
                 "(evaluation='gathered' gathers it there), or have all ranks call trainer.strategy.gather_head() first"
             )
         if not self._gathered.is_current:
@@ -494,7 +501,7 @@ class FitPatches(SharedOnDeepcopy):
                 f"the parameters of {name!r} were changed on rank {self._passes.channel.rank} after they had been "
                 "gathered from all ranks; have all ranks call trainer.strategy.gather_head() again, then call the head"
             )
-        return self._gathered.forward(features)
+        return self._gathered
 
     def _with_passes(self, head_step: HeadStep) -> HeadStep:
         """Return what replaces ``head_step``: it runs the user's on the samples of all ranks, pass by pass."""
@@ -537,14 +544,49 @@ class FitPatches(SharedOnDeepcopy):
         if self._variable_batch and not (features.is_cuda and passes.num_steps):
             only_factor = 1 / trainer.accumulate_grad_batches
         update = self._update_head if self._variable_batch else None
+        self._forget_old_gradients()
         with no_counting(self._module, passes.channel.world_size):
             return passes.step(features, arguments, head_step, update, others=others, only_factor=only_factor, **scale)
+
+    def _forget_old_gradients(self) -> None:
+        """Free the head's gradients of the last step if Lightning would, between ``training_step`` and backward.
+
+        The passes compute the new ones before that, and both together may not fit.
+        """
+        module, trainer = self._module, self._module.trainer
+        accumulates = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches > 0
+        if module.automatic_optimization and not (accumulates or is_in_backward() or _sees_old_gradients(module)):
+            for p in self._passes.head.parameters:
+                p.grad = None
 
     def _update_head(self, gradients: Any) -> None:
         update_head(self._module, self._plugin, self._optimizers(), self._passes.head, gradients)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         clip_by_global_norm(self._plugin.main_params(optimizer), clip_val, self._passes.head)
+
+
+def _sees_old_gradients(module: LightningModule) -> bool:
+    """Return whether the user has code in the hooks that run before Lightning sets gradients to zero, or does it."""
+    hooks: list[Any] = [module.on_before_zero_grad, module.optimizer_zero_grad]
+    trainer: Any = module.trainer
+    hooks += [callback.on_before_zero_grad for callback in trainer.callbacks]
+    own = {LightningModule.on_before_zero_grad, LightningModule.optimizer_zero_grad, Callback.on_before_zero_grad}
+    return any(getattr(hook, "__func__", None) not in own for hook in hooks)
+
+
+class _OutsideSteps(ShardedForward, SharedOnDeepcopy):
+    """The head's ``forward`` outside of training steps: this rank computes all of it alone."""
+
+    def __init__(self, current_head: Callable[[], GatheredHead]) -> None:
+        self._current_head = current_head
+
+    def __call__(self, features: Tensor) -> Tensor:
+        return self._current_head().forward(features)
+
+    def last_layer(self, features: Tensor) -> LastLayer | None:
+        """See `ShardedForward`."""
+        return self._current_head().last_layer(features)
 
 
 @contextmanager
@@ -617,11 +659,15 @@ class GatherHead(SharedOnDeepcopy, Callback):
     Args:
         gather: gathers the head. All ranks must call it.
         gather_if_changed: gathers it, unless what was gathered before is still the same. All ranks must call it.
+        meet: raises if a rank is in another batch. All ranks must call it.
     """
 
-    def __init__(self, gather: Callable[[], None], gather_if_changed: Callable[[], None]) -> None:
+    def __init__(
+        self, gather: Callable[[], None], gather_if_changed: Callable[[], None], meet: Callable[[], None]
+    ) -> None:
         self._gather = gather
         self._gather_if_changed = gather_if_changed
+        self._meet = meet
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Gather if something has changed the local shard since set-up. Lightning calls this on all ranks.
@@ -633,6 +679,10 @@ class GatherHead(SharedOnDeepcopy, Callback):
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Gather. Lightning calls this on all ranks, also on those without a batch."""
         self._gather()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Meet, before Lightning reduces the metrics of the epoch, in which ranks would wait for those in a batch."""
+        self._meet()
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Gather. Lightning calls this on all ranks."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -39,8 +41,8 @@ class SharedOnDeepcopy:
 class ShardedHead(SharedOnDeepcopy):
     """``head`` on the ranks of ``channel``: each holds, and computes, a slice of every layer's features.
 
-    `ShardedParameters.shard` leaves each rank with its rows of each weight and bias, in the same parameters with the
-    same names. Sizes that the number of ranks does not divide differ by one.
+    `ShardedParameters.shard` leaves each rank with its local shard of each weight and bias, in the same parameters with
+    the same names. Sizes that the number of ranks does not divide differ by one.
 
     Args:
         head: an nn.Linear, or an nn.Sequential (of Sequentials) of nn.Linear, `ELEMENTWISE` layers and, before the
@@ -73,7 +75,7 @@ class ShardedHead(SharedOnDeepcopy):
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The parameters of all linear layers. They hold this rank's rows while sharded."""
+        """The parameters of all linear layers. They hold this rank's local shard while sharded."""
         return list(self._bounds_of_parameter)
 
     @property
@@ -92,15 +94,15 @@ class ShardedHead(SharedOnDeepcopy):
         return parameter in self._bounds_of_parameter
 
     def bounds_of(self, parameter: Tensor) -> Bounds:
-        """Return begin and end of each rank's rows of ``parameter``."""
+        """Return begin and end of each rank's local shard of ``parameter``."""
         return self._bounds_of_parameter[parameter]
 
     def whole_shape(self, parameter: Tensor) -> torch.Size:
         """Return the shape of ``parameter`` when it is not sharded."""
         return torch.Size([self._bounds_of_parameter[parameter][-1][1], *parameter.shape[1:]])
 
-    def own_rows(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """Return a copy of this rank's rows of ``whole``, a tensor with the shape of the whole ``parameter``."""
+    def local_shard(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        """Return a copy of this rank's local shard of ``whole``, a tensor with the shape of the whole ``parameter``."""
         begin, end = self._bounds_of_parameter[parameter][self.channel.rank]
         return whole[begin:end].clone()
 
@@ -114,6 +116,11 @@ class ShardedHead(SharedOnDeepcopy):
         """Whether a layer before the first nn.Linear works in place, perhaps on a view, as nn.Flatten makes it."""
         before_linear = takewhile(lambda layer: not isinstance(layer, nn.Linear), self.layers)
         return any(getattr(layer, "inplace", False) for layer in before_linear)
+
+    @cached_property
+    def flattens(self) -> bool:
+        """Whether the head makes rows of features that have several dimensions."""
+        return any(isinstance(layer, nn.Flatten) for layer in self.layers)
 
     @property
     def draws_random_numbers(self) -> bool:
@@ -139,7 +146,7 @@ class ShardedHead(SharedOnDeepcopy):
         if bounds is None:
             self._require_rows(x)
             return x
-        return gathered_for_own_rows(x, bounds, self.channel)
+        return gathered_for_local_shards(x, bounds, self.channel)
 
     def _compute(
         self, layers: Sequence[nn.Module], x: Tensor, seed: int | None, gradients: ParameterGradients | None
@@ -154,15 +161,25 @@ class ShardedHead(SharedOnDeepcopy):
                     x = layer(x)
                     continue
                 if bounds is not None:
-                    x = gathered_for_own_rows(x, bounds, self.channel)
+                    x = gathered_for_local_shards(x, bounds, self.channel)
                 else:
                     self._require_rows(x)
                     # From here on x is a slice, and equal masks on all ranks would drop the same columns of each.
                     if seed is not None:
-                        torch.manual_seed(seed + 1 + self.channel.rank)
+                        for generator in generators(x.device):
+                            generator.manual_seed(seed + 1 + self.channel.rank)
                 x = gradients.linear(x, layer) if gradients else F.linear(x, layer.weight, layer.bias)
                 bounds = self._bounds[layer]
         return x, bounds
+
+    def by_rows(self, compute: Callable[[Tensor], Tensor], features: Tensor) -> Tensor:
+        """Return ``compute(features)``, which gets rows (M, D) of features (N, *, D), as nn.Linear takes them.
+
+        Where an nn.Flatten within the head makes the rows, ``compute`` gets the features as they are.
+        """
+        if features.dim() < 3 or self.flattens:
+            return compute(features)
+        return compute(features.flatten(0, -2)).unflatten(0, features.shape[:-1])
 
     @contextmanager
     def forwarding_to(self, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
@@ -185,15 +202,48 @@ class ShardedHead(SharedOnDeepcopy):
             )
 
 
+def generators(device: torch.device) -> list[torch.Generator]:
+    """Return the generators of code that computes on ``device``: the CPU's, and that of another device.
+
+    `torch.manual_seed` would do, but it formats three stack traces in each call on a machine without GPUs.
+    """
+    of_device = [] if device.type == "cpu" else [torch.get_device_module(device).default_generators[device.index]]
+    return [torch.default_generator, *of_device]
+
+
+_reading_state = threading.Lock()
+
+
+def _state_of(generator: torch.Generator) -> Tensor:
+    """Return the generator's state, whatever other threads do.
+
+    torch makes the tensor while it holds the generator's lock. Should that start Python's garbage collection, another
+    thread may run, ask for the same lock and wait for it with the interpreter in its hands: forever.
+    """
+    with _reading_state:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return generator.get_state()
+        finally:
+            if collects:
+                gc.enable()
+
+
 @contextmanager
 def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Draw random numbers from ``seed`` within the context, and restore the generator. None: change nothing."""
+    """Draw random numbers from ``seed`` within the context, and restore the generators. None: change nothing."""
     if seed is None:
         yield
         return
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+    before = [(generator, _state_of(generator)) for generator in generators(device)]
+    try:
+        for generator, _ in before:
+            generator.manual_seed(seed)
         yield
+    finally:
+        for generator, state in before:
+            generator.set_state(state)
 
 
 # --- Messages that autograd differentiates.
@@ -201,7 +251,7 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
 # Tensors come in two kinds. A *replicated* one is the same on all ranks, and a *local* one is this rank's columns. Each
 # function below is linear, and backward applies its adjoint (Megatron's conjugate operators f and g). Gradients then
 # keep to one rule: that of a local tensor is the whole gradient of its columns, and that of a replicated one is whole
-# on every rank as soon as it leaves what the ranks compute with their own rows.
+# on every rank as soon as it leaves what the ranks compute with their local shards.
 
 
 def gathered(own: Tensor, bounds: Bounds, channel: Channel, what: str) -> Tensor:
@@ -220,15 +270,15 @@ def summed(part: Tensor, channel: Channel) -> Tensor:
 
 
 def summed_in_backward(x: Tensor, channel: Channel) -> Tensor:
-    """Return ``x``, which is replicated, for computations of each rank with its own rows (Megatron's f).
+    """Return ``x``, which is replicated, for computations of each rank with its local shard (Megatron's f).
 
     Each of them contributes a part to the gradient. Backward sums the parts, so that all ranks have the whole.
     """
     return _LinearMap.apply(x, _identity, partial(sum_over_ranks, channel=channel))
 
 
-def gathered_for_own_rows(own: Tensor, bounds: Bounds, channel: Channel) -> Tensor:
-    """Return the columns of all ranks, (N, all columns), for computations of each rank with its own rows.
+def gathered_for_local_shards(own: Tensor, bounds: Bounds, channel: Channel) -> Tensor:
+    """Return the columns of all ranks, (N, all columns), for computations of each rank with its local shard.
 
     It is `summed_in_backward` of `gathered`, but backward sends each rank its columns of the sum only.
     """
@@ -331,7 +381,7 @@ def divisible_layers(module: nn.Module, name: str) -> list[tuple[str, nn.Module]
             )
     if before_linear:
         raise ValueError(f"{name} has no nn.Linear to shard over ranks; name the submodule that holds them")
-    # Last, because a copy with one rank's rows has such a forward, too, and the rows have a better message.
+    # Last, because a copy with one rank's shard also has such a forward, and the shard has a better message.
     _require_no_own_forward(module, name)
     return layers
 
@@ -375,12 +425,12 @@ def _require_no_own_forward(module: nn.Module, name: str) -> None:
 
 
 def require_whole_layer(layer: nn.Linear, path: str) -> None:
-    """Raise ValueError if the layer holds one rank's rows, which an earlier `fit` can leave."""
+    """Raise ValueError if the layer holds one rank's local shard, which an earlier `fit` can leave."""
     if layer.weight.shape != (layer.out_features, layer.in_features):
         raise ValueError(
             f"{path}.weight is {tuple(layer.weight.shape)}, and not {(layer.out_features, layer.in_features)}. A run "
-            "that ends with an exception, or has state_dict_type='sharded', leaves one rank's rows there. Build the "
-            "module anew, and load a checkpoint"
+            "that ends with an exception, or has state_dict_type='sharded', leaves one rank's local shard there. "
+            "Build the module again, and load a checkpoint"
         )
 
 
@@ -390,34 +440,34 @@ def _require_plain(layer: nn.Linear, path: str) -> None:
         value = getattr(layer, kind)
         if value is not None and not isinstance(value, nn.Parameter):
             raise ValueError(
-                f"{path} computes its {kind} (pruning, weight_norm, spectral_norm, ...), which mixes rows of different "
-                "ranks; remove the parametrization (torch.nn.utils.prune.remove, remove_weight_norm, ...)"
+                f"{path} computes its {kind} (pruning, weight_norm, spectral_norm, ...), which mixes the shards of "
+                "different ranks; remove the parametrization (torch.nn.utils.prune.remove, remove_weight_norm, ...)"
             )
     for name, _ in layer.named_parameters(remove_duplicate=False):
         if name not in ("weight", "bias"):
             raise ValueError(
-                f"{path} has a parameter {name!r}, and each rank holds rows of weight and bias only; keep the "
-                "parameter outside of the head, and use it where the module calls the head"
+                f"{path} has a parameter {name!r}, and each rank holds a shard of weight and bias only; keep "
+                "the parameter outside of the head, and use it where the module calls the head"
             )
     if layer.bias is not None and layer.bias.shape != (layer.out_features,):
         raise ValueError(
-            f"{path}.bias is {tuple(layer.bias.shape)}, and not {(layer.out_features,)}: each rank holds as many rows "
-            "of it as of the weight; give it a value for each output"
+            f"{path}.bias is {tuple(layer.bias.shape)}, and not {(layer.out_features,)}: each rank holds the same "
+            "outputs of it and of the weight; give it a value for each output"
         )
 
 
-# --- Calls of a layer within the head: refused, because the layer holds one rank's rows during ``fit``.
+# --- Calls of a layer within the head: an error, because the layer holds one rank's local shard during ``fit``.
 
 
 @contextmanager
 def refused_inner_calls(head: ShardedHead) -> Iterator[None]:
     """Within the context, let a call of an nn.Linear within the head raise RuntimeError.
 
-    `ShardedHead` computes these layers without calling them. So whoever calls one while it has rows is the user, who
+    `ShardedHead` computes these layers without calling them. So a call while they are sharded comes from the user, who
     would get this rank's columns, and a gradient of this rank's samples alone.
     """
     refused: list[nn.Module] = []
-    if head.channel.world_size > 1:  # otherwise the rows are the whole layer
+    if head.channel.world_size > 1:  # otherwise the shard is the whole layer
         for path, layer in head.head.named_modules(prefix=head.name):
             # A head that is an nn.Linear itself has its ``forward`` replaced as any head.
             if layer is not head.head and type(layer) is nn.Linear:
@@ -443,7 +493,7 @@ class Refusal:
         self._head, self._layer, self._path = head, layer, path
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Refusal:
-        return self  # a copy of a layer alone also holds rows, and so raises, too
+        return self  # a copy of a layer alone also holds one rank's shard, and so raises
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute the layer if it is whole, else raise."""
@@ -452,7 +502,7 @@ class Refusal:
             return F.linear(x, self._layer.weight, self._layer.bias)
         raise RuntimeError(
             f"{self._path!r} was called by itself on rank {self._head.channel.rank}, which during fit holds only its "
-            f"own rows of it. Call the whole head {self._head.name!r}, or shard this layer alone "
+            f"local shard of it. Call the whole head {self._head.name!r}, or shard this layer alone "
             f"(head={self._path!r}), so that the other layers belong to the trunk"
         )
 
@@ -468,7 +518,7 @@ class ParameterGradients:
     takes three times as long as the product itself. Here the product is added to the total as it is computed.
 
     Args:
-        parameters: this rank's rows of the head's parameters.
+        parameters: this rank's local shard of the head's parameters.
         factor: multiplies every gradient that is added.
 
     Attributes:
@@ -477,10 +527,11 @@ class ParameterGradients:
     """
 
     def __init__(self, parameters: Sequence[Tensor], factor: float = 1.0) -> None:
-        self._parameters = list(parameters)
+        self._parameters = dict.fromkeys(parameters)  # found by object; a list would compare values
         self._factor = factor
         self._totals: dict[Tensor, Tensor] = {}
         self._spare: dict[Tensor, Tensor] = {}  # memory of totals that were taken, to be written again
+        self._lent: dict[Tensor, Tensor] = {}
         self.is_collecting = False
 
     def collect(
@@ -513,17 +564,40 @@ class ParameterGradients:
             return F.linear(x, layer.weight, layer.bias)
         return _Linear.apply(x, layer.weight, layer.bias, self)
 
+    def receives(self, weight: Tensor) -> bool:
+        """Return whether the gradient of ``weight`` is to be added to its total now.
+
+        A tensor that stands in a parameter's place (`torch.func.functional_call`) has none: autograd takes its gradient
+        on to the parameter.
+        """
+        return self.is_collecting and weight in self._parameters
+
+    def lend(self, weight: Tensor) -> Tensor | None:
+        """Return the memory of a weight's total, for other use until `total_of` or `take`. None: it is in use."""
+        if weight not in self._parameters or weight in self._totals or weight in self._lent:
+            return None
+        self._lent[weight] = self._unused_memory(weight)
+        return self._lent[weight]
+
+    def lends(self, weight: Tensor, memory: Tensor) -> bool:
+        """Return whether ``memory`` of `lend` still has the content that the borrower has written."""
+        return self._lent.get(weight) is memory
+
     def total_of(self, weight: Tensor) -> tuple[Tensor, float]:
         """Return the memory of a weight's total, and by what to multiply its content when something is added: 1 or 0.
 
-        With 0 the content is not to be read. It may be anything, even NaN.
+        With 0 the content is not to be read. It may be anything, even NaN. A loan of the memory ends.
         """
         total = self._totals.get(weight)
         if total is not None:
             return total, 1.0
-        total = self._spare.pop(weight, None)
-        self._totals[weight] = torch.empty_like(weight) if total is None else total
+        lent = self._lent.pop(weight, None)
+        self._totals[weight] = self._unused_memory(weight) if lent is None else lent
         return self._totals[weight], 0.0
+
+    def _unused_memory(self, weight: Tensor) -> Tensor:
+        spare = self._spare.pop(weight, None)
+        return torch.empty_like(weight) if spare is None else spare
 
     def add_product(self, total: Tensor, beta: float, output_grads: Tensor, x: Tensor) -> None:
         """Write to (rows of) ``total`` beta times itself plus the gradient of a weight.
@@ -556,6 +630,7 @@ class ParameterGradients:
         taken = [self._totals.get(parameter) for parameter in self._parameters]
         self._spare = self._totals if reuse_memory else {}
         self._totals = {}
+        self._lent = {}
         return taken
 
 
@@ -584,7 +659,7 @@ class _Linear(torch.autograd.Function):
         (output_grads,) = gradients
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         weight_grads = None
-        if needs_weight and ctx.sums.is_collecting:
+        if needs_weight and ctx.sums.receives(ctx.weight):
             ctx.sums.add_product(*ctx.sums.total_of(ctx.weight), output_grads, x)
         elif needs_weight:
             weight_grads = output_grads.T @ x

@@ -81,9 +81,12 @@ class HeadPasses(SharedOnDeepcopy):
         self._has_warned_of_logits = False
 
     def forward_local_batch(self, features: Tensor) -> Tensor:
-        """Return the logits (n, C) for the features (n, *) of this rank's samples. n may differ, and may be 0."""
+        """Return the logits (n, *, C) for the features (n, *) of this rank's samples. n may differ, and may be 0."""
         self.num_calls += 1
         require_features(features, f"the argument of {self.head.name!r}")
+        return self.head.by_rows(self._forward_rows, features)
+
+    def _forward_rows(self, features: Tensor) -> Tensor:
         sizes, seed = self.exchange.exchange_batch_sizes(features, needs_seed=self.head.draws_random_numbers)
         return self._remembered(LocalBatch(self, sub_passes(self.scheme, sizes), seed)(features))
 
@@ -214,7 +217,8 @@ class HeadPasses(SharedOnDeepcopy):
 
         - rows of this rank's batch that ``training_step`` has left on the module. They do not belong to the samples of
           the pass, so the gradients would be wrong.
-        - the head's weights, of which each rank has its rows, in a penalty. The gradients are right if that is a sum.
+        - the head's weights, of which each rank has its local shard, in a penalty. The gradients are right if that is
+          a sum.
 
         The second does not depend on the features: with other features, the loss changes by the same on all ranks.
         """
@@ -230,7 +234,7 @@ class HeadPasses(SharedOnDeepcopy):
             raise ValueError(_different_losses(losses))
         if not self._has_warned_of_weights:
             log.warning(
-                f"head_step uses the weights of {self.head.name!r} directly, and each rank has its own rows of them. A "
+                f"head_step uses the weights of {self.head.name!r} directly, and each rank has only its local shard. A "
                 "penalty on its weights must be a sum over them (L1, L2); a norm, a mean or a product of rows has "
                 "wrong gradients. The logged loss contains this rank's part of the penalty only"
             )
@@ -303,7 +307,10 @@ class MicroBatch(ShardedForward, SharedOnDeepcopy):
         return self._leaf.device
 
     def __call__(self, features: Tensor) -> Tensor:
-        """Return the logits (N, C) of all classes, for features (N, *) that are the same on all ranks."""
+        """Return the logits (N, *, C) of all classes, for features (N, *) that are the same on all ranks."""
+        return self._head.by_rows(self._forward_rows, features)
+
+    def _forward_rows(self, features: Tensor) -> Tensor:
         own = self._head(self._entering(features), self._draw_seed(), self._sums)
         logits = gathered(own, self._head.output_bounds, self._head.channel, "logits")
         self._passes.warn_of_logits(logits, self._head.num_inputs)
@@ -312,7 +319,7 @@ class MicroBatch(ShardedForward, SharedOnDeepcopy):
     def last_layer(self, features: Tensor) -> LastLayer | None:
         """See `ShardedForward`."""
         last = self._head.layers[-1]
-        if not isinstance(last, nn.Linear):
+        if not isinstance(last, nn.Linear) or (features.dim() > 2 and not self._head.flattens):
             return None
         x = self._head.input_of_last_layer(self._entering(features), self._draw_seed(), self._sums)
         channel, bounds = self._head.channel, self._head.output_bounds
@@ -337,7 +344,7 @@ class MicroBatch(ShardedForward, SharedOnDeepcopy):
             )
 
     def _entering(self, features: Tensor) -> Tensor:
-        """Return ``features`` on their way into the layers of which each rank has its own rows."""
+        """Return ``features`` on their way into the layers of which each rank has its local shard."""
         self._passes.num_calls += 1
         if self._origin is not None and features.grad_fn is self._origin:
             return _PartialGradient.apply(features, self)
@@ -615,7 +622,7 @@ def take_once(ctx: Any, name: str) -> Any:
     """
     value = getattr(ctx, name)
     if value is None:
-        raise RuntimeError("backward went through the sharded head a second time; compute the loss anew before each")
+        raise RuntimeError("backward went through the sharded head a second time; compute the loss again before each")
     setattr(ctx, name, None)
     return value
 

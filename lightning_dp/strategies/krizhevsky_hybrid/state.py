@@ -25,7 +25,8 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from lightning_dp._lightning import LightningModule
-from lightning_dp._private.torch_names import tree_leaves, tree_map_only, version_of
+from lightning_dp._private.torch_names import has_forward_hooks, tree_leaves, tree_map_only, version_of
+from lightning_dp.losses import LastLayer
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, SharedOnDeepcopy, refused_inner_calls, seeded
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class ShardedParameters(SharedOnDeepcopy):
                     self._before[parameter] = parameter.data
                     _set_data(parameter, self._shard_of_rank_0(parameter, device, is_meta[index]))
             if is_meta[index]:
-                # Other rows need other numbers, so each rank and layer has a seed of its own.
+                # Other shards need other numbers, so each rank and layer has its own seed.
                 with seeded(seed + index * head.channel.world_size + head.channel.rank, device):
                     layer.reset_parameters()
 
@@ -121,6 +122,9 @@ def _set_data(parameter: Tensor, data: Tensor) -> None:
     if parameter.is_meta != data.is_meta:  # torch refuses to assign ``.data`` from and to the meta device
         torch.utils.swap_tensors(parameter, nn.Parameter(data, parameter.requires_grad))
     else:
+        # A graph that is still alive holds the node that accumulates the gradient, and that would refuse the new shape.
+        # torch makes another node where the dtype changes.
+        parameter.data = data.new_empty(0, dtype=torch.float16 if data.dtype == torch.float32 else torch.float32)
         parameter.data = data
 
 
@@ -188,7 +192,7 @@ def own_optimizer_state(optimizer: Optimizer, state: State, head: ShardedHead) -
     """
 
     def cut(value: Any, p: Tensor) -> Any:
-        return head.own_rows(value, p) if is_like(value, head.whole_shape(p)) else value
+        return head.local_shard(value, p) if is_like(value, head.whole_shape(p)) else value
 
     own = convert_head(optimizer, state, head, cut)
     is_copied = {id(value) for value in tree_leaves(own)} - {id(value) for value in tree_leaves(state)}
@@ -203,7 +207,7 @@ def shard_state(optimizer: Optimizer, head: ShardedHead) -> None:
     for p, values in optimizer.state.items():
         for name, value in values.items() if head.owns(p) else ():
             if is_like(value, head.whole_shape(p)) and not is_like(value, p.shape):
-                values[name] = head.own_rows(value, p)
+                values[name] = head.local_shard(value, p)
 
 
 def make_whole(optimizer: Optimizer, head: ShardedHead) -> None:
@@ -299,26 +303,38 @@ class GatheredHead(SharedOnDeepcopy):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the head's output for x, (N, *) to (N, C), computed on this rank alone as before `fit`."""
-        if torch.jit.is_tracing():
-            return self._trace(x)
-        with_gradient = torch.is_grad_enabled()
+        if torch.jit.is_tracing():  # it cannot record a functional_call
+            return self._through(self._head.layers, x)
         named = self._caller.named_parameters(remove_duplicate=False)
-        values = {name: self._in_graph(p) if with_gradient else self._whole[p] for name, p in named}
+        values = {name: self._in_graph(p) for name, p in named}
         # This calls the head's own forward with other values for its parameters. The parameters themselves keep their
         # shard, and hooks within the head see whole activations.
         return functional_call(self._caller, values, (x,))
 
-    def _trace(self, x: Tensor) -> Tensor:
-        """Return the head's output layer by layer, because `torch.jit.trace` cannot record a functional_call."""
-        for layer in self._head.layers:
-            if isinstance(layer, nn.Linear):
-                x = F.linear(x, self._whole[layer.weight], None if layer.bias is None else self._whole[layer.bias])
-            else:
-                x = layer(x)
+    def last_layer(self, features: Tensor) -> LastLayer | None:
+        """See `ShardedForward`. All classes are those of this rank."""
+        *before, last = self._head.layers
+        if not isinstance(last, nn.Linear) or any(has_forward_hooks(part) for part in self._head.head.modules()):
+            return None
+        x = self._through(before, features)
+        if x.dim() != 2:
+            return None
+        weight, bias = self._weight_and_bias(last)
+        return LastLayer(x, weight, bias, 0, len(weight), lambda tensor: tensor[None])
+
+    def _through(self, layers: Sequence[nn.Module], x: Tensor) -> Tensor:
+        """Return the output of ``layers``, one after the other."""
+        for layer in layers:
+            x = F.linear(x, *self._weight_and_bias(layer)) if isinstance(layer, nn.Linear) else layer(x)
         return x
+
+    def _weight_and_bias(self, layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
+        return self._in_graph(layer.weight), None if layer.bias is None else self._in_graph(layer.bias)
 
     def _in_graph(self, parameter: Tensor) -> Tensor:
         """Return the whole value as a function of the shard, so that ``backward()`` leaves gradients in ``.grad``."""
+        if not torch.is_grad_enabled() or torch.jit.is_tracing():
+            return self._whole[parameter]
         begin, end = self._head.bounds_of(parameter)[self._head.channel.rank]
         return _WholeValue.apply(parameter, self._whole[parameter], begin, end)
 
@@ -422,16 +438,16 @@ class StateDictHooks(SharedOnDeepcopy):
             elif not self._has_warned:
                 self._has_warned = True
                 log.warning(
-                    f"state_dict() holds only rank {self._head.channel.rank}'s rows of {self._head.name!r}, because "
-                    "each rank has its own during fit. Use trainer.save_checkpoint(...) on all ranks, or let all ranks "
-                    "call trainer.strategy.gather_head() first"
+                    f"state_dict() holds only rank {self._head.channel.rank}'s local shard of {self._head.name!r}, "
+                    "because each rank has its own during fit. Use trainer.save_checkpoint(...) on all ranks, or "
+                    "let all ranks call trainer.strategy.gather_head() first"
                 )
 
     def _on_load(self, layer: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, parameter in layer.named_parameters(recurse=False):
             value = state.get(prefix + name)
             if self._head.owns(parameter) and is_like(value, self._head.whole_shape(parameter)):
-                state[prefix + name] = self._head.own_rows(state[prefix + name], parameter)
+                state[prefix + name] = self._head.local_shard(state[prefix + name], parameter)
 
     def _deepcopy(self, memo: dict[int, Any]) -> nn.Module:
         """Copy the head as an ordinary module with whole tensors, or, if it is not gathered, as one with local shards.
@@ -459,6 +475,6 @@ class StateDictHooks(SharedOnDeepcopy):
 
 def _refuse_copy(name: str, *_: Any) -> Tensor:
     raise RuntimeError(
-        f"this copy of {name!r} was made during fit, when the rank held only its own rows of it. Copy it before fit, "
-        "in validation, or after all ranks have called trainer.strategy.gather_head()"
+        f"this copy of {name!r} was made during fit, when the rank held only its local shard of it. Copy it before "
+        "fit, in validation, or after all ranks have called trainer.strategy.gather_head()"
     )

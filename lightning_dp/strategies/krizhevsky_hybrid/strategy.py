@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_dp._private.lightning_names import strategy_timeout, wrap_in_ddp
 from lightning_dp.collectives.groups import OnStage
+from lightning_dp.strategies import complete_files
 from lightning_dp.strategies.base import BaseStrategy
 from lightning_dp.strategies.krizhevsky_hybrid import checkpoint as files
 from lightning_dp.strategies.krizhevsky_hybrid import checks
@@ -31,7 +32,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     that of synchronous SGD on the batches of all ranks, unless ``variable_batch`` is on. See arXiv 1404.5997.
     ``docs/methods/krizhevsky_hybrid.md`` says when the method pays and what it does not work with.
 
-    During ``fit`` the head's parameters hold this rank's rows, its local shard. The strategy gathers the whole head at
+    During ``fit`` the head's parameters hold this rank's local shard. The strategy gathers the whole head at
     points that all ranks reach: before training, at the start of a validation, and at the end of training. Until the
     next training step, every rank can then call the head alone, and ``state_dict()`` returns whole tensors.
 
@@ -252,22 +253,23 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        is_plain = files.is_plain_file(self.checkpoint_io, filepath) and storage_options is None
-        if self._fitting is not None and self._fitting.writes(is_plain):
-            self._fitting.write(checkpoint, Path(filepath))
+        is_plain = complete_files.is_plain_file(self.checkpoint_io, filepath) and storage_options is None
+        if self._fitting is not None and self._fitting.writes_folder(is_plain):
+            self._fitting.write_folder(checkpoint, Path(filepath))
         else:
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint_path = files.existing(checkpoint_path)
-        if files.is_sharded(checkpoint_path):
-            parts = (0, 1) if self._fitting is None else (self.global_rank, self.world_size)
-            return files.load_folder(Path(checkpoint_path), *parts, weights_only)
+        checkpoint_path = complete_files.existing(checkpoint_path)
         module = self.lightning_module
         is_fit = module is not None and module.trainer.state.fn == "fit"
-        if is_fit and files.is_plain_file(self.checkpoint_io, checkpoint_path):
-            return files.map_file(checkpoint_path, weights_only)
+        with complete_files.naming_checkpoint(checkpoint_path):
+            if files.is_sharded(checkpoint_path):
+                parts = (0, 1) if self._fitting is None else (self.global_rank, self.world_size)
+                return files.load_folder(Path(checkpoint_path), *parts, weights_only)
+            if is_fit and complete_files.is_plain_file(self.checkpoint_io, checkpoint_path):
+                return files.map_file(checkpoint_path, weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def _with_all_ranks(self) -> HybridFitState:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Subset
 from lightning_dp.losses import sharded_binary_cross_entropy, sharded_cross_entropy
 from tests.strategies.modules import CLASSES, FEATURES, data, optimizers, snapshot, trainer
 
-STEPS = 10
+STEPS = 6
 Result = dict[str, Tensor]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp import KrizhevskyHybridStrategy
-from tests.ranks import run_processes
+from tests.ranks import logged, run_processes
 from tests.strategies.krizhevsky_hybrid.modules import HybridNet, StepNet, batches
 from tests.strategies.modules import FEATURES, assert_same, trainer
 
@@ -38,12 +37,10 @@ class StateDict(pl.Callback):
 
 
 def _state_dict(rank: int) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
-    callback, module, said = StateDict(), StepNet(), []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("lightning_dp").addHandler(handler)
+    callback, module = StateDict(), StepNet()
     runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, callbacks=[callback])
-    runner.fit(module, batches(rank, 2, steps=STEPS))
+    with logged() as said:
+        runner.fit(module, batches(rank, 2, steps=STEPS))
     return callback.saved, dict(module.state_dict()), said
 
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp.collectives.all_to_all import Channel
+from lightning_dp.losses import Margin, sharded_binary_cross_entropy, sharded_cross_entropy
 from tests.ranks import run_processes
 from tests.strategies.krizhevsky_hybrid.modules import HybridNet, StepNet, all_batches, batches
 from tests.strategies.modules import CLASSES, FEATURES, trainer
@@ -187,6 +188,36 @@ def test_gradients_in_validation_are_those_of_the_whole_head():
         torch.testing.assert_close(of_rank[::2], of_x, rtol=1e-9, atol=1e-12)
     rows = [torch.cat(pair) for pair in zip(first[1::2], second[1::2], strict=True)]
     torch.testing.assert_close(rows, of_weight, rtol=1e-9, atol=1e-12)
+
+
+class Margins(Validated):
+    """A loss by name in training and in validation, with an option that needs the weights; and one of whole logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Tanh(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, CLASSES, bias=False)).double()
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        return sharded_cross_entropy(self.head, features, target, margin=Margin(4, 0.3), chunk_bytes=1)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        features = self.trunk(batch[0])
+        sequence = sharded_binary_cross_entropy(self.head, features[:, None], self(batch[0])[:, None].sigmoid())
+        self.validated += [self.head_step(features, batch[1]), sequence]
+
+
+def _margins(rank: int) -> list[Tensor]:
+    module = Margins()
+    common = DataLoader(all_batches(1).dataset, 2)
+    trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False).fit(module, batches(rank, 2), common)
+    return module.validated
+
+
+def test_a_loss_by_name_in_validation():
+    module = Margins()
+    trainer("auto", 1).fit(module, all_batches(2), DataLoader(all_batches(1).dataset, 2))
+    for validated in run_processes(2, _margins):
+        torch.testing.assert_close(validated, module.validated, rtol=1e-9, atol=1e-12)
 
 
 def _sharded(rank: int) -> tuple[list[Tensor], str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_dp import KrizhevskyHybridStrategy
-from tests.ranks import run_processes
+from lightning_dp.strategies.krizhevsky_hybrid.passes import _is_same
+from tests.ranks import logged, run_processes
 from tests.strategies.krizhevsky_hybrid.modules import StepNet, all_batches, batches, fit_with
-from tests.strategies.krizhevsky_hybrid.test_misuse import logged
 from tests.strategies.modules import assert_same
 
 
@@ -82,3 +83,10 @@ def _other_constant(rank: int) -> str:
 def test_constants_must_be_the_same_on_all_ranks():
     for rank, said in enumerate(run_processes(2, _other_constant)):
         assert f"('power', {rank})" in said
+        assert "as a tensor with a row for each sample" in said
+
+
+def test_a_change_of_large_losses_is_compared_up_to_their_rounding():
+    changes = torch.tensor([0.0, 5e-4])
+    assert _is_same(changes, torch.float32, scale=100.0)
+    assert not _is_same(changes, torch.float32, scale=1.0)

@@ -66,6 +66,35 @@ def _live(rank: int, folder: str) -> dict[str, Tensor]:
     return live(lambda: KrizhevskyHybridStrategy(scheme="c"), 2, batches(rank, 2, steps=STEPS), folder)
 
 
+class KeepsGraphs(ScheduledNet):
+    """Keeps the loss of the last step with its graph, as a module that plots it may do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.kept = super().training_step(batch, batch_idx)
+        return self.kept
+
+
+def backward_before_and_after(strategy: Any, world_size: int, loader: DataLoader) -> Result:
+    """Call the module by hand, before `fit` and after it, while the graphs of earlier calls are alive."""
+    module, x = KeepsGraphs(), all_batches(2).dataset[:4][0]
+    before = module(x).square().sum()
+    trainer(strategy, world_size, use_distributed_sampler=False).fit(module, loader)
+    module.zero_grad()
+    module(x).square().sum().backward()
+    assert before.requires_grad
+    return {name: p.grad for name, p in module.named_parameters()}
+
+
+def _backward(rank: int) -> Result:
+    return backward_before_and_after(KrizhevskyHybridStrategy(), 2, batches(rank, 2))
+
+
+def test_backward_of_the_whole_module_after_fit():
+    expected = backward_before_and_after("auto", 1, all_batches(2))
+    for result in run_processes(2, _backward):
+        assert_same(result, expected, 1e-9)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_day_equals_one_process(tmp_path):
     expected = live(lambda: "auto", 1, all_batches(2, steps=STEPS), str(tmp_path / "one"))

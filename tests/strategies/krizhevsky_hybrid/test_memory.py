@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from support.peak_memory import AllocatorRise
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp._lightning import DDPStrategy
 from lightning_dp.collectives.all_to_all import Channel
+from lightning_dp.losses import sharded_cross_entropy
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
 from lightning_dp.strategies.krizhevsky_hybrid.state import CPU, ShardedParameters, whole_on_rank_0
 from tests.ranks import run_processes, run_threads
@@ -163,3 +166,56 @@ def _configured(rank: int) -> dict[str, Tensor]:
 def test_a_module_may_be_built_in_configure_model():
     first, second = run_processes(2, _configured)
     assert_same(first, second, 0.0)
+
+
+MANY, WIDTH, SAMPLES, CHUNK = 40_000, 64, 64, 2**19  # of a rank: 5.1 MB of weights, of gradients, and of logits
+
+
+class ManyClasses(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(2, WIDTH), nn.Linear(WIDTH, MANY, bias=False)
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        return sharded_cross_entropy(self.head, features, target, chunk_bytes=CHUNK)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.head_step(self.trunk(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class SeesOldGradients(ManyClasses):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.old = None if self.head.weight.grad is None else self.head.weight.grad.sum().item()
+
+
+class Measure(pl.Callback):
+    def __init__(self) -> None:
+        self.rise = AllocatorRise()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.rise.tick()
+
+
+def _rises(rank: int) -> list[int]:
+    rises = []
+    for net in (ManyClasses, SeesOldGradients):
+        module, measure = net(), Measure()
+        x, target = torch.randn(3 * SAMPLES // 2, 2), torch.arange(3 * SAMPLES // 2)
+        runner = trainer(
+            KrizhevskyHybridStrategy(), 2, max_epochs=1, callbacks=[measure], use_distributed_sampler=False
+        )
+        runner.fit(module, DataLoader(TensorDataset(x, target), SAMPLES // 2))
+        rises.append(measure.rise.num_bytes)
+    assert module.old is not None
+    return rises
+
+
+def test_a_step_with_many_classes_needs_a_chunk_above_weights_gradients_and_momentum():
+    row_bytes = MANY // 2 * WIDTH * 4
+    for rise, rise_with_old_gradients in run_processes(2, _rises):
+        assert rise <= 1.5 * CHUNK
+        # A hook may read the old gradients after head_step has computed the new ones.
+        assert row_bytes <= rise_with_old_gradients <= row_bytes + 1.5 * CHUNK

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset
 
 from lightning_dp import KrizhevskyHybridStrategy
 from tests.ranks import run_processes
@@ -136,36 +133,6 @@ def test_the_remedy_for_layers_behind_the_head_works():
     assert head
     for name in head:
         torch.testing.assert_close(first[name], second[name])
-
-
-class WithBuffers(StepNet):
-    """DDP broadcasts the buffers of batch norm in the forward, before the head is called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk.append(nn.BatchNorm1d(6).double())
-
-
-def _unequal(rank: int, shorter: int, net: type[StepNet], evaluation: Any) -> str:
-    loader = batches(rank, 2, steps=4)
-    if rank == shorter:
-        loader = DataLoader(Subset(loader.dataset, range(6)), batch_size=3)
-    strategy = KrizhevskyHybridStrategy(timeout=timedelta(minutes=10), evaluation=evaluation)
-    try:
-        with pytest.raises(RuntimeError) as error:
-            fit_with(loader, strategy, 2, net, {})
-    finally:
-        dist.destroy_process_group()  # as the end of the process does, for which the other rank may wait
-    return str(error.value)
-
-
-@pytest.mark.parametrize("shorter", [0, 1])
-@pytest.mark.parametrize("net", [StepNet, WithBuffers])
-@pytest.mark.parametrize("evaluation", ["gathered", "sharded"])
-def test_ranks_with_different_numbers_of_batches_are_told_so_at_once(shorter, net, evaluation):
-    # Long before the strategy's timeout. Where one rank raises first, the other may find it gone.
-    said = run_processes(2, _unequal, shorter, net, evaluation)
-    assert any("Ranks whose loaders have different numbers of batches do so, too" in text for text in said)
 
 
 def test_tensors_of_features_are_recognized():

@@ -1,10 +1,7 @@
-"""Uses of the head that would go wrong silently, or hang: refused by name, at once."""
+"""Uses of the head that would go wrong silently, or hang: each raises an error, at once."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -18,17 +15,6 @@ from lightning_dp import KrizhevskyHybridStrategy
 from tests.ranks import run_processes
 from tests.strategies.krizhevsky_hybrid.modules import HybridNet, NamedNet, StepNet, batches, fit_with
 from tests.strategies.modules import CLASSES
-
-
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    """What lightning_dp logs within, in processes in which pytest sees nothing."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("lightning_dp").addHandler(handler)
-    yield said
-    logging.getLogger("lightning_dp").removeHandler(handler)
 
 
 class TemperatureNet(StepNet):

@@ -59,7 +59,7 @@ def with_small_bias(layer: nn.Linear) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (with_parameter, r"head\.0 has a parameter 'temperature', and .* holds rows of weight and bias only"),
+        (with_parameter, r"head\.0 has a parameter 'temperature', and .* holds a shard of weight and bias only"),
         (with_child, r"head\.0 has a parameter 'adapter\.weight'"),
         (with_buffer_as_bias, r"head\.0 computes its bias"),
         (with_small_bias, r"head\.0\.bias is \(1,\), and not \(4,\)"),

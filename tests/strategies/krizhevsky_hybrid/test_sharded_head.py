@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import sys
+import threading
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_dp.collectives.all_to_all import Channel
-from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
+from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, seeded
 from lightning_dp.strategies.krizhevsky_hybrid.state import CPU, ShardedParameters, whole_on_all_ranks
-from tests.ranks import run_threads
+from tests.ranks import run_processes, run_threads
 
 
 def make_head(dropout: float = 0.0) -> nn.Sequential:
@@ -110,5 +113,49 @@ def test_dropout_has_one_mask_for_what_all_ranks_have_and_other_ones_for_slices(
 
 def test_features_that_are_not_flat():
     channel = type("Alone", (), {"rank": 0, "world_size": 1})()
+    # Within `ShardedHead.by_rows` they are.
     with pytest.raises(ValueError, match=r"features of shape \(2, 3, 4\) reach head's first nn.Linear; flatten them"):
         ShardedHead(nn.Linear(4, 4), channel)(torch.ones(2, 3, 4))
+
+
+def test_random_numbers_within_are_those_of_the_seed_and_go_on_after_it_as_if_nothing_had_been_drawn():
+    before = torch.get_rng_state()
+    with contextlib.suppress(KeyError), seeded(5, CPU):
+        drawn = torch.rand(3)
+        raise KeyError
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(5)))
+    with seeded(None, CPU):
+        torch.rand(3)
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+class Cycle:
+    """What only garbage collection can end, which then runs Python code: there other threads get their turn."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        sum(range(50))
+
+
+def draw_in_many_threads(rank: int) -> None:
+    sys.setswitchinterval(1e-6)
+
+    def draw() -> None:
+        for _ in range(2000):
+            Cycle()
+            with seeded(5, CPU):
+                pass
+
+    threads = [threading.Thread(target=draw) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_threads_that_seed_at_once_do_not_wait_for_each_other():
+    # In a process of its own, which can be ended: no signal reaches a thread that waits with the interpreter's lock.
+    run_processes(1, draw_in_many_threads)

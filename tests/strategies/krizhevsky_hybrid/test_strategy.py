@@ -1,4 +1,4 @@
-"""Hybrid parallelism against one process on the concatenated batch (10 steps, float64, 1e-9)."""
+"""Hybrid parallelism against one process on the concatenated batch (6 steps, float64, 1e-9)."""
 
 from __future__ import annotations
 

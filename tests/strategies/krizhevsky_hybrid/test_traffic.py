@@ -71,7 +71,7 @@ def _count(rank: int, sizes: list[int], cases: list[Case]) -> list[tuple[int, di
 
 
 @pytest.mark.parametrize(
-    "sizes", [SIZES[2], SIZES[3], pytest.param(SIZES[4], marks=pytest.mark.slow), [2, 0, 3]], ids=str
+    "sizes", [SIZES[2], [2, 0, 3], *(pytest.param(SIZES[n], marks=pytest.mark.slow) for n in (3, 4))], ids=str
 )
 def test_real_counts_equal_the_formula(sizes):
     kinds = [(NamedNet, "cross_entropy"), (NamedNet, "logistic"), (StepNet, "logistic"), (HybridNet, "cross_entropy")]
@@ -155,7 +155,7 @@ def _peaks(rank: int, world_size: int, net: type[Wide]) -> dict[str, tuple[int, 
     return peaks
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_passes_in_turn_keep_a_fraction_of_the_activations(world_size):
     for in_turn, forward_first in zip(
         run_processes(world_size, _peaks, world_size, WideStep),

@@ -25,7 +25,7 @@ from tests.strategies.krizhevsky_hybrid.modules import (
     batches,
     fit_with,
 )
-from tests.strategies.modules import assert_same, optimizers, snapshot, trainer
+from tests.strategies.modules import CLASSES, assert_same, optimizers, snapshot, trainer
 
 
 class TwoRatesNet(StepNet):
@@ -124,6 +124,28 @@ class CompiledLossNet(StepNet):
         return self.compiled_cost(2 * self.head(features), target)
 
 
+def sequences(x: Tensor) -> Tensor:
+    return torch.stack([x, 0.5 * x], dim=1)
+
+
+class SequenceNet(HybridNet):
+    """Features (N, T, D), as a model of sequences has them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self(sequences(batch[0]))
+        return self.cost(logits.flatten(0, 1), batch[1].repeat_interleave(2))
+
+
+class SequenceStepNet(StepNet):
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        logits = self.head(features)
+        assert logits.shape == (len(features), 2, CLASSES)
+        return self.cost(logits.flatten(0, 1), target.flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.head_step(self.trunk(sequences(batch[0])), batch[1][:, None].expand(-1, 2))
+
+
 class FrozenTrunkNet(StepNet):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -174,6 +196,8 @@ CASES: dict[str, tuple[type[HybridNet], dict[str, Any]]] = {
     "two gradients through one call": (SecondBackwardOfHeadNet, {}),
     "compiled loss": (CompiledLossNet, {}),
     "named loss": (NamedNet, {"gradient_clip_val": 0.05}),
+    "sequences": (SequenceStepNet, {"gradient_clip_val": 0.05}),
+    "sequences, head only": (SequenceNet, {"gradient_clip_val": 0.05}),
     "frozen trunk": (FrozenTrunkNet, {}),
     "in place": (InPlaceNet, {}),
     "optimizer built early": (BuiltEarlyNet, {}),
@@ -182,13 +206,9 @@ CASES: dict[str, tuple[type[HybridNet], dict[str, Any]]] = {
 }
 
 
-def _cases(rank: int, world_size: int) -> dict[str, Result]:
+def _cases(rank: int, names: list[str]) -> dict[str, Result]:
     warnings.filterwarnings("ignore", "Found .* in eval mode")
-    loader = batches(rank, world_size)
-    return {
-        name: fit_with(loader, KrizhevskyHybridStrategy(scheme="c"), world_size, net, options)
-        for name, (net, options) in CASES.items()
-    }
+    return {name: fit_with(batches(rank, 2), KrizhevskyHybridStrategy(scheme="c"), 2, *CASES[name]) for name in names}
 
 
 def assert_close_in_16_bits(actual: Result, expected: Result) -> None:
@@ -199,11 +219,18 @@ def assert_close_in_16_bits(actual: Result, expected: Result) -> None:
 
 @pytest.mark.filterwarnings("ignore:Found .* in eval mode")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile's own
-def test_each_equals_one_process():
-    of_ranks = run_processes(2, _cases, 2, timeout=600)
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param([name for name in CASES if name != "compiled loss"], id="plain"),
+        pytest.param(["compiled loss"], id="compiled", marks=pytest.mark.slow),
+    ],
+)
+def test_each_equals_one_process(names):
+    of_ranks = run_processes(2, _cases, names, timeout=600)
     plain = fit_with(all_batches(2), "auto", 1, StepNet, {})
-    for name, (net, options) in CASES.items():
-        expected = fit_with(all_batches(2), "auto", 1, net, options)
+    for name in names:
+        expected = fit_with(all_batches(2), "auto", 1, *CASES[name])
         for of_rank in of_ranks:
             if name == "bf16":
                 assert_close_in_16_bits(of_rank[name], expected)
@@ -229,10 +256,10 @@ def test_variable_batch_clips_each_update_by_the_norm_of_what_it_updates():
 
 
 class OverflowNet(StepNet):
-    """In steps 3 and 7 the last rank's slice of the first layer overflows: the trunk's gradients do not show it."""
+    """In steps 1 and 4 the last rank's slice of the first layer overflows: the trunk's gradients do not show it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.overflows = batch_idx in (3, 7) and self.trainer.global_rank == 1
+        self.overflows = batch_idx in (1, 4) and self.trainer.global_rank == 1
         return super().training_step(batch, batch_idx)
 
     def on_after_backward(self) -> None:
