@@ -19,6 +19,9 @@ clock starts when all ranks have entered ``function``. A rank that runs past its
 from __future__ import annotations
 
 import faulthandler
+import importlib
+import inspect
+import logging
 import multiprocessing
 import os
 import pickle
@@ -29,15 +32,17 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 LIMIT_S = 240.0
 # After a failure, how long the other ranks may take to report what they saw of it.
@@ -45,29 +50,74 @@ GRACE_S = 30.0
 
 # A server process that has imported once what every rank needs. Each rank is a fork of it, without the test's threads.
 _context = multiprocessing.get_context("forkserver")
-_PRELOADED = ("torch", "torchmetrics", "pytorch_lightning", "lightning_dp")
-_ROOT = Path(__file__).parents[1]
+
+# The name of DDP's option for buffers: from torch 2.13 on, and before.
+SYNC_BUFFERS = "forward_sync_buffers"
+if SYNC_BUFFERS not in inspect.signature(DistributedDataParallel).parameters:
+    SYNC_BUFFERS = "broadcast_buffers"
 
 
 class RankError(AssertionError):
     """A rank raised, died or did not finish in time."""
 
 
-def start_server(modules: Iterable[str]) -> None:
-    """Start the process of which the ranks are forks, and let it import these modules of tests meanwhile.
+@contextmanager
+def logged(name: str = "lightning_dp") -> Iterator[list[str]]:
+    """Yield what this logger says within the context, for processes in which pytest sees nothing."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    yield said
+    logging.getLogger(name).removeHandler(handler)
 
-    A rank imports what the server has not. With a GPU the server imports no tests: some ask for GPUs when they are
-    imported, and a process that has asked cannot have forks that use CUDA.
+
+def start_server() -> None:
+    """Start the process of which the ranks are forks: a fork of this one, which has imported the tests.
+
+    With a GPU it is a new interpreter, which has imported no tests: some ask for GPUs when they are imported, and a
+    process that has asked cannot have forks that use CUDA.
     """
-    _context.set_forkserver_preload([*_PRELOADED, *(() if torch.cuda.is_available() else sorted(modules))])
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *([before] if before else [])])
+    if torch.cuda.is_available():
+        _context.set_forkserver_preload(["torch", "torchmetrics", "pytorch_lightning", "lightning_dp"])
+        forkserver.ensure_running()
+        return
+    resource_tracker.ensure_running()
+    util.spawnv_passfds = _fork_server  # by which Python starts its server
     try:
         forkserver.ensure_running()
     finally:
-        del os.environ["PYTHONPATH"]
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
+        util.spawnv_passfds = _spawn
+
+
+_spawn = util.spawnv_passfds
+
+
+def _fork_server(path: str, arguments: list[str], descriptors: Iterable[int]) -> int:
+    """Do what Python's own function does, with a fork of this process in the place of a new interpreter."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # pytest-xdist has a thread, which the fork does not need
+        pid = os.fork()
+    if pid:
+        return pid
+    try:
+        # As they were before `start_server`.
+        util.spawnv_passfds, forkserver._forkserver._lock = _spawn, threading.Lock()
+        # Pipes that this process has open would not end with it otherwise. Their numbers stay taken, because objects
+        # that pytest has left here will close them.
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in {int(name) for name in os.listdir("/dev/fd")} - {0, 1, 2, null, *descriptors}:
+            os.dup2(null, descriptor)
+        # Not those of pytest, which nobody reads here.
+        sys.stdout, sys.stderr = (os.fdopen(n, "w", closefd=False) for n in (1, 2))
+        sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+        faulthandler.disable()
+        importlib.import_module("tests.first_fit")
+        exec(arguments[-1])
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
 def thread_group(store: dist.Store, rank: int, world_size: int, timeout: float) -> dist.ProcessGroup:
@@ -140,13 +190,30 @@ def run_processes(
     ``function`` is a module-level function; arguments and results are pickled. ``num_nodes`` divides the ranks evenly.
     ``grace`` is the time (s) that the peers of a failed rank get to fail as well, or to finish.
     """
+    ends = ends_of_processes(world_size, function, *args, num_nodes=num_nodes, timeout=timeout, grace=grace)
+    _raise({rank: error for rank, (error, _) in enumerate(ends) if error})
+    return [result for _, result in ends]
+
+
+def ends_of_processes(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    num_nodes: int = 1,
+    timeout: float = LIMIT_S,
+    grace: float = GRACE_S,
+) -> list[tuple[str | None, Any]]:
+    """Call a function on every rank, as `run_processes` does, and return why a rank failed and what it returned.
+
+    For tests in which ranks are meant to die.
+    """
     # The parent keeps the store, as torchrun's agent does. Its port was free, and stays taken.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         ranks: list[_Process] = []
         try:
             for rank in range(world_size):
-                environment = _environment(rank, world_size, num_nodes, store.port)
+                environment = environment_of_rank(rank, world_size, num_nodes, store.port)
                 ranks.append(_Process(rank, environment, folder, function, args))
             _receive(ranks, LIMIT_S, lambda rank: rank.entered or rank.done)
             _receive(ranks, timeout, lambda rank: rank.done)
@@ -160,8 +227,7 @@ def run_processes(
         finally:
             for rank in ranks:
                 rank.stop()
-    _raise({r.rank: r.error for r in ranks if r.error})
-    return [r.result for r in ranks]
+    return [(rank.error, rank.result) for rank in ranks]
 
 
 def run_cases(world_size: int, function: Callable[..., Any], cases: Iterable[str], *args: Any, **options: Any) -> None:
@@ -222,7 +288,7 @@ def _raise(errors: dict[int, str]) -> None:
         raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
 
 
-def _environment(rank: int, world_size: int, num_nodes: int, port: int) -> dict[str, str]:
+def environment_of_rank(rank: int, world_size: int, num_nodes: int, port: int) -> dict[str, str]:
     """Return the variables that torchrun would set for this rank."""
     assert world_size % num_nodes == 0
     per_node = world_size // num_nodes
@@ -257,13 +323,13 @@ class _Process:
         self.entered = self.done = False
         self.result: Any = None
         self.error: str | None = None
-        self._stack = Path(folder, f"stack{rank}")
+        self._output = Path(folder, f"output{rank}")
         self.receiver, sender = _context.Pipe(duplex=False)
         # The filters are the test's own: those of pyproject.toml, the command line and its marks.
         filters = list(warnings.filters)
         self._process = _context.Process(
             target=_work,
-            args=(rank, environment, filters, str(self._stack), sender, function, args),
+            args=(rank, environment, filters, str(self._output), sender, function, args),
             name=f"rank {rank}",
             daemon=True,
         )
@@ -276,7 +342,7 @@ class _Process:
             message = pickle.loads(self.receiver.recv_bytes())  # noqa: S301  our own child wrote it
         except EOFError:
             self._process.join()
-            self.error, self.done = f"died with exit code {self._process.exitcode}\n{self._read_stack()}", True
+            self.error, self.done = f"died with exit code {self._process.exitcode}\n{self._read_output()}", True
             return
         if message is None:
             self.entered = True
@@ -284,13 +350,13 @@ class _Process:
             (self.error, self.result), self.done = message, True
 
     def where(self) -> str:
-        """End the process, and return the stack of each of its threads."""
+        """End the process, and return the stack of each of its threads, after what it has printed."""
         os.kill(self._process.pid, signal.SIGABRT)  # the handler of `faulthandler` writes the stacks
         self._process.join()
-        return self._read_stack()
+        return self._read_output()
 
-    def _read_stack(self) -> str:
-        return self._stack.read_text() if self._stack.exists() else "(its stack is unknown)"
+    def _read_output(self) -> str:
+        return self._output.read_text(errors="replace") if self._output.exists() else "(it has printed nothing)"
 
     def stop(self) -> None:
         """End the process, if it has not ended by itself."""
@@ -298,6 +364,7 @@ class _Process:
             self._process.kill()
         self._process.join(GRACE_S)  # a rank that was successful has only to exit
         if self._process.is_alive():
+            self.error = f"returned, and did not exit within {GRACE_S} s"
             self._process.kill()
             self._process.join()
         self._process.close()
@@ -305,13 +372,15 @@ class _Process:
 
 
 def _work(
-    rank: int, environment: dict[str, str], filters: Any, stack: str, sender: Any, function: Any, args: Any
+    rank: int, environment: dict[str, str], filters: Any, output: str, sender: Any, function: Any, args: Any
 ) -> None:
     os.environ.update(environment)
     warnings.resetwarnings()
     warnings.filters.extend(filters)  # type: ignore[attr-defined]
     torch.set_num_threads(1)
-    with open(stack, "w") as file:
+    with open(output, "w") as file:
+        for descriptor in (1, 2):  # else it would print on the terminal of the session, past pytest
+            os.dup2(file.fileno(), descriptor)
         faulthandler.enable(file)
         sender.send_bytes(pickle.dumps(None))
         try:

@@ -11,6 +11,7 @@ import hashlib
 import http.client
 import os
 import pickle
+import pickletools
 import sys
 import tarfile
 import tempfile
@@ -18,7 +19,7 @@ import urllib.error
 import urllib.request
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 from lightning_dp.data.loading import stratified_holdout
 from lightning_dp.data.module import ImageDataModule, Split
 
+MAX_MEMO = 1 << 20  # objects in a pickle that it refers to again; the official ones have a few
 ARCHIVE = "cifar-10-python.tar.gz"
 
 
@@ -39,11 +41,21 @@ def read_batch_file(path: Path) -> tuple[Tensor, Tensor]:
     """
     with open(path, "rb") as file:
         try:
+            _require_small_memo(file)
             return _checked(_PlainUnpickler(file, encoding="bytes").load())
         except Exception as error:  # a broken pickle can raise almost any error
+            reason = str(error) or type(error).__name__
             raise ValueError(
-                f"{path} is not a file of CIFAR-10's python version: {error}; delete it and unpack {ARCHIVE} again"
+                f"{path} is not a file of CIFAR-10's python version: {reason}; delete it and unpack {ARCHIVE} again"
             ) from error
+
+
+def _require_small_memo(file: BinaryIO) -> None:
+    """Raise UnpicklingError for a place in the memo that the unpickler would allocate gigabytes for."""
+    for opcode, place, _ in pickletools.genops(file):
+        if opcode.name in ("PUT", "LONG_BINPUT") and place is not None and place > MAX_MEMO:
+            raise pickle.UnpicklingError(f"it stores an object at place {place}")
+    file.seek(0)
 
 
 def _checked(batch: Any) -> tuple[Tensor, Tensor]:

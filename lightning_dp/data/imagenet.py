@@ -290,7 +290,11 @@ def read_labels(path: Path, names: Sequence[str], classes: Sequence[str]) -> lis
         ValueError: an image has no label, or a label is not among ``classes``.
     """
     number_of = {name: number for number, name in enumerate(classes)}
-    lines = [line.replace(",", " ").split() for line in path.read_text().splitlines() if line.strip()]
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file with labels ({error}); replace it, or set val_labels") from error
+    lines = [line.replace(",", " ").split() for line in text.splitlines() if line.strip()]
     if all(len(line) == 1 for line in lines):
         if len(lines) != len(names):
             raise ValueError(f"{path} has {len(lines)} lines for {len(names)} images")
@@ -300,6 +304,9 @@ def read_labels(path: Path, names: Sequence[str], classes: Sequence[str]) -> lis
             found = [name_of.get(int(text), text) for text in found]
     else:
         by_name = {Path(line[0]).stem: line[1] for line in lines if len(line) > 1}
+        twice = next((line for line in lines if len(line) > 1 and by_name[Path(line[0]).stem] != line[1]), None)
+        if twice is not None:
+            raise ValueError(f"{path} has two labels for {twice[0]}, {twice[1]} and another one; leave one out")
         missing = [name for name in names if Path(name).stem not in by_name]
         if missing:
             raise ValueError(f"{path} has no label for {len(missing)} images, of which {missing[0]} is the first")
@@ -318,8 +325,11 @@ def _devkit_classes(meta: Path) -> dict[int, str]:
 
     if not meta.is_file():
         raise FileNotFoundError(f"there is no {meta}; take it from the devkit, it names the classes of the label file")
-    synsets = loadmat(str(meta), squeeze_me=True)["synsets"]
-    return {int(synset["ILSVRC2012_ID"]): str(synset["WNID"]) for synset in synsets}
+    try:
+        synsets = loadmat(str(meta), squeeze_me=True)["synsets"]
+        return {int(synset["ILSVRC2012_ID"]): str(synset["WNID"]) for synset in synsets}
+    except Exception as error:  # parsers of damaged files raise errors of any kind
+        raise ValueError(f"{meta} is damaged ({error}); take it from the devkit again") from error
 
 
 def _list_classes(root: Path, folder: Path, present: Sequence[str], classes: Sequence[str]) -> Listing:

@@ -115,8 +115,8 @@ def resolve_decoder(decoder: Decoder) -> Decoder:
                 missing.append(name)
             else:
                 return name  # type: ignore[return-value]
-    extra = "dali" if decoder == "dali" else "imagenet"
-    raise ModuleNotFoundError(f"{' and '.join(missing)} is not installed: pip install 'lightning-dp[{extra}]'")
+    package = "nvidia-dali-cuda120" if decoder == "dali" else missing[0]
+    raise ModuleNotFoundError(f"{' and '.join(missing)} is not installed: pip install {package}")
 
 
 class _SimpleJpeg:

@@ -97,6 +97,7 @@ class ImageNetShards(ImageNet):
 log = logging.getLogger(__name__)
 
 SPLITS = {"train": ("train",), "val": ("val", "validation")}  # what the names of folders and shards say
+MAX_RANGE = 1_000_000  # shards that a pattern may stand for
 COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4")
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -155,6 +156,8 @@ def expand_range(pattern: str) -> list[str]:
     first, last = match.groups()
     if int(first) > int(last):
         raise ValueError(f"{pattern} has a range that ends before it begins; use {{{last}..{first}}}")
+    if int(last) - int(first) >= MAX_RANGE:
+        raise ValueError(f"{pattern} stands for over {MAX_RANGE} shards; give a shorter range")
     numbers = (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
     return [
         name for number in numbers for name in expand_range(pattern[: match.start()] + number + pattern[match.end() :])
@@ -231,6 +234,7 @@ def _warn_of_gaps(root: Path, names: Sequence[str]) -> None:
 IMAGE_SUFFIXES = ("jpeg", "jpg", "png")
 LABEL_SUFFIX = "cls"
 MAX_LABEL_BYTES = 64
+MAX_LABEL = 2**31
 
 _KEY_AND_SUFFIX = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)
 _METADATA = re.compile(r"__[^/]*__($|/)")
@@ -272,13 +276,15 @@ class _Scan:
             return
         if not member.isreg() or member.issparse():
             raise ValueError(
-                f"{member.name} in {self.path} is a link or a sparse file, without bytes of its own; write the shard "
-                "again with tar --dereference --hard-dereference"
+                f"{_printable(member.name)} in {self.path} is a link or a sparse file, without bytes of its own; write "
+                "the shard again with tar --dereference --hard-dereference"
             )
         found = self.labels if suffix == LABEL_SUFFIX else self.images
         if key in found:
             kind = "labels" if suffix == LABEL_SUFFIX else "images"
-            raise ValueError(f"{self.path} has two {kind} {key}; give each image a name of its own within its shard")
+            raise ValueError(
+                f"{self.path} has two {kind} {_printable(key)}; give each image a name of its own within its shard"
+            )
         if suffix == LABEL_SUFFIX:
             # Labels are small and lie beside the headers, so reading them here costs little.
             length = min(member.size, MAX_LABEL_BYTES)
@@ -294,7 +300,7 @@ class _Scan:
         """Return all images with their labels, or raise ValueError if one is without the other."""
         image_names = f"KEY.{', KEY.'.join(IMAGE_SUFFIXES)}"
         if not self.images:
-            others = f", but .{', .'.join(sorted(self.others)[:5])}" if self.others else ""
+            others = _printable(f", but .{', .'.join(sorted(self.others)[:5])}" if self.others else "")
             raise ValueError(
                 f"{self.path} has no images ({image_names}){others}. A shard is a tar file of images and labels; "
                 "unpack the official archives of ImageNet, and use data=imagenet"
@@ -306,8 +312,8 @@ class _Scan:
             alone = [key for key in given if key not in wanted]
             if alone:
                 raise ValueError(
-                    f"{self.path} has no {name} for {len(alone)} keys, of which {alone[0]} is the first; write it "
-                    "again with an image and a label for each key"
+                    f"{self.path} has no {name} for {len(alone)} keys, of which {_printable(alone[0])} is the first; "
+                    "write it again with an image and a label for each key"
                 )
         # A dictionary keeps the order of insertion, which is that of the images in the shard.
         places = np.array(list(self.images.values()), dtype=np.int64)
@@ -338,8 +344,8 @@ def scan_shard(path: Path) -> Members:
                 for member in tar:
                     scan.add(member, label_file)
                 end = tar.offset
-        except tarfile.TarError as error:
-            raise _incomplete(path, str(error)) from error
+        except (tarfile.TarError, MemoryError) as error:  # a header may claim a name of any length
+            raise _incomplete(path, str(error) or "a header claims more bytes than there is memory for") from error
         _require_end(path, file, end)
     return scan.members()
 
@@ -385,12 +391,17 @@ def _incomplete(path: Path, reason: str) -> ValueError:
     return ValueError(f"{path} is not a whole tar file: {reason}; download it or write it again")
 
 
+def _printable(text: str) -> str:
+    """Return a name of a file without line breaks and terminal codes, which whoever made an archive may have put in."""
+    return repr(text)[1:-1]
+
+
 def _parse_label(text: bytes, name: str, path: Path) -> int:
     label = text.strip()
-    if not label.isdigit():
+    if not label.isdigit() or int(label) > MAX_LABEL:
         raise ValueError(
-            f"{name} in {path} contains {label[:20]!r}, which is not the number of a class; write numbers from 0, in "
-            "the order of the classes' names"
+            f"{_printable(name)} in {path} contains {label[:20]!r}, which is not the number of a class; write numbers "
+            "from 0, in the order of the classes' names"
         )
     return int(label)
 
@@ -462,6 +473,9 @@ def load_index(file: Path) -> dict[str, IndexedShard]:
         # Without pickles: a file in a shared folder could otherwise call any function.
         # Opened here, because np.load leaves a file open that is none of its own.
         with open(file, "rb") as source, np.load(source, allow_pickle=False) as arrays:
+            # Ours is not compressed. Megabytes of zeros could stand for more than the memory holds.
+            if sum(part.file_size for part in arrays.zip.infolist()) > file.stat().st_size:
+                raise ValueError("it is compressed")
             return _checked(arrays)
     except Exception as error:  # parsers of damaged files raise errors of any kind
         log.warning("%s cannot be used, and is made again: %s", file, error)
@@ -515,7 +529,8 @@ def _checked(arrays: np.lib.npyio.NpzFile) -> dict[str, IndexedShard]:
     offsets, lengths, labels = columns
     if (offsets < 0).any() or (lengths < 0).any() or (labels < 0).any():
         raise ValueError("it has negative numbers")
-    if (offsets + lengths > np.repeat(stamps[:, 0], counts)).any():
+    sizes = np.repeat(stamps[:, 0], counts)
+    if (offsets > sizes).any() or (lengths > sizes - offsets).any():
         raise ValueError("it has images outside of their shards")
     ends = np.cumsum(counts)
     return {
@@ -577,7 +592,7 @@ class ImagesInShards:
     def name(self, index: int) -> str:
         """Return the name of an image in its shard, and the path of the shard."""
         path = self._path(int(self._shard_of[index]))
-        return f"{member_name(path, int(self._offsets[index]))} in {path}"
+        return f"{_printable(member_name(path, int(self._offsets[index])))} in {path}"
 
     def close(self) -> None:
         """Close all files. The next image opens its shard again."""

@@ -52,7 +52,7 @@ def read_digits() -> Split:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "the digits are part of scikit-learn, which is not installed: pip install 'lightning-dp[recipes]'"
+            "the digits are part of scikit-learn, which is not installed: pip install scikit-learn"
         ) from error
     digits = load_digits()
     images = torch.from_numpy(digits.images).float()[:, None]  # 0 to 16

@@ -11,7 +11,7 @@ from pathlib import Path
 
 __all__ = ["compare_command", "curves_command", "evaluate_command", "plan_command", "train_command"]
 
-NEEDED = ("hydra", "matplotlib", "sklearn")  # of the extra `recipes`
+NEEDED = {"hydra": "hydra-core", "matplotlib": "matplotlib", "sklearn": "scikit-learn"}  # module -> what pip installs
 
 
 def train_command() -> None:
@@ -55,9 +55,9 @@ def plan_command() -> None:
 
 
 def _prepare() -> None:
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
-        sys.exit(f"error: {', '.join(missing)} missing; pip install lightning-dp[recipes]")
+        sys.exit(f"error: the recipes need more packages: pip install {' '.join(missing)}")
     # Python puts a script's folder first in the path. There, recipes/train.py would hide a `train.py` of the user's.
     scripts = Path(__file__).resolve().parents[2] / "recipes"
     sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != scripts]

@@ -7,12 +7,12 @@ import difflib
 import logging
 import os
 import re
-import shutil
 import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_dp.launch import LaunchError, external_rank
 from lightning_dp.planner import read_overrides
+from lightning_dp.runs.hydra_versions import MAIN_OPTIONS
 from lightning_dp.runs.resume import OF_A_RUN
 
 log = logging.getLogger("train")
@@ -37,7 +38,12 @@ LOG_FILE = "train.log"
 GROUPS = ("debug", "experiment", "hparams_search", "plan")  # keys of a command line that choose files, and `plan=FILE`
 PLAN = "plan="
 # Launchers and sweepers of Hydra -> the extra that brings their plugin.
-PLUGINS = {"joblib": "sweeps", "submitit_local": "sweeps", "submitit_slurm": "sweeps", "optuna": "search"}
+PLUGINS = {
+    "joblib": "hydra-joblib-launcher",
+    "submitit_local": "hydra-submitit-launcher",
+    "submitit_slurm": "hydra-submitit-launcher",
+    "optuna": "hydra-optuna-sweeper",
+}
 
 
 def argument_parser(command: str, description: str | None) -> argparse.ArgumentParser:
@@ -83,18 +89,23 @@ def run(job: Callable[[DictConfig], Any], config_name: str) -> None:
     with tempfile.TemporaryDirectory(prefix="rank_") as folder:
         try:
             sys.argv[1:] = arguments_of_rank(sys.argv[1:], external_rank(), folder)
-            hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name=config_name)(job)()
+            hydra.main(**MAIN_OPTIONS, config_path=str(conf_folder()), config_name=config_name)(job)()
         except (JobError, HydraException, OmegaConfBaseException) as error:
             if SweepFolder.path is not None:
                 _discard(SweepFolder.path, {"multirun.yaml"})
             if before == "1":
                 raise
             sys.exit(f"error: {explain(error)}")
-        except OSError as error:  # of Hydra, before the job: errors within it are JobErrors
-            if before == "1" or error.filename is None:
+        except (OSError, ValueError) as error:  # of Hydra, before the job: errors within it are JobErrors
+            # The log is the first file that is written. Its error is the cause of logging's own.
+            cause = error.__cause__ if isinstance(error, ValueError) else error
+            if before == "1" or not isinstance(cause, OSError) or cause.filename is None:
                 raise
-            sys.exit(f"error: the run folder cannot be made: {error}; name another one with hydra.run.dir=FOLDER")
-        except KeyboardInterrupt:
+            sys.exit(f"error: the run folder cannot be made: {cause}; name another one with hydra.run.dir=FOLDER")
+        except (KeyboardInterrupt, SystemExit) as error:
+            # Lightning ends with another status.
+            if isinstance(error, SystemExit) and not isinstance(error.__context__, KeyboardInterrupt):
+                raise
             print("interrupted", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
         finally:
@@ -117,8 +128,10 @@ def arguments_of_rank(arguments: list[str], rank: int | None, folder: str) -> li
     if sweep:  # at the front, because Hydra's parser does not find the flag between overrides
         arguments = [*sweep, *(argument for argument in arguments if argument not in sweep)]
     # Hydra has another way to write this.
-    groups = [path.name for path in conf_folder().iterdir()]
-    arguments = [f"~{text[:-5]}" if text.removesuffix("=null") in groups else text for text in arguments]
+    nulls = [f"{path.name}=null" for path in conf_folder().iterdir()]
+    arguments = [f"~{text.removesuffix('=null')}" if text in nulls else text for text in arguments]
+    if given := [text for text in arguments if key_of(text) == "run_dir"]:
+        raise JobError(f"{given[0]} has no effect on Hydra's files; name the run folder with hydra.run.dir=FOLDER")
     try:
         arguments, applied = with_plan(arguments)
         run_dir = None if rank is None else named_run_dir(arguments)
@@ -170,13 +183,14 @@ def with_plan(arguments: Sequence[str]) -> tuple[list[str], str | None]:
         raise FileNotFoundError(f"plan={path}: there is no such file; lightning-dp-plan writes one, plan.yaml")
     overrides = read_overrides(path)
     others = [argument for argument in arguments if not argument.startswith(PLAN)]
-    given = {_key(argument) for argument in others if "=" in argument}
-    if twice := [override for override in overrides if _key(override) in given]:
+    given = {key_of(argument) for argument in others if "=" in argument}
+    if twice := [override for override in overrides if key_of(override) in given]:
         raise ValueError(f"plan={path} sets {twice[0]}, and so does the command line; leave out one of the two")
     return [*others, *overrides], f"plan={path}: {' '.join(overrides)}"
 
 
-def _key(override: str) -> str:
+def key_of(override: str) -> str:
+    """Return the key of an override of the command line."""
     return override.partition("=")[0].lstrip("+~")
 
 
@@ -198,11 +212,27 @@ def explain(error: Exception) -> str:
     missing = re.search(r"Could not find '(hydra/\w+)/(\w+)'", str(error))
     if missing is not None and missing[2] in PLUGINS:
         group, name = missing.groups()
-        return f"{group}={name} needs a plugin of Hydra: pip install 'lightning-dp[{PLUGINS[name]}]'"
+        return f"{group}={name} needs a plugin of Hydra: pip install {PLUGINS[name]}"
     text = str(error)
-    if isinstance(error, HydraException | OmegaConfBaseException) and str(cause) not in text:
-        text = f"{text}\n{cause}"
-    return text.partition("\nConfig search path")[0].strip()
+    if isinstance(error, OverrideParseException):
+        key, sign, value = error.override.partition("=")
+        if not sign:
+            return f"{key} is no override; write KEY=VALUE"
+        return f"""{error.override} cannot be read; write '{key}="{value}"', with both pairs of quotes"""
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        text = _in_one_line(text if str(cause) in text else f"{text}\n{cause}")
+        if "Could not load" in text:
+            text = f"{text} --help names what there is"
+        where = getattr(cause, "full_key", None)
+        if where and where not in text:
+            text = f"{where}: {text}"
+    return text
+
+
+def _in_one_line(text: str) -> str:
+    """Return a message of Hydra or OmegaConf without the fields at its end. Hydra lists what there is, a line each."""
+    text = re.split(r"\n(?:Config search path|See https|\s*(?:full_key|reference_type|object_type)[:=])", text)[0]
+    return re.sub(r"\s*\n\s*", "; ", re.sub(r"\s*\n\t", ", ", text.strip()).replace(":,", ":"))
 
 
 def _unknown_key(key: Any, full_key: str, existing: list[str]) -> str:
@@ -264,14 +294,18 @@ def is_search() -> bool:
 
 def _discard(folder: Path, files_of_hydra: set[str]) -> None:
     """Remove a folder that contains only Hydra's files, and the two folders above it, runs/NAME, if they are empty."""
-    if folder.is_dir() and {path.name for path in folder.iterdir()} <= files_of_hydra:
-        for handler in [h for h in logging.root.handlers if isinstance(h, logging.FileHandler)]:
-            logging.root.removeHandler(handler)
-            handler.close()
-        shutil.rmtree(folder)
-        for parent in folder.absolute().parents[:2]:
-            if parent != Path.cwd() and not any(parent.iterdir()):
-                parent.rmdir()
+    if not folder.is_dir() or not {path.name for path in folder.iterdir()} <= files_of_hydra:
+        return
+    for handler in [h for h in logging.root.handlers if isinstance(h, logging.FileHandler)]:
+        logging.root.removeHandler(handler)
+        handler.close()
+    with suppress(OSError):  # a folder is not empty, or must not be removed
+        for name in files_of_hydra:
+            (folder / name).unlink(missing_ok=True)
+        for empty in (folder.resolve(), *folder.resolve().parents[:2]):
+            if empty == Path.cwd():
+                return
+            empty.rmdir()
 
 
 def _make_job_error(message: str) -> JobError:

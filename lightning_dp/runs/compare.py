@@ -5,12 +5,14 @@ lightning-dp-compare SWEEP_DIR --metric val/acc --accuracy 0.95
 
 Jobs that differ only in their seed are one row: the median over seeds, and the minimum to maximum. Jobs that have not
 finished are counted as such, and have no result. The folder gets compare.md and compare.png. To count bytes, the models
-that the jobs' configurations name are built: compare only sweeps that you trust.
+that the jobs' configurations name are built, which runs code that these name. For a sweep of somebody whom you do not
+trust, use --metrics-only: then nothing is built.
 """
 
 from __future__ import annotations
 
 import csv
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,9 +23,12 @@ from typing import Any
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
-from lightning_dp.runs.command_line import argument_parser
-from lightning_dp.runs.metrics import CURVES
+from lightning_dp.planner.plots import colors_of
+from lightning_dp.runs.command_line import argument_parser, message_of
+from lightning_dp.runs.resume import CURVES, METRICS
 from lightning_dp.runs.traffic import bytes_per_step
+
+log = logging.getLogger("compare")
 
 TESTED = "test/acc"
 DEFAULT_METRICS = ("val/acc", "train/acc")
@@ -44,6 +49,7 @@ class Job:
         global_share: share of the steps with global statistics; None without AGBN.
         num_bytes: bytes that a rank sends in a step, by calculation; None if `bytes_per_step` cannot say.
         curve: the metric over the time of training.
+        lower_is_better: of this metric.
     """
 
     label: str
@@ -53,17 +59,31 @@ class Job:
     global_share: float | None
     num_bytes: float | None
     curve: Points
+    lower_is_better: bool = False
 
     def time_to(self, accuracy: float) -> float | None:
         """Return the seconds of training until the metric had reached ``accuracy``, or None if it never did."""
-        return next((seconds for seconds, value in self.curve if value >= accuracy), None)
+        return next((seconds for seconds, value in self.curve if self._is_as_good(value, accuracy)), None)
+
+    def best(self) -> float | None:
+        """Return the best value of the metric, or None if there is none."""
+        return (min if self.lower_is_better else max)((value for _, value in self.curve), default=None)
+
+    def _is_as_good(self, value: float, other: float) -> bool:
+        return value <= other if self.lower_is_better else value >= other
 
 
-def read_sweep(folder: Path, metric: str) -> list[Job]:
+def read_sweep(folder: Path, metric: str, count_bytes: bool = True) -> list[Job]:
     """Return the jobs of a sweep, in order, also those that have not finished.
+
+    Args:
+        folder: of the sweep.
+        metric: of the curves.
+        count_bytes: build the models that the configurations name, to count the bytes that a rank sends.
 
     Raises:
         FileNotFoundError: there are none with metrics.
+        ValueError: a file is damaged.
     """
     folders = _job_folders(folder)
     overrides = [_overrides(path) for path in folders]
@@ -75,12 +95,12 @@ def read_sweep(folder: Path, metric: str) -> list[Job]:
     # One of several rows may have no overrides of its own: the defaults.
     empty = "defaults" if any(label for _, label in jobs) else "all jobs"
     result = result_column(folder, metric)
-    return [_read_job(path, label or empty, metric, result) for path, label in jobs]
+    return [_read_job(path, label or empty, metric, result, count_bytes) for path, label in jobs]
 
 
 def _job_folders(folder: Path) -> list[Path]:
     paths = [path.parents[1] for path in folder.glob("*/.hydra/overrides.yaml")]
-    if not any((path / "metrics.csv").exists() for path in paths):
+    if not any((path / METRICS).exists() for path in paths):
         raise FileNotFoundError(f"{folder} has no jobs with a metrics.csv; give the folder of a sweep, sweep_DATE")
     return sorted(paths, key=lambda path: (len(path.name), path.name))
 
@@ -112,17 +132,25 @@ def _logged(folder: Path) -> set[str]:
 
 def _rows(folder: Path) -> list[dict[str, str]]:
     """Return the rows of a job's metrics.csv. Of a job that was killed, the last one may be cut."""
-    if not (folder / "metrics.csv").exists():
+    if not (folder / METRICS).exists():
         return []
-    with open(folder / "metrics.csv", newline="") as file:
+    with open(folder / METRICS, newline="") as file:
         return [row for row in csv.DictReader(file) if None not in row.values()]
 
 
 def _overrides(folder: Path) -> list[str]:
-    return [str(text) for text in OmegaConf.load(folder / ".hydra" / "overrides.yaml")]
+    return [str(text) for text in _load(folder / ".hydra" / "overrides.yaml")]
 
 
-def _read_job(folder: Path, label: str, metric: str, result: str) -> Job:
+def _load(path: Path) -> Any:
+    try:
+        return OmegaConf.load(path)
+    except Exception as error:  # of YAML or OmegaConf
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} is damaged ({reason}); move its job out of the sweep's folder") from error
+
+
+def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: bool) -> Job:
     rows = _rows(folder)
 
     def values(name: str) -> dict[int, float]:
@@ -130,7 +158,7 @@ def _read_job(folder: Path, label: str, metric: str, result: str) -> Job:
 
     seconds, logged, shares = values("time/train_s"), values(metric), list(values("agbn/is_global").values())
     rates = list(values("time/images_per_s").values())
-    config = OmegaConf.to_container(OmegaConf.load(folder / ".hydra" / "config.yaml"), resolve=False)
+    config: Any = OmegaConf.to_container(_load(folder / ".hydra" / "config.yaml"), resolve=False)
     # The plot is drawn at the end of a run, and removed where a run begins or continues.
     finished = (folder / CURVES).exists()
     found = list(values(result).values()) if finished else []
@@ -141,9 +169,18 @@ def _read_job(folder: Path, label: str, metric: str, result: str) -> Job:
         accuracy=found[-1] if found else None,
         images_per_s=mean(rates[1:] or rates) if rates else None,
         global_share=share,
-        num_bytes=bytes_per_step(_resolved(config, folder), share or 0.0),
+        num_bytes=_num_bytes(config, folder, share or 0.0) if count_bytes else None,
+        lower_is_better=config["optimized_mode"] == "min" if metric == config["optimized_metric"] else "loss" in metric,
         curve=[(seconds[step], value) for step, value in sorted(logged.items()) if step in seconds],
     )
+
+
+def _num_bytes(config: Any, folder: Path, global_share: float) -> float | None:
+    try:
+        return bytes_per_step(_resolved(config, folder), global_share)
+    except Exception as error:  # a model of the user's can raise any error, or is not importable here
+        log.warning("bytes are not counted: the model of %s cannot be built (%s)", folder, message_of(error))
+        return None
 
 
 def _resolved(config: Any, folder: Path) -> dict[str, Any]:
@@ -153,10 +190,11 @@ def _resolved(config: Any, folder: Path) -> dict[str, Any]:
 
 
 def common_accuracy(jobs: Sequence[Job]) -> float | None:
-    """Return the highest value of the metric that every job has reached; if some have finished, every one of them."""
+    """Return the best value of the metric that every job has reached; if some have finished, every one of them."""
     compared = [job for job in jobs if job.finished] or jobs
-    best = [max((value for _, value in job.curve), default=None) for job in compared]
-    return None if any(value is None for value in best) else min(value for value in best if value is not None)
+    best = [value for job in compared if (value := job.best()) is not None]
+    worst = max if compared[0].lower_is_better else min
+    return worst(best) if len(best) == len(compared) else None
 
 
 def by_label(jobs: Sequence[Job]) -> dict[str, list[Job]]:
@@ -203,18 +241,19 @@ def draw(jobs: Sequence[Job], metric: str, path: Path, result: str = TESTED) -> 
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     curves, final = figure.subplots(1, 2)
     groups = by_label(jobs)
-    for place, (label, group) in enumerate(groups.items()):
+    for place, ((label, group), color) in enumerate(zip(groups.items(), colors_of(groups), strict=True)):
         name: str | None = label  # in the legend once
         for job in group:
             if job.curve:
                 style = "-" if job.finished else ":"
-                curves.plot(*zip(*job.curve, strict=True), style, color=f"C{place}", marker=".", alpha=0.8, label=name)
+                curves.plot(*zip(*job.curve, strict=True), style, color=color, marker=".", alpha=0.8, label=name)
                 name = None
         known = [job.accuracy for job in group if job.accuracy is not None]
-        final.plot([place] * len(known), known, "o", color=f"C{place}", alpha=0.5)
+        final.plot([place] * len(known), known, "o", color=color, alpha=0.5)
         if known:
-            final.hlines(median(known), place - 0.3, place + 0.3, color=f"C{place}")
-    curves.set(title=f"{metric} of each job", xlabel="seconds of training (rank 0)")
+            final.hlines(median(known), place - 0.3, place + 0.3, color=color)
+    curves.set(title=f"{metric} of each job", xlabel="time of training (rank 0)")
+    curves.xaxis.set_major_formatter("{x:g} s")
     low, high = final.get_ylim()
     if high - low < LEAST_SPAN:  # else a difference of nothing would fill the plot
         final.set_ylim((low + high - LEAST_SPAN) / 2, (low + high + LEAST_SPAN) / 2)
@@ -233,16 +272,17 @@ def main() -> None:
     parser = argument_parser("lightning-dp-compare", __doc__)
     parser.add_argument("sweep_dir", type=Path)
     parser.add_argument("--metric", help="of the curves and of the time to accuracy (default: val/acc, else train/acc)")
-    parser.add_argument("--accuracy", type=float, help="default: the highest that every job has reached")
+    parser.add_argument("--accuracy", type=float, help="default: the best that every job has reached")
+    parser.add_argument("--metrics-only", action="store_true", help="build no model, and count no bytes")
     arguments = parser.parse_args()
     try:
         metric = choose_metric(arguments.sweep_dir, arguments.metric)
         result = result_column(arguments.sweep_dir, metric)
-        jobs = read_sweep(arguments.sweep_dir, metric)
+        jobs = read_sweep(arguments.sweep_dir, metric, count_bytes=not arguments.metrics_only)
+        accuracy = common_accuracy(jobs) if arguments.accuracy is None else arguments.accuracy
+        text = table(jobs, metric, accuracy, result)
+        (arguments.sweep_dir / "compare.md").write_text(text + "\n")
+        draw(jobs, metric, arguments.sweep_dir / "compare.png", result)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    accuracy = common_accuracy(jobs) if arguments.accuracy is None else arguments.accuracy
-    text = table(jobs, metric, accuracy, result)
-    (arguments.sweep_dir / "compare.md").write_text(text + "\n")
-    draw(jobs, metric, arguments.sweep_dir / "compare.png", result)
     print(f"{text}\n\nwritten to {arguments.sweep_dir / 'compare.md'} and compare.png")

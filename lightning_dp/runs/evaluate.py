@@ -6,13 +6,13 @@ you do not trust, give the configuration yourself, with --own. Then only the wei
 lightning-dp-evaluate runs/digits_resnet20/DATE/checkpoints/last.ckpt
 lightning-dp-evaluate CHECKPOINT data.root=/elsewhere trainer.accelerator=gpu
 lightning-dp-evaluate CHECKPOINT --own experiment=digits_resnet20
+lightning-dp-evaluate CHECKPOINT --own --config-dir FOLDER experiment=NAME
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +21,36 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_dp.data.module import ImageDataModule
 from lightning_dp.runs.command_line import argument_parser, conf_folder, message_of
-from lightning_dp.runs.resume import read_checkpoint
+from lightning_dp.runs.hydra_versions import VERSION_BASE
+from lightning_dp.runs.resume import naming_another_model, read_checkpoint, require_intact
 from lightning_dp.runs.train import build
 from lightning_dp.runs.validation import Config
 
 
-def evaluate(checkpoint: Path, overrides: list[str], own: bool = False) -> dict[str, float]:
+def evaluate(
+    checkpoint: Path, overrides: list[str], own: bool = False, config_dir: Path | None = None
+) -> dict[str, float]:
     """Return the test metrics of a checkpoint.
 
     Args:
         checkpoint: its path. No code in it is executed.
         overrides: changes to the configuration.
         own: take this installation's configuration, with ``overrides``, and not that of the run folder.
+        config_dir: with ``own``, a folder with more configuration files.
 
     Raises:
         FileNotFoundError: the checkpoint does not exist, or is not in a run folder.
         ValueError: the file is not a checkpoint, or its model is not that of the configuration.
     """
     state = read_weights(checkpoint)
-    cfg = own_config(overrides) if own else config_of_run(checkpoint, overrides)
+    if config_dir is not None and not own:
+        raise ValueError(f"--config-dir {config_dir} has no effect on the configuration in a run folder; add --own")
+    cfg = own_config(overrides, config_dir) if own else config_of_run(checkpoint, overrides)
     trainer, model, data = build(on_one_device(cfg))
     if isinstance(data, ImageDataModule):
         data.check(world_size=1)
-    try:
+    with naming_another_model(checkpoint):
         model.load_state_dict(state)
-    except RuntimeError as error:
-        first, *others = [line.strip() for line in str(error).splitlines()[1:]]
-        more = f" (and {len(others)} more such lines)" if others else ""
-        raise ValueError(
-            f"{checkpoint} holds another model than the configuration: {textwrap.shorten(first, 200)}{more}"
-        ) from error
     found: dict[str, float] = {}
     for metrics in trainer.test(model, datamodule=data, verbose=False):  # by each loader
         found |= metrics
@@ -67,6 +67,7 @@ def read_weights(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}; runs keep theirs in RUN_DIR/checkpoints/last.ckpt")
     state: dict[str, Any] = read_checkpoint(path)["state_dict"]
+    require_intact(path)
     return state
 
 
@@ -84,10 +85,15 @@ def config_of_run(checkpoint: Path, overrides: list[str]) -> DictConfig:
     return config
 
 
-def own_config(overrides: list[str]) -> DictConfig:
+def own_config(overrides: list[str], config_dir: Path | None = None) -> DictConfig:
     """Return the configuration that a training with these overrides would have."""
-    with initialize_config_dir(str(conf_folder()), version_base="1.3"):
-        return compose("train", [*overrides, "run_dir=."])
+    more = []
+    if config_dir is not None:
+        if not config_dir.is_dir():
+            raise FileNotFoundError(f"--config-dir {config_dir}: there is no such folder")
+        more = [f"hydra.searchpath=['file://{config_dir.resolve()}']"]
+    with initialize_config_dir(str(conf_folder()), **VERSION_BASE):
+        return compose("train", [*overrides, *more, "run_dir=."])
 
 
 def on_one_device(cfg: DictConfig) -> Config:
@@ -107,10 +113,11 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--own", action="store_true", help="ignore the configuration in the run folder")
+    parser.add_argument("--config-dir", type=Path, metavar="FOLDER", help="with --own: of experiments of your own")
     arguments = parser.parse_intermixed_args()
     logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.WARNING)
     try:
-        metrics = evaluate(arguments.checkpoint, arguments.overrides, arguments.own)
+        metrics = evaluate(arguments.checkpoint, arguments.overrides, arguments.own, arguments.config_dir)
     except Exception as error:
         sys.exit(f"error: {message_of(error)}")
     print("  ".join(f"{name}={value:.4f}" for name, value in sorted(metrics.items())))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from omegaconf import OmegaConf
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
 
+from lightning_dp.planner.plots import COLORS
 from lightning_dp.runs.command_line import argument_parser
-from lightning_dp.runs.resume import completed_steps
+from lightning_dp.runs.resume import CURVES, METRICS, completed_steps
 
 Series = list[tuple[float, float]]  # (epochs trained, value)
 Phase = tuple[float, float, bool]  # start, end (epochs trained), whether statistics were global
@@ -22,11 +24,10 @@ Phase = tuple[float, float, bool]  # start, end (epochs trained), whether statis
 TRAIN_COLOR = "#1f77b4"
 VAL_COLOR = "#e66101"
 TEST_COLOR = "#111111"
-GLOBAL_COLOR = "#5aae61"
-LOCAL_COLOR = "#bdbdbd"
+GLOBAL_COLOR = COLORS["global"]
+LOCAL_COLOR = COLORS["local"]
 RATE_COLOR = "#7b3294"
 IS_GLOBAL = "agbn/is_global"
-CURVES = "curves.png"
 
 
 class MetricsFile(Logger):
@@ -65,7 +66,7 @@ class MetricsFile(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Append a row."""
         self._rows.append({**metrics, "step": len(self._rows) if step is None else step})
-        path = self._folder / "metrics.csv"
+        path = self._folder / METRICS
         if self._rows[-1].keys() <= set(self._columns):
             with open(path, "a", newline="") as file:
                 csv.DictWriter(file, self._columns).writerow(self._rows[-1])
@@ -100,7 +101,7 @@ def _as_yaml(node: Any) -> Any:
 
 def rows_before(checkpoint: Path) -> list[dict[str, str]]:
     """Return the rows in the metrics.csv of a checkpoint's run that were logged before it was saved."""
-    path = checkpoint.parents[1] / "metrics.csv"
+    path = checkpoint.parents[1] / METRICS
     if not path.is_file():
         return []
     num_steps = completed_steps(checkpoint)
@@ -142,16 +143,16 @@ def phases(is_global: Series) -> list[Phase]:
     return found
 
 
-def draw_curves(run_dir: str | Path) -> Path:
-    """Write ``curves.png`` into the run folder and return its path.
+def draw_curves(run_dir: str | Path, file: str = CURVES) -> Path:
+    """Write a plot into the run folder and return its path. ``curves.png`` is also the sign of a run that has ended.
 
     Raises:
         FileNotFoundError: the folder has no ``metrics.csv``.
     """
     folder = Path(run_dir).resolve()
-    if not (folder / "metrics.csv").is_file():
+    if not (folder / METRICS).is_file():
         raise FileNotFoundError(f"{folder} has no metrics.csv; give the folder of a run")
-    series = read_metrics(folder / "metrics.csv")
+    series = read_metrics(folder / METRICS)
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     loss, accuracy = figure.subplots(1, 2)
     for axes, metric, title in ((loss, "loss", "loss"), (accuracy, "acc", "accuracy")):
@@ -176,8 +177,8 @@ def draw_curves(run_dir: str | Path) -> Path:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="best", fontsize=8, framealpha=0.9)
     figure.suptitle(f"{folder.parent.name}/{folder.name}", fontsize=9, color="#555555")
-    figure.savefig(folder / CURVES, dpi=120)
-    return folder / CURVES
+    figure.savefig(folder / file, dpi=120)
+    return folder / file
 
 
 def _plot(axes: Axes, values: Series, color: str, label: str) -> None:
@@ -208,4 +209,8 @@ def main() -> None:
     """Plot a run again, and print the path of the plot."""
     parser = argument_parser("recipes/curves.py", "Plot a run from its metrics.csv.")
     parser.add_argument("run_dir", type=Path)
-    print(draw_curves(parser.parse_args().run_dir))
+    run_dir = parser.parse_args().run_dir
+    try:
+        print(draw_curves(run_dir, CURVES if (run_dir / CURVES).exists() else "curves_so_far.png"))
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")

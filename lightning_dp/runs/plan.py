@@ -3,24 +3,41 @@
 lightning-dp-plan experiment=digits_resnet20 trainer.devices=2
 lightning-dp-plan experiment=cifar10_alexnet plan.gbit_per_s=1 plan.world_size=4
 lightning-dp-plan plan.gbit_per_s=0.2 plan.world_size=4 plan.method=layered_sgd_step_int8
+lightning-dp-plan experiment=digits_resnet20 trainer.devices=2 verify=true
 
-The run folder then holds plan.md, what is printed; plan.yaml, the fastest strategy that computes what DDP computes (or
-plan.method); and plan.png, step time against number of ranks.
+The run folder then holds plan.md, what is printed; plan.yaml, what to change (or plan.method); and plan.png, step time
+against number of ranks. With verify=true some steps of the plan and of the present configuration are run as well.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch.distributed as dist
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
-from pytorch_lightning import seed_everything
+from pytorch_lightning import Callback, seed_everything
 
 from lightning_dp.launch import external_rank, launch
 from lightning_dp.planner import Diagnose, Link, Network
-from lightning_dp.runs.command_line import config_error, job_error, job_logging, run, write_configuration
+from lightning_dp.runs.command_line import (
+    config_error,
+    job_error,
+    job_logging,
+    key_of,
+    run,
+    write_configuration,
+)
 from lightning_dp.runs.train import build, configure_logging
 from lightning_dp.runs.validation import Config, resolved, validate
 
@@ -33,15 +50,27 @@ def main() -> None:
 def job(cfg: DictConfig) -> None:
     """Check the configuration, measure steps in its processes, and print the diagnosis."""
     try:
-        config = resolved(cfg, "plan")
+        config = resolved(cfg, "plan", "verify")
         make_callback(config)  # raises for values that make no sense, before a process starts
         num_processes = validate(config)
+        check_verify(config, num_processes * config["trainer"]["num_nodes"])
     except Exception as error:
         raise config_error(error) from error
     if external_rank() in (None, 0):
         write_configuration(cfg)
     try:
-        text = launch(measure, config, job_logging(), num_processes=num_processes, num_nodes=cfg.trainer.num_nodes)
+        num_nodes = config["trainer"]["num_nodes"]
+        text = launch(measure, config, job_logging(), num_processes=num_processes, num_nodes=num_nodes)
+        plan_file = Path(cfg.run_dir, "plan.yaml")
+        if config["verify"] and plan_file.exists():
+            plan = json.loads(plan_file.read_text())
+            overrides = [*without(HydraConfig.get().overrides.task, plan["overrides"]), *plan["overrides"]]
+            planned = resolved(compose("plan", overrides), "plan", "verify")
+            validate(planned)
+            sides = {PRESENT: config, PLANNED: planned}
+            times = launch(time_steps, sides, job_logging(), num_processes=num_processes, num_nodes=num_nodes)
+            text += f"\n\n{verified_text(times, sides, plan)}"
+            Path(cfg.run_dir, "plan.md").write_text(f"{text}\n")
     except Exception as error:
         raise job_error(cfg.run_dir, error) from error
     if external_rank() in (None, 0):
@@ -74,6 +103,13 @@ def measure(config: Config, logging_config: Config | None) -> str:
         configure_logging(logging_config, int(os.environ.get("RANK", 0)))
     seed_everything(config["seed"], workers=True, verbose=False)
     callback = make_callback(config)
+    with leaving_no_groups():
+        run_steps(config, callback)
+    return str(callback.diagnosis or f"there is no plan: {callback.why_none}")
+
+
+def run_steps(config: Config, callback: Callback) -> None:
+    """Train on this rank until ``callback`` stops it, without what is not part of a step."""
     logging.getLogger("lightning_dp.planner.diagnose").setLevel(logging.WARNING)  # `main` prints the diagnosis
     # No checkpoints and no metrics: they are not what is measured. Callbacks that change training stay.
     callbacks = {
@@ -85,9 +121,119 @@ def measure(config: Config, logging_config: Config | None) -> str:
     config["trainer"] = {**config["trainer"], "enable_checkpointing": False, "logger": False, "limit_val_batches": 0}
     trainer, model, data = build(config)
     trainer.callbacks.append(callback)
+    trainer.fit(model, datamodule=data)
+
+
+@contextmanager
+def leaving_no_groups() -> Iterator[None]:
+    """Destroy the process group at the end. Runs inside share it: a second group would find the first's addresses."""
     try:
-        trainer.fit(model, datamodule=data)
+        yield
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    return str(callback.diagnosis or f"there is no plan: {callback.why_none}")
+
+
+# With verify=true: steps of the present and of the planned configuration, in turn.
+
+PRESENT, PLANNED = "present", "plan"
+ROUNDS = 3
+NUM_STEPS = 8  # of a round, after the first ones
+WARM_UP = 4  # Memonger makes its plan in the third
+
+
+def check_verify(config: Config, world_size: int) -> None:
+    """Raise ValueError if the plan will be for a job that cannot run here, or ``verify`` is no switch."""
+    if not isinstance(config["verify"], bool):
+        raise ValueError(f"verify={config['verify']!r} must be true or false")
+    if not config["verify"]:
+        return
+    plan = config["plan"]
+    if plan["gbit_per_s"] is not None or plan["world_size"] not in (None, world_size):
+        raise ValueError(
+            f"verify=true runs the plan on these {world_size} ranks and their own network: leave out plan.gbit_per_s "
+            "and plan.world_size"
+        )
+    if external_rank() is not None:
+        raise ValueError("verify=true starts the processes of both configurations itself; use python, not torchrun")
+
+
+def without(overrides: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Return the overrides of the command line but those whose key the plan sets."""
+    keys = {key_of(override) for override in others}
+    return [override for override in overrides if key_of(override) not in keys]
+
+
+class StepClock(Callback):
+    """Times steps from one update to the next, and stops training after `NUM_STEPS` of them."""
+
+    def __init__(self) -> None:
+        self._ends_s: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Note the end of a step. Batches whose gradients are added up end none."""
+        if trainer.global_step > len(self._ends_s):
+            self._ends_s.append(time.perf_counter())
+        trainer.should_stop = len(self._ends_s) > WARM_UP + NUM_STEPS
+
+    @property
+    def step_s(self) -> float:
+        """Median time of a step."""
+        ends = self._ends_s[WARM_UP:]
+        if len(ends) < 2:
+            raise ValueError(f"verify=true needs more than {WARM_UP + 1} steps, and the data has {len(self._ends_s)}")
+        return median(end - begin for begin, end in pairwise(ends))
+
+
+def time_steps(configs: Mapping[str, Config], logging_config: Config | None) -> dict[str, list[float]]:
+    """Train each configuration in turn on this rank, `ROUNDS` times; return the seconds of a step in each round."""
+    if logging_config is not None:
+        configure_logging(logging_config, int(os.environ.get("RANK", 0)))
+    times: dict[str, list[float]] = {name: [] for name in configs}
+    with leaving_no_groups():
+        for name, config in ROUNDS * list(configs.items()):
+            seed_everything(config["seed"], workers=True, verbose=False)
+            clock = StepClock()
+            run_steps(config, clock)
+            times[name].append(clock.step_s)
+    return times
+
+
+def verified_text(times: Mapping[str, Sequence[float]], configs: Mapping[str, Config], plan: Config) -> str:
+    """Return a table of the measured times beside the predicted ones.
+
+    Args:
+        times: seconds of a step in each round.
+        configs: what was run.
+        plan: the values of ``plan.yaml``.
+    """
+    # That of the present configuration is what the diagnosis has measured.
+    predicted_ms = {PRESENT: sum(plan["measured_ms"].values()), PLANNED: plan["step_ms"]}
+    medians = {name: median(values) for name, values in times.items()}
+    lines = [
+        f"Verified: {ROUNDS} rounds of {NUM_STEPS} steps, in turn; the median, and the least and the largest.",
+        "",
+        "| configuration | diagnosed or predicted, ms per step | measured | off by |",
+        "|---|---|---|---|",
+    ]
+    for name, values in times.items():
+        spread = f"{1e3 * medians[name]:.1f} ({1e3 * min(values):.1f} to {1e3 * max(values):.1f})"
+        off = predicted_ms[name] / (1e3 * medians[name]) - 1
+        lines.append(f"| {name} | {predicted_ms[name]:.1f} | {spread} | {off:+.0%} |")
+    images = {name: _images(config) for name, config in configs.items()}
+    factor = {
+        "predicted": images[PLANNED] / predicted_ms[PLANNED] * predicted_ms[PRESENT] / images[PRESENT],
+        "measured": images[PLANNED] / medians[PLANNED] * medians[PRESENT] / images[PRESENT],
+    }
+    said = f"Images/s of the plan over those at present: {factor['measured']:.2f}, predicted {factor['predicted']:.2f}."
+    if abs(predicted_ms[PRESENT] / (1e3 * medians[PRESENT]) - 1) > plan["error"]:
+        said += (
+            " The present configuration took another time when it was diagnosed, so that other work has disturbed one "
+            "of the two: run it again."
+        )
+    return "\n".join([*lines, "", said])
+
+
+def _images(config: Config) -> float:
+    """Return the images of a step of all ranks."""
+    return float(config["data"]["batch_size"] * (config["trainer"].get("accumulate_grad_batches") or 1))

@@ -6,26 +6,33 @@ configuration, because ``ckpt_path=last`` must not continue another run; and the
 
 from __future__ import annotations
 
+import fcntl
 import logging
-import os
+import math
 import random
 import re
+import textwrap
+import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from lightning_dp.data.loading import derive_seed
 from lightning_dp.runs.validation import Config
+from lightning_dp.strategies.complete_files import existing, write_file
 
 log = logging.getLogger("train")
 
 FOLDER = "checkpoints"
+METRICS = "metrics.csv"
+CURVES = "curves.png"  # is written when a run has ended, and removed where it begins or continues
 OF_A_RUN = {"last": Path(FOLDER, "last.ckpt"), "best": Path(FOLDER, "best.ckpt")}
 # Keys that do not change what is trained: a run may continue with other values.
 FREE = {
@@ -34,6 +41,8 @@ FREE = {
     *("trainer.enable_progress_bar", "trainer.enable_model_summary"),
 }
 MAX_NAMED = 3  # differences in an error
+VERSION = "pytorch-lightning_version"
+OTHERS = "runs keep theirs in RUN_DIR/checkpoints/last.ckpt"
 
 
 def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = False) -> Path | None:
@@ -41,8 +50,8 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
 
     - A path: that checkpoint, whatever its configuration.
     - ``"last"`` or ``"best"``: that of the run folder. If it has none: of a single run, that of the newest run of the
-      same name and configuration beside it. Of ranks that torchrun or SLURM has started, and of a job in a sweep of
-      which another job has one: None, because this job had not come to its first checkpoint.
+      same name and configuration beside it. None where a run had not come to its first checkpoint: in a folder with
+      metrics, of ranks that torchrun or SLURM has started, and of a job in a sweep that another job has begun.
 
     Args:
         config: the whole configuration.
@@ -68,55 +77,102 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
     _require_unused(run_dir, path, "hydra.sweep.dir" if in_sweep else "hydra.run.dir")
     if path is None:
         return None
-    completed_steps(path)
-    if config["train"] and config["test"] == "best":
-        _require_best_is_known(path, config)
+    read_checkpoint(path)
+    require_intact(path)
+    if config["train"]:
+        require_complete(path)
+        if config["test"] == "best":
+            _require_best_is_known(path, config)
+        if requested not in OF_A_RUN and (found := differences(path, config)):
+            log.warning("%s is of a run with %s", path, _named(found))
     log.info("continuing from %s", path)
     return path.resolve()
 
 
 def _of_a_run(requested: str, config: Config, in_sweep: bool, launched: bool) -> Path | None:
     run_dir, name, file = Path(config["run_dir"]), config["name"], OF_A_RUN[requested]
-    if (run_dir / file).exists():
-        return run_dir / file
-    if launched:
-        return None
+    own = Path(existing(run_dir / file))
+    if own.exists():
+        return own
     others = sorted(run_dir.parent.glob(f"*/{file}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    begun = (run_dir / METRICS).exists() or (in_sweep and any(run_dir.parent.glob(f"*/{METRICS}")))
+    # Without training, random weights would be tested.
+    if config["train"] and (launched or begun) and not _has_results(run_dir):
+        return None
     kept = "" if requested == "last" else "; test=best keeps the best weights"
     if in_sweep:
-        if others:
-            return None
         raise FileNotFoundError(
-            f"ckpt_path={requested}: no job of {run_dir.parent} has a {file}{kept}; continue a sweep with "
-            "hydra.sweep.dir=FOLDER"
+            f"ckpt_path={requested}: {run_dir} has no {file}{kept}; continue a sweep with hydra.sweep.dir=FOLDER"
         )
     if not others or run_dir.parent.name != name:
         raise FileNotFoundError(
             f"ckpt_path={requested}: {run_dir} has no {file}, nor has another run named {name} beside it{kept}; name "
             "the folder of the run with hydra.run.dir=FOLDER, or the file with ckpt_path=PATH"
         )
-    return min(others, key=lambda path: len(differences(path, config)))
+    return min(others, key=lambda path: _num_differences(path, config))
+
+
+def _has_results(run_dir: Path) -> bool:
+    """Return whether a run in this folder has come to its end, or to a checkpoint. The best one is before the last."""
+    others = [path for path in run_dir.glob(f"{FOLDER}/*.ckpt") if path.name != OF_A_RUN["best"].name]
+    return (run_dir / CURVES).exists() or bool(others)
+
+
+def _num_differences(path: Path, config: Config) -> float:
+    try:
+        return len(differences(path, config))
+    except ValueError:  # a damaged file of one run must not stop another
+        return math.inf
 
 
 def _require_same(requested: str, path: Path, config: Config) -> None:
     """Raise ValueError if a checkpoint is that of another configuration."""
     found = differences(path, config)
     if found:
-        more = f", and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
         raise ValueError(
-            f"ckpt_path={requested}: {path} is of a run with {', '.join(found[:MAX_NAMED])}{more}; give the same "
-            f"options, or continue it all the same with ckpt_path={path}"
+            f"ckpt_path={requested}: {path} is of a run with {_named(found)}; give the same options, or continue it "
+            f"all the same with ckpt_path={path}"
         )
+
+
+def _named(found: list[str]) -> str:
+    more = f", and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+    return f"{', '.join(found[:MAX_NAMED])}{more}"
 
 
 def _require_unused(run_dir: Path, checkpoint: Path | None, key: str) -> None:
     """Raise ValueError if a folder holds a run, and not the one that is continued."""
-    used = (run_dir / "metrics.csv").exists() or any(run_dir.glob(f"{FOLDER}/*.ckpt"))
+    used = (run_dir / METRICS).exists() or any(run_dir.glob(f"{FOLDER}/*.ckpt"))
     if used and (checkpoint is None or run_dir.resolve() not in checkpoint.resolve().parents):
         raise ValueError(
             f"{key}: {run_dir} holds the results of a run, which this one would replace; continue that with "
             "ckpt_path=last, or name another folder"
         )
+
+
+@contextmanager
+def alone_in(run_dir: Path) -> Iterator[None]:
+    """Hold a lock on a run folder, at most until this process dies: two runs would write to the same files.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    path = run_dir / ".hydra" / "lock"
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "w") as file:
+        try:
+            # Forked processes do not inherit this kind of lock: loader workers that survive their rank do not hold it.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            raise ValueError(
+                f"hydra.run.dir: {run_dir} is in use by a run that has not ended; wait for it, or name another folder"
+            ) from error
+        except OSError as error:
+            log.debug("no lock on %s: %s", path, error)  # of a file system without locks
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 # --- what is in a checkpoint ---
@@ -139,10 +195,58 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
                 f"{path} holds an object of {found[1]}, and to read it would run code that the file names; keep "
                 "objects out of checkpoints, for example with save_hyperparameters(ignore=...)"
             ) from error
-        raise ValueError(f"{path} is no checkpoint of a run, or is damaged ({type(error).__name__})") from error
+        raise ValueError(
+            f"{path} is no checkpoint of a run, or is damaged ({type(error).__name__}); {OTHERS}"
+        ) from error
     if not isinstance(checkpoint, dict) or not {"state_dict", "global_step"} <= checkpoint.keys():
-        raise ValueError(f"{path} is no checkpoint of a run: it has no state_dict and global_step")
+        raise ValueError(f"{path} is no checkpoint of a run: it has no state_dict and global_step; {OTHERS}")
+    weights, num_steps = checkpoint["state_dict"], checkpoint["global_step"]
+    if not (isinstance(weights, dict) and isinstance(checkpoint.setdefault("callbacks", {}), dict)):
+        raise ValueError(f"{path} is no checkpoint of a run: state_dict and callbacks must be dicts; {OTHERS}")
+    if type(num_steps) is not int or num_steps < 0:
+        raise ValueError(f"{path} is no checkpoint of a run: global_step={num_steps!r} is no number of steps; {OTHERS}")
     return checkpoint
+
+
+def require_intact(path: Path) -> None:
+    """Raise ValueError if a byte of a checkpoint has changed since it was written, which torch does not see."""
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        # A file of torch's distributed checkpoints is several archives in one.
+        if file.suffix == ".distcp" or not torch.serialization.get_crc32_options() or not zipfile.is_zipfile(file):
+            continue
+        try:
+            with zipfile.ZipFile(file) as archive:
+                damaged = archive.testzip()
+        except Exception:  # a reader of damaged files can raise any error
+            damaged = "what lists the parts"
+        if damaged is not None:
+            raise ValueError(f"{file} is damaged: {damaged} in it does not have the checksum it had; {OTHERS}")
+
+
+def require_complete(path: Path) -> None:
+    """Raise ValueError if a checkpoint has no more than weights, with which no training can go on as it was."""
+    missing = sorted({"loops", "lr_schedulers", "optimizer_states", VERSION} - read_checkpoint(path).keys())
+    if missing:
+        raise ValueError(
+            f"{path} has no {', '.join(missing)}, so no training can continue from it; test its weights with "
+            "train=false, or continue from another one"
+        )
+
+
+@contextmanager
+def naming_another_model(path: Any) -> Iterator[None]:
+    """Shorten torch's error for weights that do not fit a model, which names each of them."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith("Error(s) in loading state_dict"):
+            raise
+        first, *others = [line.strip() for line in str(error).splitlines()[1:]]
+        more = f" (and {len(others)} more such lines)" if others else ""
+        raise ValueError(
+            f"{path} holds another model than the configuration: {textwrap.shorten(first, 200)}{more}; give the "
+            "options of its run"
+        ) from error
 
 
 def completed_steps(checkpoint: Path) -> int:
@@ -159,10 +263,10 @@ def differences(checkpoint: Path, config: Config) -> list[str]:
 
     Checkpoints of version 0.1 do not hold them, and so differ in nothing.
     """
-    saved = read_checkpoint(checkpoint).get("callbacks", {}).get(ConfigurationInCheckpoint.__qualname__)
-    if saved is None:
+    saved = read_checkpoint(checkpoint)["callbacks"].get(ConfigurationInCheckpoint.__qualname__, {}).get("config", {})
+    if "run_dir" not in saved:
         return []
-    theirs, ours = (dict(_leaves(each, each["run_dir"])) for each in (saved["config"], config))
+    theirs, ours = (dict(_leaves(each, each["run_dir"])) for each in (saved, config))
     found: dict[tuple[str, Any, Any], str] = {}
     # A value of the top level, such as the seed, is passed on to several objects; it is named once.
     for key in sorted({**theirs, **ours}, key=lambda key: (key.count("."), key)):
@@ -184,10 +288,22 @@ def _leaves(node: Any, run_dir: str, path: str = "") -> Iterator[tuple[str, Any]
 
 
 class ConfigurationInCheckpoint(Callback):
-    """Puts the configuration of a run into its checkpoints."""
+    """Puts the configuration of a run into its checkpoints, and sees that the first of them can be read again."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self._has_read = False
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Warn of a checkpoint that no run can continue from now, and not when a run is to be continued."""
+        path = Path(self._config["run_dir"], OF_A_RUN["last"])
+        if self._has_read or not trainer.is_global_zero or not path.exists():
+            return
+        self._has_read = True
+        try:
+            read_checkpoint(path)
+        except ValueError as error:
+            log.warning("no run can continue from this checkpoint: %s", error)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps. Called by Lightning."""
@@ -216,6 +332,17 @@ class SeedEachEpoch(Callback):
         torch.manual_seed(seed)
 
 
+class EndsOnce(Callback):
+    """Trains nothing more where EarlyStopping had stopped the run of a checkpoint. Lightning would train an epoch."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop at once. Called by Lightning when the checkpoint has been loaded."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        stoppers = [callback for callback in callbacks if isinstance(callback, EarlyStopping)]
+        if any(each.stopped_epoch > 0 or each.wait_count >= max(1, each.patience) for each in stoppers):
+            trainer.should_stop = True
+
+
 # --- the best weights ---
 
 
@@ -242,7 +369,8 @@ class BestCheckpoint(ModelCheckpoint):
         Raises:
             ValueError: the metric is not logged.
         """
-        is_validated = (trainer.current_epoch + 1) % (trainer.check_val_every_n_epoch or 1) == 0
+        every = trainer.check_val_every_n_epoch  # None: val_check_interval counts steps, over epochs
+        is_validated = every is not None and (trainer.current_epoch + 1) % every == 0
         if is_validated and self.monitor not in trainer.callback_metrics:
             there_are = ", ".join(sorted(trainer.callback_metrics))
             raise ValueError(f"test=best: optimized_metric={self.monitor} is not logged; use one of {there_are}")
@@ -257,12 +385,20 @@ class BestCheckpoint(ModelCheckpoint):
         path = state_dict["best_model_path"]
         if path and not Path(path).exists():
             raise FileNotFoundError(f"test=best: the best weights so far are gone; put {path} back, or use test=last")
+        if path and Path(path).resolve().parent != Path(self.dirpath or "").resolve():
+            # In its own folder, a run that was killed between the two files writes the same best weights again.
+            score = read_checkpoint(Path(path))["callbacks"].get(self.state_key, {}).get("best_model_score")
+            if score != state_dict["best_model_score"]:
+                raise FileNotFoundError(
+                    f"test=best: the best weights so far are gone: {path} is now of a later epoch; continue in the "
+                    "folder of that run, or use test=last"
+                )
         # Without its scores, the best of the remaining epochs would be taken for the best of all.
         super().load_state_dict(state_dict | {"dirpath": self.dirpath})
 
 
 def _require_best_is_known(checkpoint: Path, config: Config) -> None:
-    if BestCheckpoint(config).state_key not in read_checkpoint(checkpoint).get("callbacks", {}):
+    if BestCheckpoint(config).state_key not in read_checkpoint(checkpoint)["callbacks"]:
         raise ValueError(
             f"test=best: the run of {checkpoint} did not keep its best weights by {config['optimized_mode']} "
             f"optimized_metric={config['optimized_metric']}, so the best of all its epochs is not known; use test=last"
@@ -273,24 +409,11 @@ def _require_best_is_known(checkpoint: Path, config: Config) -> None:
 
 
 class CompleteFiles(TorchCheckpointIO):
-    """Writes a checkpoint beside the old one, and renames it when it is complete.
-
-    Lightning writes it to the folder for temporary files. Where that is another file system, it then copies it over the
-    old one. A process that is killed while it copies, or a full disk, would leave neither.
-    """
+    """Writes a checkpoint beside the old one, and renames it. This package's own strategies do so without it."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Save a checkpoint. Called by Lightning on one rank."""
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
-            return
-        part = Path(f"{path}.part")
-        part.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(part, "wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        else:
+            write_file(checkpoint, path)

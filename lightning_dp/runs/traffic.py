@@ -5,11 +5,11 @@ from __future__ import annotations
 from statistics import mean
 from typing import Any
 
-from hydra.utils import instantiate
 from torch import nn
 
-from lightning_dp.planner.traffic import hierarchical_cost, hybrid_cost, ring_cost
-from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredSGDStrategy
+from lightning_dp.planner.traffic import half_ring_cost, hierarchical_cost, hybrid_cost, ring_cost
+from lightning_dp.runs.hydra_versions import instantiate
+from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredFSDPStrategy, LayeredSGDStrategy
 
 ELEMENT_BYTES = 4
 BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -67,6 +67,14 @@ def _gradient_bytes(module: nn.Module, strategy: Any, config: dict[str, Any], ra
             return hierarchical_cost(
                 num_elements, ELEMENT_BYTES, topology.num_groups, size, communicator, rank % size
             ).bytes_sent
+    if isinstance(strategy, LayeredFSDPStrategy):
+        topology = strategy.topology_of(*ranks)
+        size, sent_by = topology.group_size, rank % topology.group_size
+        cost = hierarchical_cost(num_elements, ELEMENT_BYTES, topology.num_groups, size, "sharded", sent_by)
+        # Parameters are gathered where gradients would be, and once more for backward.
+        is_gathered_again = config["strategy"].get("reshard_after_forward", True)
+        again = half_ring_cost(num_elements, ELEMENT_BYTES, size, sent_by).bytes_sent if is_gathered_again else 0
+        return cost.bytes_sent + again
     return ring_cost(num_elements, ELEMENT_BYTES, world_size, rank).bytes_sent
 
 

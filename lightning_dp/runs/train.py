@@ -11,12 +11,12 @@ import logging.config
 import os
 import shutil
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning import seed_everything
 from pytorch_lightning.plugins.io import TorchCheckpointIO
@@ -31,17 +31,23 @@ from lightning_dp.runs.command_line import (
     run,
     write_configuration,
 )
-from lightning_dp.runs.metrics import CURVES, MetricsFile, draw_curves, is_plain, last_values, rows_before
+from lightning_dp.runs.hydra_versions import instantiate
+from lightning_dp.runs.metrics import MetricsFile, draw_curves, is_plain, last_values, rows_before
 from lightning_dp.runs.resume import (
+    CURVES,
+    METRICS,
     OF_A_RUN,
     BestCheckpoint,
     CompleteFiles,
     ConfigurationInCheckpoint,
+    EndsOnce,
     SeedEachEpoch,
+    alone_in,
     find_checkpoint,
+    naming_another_model,
 )
 from lightning_dp.runs.validation import Config, resolved, validate, without_contradictions
-from lightning_dp.strategies import KrizhevskyHybridStrategy
+from lightning_dp.strategies.base import BaseStrategy
 
 log = logging.getLogger("train")
 
@@ -53,26 +59,30 @@ def main() -> None:
 
 def job(cfg: DictConfig) -> float | None:
     """Run one job: check its configuration, then train and test in its processes, and print the result."""
-    try:
-        config = resolved(cfg)
-        num_processes = validate(config)
-        checkpoint = find_checkpoint(config, in_sweep=is_in_sweep(), launched=external_rank() is not None)
-        config["ckpt_path"] = None if checkpoint is None else str(checkpoint)
-    except Exception as error:
-        raise config_error(error) from error
     is_first = external_rank() in (None, 0)
-    if is_first:
-        write_configuration(cfg)
-        if cfg.print_config:
-            print(OmegaConf.to_yaml(cfg, resolve=True), flush=True)
-    try:
-        metrics = launch(train, config, job_logging(), num_processes=num_processes, num_nodes=cfg.trainer.num_nodes)
-        if not is_first:
-            return None
-        print(result_line(metrics, cfg.run_dir), flush=True)
-        return optimized(metrics, config["optimized_metric"], required=is_search())
-    except Exception as error:
-        raise job_error(cfg.run_dir, error) from error
+    with ExitStack() as stack:
+        try:
+            config = resolved(cfg)
+            num_processes = validate(config)
+            checkpoint = find_checkpoint(config, in_sweep=is_in_sweep(), launched=external_rank() is not None)
+            config["ckpt_path"] = None if checkpoint is None else str(checkpoint)
+            if is_first:
+                stack.enter_context(alone_in(Path(cfg.run_dir)))
+        except Exception as error:
+            raise config_error(error) from error
+        if is_first:
+            write_configuration(cfg)
+            if cfg.print_config:
+                print(OmegaConf.to_yaml(cfg, resolve=True), flush=True)
+        try:
+            num_nodes = config["trainer"]["num_nodes"]
+            metrics = launch(train, config, job_logging(), num_processes=num_processes, num_nodes=num_nodes)
+            if not is_first:
+                return None
+            print(result_line(metrics, cfg.run_dir), flush=True)
+            return optimized(metrics, config["optimized_metric"], required=is_search())
+        except Exception as error:
+            raise job_error(cfg.run_dir, error) from error
 
 
 def train(config: Config, logging_config: Config | None) -> dict[str, float]:
@@ -100,19 +110,22 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
     metrics: dict[str, Any] = {}
     try:
         if config["train"]:
-            trainer.fit(model, datamodule=data, ckpt_path=config["ckpt_path"])
+            with naming_another_model(config["ckpt_path"]):
+                trainer.fit(model, datamodule=data, ckpt_path=config["ckpt_path"])
             # A checkpoint from the end of a run leaves nothing to train, so nothing is logged.
             metrics |= last_values(rows)
             metrics |= trainer.callback_metrics
         if config["test"]:
             weights = weights_to_test(config, trainer)
-            for found in trainer.test(model, datamodule=data, ckpt_path=weights, verbose=False):  # by each loader
+            with naming_another_model(weights):
+                tested = trainer.test(model, datamodule=data, ckpt_path=weights, verbose=False)
+            for found in tested:  # by each loader
                 metrics |= found
     finally:
         if dist.is_initialized():
             # The next job of a sweep may run in this process.
             dist.destroy_process_group()
-    if trainer.is_global_zero and Path(config["run_dir"], "metrics.csv").exists():
+    if trainer.is_global_zero and Path(config["run_dir"], METRICS).exists():
         draw_curves(config["run_dir"])
     return {name: float(value) for name, value in metrics.items()}
 
@@ -141,6 +154,11 @@ def weights_to_test(config: Config, trainer: Any) -> str | None:
     if config["test"] == "last":
         return None
     (best,) = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, BestCheckpoint)]
+    if not best.best_model_path:
+        raise ValueError(
+            f"test=best: optimized_metric={best.monitor} was not logged before the end of any epoch; validate more "
+            "often, or use test=last"
+        )
     path, own = Path(best.best_model_path), Path(config["run_dir"], OF_A_RUN["best"])
     if trainer.is_global_zero and path.resolve() != own.resolve():
         # The best epoch was before the run continued in this folder.
@@ -164,13 +182,13 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     torch.set_float32_matmul_precision(config.get("matmul_precision", "highest"))
     model, data = instantiate(config["model"]), instantiate(config["data"])
     callbacks = [instantiate(node) for node in without_contradictions(config)["callbacks"].values()]
-    callbacks += [SeedEachEpoch(config["seed"]), ConfigurationInCheckpoint(config)]
+    callbacks += [SeedEachEpoch(config["seed"]), ConfigurationInCheckpoint(config), EndsOnce()]
     if config.get("test") == "best" and config["train"]:
         callbacks.insert(0, BestCheckpoint(config))
     trainer = instantiate(config["trainer"], callbacks=callbacks, logger=loggers or False, _convert_="all")
-    # The hybrid has a way of its own, which renames too. A user may have chosen another plugin.
+    # This package's strategies do the same without it. A user may have chosen another plugin.
     is_plain = type(trainer.strategy.checkpoint_io) is TorchCheckpointIO
-    if is_plain and not isinstance(trainer.strategy, KrizhevskyHybridStrategy):
+    if is_plain and not isinstance(trainer.strategy, BaseStrategy):
         trainer.strategy.checkpoint_io = CompleteFiles()
     return trainer, model, data
 

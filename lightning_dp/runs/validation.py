@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
+import math
 import os
 import pkgutil
 import re
@@ -15,12 +16,14 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning import LightningDataModule
+from pytorch_lightning import Callback, LightningDataModule
+from pytorch_lightning.loggers import Logger
 
 from lightning_dp.data.module import ImageDataModule
 from lightning_dp.launch import check_ranks, external_rank
+from lightning_dp.runs.hydra_versions import instantiate
 
 log = logging.getLogger("validation")
 
@@ -52,10 +55,19 @@ def resolved(cfg: DictConfig, *also_read: str) -> Config:
     for group in ("data", "model", "strategy", "trainer"):
         if cfg.get(group) is None:
             raise ValueError(f"{group}=null: every run needs one; choose it with {group}=NAME (--help names them)")
+        if "_target_" not in cfg[group]:
+            raise ValueError(
+                f"{group} has no _target_; choose a file that has it with {group}=NAME (--help names them)"
+            )
+    if missing := [key for key in TOP_LEVEL_TYPES if key not in cfg]:
+        raise ValueError(f"{missing[0]} was taken away, and every run needs it; leave out ~{missing[0]}")
     config: Config = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     config |= {group: config.get(group) or {} for group in ("callbacks", "logger")} | {"name": str(config["name"])}
-    if config["trainer"]["devices"] in (-1, "-1"):
-        config["trainer"]["devices"] = "auto"  # means the same, and Lightning takes it on CPU as well
+    trainer = config["trainer"]
+    trainer |= {"accelerator": trainer.get("accelerator", "auto"), "devices": trainer.get("devices", "auto")}
+    trainer |= {"num_nodes": trainer.get("num_nodes", 1)}
+    if trainer["devices"] in (-1, "-1"):
+        trainer["devices"] = "auto"  # means the same, and Lightning takes it on CPU as well
     return config
 
 
@@ -81,23 +93,60 @@ def validate(config: Config) -> int:
         strategy = instantiate(config["strategy"])
         if hasattr(strategy, "topology_of"):
             strategy.topology_of(trainer["num_nodes"], num_processes)
-    for group in ("callbacks", "logger"):
+    # Each rank builds these again. Here they are built for the errors of their constructors.
+    with naming_keys("trainer", config):
+        # In a SLURM job with one task, whose processes we start, Lightning would ask for as many tasks as devices.
+        alone = {"devices": 1, "num_nodes": 1, "strategy": "auto"} if external_rank() is None else {}
+        instantiate(trainer | alone, logger=False, _convert_="all")
+    for group, kind in (("callbacks", Callback), ("logger", Logger)):
         for name, node in config[group].items():
-            if node is not None:  # built in each rank again; here for the errors of their constructors
+            if node is not None:
                 with naming_keys(f"{group}.{name}", config):
-                    instantiate(node)
+                    _require_kind(instantiate(node), kind, f"{group}.{name}", node)
+    _check_optimizer(config)
     with naming_keys("data", config):
         _check_data(instantiate(config["data"]), config, num_processes * trainer["num_nodes"])
     return num_processes
 
 
+def _require_kind(made: Any, kind: type, path: str, node: Config) -> None:
+    if not isinstance(made, kind):
+        raise ValueError(f"{path}._target_={node['_target_']} must make a {kind.__name__}")
+
+
+def _check_optimizer(config: Config) -> None:
+    """Raise ValueError for options that the optimizer or the schedule does not take. Both are made for one number."""
+    made: Any = None
+    for name in ("optimizer", "scheduler"):
+        node = config["model"].get(name)
+        if not (isinstance(node, dict) and node.get("_partial_")):
+            return
+        # The keys of the command line; a model of the user's may have no group `optim`.
+        path = f"optim.{name}" if (config.get("optim") or {}).get(name) == node else f"model.{name}"
+        with naming_keys(path, config):
+            make = instantiate(node)
+            if made is not None:
+                has_end = "total_steps" in _parameters(node["_target_"])
+                make(made, **({"total_steps": node.get("total_steps") or 100} if has_end else {}))
+                return
+            made = make([torch.nn.Parameter(torch.zeros(1))])
+            lr = made.param_groups[0].get("lr", 0.0)
+            if not math.isfinite(lr):
+                raise ValueError(f"lr={lr} must be a finite number")
+
+
 def _check_data(data: Any, config: Config, world_size: int) -> None:
     """Raise an error if the data cannot be used. Download it if requested."""
-    if not isinstance(data, LightningDataModule):
-        raise ValueError(f"data._target_={config['data']['_target_']} must make a LightningDataModule")
+    _require_kind(data, LightningDataModule, "data", config["data"])
     if config["test"] and type(data).test_dataloader is LightningDataModule.test_dataloader:
         raise ValueError(f"{type(data).__name__} has no test_dataloader; use test=false")
     if isinstance(data, ImageDataModule):
+        num_classes = config["model"].get("num_classes") or data.num_classes
+        if num_classes < data.num_classes:
+            raise ValueError(
+                f"model.num_classes={num_classes} is less than the {data.num_classes} classes of the data; use "
+                f"num_classes={data.num_classes}"
+            )
         data.check(world_size)
     if external_rank() is None:
         # Before any rank starts: no rank waits for a download, and a download that fails starts no rank.
@@ -114,8 +163,11 @@ def naming_keys(path: str, config: Config) -> Iterator[None]:
         yield
     except Exception as error:
         cause = error.__cause__ or error if isinstance(error, InstantiationException) else error
-        is_complete = isinstance(cause, ValueError | OSError | ImportError)
-        message = str(cause) if is_complete else f"{type(cause).__name__}: {cause}"
+        is_complete = isinstance(cause, ValueError | OSError | ImportError | MisconfigurationException)
+        message = " ".join((str(cause) if is_complete else f"{type(cause).__name__}: {cause}").split())
+        inner = re.search(r"full_key: (\S+)", str(error)) if isinstance(error, InstantiationException) else None
+        if inner is not None and inner[1] != path and "[" not in inner[1]:
+            path = f"{path}.{inner[1]}"  # of an object within the object
         node: Any = config
         for key in path.split("."):
             node = node[key]
@@ -123,7 +175,7 @@ def naming_keys(path: str, config: Config) -> Iterator[None]:
             if name not in config:  # a key of the top level, such as num_classes, is passed on to several objects
                 after = r"(?=\W|$)" if "_" in name else "(?==)"  # else it may be a word of the sentence
                 message = re.sub(rf"(?<![\w./'\"-]){name}{after}(?!/|\.\w)", f"{path}.{name}", message)
-        raise ValueError(message) from error
+        raise ValueError(message if f"{path}." in message else f"{path}: {message}") from error
 
 
 def targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -164,6 +216,8 @@ def check_arguments(path: str, node: dict[str, Any]) -> None:
         is_default = key in parameters and value == parameters[key].default
         if key in types and not is_default and not fits(value, types[key]):
             raise ValueError(f"{path}.{key}={value} must be {spelled(types[key])}")
+        if isinstance(value, float) and key in types and float not in _plain_types(types[key]) >= {int}:
+            node[key] = int(value)  # 1e5
 
 
 def _parameters(target: str) -> Mapping[str, inspect.Parameter]:
@@ -292,12 +346,21 @@ def check_together(config: Config) -> None:
     trainer, metric = config["trainer"], config["optimized_metric"]
     if "logger" in trainer:
         raise ValueError("trainer.logger cannot be given; choose loggers with logger=csv, tensorboard, wandb or mlflow")
+    if "callbacks" in trainer:
+        raise ValueError("trainer.callbacks cannot be given; add one with +callbacks.NAME._target_=CLASS")
+    if trainer.get("strategy") != config["strategy"]:
+        raise ValueError(f"trainer.strategy={trainer.get('strategy')} cannot be given; choose it with strategy=NAME")
     if config["test"] not in ("last", "best", False):
         raise ValueError(f"test={config['test']} must be last, best or false")
     if config["optimized_mode"] not in ("max", "min"):
         raise ValueError(f"optimized_mode={config['optimized_mode']} must be max or min")
     if config["matmul_precision"] not in ("highest", "high", "medium"):
         raise ValueError(f"matmul_precision={config['matmul_precision']} must be highest, high or medium")
+    if trainer.get("check_val_every_n_epoch") is not None and trainer["check_val_every_n_epoch"] < 1:
+        raise ValueError(
+            f"trainer.check_val_every_n_epoch={trainer['check_val_every_n_epoch']} must be 1 or more, or null; for no "
+            "validation, use trainer.limit_val_batches=0"
+        )
     if config["test"] and trainer.get("limit_test_batches") == 0:
         raise ValueError("trainer.limit_test_batches=0 leaves nothing to test; use test=false")
     if not config["train"]:
@@ -305,6 +368,11 @@ def check_together(config: Config) -> None:
             raise ValueError("train=false and test=false leave nothing to do; use test=last to test ckpt_path")
         if config["ckpt_path"] is None:
             raise ValueError("train=false needs weights to test; give ckpt_path=PATH or ckpt_path=last")
+        if config["test"] == "best" and config["ckpt_path"] == "last":
+            raise ValueError(
+                "train=false tests the weights of ckpt_path=last, so test=best has no effect; use test=last, or "
+                "ckpt_path=best"
+            )
         return
     if config["test"] == "best":
         _check_best(trainer, metric, config["data"])

@@ -66,7 +66,9 @@ def test_a_batch_stays_in_host_memory_and_passes_through_workers(root):
     files = dataset(root, EncodedFiles)
     sampler = TrainingSampler(files, 6)
     direct = [files[part] for part in sampler]
-    loaded = list(DataLoader(files, batch_size=None, sampler=sampler, num_workers=1, multiprocessing_context="spawn"))
+    loaded = list(
+        DataLoader(files, batch_size=None, sampler=sampler, num_workers=1, multiprocessing_context="forkserver")
+    )
     assert len(loaded) == len(direct) == 4
     for (images, labels), (expected, expected_labels) in zip(loaded, direct, strict=True):
         assert torch.equal(labels, expected_labels)
@@ -95,7 +97,7 @@ def test_what_cannot_work_is_refused_before_training(root):
     with pytest.raises(ValueError, match="on_broken='skip' needs decoder='auto'"):
         ImageNet(root, **OPTIONS, decoder="dali", on_broken="skip")
     if not installed("dali"):
-        with pytest.raises(ModuleNotFoundError, match=r"dali is not installed: pip install 'lightning-dp\[dali\]'"):
+        with pytest.raises(ModuleNotFoundError, match=r"dali is not installed: pip install nvidia-dali-cuda120"):
             ImageNet(root, **OPTIONS, decoder="dali").check(1)
 
 

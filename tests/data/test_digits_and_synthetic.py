@@ -58,7 +58,7 @@ def test_digits_are_normalized():
 
 def test_the_digits_name_scikit_learn_if_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-dp\[recipes\]'"):
+    with pytest.raises(ModuleNotFoundError, match="pip install scikit-learn"):
         Digits().check(1)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import tarfile
 import warnings
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 
 from lightning_dp._lightning import LightningModule, Trainer
 from lightning_dp.data import CIFAR10
-from lightning_dp.data.cifar10 import download, extract
+from lightning_dp.data.cifar10 import download
 from tests.data.images import FOLDER, pack, serve, sha256, write_folder
 from tests.ranks import run_processes
 
@@ -93,46 +91,6 @@ def test_an_address_without_a_server_is_reported(tmp_path):
     with pytest.raises(ConnectionError, match="only http and https"):
         download(f"file://{__file__}", tmp_path / "file", sha256(CONTENT))
     assert names(tmp_path) == set()
-
-
-def write_tar(path: Path, members: dict[str, bytes], link: tuple[str, str] | None = None) -> None:
-    with tarfile.open(path, "w:gz") as tar:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-        if link:
-            info = tarfile.TarInfo(link[0])
-            info.type, info.linkname = tarfile.SYMTYPE, link[1]
-            tar.addfile(info)
-
-
-@pytest.mark.parametrize(
-    ("members", "link"),
-    [
-        ({f"{FOLDER}/test_batch": b"1", "../evil": b"2"}, None),
-        ({f"{FOLDER}/../../evil": b"2"}, None),
-        ({f"{FOLDER}/test_batch": b"1"}, (f"{FOLDER}/evil", "../../../../etc/passwd")),
-        ({"another/test_batch": b"1"}, None),
-    ],
-)
-def test_an_archive_that_reaches_outside_is_not_unpacked(tmp_path, members, link):
-    root = tmp_path / "root"
-    root.mkdir()
-    write_tar(root / "archive", members, link)
-    with pytest.raises(ValueError, match="archive (cannot be unpacked|contains no folder).*delete it"):
-        extract(root / "archive", FOLDER, root)
-    assert names(root) == {"archive"}
-    assert names(tmp_path) == {"root"}
-
-
-def test_a_broken_archive_is_not_unpacked(tmp_path):
-    archive = pack(write_folder(tmp_path / "source"))
-    for content in (archive[:-1000], archive[:20], b"no archive"):
-        (tmp_path / "archive").write_bytes(content)
-        with pytest.raises(ValueError, match="cannot be unpacked"):
-            extract(tmp_path / "archive", FOLDER, tmp_path)
-        assert names(tmp_path) == {"archive", "source"}
 
 
 class Nothing(LightningModule):

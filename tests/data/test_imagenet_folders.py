@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_dp.data.imagenet import LABEL_FILES, list_train, list_val, read_labels
+from lightning_dp.data.imagenet import LABEL_FILES, list_train, list_val
 from tests.data.jpegs import CLASSES, flatten_val, write_imagenet
 
 
@@ -85,29 +85,6 @@ def test_a_label_file_may_be_elsewhere(tmp_path):
     images = flatten_val(write_imagenet(tmp_path / "images", 1, 2))
     caffe(tmp_path, images)
     assert len(list_val(tmp_path / "images", CLASSES, tmp_path / "val_labels.txt")[1]) == 6
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("n01440764\n", "has 1 lines for 2 images"),
-        ("n01440764\nn9\n", "has a class n9, which is not one of the 3 classes"),
-        ("a.JPEG 0\nc.JPEG 1\n", "has no label for 1 images, of which b.JPEG is the first"),
-        ("a.JPEG 0\nb.JPEG 3\n", "has a class 3, which is not"),
-    ],
-)
-def test_a_label_file_that_does_not_fit_is_refused(tmp_path, text, message):
-    path = tmp_path / "labels.txt"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        read_labels(path, ["a.JPEG", "b.JPEG"], CLASSES)
-
-
-def test_the_devkits_numbers_need_its_table(tmp_path):
-    path = tmp_path / "labels.txt"
-    path.write_text("1\n2\n")
-    with pytest.raises(FileNotFoundError, match=r"there is no .*meta\.mat; take it from the devkit"):
-        read_labels(path, ["a.JPEG", "b.JPEG"], CLASSES)
 
 
 def test_a_folder_that_is_not_imagenet_is_refused_with_the_remedy(tmp_path):

@@ -91,7 +91,8 @@ def broken_shards(root: Path, train: int = 6) -> Path:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_broken_image_is_named_with_its_shard(tmp_path, num_workers):
+def test_a_broken_image_is_named_with_its_shard(tmp_path, num_workers, monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # the loader waits for its worker
     module = ImageNetShards(broken_shards(tmp_path), **{**OPTIONS, "num_workers": num_workers})
     module.setup("fit")
     with pytest.raises(
@@ -131,22 +132,6 @@ def test_a_shard_that_is_cut_while_it_is_open_is_an_error(tmp_path):
     os.truncate(tmp_path / "train-0.tar", 600)
     with pytest.raises(RuntimeError, match=r"train-0.tar has changed"):
         data.source.read(0)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_classes": 2}, r"imagenet-train-00000[12].tar has the label 2, but num_classes=2; .* use num_classes=3"),
-        ({"batch_size": 30}, r"batch_size=30 is larger than the training set \(24 images\)"),
-        ({"root": "nowhere"}, r"no shards for train in .*nowhere; set data.root .*use data=imagenet\)"),
-        ({"val_labels": "labels.txt"}, "val_labels=labels.txt has no effect on shards"),
-        ({"train_shards": "imagenet-*.tar"}, r"imagenet-val-000000.tar is used twice"),
-        ({"decoder": "opencv"}, "decoder='opencv' must be one of"),
-    ],
-)
-def test_options_that_cannot_work_are_refused(root, options, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        ImageNetShards(**{"root": root, **OPTIONS, **options}).check(1)
 
 
 def test_a_subset_of_the_shards_is_read_and_the_index_may_be_elsewhere(root, tmp_path):

@@ -157,34 +157,6 @@ def test_memory_is_pinned_where_the_model_is_on_a_gpu(device):
     assert module.train_dataloader().pin_memory == module.test_dataloader().pin_memory == (device == "cuda")
 
 
-@pytest.mark.parametrize(
-    ("options", "world_size", "message"),
-    [
-        (
-            {"batch_size": 2},
-            4,
-            r"batch_size=2 is smaller than the number of ranks \(4\).*batch_size=4 or more.*2 ranks",
-        ),
-        ({"batch_size": 0}, 1, "batch_size=0 is smaller than the number of ranks"),
-        ({"batch_size": 128}, 3, "batch_size=128 is not a multiple of 3 ranks; use 126 or 129"),
-        ({"batch_size": 512}, 1, r"batch_size=512 is larger than the training set \(300 images\); use at most 300"),
-        ({"batch_size": 400}, 8, "use at most 296"),
-        ({"eval_batch_size": 2}, 4, "eval_batch_size=2 is smaller than the number of ranks"),
-        (
-            {"batch_size": 149 * 3, "num_train": 149 * 3 + 2, "drop_last": False},
-            3,
-            "last batch would hold 2 of 449 .*drop_last",
-        ),
-        ({"num_test": 3}, 4, "3 test images are too few for 4 ranks"),
-        ({"num_val": 3}, 4, "3 val images are too few for 4 ranks"),
-    ],
-)
-def test_batch_sizes_that_cannot_work_are_refused(options, world_size, message):
-    module = Synthetic(**{"num_train": 300, **options})
-    with pytest.raises(ValueError, match=message):
-        module.check(world_size)
-
-
 def test_a_trainer_raises_the_same_errors():
     trainer = Trainer(max_epochs=1, enable_checkpointing=False, **QUIET)
     with pytest.raises(ValueError, match="batch_size=512 is larger than the training set"):

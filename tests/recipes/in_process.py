@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
+import os
+import runpy
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,7 +15,9 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 
 from lightning_dp.runs import train as training
+from lightning_dp.runs.hydra_versions import VERSION_BASE
 from lightning_dp.runs.validation import resolved
+from tests.ranks import environment_of_rank
 from tests.recipes.conftest import ROOT, TINY
 
 QUIET = ("trainer.enable_progress_bar=false", "trainer.enable_model_summary=false")
@@ -18,7 +25,7 @@ QUIET = ("trainer.enable_progress_bar=false", "trainer.enable_model_summary=fals
 
 def composed(run_dir: Path, *overrides: str) -> dict[str, Any]:
     """The configuration of a run in ``run_dir``, as train.py gives it to each rank."""
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), **VERSION_BASE):
         return resolved(compose("train", [*overrides, f"run_dir={run_dir}"]))
 
 
@@ -42,3 +49,19 @@ def train(config: dict[str, Any]) -> dict[str, float]:
 def train_rank(rank: int, config: dict[str, Any]) -> dict[str, float]:
     """The same as a rank of ``run_processes``."""
     return train(config)
+
+
+def run_script(rank: int, script: str, folder: Path, *arguments: str) -> tuple[Any, list[str]]:
+    """Run a script of ``recipes/`` in ``folder``, as a rank that nobody has launched; return its status and output."""
+    for name in environment_of_rank(0, 1, 1, 0):
+        del os.environ[name]
+    os.chdir(folder)
+    sys.argv = [str(ROOT / "recipes" / script), *arguments]
+    warnings.simplefilter("default")
+    status = None
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            status = end.code
+    return status, output.getvalue().splitlines()

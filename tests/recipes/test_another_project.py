@@ -8,6 +8,7 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.errors import MissingConfigException
 
+from lightning_dp.runs.hydra_versions import VERSION_BASE
 from tests.recipes.conftest import ROOT
 
 PROJECT = ROOT / "docs" / "examples" / "hydra_project" / "configs"
@@ -24,7 +25,7 @@ def plugin(monkeypatch):
 
 
 def project(*overrides: str):
-    with initialize_config_dir(str(PROJECT), version_base="1.3"):
+    with initialize_config_dir(str(PROJECT), **VERSION_BASE):
         return compose("train", list(overrides))
 
 

@@ -5,6 +5,7 @@ from omegaconf import OmegaConf
 
 from lightning_dp.runs import compare
 from lightning_dp.runs.compare import common_accuracy, main, read_sweep, table
+from lightning_dp.runs.hydra_versions import VERSION_BASE
 from lightning_dp.runs.metrics import CURVES
 from lightning_dp.runs.traffic import bytes_per_step
 from tests.recipes.in_process import composed
@@ -122,16 +123,26 @@ def test_every_group_is_in_the_legend_once(sweep, monkeypatch):
     ]
 
 
-def test_a_metric_that_nobody_logged_is_refused(sweep, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["compare.py", str(sweep), "--metric", "val/acx"])
-    with pytest.raises(SystemExit, match="--metric val/acx was logged by no job .*; use one of .*test/acc.*val/acc"):
-        main()
+def test_of_a_loss_the_lower_value_is_the_better_one(tmp_path):
+    for name, losses in (("0", [2.0, 0.5]), ("1", [0.9, 0.7])):
+        job(tmp_path / name, ["trainer.devices=1"], rows(losses, [10, 20], 0.5))
+        file = tmp_path / name / "metrics.csv"
+        file.write_text(file.read_text().replace("val/acc", "val/loss"))
+    first, second = read_sweep(tmp_path, "val/loss")
+    assert common_accuracy([first, second]) == 0.7
+    assert [first.time_to(0.7), second.time_to(0.7)] == [20, 20]
 
 
-def test_a_folder_that_is_no_sweep_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["compare.py", str(tmp_path)])
-    with pytest.raises(SystemExit, match="give the folder of a sweep"):
-        compare.main()
+def test_a_model_that_cannot_be_built_here_costs_the_bytes_only(sweep, caplog, monkeypatch, capsys):
+    for path in sweep.glob("*/.hydra/config.yaml"):
+        path.write_text(path.read_text().replace("lightning_dp.models.Classifier", "not_here.Net"))
+    assert [each.num_bytes for each in read_sweep(sweep, "val/acc")] == [None] * 3
+    assert "bytes are not counted: the model of" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr("sys.argv", ["compare.py", str(sweep), "--metrics-only"])
+    main()
+    assert "| strategy=ddp | 2 | 0.8000 (0.7000 to 0.9000) |" in capsys.readouterr().out
+    assert not caplog.records, "nothing was built"
 
 
 def num_bytes(tmp_path, *overrides, share=0.0):
@@ -152,6 +163,9 @@ def test_bytes_are_those_of_the_strategys_formula(tmp_path):
     single = num_bytes(tmp_path, *four, "strategy=layered_sgd_single")
     assert single == num_bytes(tmp_path, *four), "groups of one are a ring of all"
     assert num_bytes(tmp_path, *four, "strategy=layered_sgd", "strategy.compression=int8") is None
+    # Half for each of reduce-scatter and two gathers inside the group, and half around the ring between groups.
+    assert num_bytes(tmp_path, *four, "strategy=layered_fsdp") == 4 * elements * 2
+    assert num_bytes(tmp_path, *four, "strategy=layered_fsdp", "strategy.reshard_after_forward=false") == single
     channels = [16] * 7 + [32] * 6 + [64] * 6
     statistics = sum(4 * count + 1 for count in channels) * 4
     assert num_bytes(tmp_path, "trainer.devices=2", share=0.5) == 4 * elements + statistics / 2
@@ -164,11 +178,11 @@ def test_a_sharded_head_sends_less_than_its_gradients(tmp_path):
 
 
 def test_the_search_with_optuna_composes():
-    pytest.importorskip("optuna", reason="pip install lightning-dp[search]")
+    pytest.importorskip("optuna", reason="pip install hydra-optuna-sweeper")
     from hydra import compose, initialize_config_dir
 
     from tests.recipes.conftest import ROOT
 
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), **VERSION_BASE):
         config = compose("train", ["hparams_search=optuna"], return_hydra_config=True)
     assert OmegaConf.to_container(config.hydra.sweeper.params) == {"optim.lr": "tag(log, interval(0.01, 0.5))"}

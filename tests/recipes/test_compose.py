@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
 
 from lightning_dp import Memonger
+from lightning_dp.runs.hydra_versions import VERSION_BASE, instantiate
 from lightning_dp.strategies import PowerSGD
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -27,23 +27,26 @@ def bases() -> list[str]:
 @pytest.mark.parametrize("strategy", names("strategy"))
 @pytest.mark.parametrize("experiment", bases())
 def test_an_experiment_takes_any_strategy(experiment, strategy):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF), **VERSION_BASE):
         config = compose("train", [f"experiment={experiment}", f"strategy={strategy}"])
     alone = instantiate(config.strategy)
     assert not getattr(alone, "_ddp_kwargs", {}).keys() - {"gradient_as_bucket_view"}
 
 
-@pytest.mark.parametrize("callbacks", names("callbacks"))
+# What an experiment sets of a callback, the group without callbacks does not have. The others show little more.
+@pytest.mark.parametrize(
+    "callbacks", [pytest.param(name, marks=() if name == "none" else pytest.mark.slow) for name in names("callbacks")]
+)
 @pytest.mark.parametrize("experiment", names("experiment"))
 def test_an_experiment_takes_any_callbacks(experiment, callbacks):
     """No experiment sets options of a callback that another group does not have."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF), **VERSION_BASE):
         config = compose("train", [f"experiment={experiment}", f"callbacks={callbacks}"])
     assert all("_target_" in node for node in config.callbacks.values())
 
 
 def test_the_demo_has_two_groups():
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF), **VERSION_BASE):
         config = compose("train", ["experiment=digits_resnet20"])
     assert instantiate(config.strategy).topology_of(1, config.trainer.devices).num_groups == 2
 
@@ -57,13 +60,13 @@ def test_the_demo_has_two_groups():
     ],
 )
 def test_compression_is_an_option_of_layered_sgd(override, expected):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF), **VERSION_BASE):
         config = compose("train", ["experiment=digits_resnet20", f"strategy.compression={override}"])
     assert instantiate(config.strategy)._options.compression == expected
 
 
 def test_gpus_are_used_as_fast_as_they_are():
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF), **VERSION_BASE):
         config = compose("train", ["experiment=cifar10_resnet20", "trainer=gpu", "trainer.devices=2"])
         on_cpu = compose("train", ["experiment=digits_resnet20"])
         exact = compose("train", ["experiment=cifar10_resnet20", "trainer=gpu", "trainer.precision=32-true"])
@@ -77,7 +80,7 @@ def test_gpus_are_used_as_fast_as_they_are():
 
 
 def test_memonger_is_an_option_of_every_run():
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF), **VERSION_BASE):
         config = compose("train", ["experiment=digits_resnet20", "callbacks=memonger"])
     memonger = instantiate(config.callbacks.memonger)
     assert (type(memonger), memonger.policy) == (Memonger, "cheap")

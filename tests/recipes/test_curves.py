@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dp.runs.metrics import draw_curves, phases, read_metrics
+from lightning_dp.runs.metrics import draw_curves, main, phases, read_metrics
 
 HEADER = "agbn/is_global,epoch,lr-SGD,step,test/acc,train/acc,train/loss,val/acc,val/loss\n"
 ROWS = (
@@ -46,6 +46,11 @@ def test_a_plot_is_drawn_for_any_logged_columns(tmp_path, columns):
     assert draw_curves(tmp_path).read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_folder_without_metrics_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"has no metrics\.csv"):
-        draw_curves(tmp_path)
+def test_a_plot_of_a_run_that_goes_on_does_not_mark_it_as_ended(tmp_path, monkeypatch):
+    (tmp_path / "metrics.csv").write_text(HEADER + "".join(ROWS))
+    monkeypatch.setattr("sys.argv", ["curves.py", str(tmp_path)])
+    main()
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.csv", "curves_so_far.png"}
+    draw_curves(tmp_path).write_bytes(b"")
+    main()
+    assert (tmp_path / "curves.png").read_bytes(), "it is drawn again"

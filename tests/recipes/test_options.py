@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_dp.runs.train import result_line
-from lightning_dp.runs.validation import check_top_level, validate, without_contradictions
+from lightning_dp.runs.validation import check_top_level, without_contradictions
 from tests.recipes.conftest import metrics
 from tests.recipes.in_process import composed, tiny, train
 
@@ -23,29 +23,6 @@ def test_a_key_that_nobody_reads_is_refused():
     check_top_level(OmegaConf.create({"plan": {}}), "plan")
     check_top_level(OmegaConf.create({"width": 8, "model": {"_target_": "a.B", "width": "${width}"}}))
     check_top_level(OmegaConf.create({"size": 8, "model": {"width": "${oc.select:size,3}"}}))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["test=first"], "test=first must be last, best or false"),
-        (["optimized_mode=most"], "must be max or min"),
-        (["matmul_precision=tf32"], "matmul_precision=tf32 must be highest, high or medium"),
-        (["train=false"], "train=false needs weights to test; give ckpt_path=PATH"),
-        (["train=false", "test=false"], "nothing to do"),
-        (["test=best", "optimized_metric=null"], "test=best needs a metric that is measured during training"),
-        (["test=best", "optimized_metric=test/acc"], "not optimized_metric=test/acc; use val/acc"),
-        (["test=best", "data=synthetic", "data.num_val=0"], "no images are held out for validation"),
-        (["test=best", "callbacks=none"], "test=best needs checkpoints"),
-        (["test=best", "debug=fast_dev_run"], "test=best needs checkpoints"),
-        (["test=false", "optimized_metric=test/acc"], "is not measured with test=false"),
-        (["+trainer.logger=true"], "choose loggers with logger=csv"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_options_that_contradict_each_other_are_refused(overrides, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        validate(composed(tmp_path, "trainer=cpu", *overrides))
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,9 @@ OURS = sorted({path.stem for folder in ("recipes", "lightning_dp/runs") for path
 SHORT = ("trainer.max_epochs=1", "test=false", "trainer.enable_model_summary=false")
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["train", pytest.param("validation", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", ["train", "validation"])
 def test_a_module_in_the_path_is_the_users(tmp_path, name, devices):
     for other in {*OURS, "options", "training"}:
         (tmp_path / f"{other}.py").write_text(OWN if other == name else UNUSED)

@@ -7,11 +7,11 @@ import json
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from lightning_dp.planner.report import MEMONGER, OVERRIDES, PLAN_VERSION, overrides_of
 from lightning_dp.runs import command_line
+from lightning_dp.runs.hydra_versions import VERSION_BASE, instantiate
 from lightning_dp.strategies import PowerSGD
 from tests.planner.test_rows import PROFILE
 from tests.recipes.conftest import ROOT
@@ -48,7 +48,7 @@ def test_the_overrides_take_its_place_and_a_line_names_them(plan):
 def test_what_the_planner_writes_composes(plan, method):
     overrides = overrides_of(method, PROFILE, world_size=2)
     arguments, _ = command_line.with_plan([plan(*overrides)])
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), **VERSION_BASE):
         config = compose("train", arguments)
     parser = OverridesParser.create()
     for override in map(parser.parse_override, overrides):
@@ -58,7 +58,7 @@ def test_what_the_planner_writes_composes(plan, method):
 
 def test_a_plan_with_factors_makes_the_compressor(plan):
     arguments, _ = command_line.with_plan([plan(*OVERRIDES["layered_sgd_step_power_sgd"])])
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), **VERSION_BASE):
         config = compose("train", arguments)
     assert instantiate(config.strategy.compression) == PowerSGD(rank=4)
 
@@ -74,16 +74,3 @@ def test_a_plan_with_factors_makes_the_compressor(plan):
 def test_contradictions_are_refused(plan, arguments, message):
     with pytest.raises(ValueError, match=message):
         command_line.with_plan([plan("strategy=layered_sgd", "strategy.overlap=load"), *arguments])
-
-
-def test_a_missing_file_is_refused():
-    with pytest.raises(FileNotFoundError, match="plan=nothing.yaml: there is no such file; lightning-dp-plan writes"):
-        command_line.with_plan(["plan=nothing.yaml"])
-
-
-@pytest.mark.slow
-def test_a_missing_file_is_an_error_of_the_command(start):
-    run = start("plan=nothing.yaml")
-    assert run.status == 1
-    assert run.err == "error: plan=nothing.yaml: there is no such file; lightning-dp-plan writes one, plan.yaml\n"
-    assert run.files() == {}

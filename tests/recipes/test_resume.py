@@ -1,27 +1,33 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
-import sys
+import resource
+import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from pytorch_lightning import Callback
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from lightning_dp.runs.command_line import arguments_of_rank, named_run_dir
 from lightning_dp.runs.metrics import rows_before
 from lightning_dp.runs.resume import (
+    CURVES,
+    VERSION,
     BestCheckpoint,
     CompleteFiles,
     ConfigurationInCheckpoint,
+    alone_in,
     differences,
     find_checkpoint,
 )
 from lightning_dp.runs.train import build
-from tests.commands import run_command
 from tests.ranks import RankError, run_processes
-from tests.recipes.conftest import ROOT, metrics
+from tests.recipes.conftest import metrics
 from tests.recipes.in_process import tiny, train, train_rank
 
 SETTINGS = ("trainer.devices=2", "seed=2", "strategy=layered_sgd_single", "callbacks=agbn")
@@ -67,9 +73,12 @@ def find(requested, run_dir, in_sweep=False, launched=False, **values):
     return find_checkpoint(config, in_sweep, launched)
 
 
+WHOLE = {"state_dict": {}, "loops": {}, "optimizer_states": [], "lr_schedulers": [], VERSION: "2.6.6"}
+
+
 def save(run_dir, num_steps=1, age_s=0):
     last(run_dir).parent.mkdir(parents=True)
-    torch.save({"global_step": num_steps, "state_dict": {}}, last(run_dir))
+    torch.save(WHOLE | {"global_step": num_steps}, last(run_dir))
     os.utime(last(run_dir), (1e9 - age_s, 1e9 - age_s))
     return last(run_dir)
 
@@ -95,19 +104,74 @@ def test_another_folder_is_not_taken_for_a_run_of_that_name(tmp_path):
 
 def test_a_job_of_an_interrupted_sweep_continues_itself_or_starts(tmp_path):
     sweep = tmp_path / "sweep"
-    with pytest.raises(FileNotFoundError, match=r"no job of .* has a checkpoints/last.ckpt; .*hydra\.sweep\.dir="):
+    with pytest.raises(FileNotFoundError, match=r"0 has no checkpoints/last.ckpt; .*hydra\.sweep\.dir="):
         find("last", sweep / "0", in_sweep=True)
+    (sweep / "0").mkdir(parents=True)
+    (sweep / "0" / "metrics.csv").touch()
+    assert find("last", sweep / "0", in_sweep=True) is None, "killed in its first epoch"
     own = save(sweep / "0")
     assert find("last", sweep / "0", in_sweep=True) == own
     assert find("last", sweep / "1", in_sweep=True) is None, "not the weights of another job"
+    with pytest.raises(FileNotFoundError, match=r"1 has no checkpoints/last.ckpt"):
+        find("last", sweep / "1", in_sweep=True, train=False)
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no such checkpoint"):
-        find(str(tmp_path / "none.ckpt"), tmp_path)
-    (tmp_path / "text.ckpt").write_text("epoch,step\n")
-    with pytest.raises(ValueError, match="is no checkpoint"):
-        find(str(tmp_path / "text.ckpt"), tmp_path)
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts(tmp_path):
+    run = tmp_path / "somewhere" / "run"
+    run.mkdir(parents=True)
+    (run / "metrics.csv").touch()
+    assert find("last", run) is None
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "best.ckpt").touch()
+    assert find("last", run) is None, "killed between the best and the last"
+    for result in (CURVES, "checkpoints/epoch=3.ckpt"):
+        (run / result).touch()
+        for options in ({}, {"launched": True}, {"in_sweep": True}):
+            with pytest.raises(FileNotFoundError, match="has no checkpoints/last.ckpt"):
+                find("last", run, **options)
+        (run / result).unlink()
+
+
+def test_a_sharded_checkpoint_that_was_being_replaced_is_the_last(tmp_path):
+    aside = save(tmp_path / "run").rename(tmp_path / "run" / "checkpoints" / "last-being-replaced.ckpt")
+    for launched in (False, True):
+        assert find("last", tmp_path / "run", launched=launched) == aside
+
+
+def test_a_damaged_checkpoint_of_another_run_does_not_stop_this_one(tmp_path):
+    runs = tmp_path / "tiny"
+    mine = save_as(tiny(runs / "mine"), age_s=10)
+    save(runs / "other").write_bytes(b"damaged")
+    assert find_checkpoint(tiny(runs / "new", "ckpt_path=last")) == mine
+
+
+def test_what_differs_is_said_where_it_is_continued_on_purpose(tmp_path, caplog):
+    other = save_as(tiny(tmp_path / "other", "seed=7"))
+    find_checkpoint(tiny(tmp_path / "new", f"ckpt_path={other}"))
+    assert "is of a run with seed=7, not 0" in caplog.text
+
+
+def hold(run_dir, connection):
+    with alone_in(run_dir):
+        connection.send("held")
+        connection.recv()
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path):
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    other = context.Process(target=hold, args=(tmp_path, theirs))
+    other.start()
+    try:
+        assert ours.recv() == "held"
+        with pytest.raises(ValueError, match=r"hydra\.run\.dir: .* is in use by a run"), alone_in(tmp_path):
+            pass
+    finally:
+        other.kill()
+        other.join()
+    with alone_in(tmp_path):
+        assert [path.name for path in tmp_path.rglob("*")] == [".hydra", "lock"]
+    assert not (tmp_path / ".hydra" / "lock").exists()
 
 
 @pytest.mark.parametrize("requested", ["last", "best"])
@@ -117,6 +181,11 @@ def test_under_a_launcher_the_folder_must_be_named(tmp_path, requested):
     for folder in ([], ["hydra.run.dir=runs/${name}"]):
         with pytest.raises(ValueError, match=rf"ckpt_path={requested} .*hydra\.run\.dir=FOLDER"):
             named_run_dir([f"ckpt_path={requested}", *folder])
+
+
+def test_a_launcher_tests_no_random_weights(tmp_path):
+    with pytest.raises(FileNotFoundError, match="has no checkpoints/last.ckpt"):
+        find("last", tmp_path / "tiny" / "new", launched=True, train=False)
 
 
 def test_under_a_launcher_a_run_without_a_checkpoint_starts(tmp_path):
@@ -141,7 +210,7 @@ def save_as(config, age_s=0):
     path = save(Path(config["run_dir"]), age_s=age_s)
     keeper = ConfigurationInCheckpoint(config)
     callbacks = {keeper.state_key: keeper.state_dict()}
-    torch.save({"global_step": 1, "state_dict": {}, "callbacks": callbacks}, path)
+    torch.save(WHOLE | {"global_step": 1, "callbacks": callbacks}, path)
     os.utime(path, (1e9 - age_s, 1e9 - age_s))
     return path
 
@@ -178,7 +247,7 @@ def test_the_results_of_a_run_are_not_replaced(tmp_path, left):
             find(requested, run)
     own = run / "checkpoints" / "last.ckpt"
     own.parent.mkdir(exist_ok=True)
-    torch.save({"global_step": 1, "state_dict": {}}, own)
+    torch.save(WHOLE | {"global_step": 1}, own)
     assert find(str(own), run) == own
 
 
@@ -186,7 +255,7 @@ def test_best_is_the_best_checkpoint_of_a_run(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"ckpt_path=best: .*has no checkpoints/best\.ckpt.*test=best keeps"):
         find("best", tmp_path / "tiny" / "new")
     best = save(tmp_path / "tiny" / "old").with_name("best.ckpt")
-    torch.save({"global_step": 1, "state_dict": {}}, best)
+    torch.save(WHOLE | {"global_step": 1}, best)
     assert find("best", tmp_path / "tiny" / "new") == best
 
 
@@ -194,19 +263,18 @@ def test_best_is_the_best_checkpoint_of_a_run(tmp_path):
 BEST = ("test=best", "optimized_metric=train/loss", "optimized_mode=max", "seed=1")
 
 
-@pytest.mark.parametrize("folder", ["same", "other"])
-def test_the_best_of_all_epochs_is_tested_after_a_continuation(tmp_path, folder):
+def test_the_best_of_all_epochs_is_tested_after_a_continuation(tmp_path):
     whole = train(tiny(tmp_path / "whole", *BEST))
+    expected = {name: value for name, value in whole.items() if name.startswith("test/")}
     train(tiny(tmp_path / "same", *BEST, "trainer.max_epochs=1", "+optim.scheduler.total_steps=6"))
-    continued = train(tiny(tmp_path / folder, *BEST, f"ckpt_path={last(tmp_path / 'same')}"))
-    assert {name: continued[name] for name in whole if name.startswith("test/")} == {
-        name: value for name, value in whole.items() if name.startswith("test/")
-    }
-    ours, reference = (
-        torch.load(tmp_path / run / "checkpoints" / "best.ckpt", weights_only=True)["state_dict"]
-        for run in (folder, "whole")
-    )
-    assert all(torch.equal(value, reference[name]) for name, value in ours.items())
+    for folder in ("other", "same"):
+        continued = train(tiny(tmp_path / folder, *BEST, f"ckpt_path={last(tmp_path / 'same')}"))
+        assert {name: continued[name] for name in expected} == expected
+        ours, reference = (
+            torch.load(tmp_path / run / "checkpoints" / "best.ckpt", weights_only=True)["state_dict"]
+            for run in (folder, "whole")
+        )
+        assert all(torch.equal(value, reference[name]) for name, value in ours.items())
 
 
 def test_a_best_that_is_not_known_is_refused(tmp_path):
@@ -216,6 +284,48 @@ def test_a_best_that_is_not_known_is_refused(tmp_path):
         find_checkpoint(config | {"ckpt_path": str(path)})
     with pytest.raises(FileNotFoundError, match="the best weights so far are gone; put gone.ckpt back"):
         BestCheckpoint(config).load_state_dict({"best_model_path": "gone.ckpt"})
+
+
+def test_the_best_of_a_run_that_went_on_meanwhile_is_not_taken_for_that_of_this_one(tmp_path):
+    config = tiny(tmp_path / "new", *BEST)
+    path = save(tmp_path / "before")
+    callbacks = {BestCheckpoint(config).state_key: {"best_model_score": torch.tensor(0.75)}}
+    torch.save(WHOLE | {"global_step": 9, "callbacks": callbacks}, path)
+    state = BestCheckpoint(config).state_dict() | {"best_model_path": str(path)}
+    with pytest.raises(FileNotFoundError, match="last.ckpt is now of a later epoch; continue in the folder of"):
+        BestCheckpoint(config).load_state_dict(state | {"best_model_score": torch.tensor(0.5)})
+    BestCheckpoint(config).load_state_dict(state | {"best_model_score": torch.tensor(0.75)})
+
+
+def test_validation_that_counts_steps_need_not_come_in_the_first_epoch(tmp_path):
+    every = ("trainer.check_val_every_n_epoch=null", "+trainer.val_check_interval=4", "test=best")
+    assert "test/acc" in train(tiny(tmp_path, *every))
+
+
+@pytest.mark.parametrize("patience", [0, 1])
+def test_a_run_that_stopped_early_has_ended(tmp_path, patience):
+    config = tiny(tmp_path, "trainer.max_epochs=5", "seed=1")
+    early = {"monitor": "val/loss", "patience": patience, "min_delta": 99.0}
+    config["callbacks"]["early"] = {"_target_": "pytorch_lightning.callbacks.EarlyStopping", **early}
+    found = train(config)
+    rows = metrics(tmp_path)
+    again = train(config | {"ckpt_path": str(last(tmp_path))})
+    assert metrics(tmp_path) == rows
+    assert torch.load(last(tmp_path), weights_only=True)["epoch"] == 1, "it stopped"
+    assert again["test/acc"] == found["test/acc"]
+
+
+class NumpyState(Callback):
+    def state_dict(self):
+        return {"score": np.float64(0.5)}
+
+
+def test_a_state_that_no_run_can_continue_from_is_warned_of_when_it_is_saved(tmp_path, caplog):
+    config = tiny(tmp_path, "test=false")
+    config["callbacks"]["mine"] = {"_target_": f"{__name__}.NumpyState"}
+    train(config)
+    (record,) = [record for record in caplog.records if "no run can continue" in record.message]
+    assert "holds an object of numpy" in record.message
 
 
 def test_a_metric_that_is_not_logged_ends_the_first_epoch(tmp_path):
@@ -254,29 +364,25 @@ def test_lightning_writes_over_it(tmp_path, monkeypatch):
     assert save_elsewhere(TorchCheckpointIO(), tmp_path, monkeypatch) == 2
 
 
-INTERRUPTED = """
-import os, resource, signal, sys, torch
-from lightning_dp.runs.resume import CompleteFiles
-
-fault, path = sys.argv[1:]
-CompleteFiles().save_checkpoint({"step": 1}, path)
-if fault == "killed":
-    os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
-else:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
-CompleteFiles().save_checkpoint({"step": 2, "weights": torch.ones(100000)}, path)
-"""
+def save_interrupted(rank, fault, path):
+    CompleteFiles().save_checkpoint({"step": 1}, path)
+    if fault == "killed":
+        os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+    CompleteFiles().save_checkpoint({"step": 2, "weights": torch.ones(100000)}, path)
 
 
-@pytest.mark.parametrize(("fault", "status", "left"), [("killed", -9, {"last.ckpt", "last.ckpt.part"}),
-                                                       ("full", 1, {"last.ckpt"})])  # fmt: skip
-def test_an_interrupted_save_leaves_the_checkpoint_before(tmp_path, fault, status, left):
+@pytest.mark.parametrize(
+    ("fault", "error", "num_files"), [("killed", "exit code -9", 2), ("full", "written: File too large", 1)]
+)
+def test_an_interrupted_save_leaves_the_checkpoint_before(tmp_path, fault, error, num_files):
     path = tmp_path / "last.ckpt"
-    done = run_command([sys.executable, "-c", INTERRUPTED, fault, path], tmp_path, {"PYTHONPATH": str(ROOT)})
-    assert done.returncode == status, done.stderr
+    with pytest.raises(RankError, match=error):
+        run_processes(1, save_interrupted, fault, path)
     assert torch.load(path)["step"] == 1
-    assert {file.name for file in tmp_path.iterdir()} == left
+    assert len(list(tmp_path.iterdir())) == num_files
     CompleteFiles().save_checkpoint({"step": 3}, path)
     assert {file.name for file in tmp_path.iterdir()} == {"last.ckpt"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from lightning_dp.runs.hydra_versions import VERSION_BASE
 from lightning_dp.runs.train import train
 from lightning_dp.runs.validation import validate
+from tests.commands import run_command
 from tests.recipes.test_compose import CONF, names
 
 QUICK = {"digits_resnet20", "imagenet_resnet50"}  # the others take longer, or differ from these in a few values
@@ -18,7 +21,7 @@ SMALL = ("imagenet_resnet50",)  # experiments whose networks take images of any 
 
 
 def config_of(experiment: str, run_dir: Path, *overrides: str) -> dict[str, Any]:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF), **VERSION_BASE):
         arguments = [f"experiment={experiment}", "debug=smoke", f"run_dir={run_dir}", *overrides]
         return OmegaConf.to_container(compose("train", arguments), resolve=True)
 
@@ -37,8 +40,24 @@ def test_an_experiment_runs_in_seconds(experiment, tmp_path):
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
+# Not the hybrid: it needs a head with several linear layers.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    [("ddp",), ("layered_sgd_single",), ("layered_fsdp",), ("layered_fsdp", "strategy.group_size=1")],
+    ids=str,
+)
+def test_a_strategy_runs_in_seconds(strategy, tmp_path):
+    name, *options = strategy
+    command = [sys.executable, CONF.parent / "recipes" / "train.py", "experiment=digits_resnet20", "debug=smoke"]
+    command += [f"strategy={name}", *options, "trainer.devices=2", f"hydra.run.dir={tmp_path}"]
+    result = run_command(command)
+    assert result.returncode == 0, result.stderr
+    assert "test/acc=" in result.stdout
+
+
 def variant(*overrides: str) -> dict[str, Any]:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF), **VERSION_BASE):
         return OmegaConf.to_container(compose("train", [*overrides, "run_dir=runs"]), resolve=True)
 
 

@@ -36,7 +36,7 @@ def launched(launcher: str) -> tuple[str, ...]:
 def test_a_sweep_is_bitwise_identical_to_single_runs(launcher, start, single_runs, monkeypatch):
     if launcher != "basic":
         plugin = f"hydra_plugins.hydra_{launcher.removesuffix('_local')}_launcher"
-        pytest.importorskip(plugin, reason="pip install lightning-dp[sweeps]")
+        pytest.importorskip(plugin, reason="pip install hydra-joblib-launcher hydra-submitit-launcher")
     # joblib would give each job half of the cores, and another number of threads sums in another order.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     run = start("--multirun", "seed=1,2,3", *SETTINGS, *launched(launcher))

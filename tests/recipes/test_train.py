@@ -5,7 +5,9 @@ import re
 import pytest
 import torch
 
-from tests.recipes.conftest import EXPECTED, ROOT, metrics
+from tests.ranks import run_processes
+from tests.recipes.conftest import EXPECTED, metrics
+from tests.recipes.in_process import run_script
 
 
 def weights(run_dir):
@@ -73,16 +75,13 @@ def test_torchrun_gives_one_folder_and_the_same_result(start, single):
 
 
 def test_evaluate_finds_what_the_run_found(single):
-    from tests.recipes.conftest import Run
-
-    script = str(ROOT / "recipes" / "evaluate.py")
     checkpoint = str(single.run_dir() / "checkpoints" / "last.ckpt")
     before = single.files()
-    run = Run(single.folder, (script,), (checkpoint,))
-    assert run.status == 0, run.err
+    ((status, output),) = run_processes(1, run_script, "evaluate.py", single.folder, checkpoint)
+    assert status is None
     (tested,) = [row for row in metrics(single.run_dir()) if row["test/acc"]]
     expected = [f"{name}={float(tested[name]):.4f}" for name in ("test/acc", "test/acc5", "test/loss")]
-    assert run.out.splitlines()[-1] == "  ".join(expected)
+    assert output[-1] == "  ".join(expected)
     assert single.files() == before
 
 

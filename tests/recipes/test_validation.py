@@ -7,11 +7,11 @@ from typing import Any, Literal, Optional
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from lightning_dp.runs.command_line import arguments_of_rank
-from lightning_dp.runs.validation import check_arguments, count_processes, fits, naming_keys, targets
+from lightning_dp.runs.hydra_versions import VERSION_BASE, instantiate
+from lightning_dp.runs.validation import check_arguments, count_processes, fits, naming_keys, targets, validate
 from tests.recipes.conftest import ROOT
 from tests.recipes.in_process import composed
 
@@ -63,7 +63,7 @@ def test_every_object_of_every_configuration_exists_and_accepts_its_arguments():
     conf = ROOT / "conf"
     options = {group.name: sorted(path.stem for path in group.glob("*.yaml")) for group in conf.iterdir()}
     checked = set()
-    with initialize_config_dir(str(conf), version_base="1.3"):
+    with initialize_config_dir(str(conf), **VERSION_BASE):
         for group, names in options.items():
             for name in names if group not in ("hydra", "hparams_search") else ():
                 config = compose("train", [f"{group}={name}", "run_dir=here"])
@@ -126,3 +126,17 @@ def test_an_error_of_an_object_names_the_keys(tmp_path):
     assert "data.max_size=3: use more, or data.crop=all; data.max_size, a crop, num_classes=2, max_size.txt" in str(
         caught.value
     )
+
+
+def test_a_slurm_job_with_one_task_may_start_several_processes(tmp_path, monkeypatch):
+    for name, value in {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_NAME": "submitit"}.items():
+        monkeypatch.setenv(name, value)
+    assert validate(composed(tmp_path, "trainer=cpu", "trainer.devices=2")) == 2
+
+
+@pytest.mark.parametrize("value", ["1e2", "100"])
+def test_a_whole_number_may_be_written_with_an_exponent(tmp_path, value):
+    config = composed(tmp_path, "trainer=cpu", f"data.batch_size={value}", "trainer.max_epochs=1e1")
+    validate(config)
+    assert repr(config["data"]["batch_size"]) == "100"
+    assert repr(config["trainer"]["max_epochs"]) == "10"
