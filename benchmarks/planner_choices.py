@@ -15,7 +15,7 @@ measured one.
 The hosts are network namespaces of this machine; benchmarks/support/emulated_hosts.py says what that needs. Compute is
 emulated: the rank sleeps, as one whose device is at work, so that few cores can carry eight ranks. What remains is the
 processor time of sums, copies and the optimizer, which the ranks share: it makes the steps of all methods longer, those
-of int8 and PowerSGD most. The planner sees of it what DDP's profile and the probe show, and no more. So errors here are
+of int8 and PowerSGD most. The planner sees of it what DDP's profile and its probes show. So errors here are
 larger than on machines of their own, most of all with eight ranks and at high rates.
 
 Each cell's result is written at once, to cells/NAME.json; a rerun measures what is missing, and what was measured with
@@ -53,7 +53,7 @@ from lightning_dp.planner import Diagnose
 
 WARM_UP = 4  # so that the measured steps begin with a new window of accumulated batches
 CELLS, BATCHES = "cells", "batches"
-# What a result depends on. A rerun with other values measures anew.
+# What a result depends on. A rerun with other values measures again.
 SETTINGS = ("steps", "rounds", "load_ms", "forward_ms", "backward_ms")
 SMOKE = {
     "cells": ["head-2x1-1gbit"], "steps": 4, "rounds": 1, "load_ms": 1.0, "forward_ms": 1.0, "backward_ms": 1.0,

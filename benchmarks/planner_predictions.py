@@ -7,7 +7,9 @@ times of docs/measurements/layered_sgd.md on emulated hosts; the efficiencies of
 speedups of arXiv 1404.5997, Table 1; MLPerf Training 3.0, ResNet-50 on NVIDIA H100. Each set has a few constants that
 nobody published, fitted on as many of its figures. Writes results.json, table.md and predictions.png.
 
-Last, the simulation of a large job is itself timed (processor time).
+Then a sweep: each method's efficiency against the number of ranks, up to 10,000, on a made-up cluster, also with an
+oversubscribed core and with a slow host; scaling.png draws it. Last, the simulation of a large job is itself timed
+(processor time).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from support.headless import pyplot
 from support.report import markdown_table, write_report
 
 from lightning_dp.planner import METHODS, Block, Head, Link, Network, Workload, simulate
+from lightning_dp.planner.plots import colors_of, label_lines
 
 SMOKE: dict[str, object] = {"ranks": 16}
 # TCP's headers, as measured by benchmarks/all_reduce.py: all-reduces take 1.045 times the bytes over the rate.
@@ -243,6 +246,61 @@ def simulation_s(num_ranks: int) -> dict[str, float]:
     return seconds
 
 
+# --- a sweep over the number of ranks: ResNet-50's bytes on nodes of eight devices with one 100 Gbit/s link each ---
+
+SWEEP_RANKS = (8, 16, 64, 256, 1024, 4096, 10_000)
+RACK_RANKS = 256  # nodes of a rack share a switch; what leaves it goes over the core
+OVERSUBSCRIPTION = 4
+SLOW_HOST = 1.2  # all ranks wait for the slowest, in each step: they are as fast as it is
+CLUSTERS = ("full core", "oversubscribed core", "one slow host")
+
+
+def efficiencies(cluster: str) -> dict[str, list[float]]:
+    """Return each method's images per second over those of as many ranks that never wait, by number of ranks."""
+    found: dict[str, list[float]] = {}
+    alone = sweep_workload(1.0)
+    for size in SWEEP_RANKS:
+        is_shared = cluster == "oversubscribed core" and size > RACK_RANKS
+        # Ranks of a ring or a tree are placed at random, so that nearly all messages leave the rack.
+        inter = Link(1e-5, 12.5e9 / (OVERSUBSCRIPTION if is_shared else 1))
+        network = Network(inter, Link(5e-6, 200e9), ranks_per_node=8, all_reduce="auto")
+        workload = sweep_workload(SLOW_HOST if cluster == "one slow host" else 1.0)
+        for name, method in METHODS.items():
+            if method.applies_to(workload):
+                rate = simulate(workload, network, size, name).images_per_s
+                found.setdefault(name, []).append(rate * alone.compute_s / (size * alone.batch_size))
+    return found
+
+
+def sweep_workload(factor: float) -> Workload:
+    """Return a step of 120 ms, in which each layer takes ``factor`` times as long."""
+    return Workload.uniform(102e6, factor * 0.04, factor * 0.08, num_blocks=50, batch_size=64)
+
+
+def draw_sweep(sweep: dict[str, dict[str, list[float]]], path: Path) -> None:
+    """Draw efficiency against ranks, a panel for each cluster."""
+    plt = pyplot()
+    figure, panels = plt.subplots(1, len(sweep), figsize=(5.2 * len(sweep), 4.6), layout="constrained", sharey=True)
+    for axes, (cluster, lines) in zip(panels, sweep.items(), strict=True):
+        ends = []
+        for (name, values), color in zip(lines.items(), colors_of(lines), strict=True):
+            axes.plot(SWEEP_RANKS, [100 * value for value in values], "o-", markersize=3, color=color)
+            ends.append((name, SWEEP_RANKS[-1], 100 * values[-1], color))
+        axes.set_xscale("log")
+        axes.set_title(cluster)
+        axes.set_xlabel("ranks")
+        axes.yaxis.set_major_formatter("{x:g} %")
+        label_lines(axes, ends)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def sweep_table(sweep: dict[str, dict[str, list[float]]]) -> str:
+    """Return a table for the largest number of ranks: a row for each method, a column for each cluster."""
+    rows = [[name, *(f"{lines[name][-1]:.1%}" for lines in sweep.values())] for name in next(iter(sweep.values()))]
+    return markdown_table([f"efficiency of {SWEEP_RANKS[-1]} ranks", *sweep], rows)
+
+
 def draw(points: Sequence[Point], path: Path) -> None:
     """Draw predicted over published figures, a row for each."""
     plt = pyplot()
@@ -283,8 +341,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     took_s = simulation_s(arguments.ranks)
     table += f"\n\nSimulating {arguments.ranks} ranks of different speed takes"
     table += f" {min(took_s.values()):.1f} to {max(took_s.values()):.1f} s of one core for each method."
+    sweep = {cluster: efficiencies(cluster) for cluster in CLUSTERS}
+    table += f"\n\n{sweep_table(sweep)}"
+    draw_sweep(sweep, folder / "scaling.png")
     draw(points, folder / "predictions.png")
-    results = {"simulation_s": took_s, "points": [vars(point) for point in points], "choices": choices()}
+    results = {
+        "sweep": sweep,
+        "simulation_s": took_s,
+        "points": [vars(point) for point in points],
+        "choices": choices(),
+    }
     write_report(folder, arguments, "Predicted and published figures", table, results)
 
 

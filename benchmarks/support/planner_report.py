@@ -8,13 +8,14 @@ from statistics import fmean
 from typing import Any
 
 from lightning_dp.planner import METHODS
+from lightning_dp.planner.plots import colors_of
 from lightning_dp.planner.report import OVERRIDES
 from support.headless import pyplot
 from support.report import markdown_table
 from support.spread import min_max
 
 CellResult = Mapping[str, Any]
-# Their processor time is not in the simulation: see docs/methods/planner.md.
+# Their predictions are the least sure: docs/measurements/planner.md, "Expected errors".
 NOT_COUNTED = ("ddp_power_sgd", "layered_sgd_step_int8", "layered_sgd_step_power_sgd")
 
 
@@ -68,7 +69,7 @@ def cell_table(cells: Mapping[str, CellResult]) -> str:
     values = list(cells.values())
     return (
         f"{markdown_table(header, rows)}\n\nWithin 5 % of the best: {good} of {len(cells)} cells. Mean error of the "
-        f"step times: {mean_error(values):.1%}; without int8 and PowerSGD, whose processor time is not simulated: "
+        f"step times: {mean_error(values):.1%}; without int8 and PowerSGD: "
         f"{mean_error(values, NOT_COUNTED):.1%}."
     )
 
@@ -76,21 +77,26 @@ def cell_table(cells: Mapping[str, CellResult]) -> str:
 def draw_cells(cells: Mapping[str, CellResult], path: Path) -> None:
     """Draw predicted over measured step times, a point for each method of each cell."""
     plt = pyplot()
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     figure, axes = plt.subplots(figsize=(7.2, 6.0), layout="constrained")
     names = [name for name in METHODS if any(name in cell["step_s"] for cell in cells.values())]
-    colors = plt.get_cmap("tab20")
-    for place, name in enumerate(names):
+    for name, color in zip(names, colors_of(names), strict=True):
         points = [(medians_s(c)[name], c["predicted_s"][name]) for c in cells.values() if name in c["step_s"]]
         measured, predicted = zip(*points, strict=True)
-        axes.plot([1e3 * s for s in measured], [1e3 * s for s in predicted], "o", color=colors(place % 20), label=name)
+        axes.plot([1e3 * s for s in measured], [1e3 * s for s in predicted], "o", color=color, label=name)
     every = [1e3 * value for cell in cells.values() for value in (*medians_s(cell).values(),)]
     ends = [0.8 * min(every), 1.25 * max(every)]
     axes.plot(ends, ends, color="0.5", linewidth=0.8)
     axes.fill_between(ends, [0.95 * x for x in ends], [1.05 * x for x in ends], color="0.9", label="within 5 %")
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlabel("measured step time (ms)")
-    axes.set_ylabel("predicted step time (ms)")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g} ms")
+        axis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("measured step time")
+    axes.set_ylabel("predicted step time")
     axes.legend(fontsize=7)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -10,7 +10,7 @@ from lightning_dp.planner.convolutions.measured_plans import (
 )
 from lightning_dp.planner.convolutions.memory import ConvShape, MemoryModel, convolution_memory_bytes
 from lightning_dp.planner.convolutions.program import BatchPlan, Candidate, Choice, choose_algorithms, choose_batch_size
-from lightning_dp.planner.diagnose import Diagnose, probe_network
+from lightning_dp.planner.diagnose import Diagnose
 from lightning_dp.planner.find_batch_size import BatchSizeTrials, FindBatchSize, try_batch_sizes
 from lightning_dp.planner.formulas import (
     amdahl_efficiency,
@@ -20,6 +20,7 @@ from lightning_dp.planner.formulas import (
     max_overhead_ratio,
 )
 from lightning_dp.planner.network import Link, Network
+from lightning_dp.planner.probe import probe_compressors, probe_network
 from lightning_dp.planner.report import Diagnosis, Prediction, make_diagnosis, read_overrides
 from lightning_dp.planner.simulation import METHODS, Method, StepTime, simulate
 from lightning_dp.planner.workload import Block, Head, LayerProfile, Recomputation, StepProfile, Workload
@@ -66,6 +67,7 @@ __all__ = [
     "measure_peak_bytes",
     "measure_step",
     "plan_batch_size",
+    "probe_compressors",
     "probe_network",
     "read_overrides",
     "simulate",

@@ -11,18 +11,17 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
 from lightning_dp._lightning import LightningModule
 from lightning_dp._private.torch_names import BatchNorm
 from lightning_dp.callbacks.timers import StepTimer
-from lightning_dp.collectives.groups import create_groups, destroy_group
 from lightning_dp.collectives.small_all_gather import waited_s
 from lightning_dp.planner.convolutions.measure import num_bytes, tensors_of
 from lightning_dp.planner.formulas import require_count, require_positive
-from lightning_dp.planner.network import Link, Network
+from lightning_dp.planner.network import Network
+from lightning_dp.planner.probe import probe_compressors, probe_network
 from lightning_dp.planner.report import WITH_PLAN, Diagnosis, make_diagnosis
 from lightning_dp.planner.simulation import METHODS
 from lightning_dp.planner.workload import LayerProfile, Recomputation, StepProfile
@@ -102,6 +101,7 @@ class Diagnose(StepTimer):
         """Forget what an earlier fit has measured."""
         self.why_none = ""
         self._is_done = False
+        self._writes_plan = True
         self._start_s = time.perf_counter()
         self._num_batches = 0
         self._wanted = self._num_steps
@@ -135,8 +135,8 @@ class Diagnose(StepTimer):
         if self._num_batches == WARM_UP - 1:
             self._batch_size = max((len(t) for t in tensors_of(batch) if t.dim()), default=1)
             self._layers.start(pl_module)
-        # Not the step in which layers are timed: recording takes time of its own.
-        if self._memonger and self._num_batches == WARM_UP - 2:
+        # Not the step in which layers are timed: recording takes time of its own. The first of them sets caches up.
+        if self._memonger and self._num_batches < WARM_UP - 1:
             self._recomputation.start(pl_module)
 
     @override
@@ -212,7 +212,8 @@ class Diagnose(StepTimer):
             device = pl_module.device if pl_module.device.type == "cuda" else "cpu"
             network = probe_network(device, ranks_per_node=trainer.world_size // trainer.num_nodes)
         try:
-            self.diagnosis = make_diagnosis(self._profile(trainer, pl_module), network, self._world_size)
+            profile = self._profile(trainer, pl_module)
+            self.diagnosis = self._diagnose(profile, network)
             if trainer.is_global_zero:
                 log.info(f"{self.diagnosis}")
                 self._write(self.diagnosis)
@@ -221,6 +222,18 @@ class Diagnose(StepTimer):
             log.warning(f"Diagnose: {self.why_none}; training goes on", exc_info=True)
         if self._stop:
             trainer.should_stop = True
+
+    def _diagnose(self, profile: StepProfile, network: Network | None) -> Diagnosis:
+        """Return the diagnosis, with a plan for the method that was asked for if the job can use it."""
+        is_probed = self._network is None
+        try:
+            return make_diagnosis(profile, network, self._world_size, self._method, is_probed)
+        except ValueError as error:  # the method needs a head, several nodes, or batch norm layers
+            if self._method is None:
+                raise
+            log.warning(f"Diagnose: no plan is written: {error}")
+            self._writes_plan = False
+            return make_diagnosis(profile, network, self._world_size, None, is_probed)
 
     def _profile(self, trainer: Any, pl_module: LightningModule) -> StepProfile:
         """Return the medians over the measured steps, and the layers."""
@@ -242,28 +255,37 @@ class Diagnose(StepTimer):
             step_s=step_s,
             num_batch_norms=sum(isinstance(module, BatchNorm) for module in pl_module.modules()),
             layers=self._layers.profiles(),
-            recomputation=self._recomputation.plan(),
+            recomputation=self._recomputation.plan(parts["forward_s"] / num_batches),
             why_no_recomputation=self._recomputation.why_not,
             accumulate=num_batches,
+            num_workers=getattr(trainer.train_dataloader, "num_workers", None),
+            cores_per_rank=len(os.sched_getaffinity(0)) / (trainer.world_size // trainer.num_nodes),
+            codec_s=self._codec_s(trainer),
             **parts,
         )
+
+    def _codec_s(self, trainer: Any) -> dict[str, float]:
+        """Return the times of compressors, if rows of theirs will be simulated. All ranks measure at the same time."""
+        if (self._world_size or trainer.world_size) == 1:
+            return {}
+        return probe_compressors([shape for layer in self._layers.profiles() for shape in layer.shapes])
 
     def _write(self, diagnosis: Diagnosis) -> None:
         if self._folder is None:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / "plan.md").write_text(f"{diagnosis}\n")
-        if diagnosis.best is None:
-            log.warning("Diagnose: no plan is written, because no method was predicted; give network=Network(...)")
-            return
         try:
-            diagnosis.save(self._folder / "plan.yaml", self._method)
-        except ValueError as error:  # the method needs a head, several nodes, or batch norm layers
+            if self._writes_plan:
+                diagnosis.save(self._folder / "plan.yaml")
+        except ValueError as error:
             log.warning(f"Diagnose: no plan is written: {error}")
+        if diagnosis.network is None:
+            return
         try:
             diagnosis.plot(self._folder / "plan.png")
         except ModuleNotFoundError:
-            log.info("Diagnose: no plot, because matplotlib is not installed: pip install 'lightning-dp[recipes]'")
+            log.info("Diagnose: no plot, because matplotlib is not installed: pip install matplotlib")
 
     @override
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -417,7 +439,7 @@ TIME_LIMIT_S = 2.0
 
 
 class RecomputeTimes:
-    """Records one training step as `Memonger` does, and plans from it what a budget of memory would cost.
+    """Records training steps as `Memonger` does, and plans from the last one what a budget of memory would cost.
 
     Nothing of the step changes but its time and memory: recorded operators run as before. A step that cannot be
     recorded raises.
@@ -445,10 +467,13 @@ class RecomputeTimes:
         """Take the recording off the module. A second call does nothing."""
         if self._handle is not None:
             self._handle.remove()
-            self._handle = None
 
-    def plan(self) -> Recomputation | None:
-        """Return what the plan of the smallest of `SHARES` that is possible holds and takes."""
+    def plan(self, forward_s: float) -> Recomputation | None:
+        """Return what the plan of the smallest of `SHARES` that is possible holds and takes.
+
+        Args:
+            forward_s: of a step that was not recorded.
+        """
         if self._profiler is None or self.why_not:
             return None
         operations = self._profiler.operations
@@ -463,116 +488,41 @@ class RecomputeTimes:
                 self.why_not = str(error)
                 continue
             self.why_not = ""
-            return Recomputation(plan.plain_bytes, plan.peak_bytes, plan.recompute_s)
+            return Recomputation(plan.plain_bytes, plan.peak_bytes, plan.recompute_s, self._record_s(forward_s))
         return None
+
+    def _record_s(self, forward_s: float) -> float:
+        """Return by how much recording makes a forward longer.
+
+        It is what the recorded step took beside its operators, less what another step takes beside them. The operators
+        themselves took longer than in other steps: the recorded one is among the first.
+        """
+        assert self._handle is not None
+        assert self._profiler is not None
+        # The profiler also runs batch norm again, to time it.
+        again_s = sum(operation.time_s for operation in self._profiler.operations if "batch_norm" in operation.key)
+        beside_s = self._handle.step_s - again_s - self._profiler.forward_s
+        return max(0.0, beside_s - max(0.0, forward_s - self._profiler.forward_s))
 
 
 class _Recording(RecomputeHandle):
-    """Says what to do about a step that cannot be recorded. It must not run again: its statistics would move twice."""
+    """Times a recorded step, and says what to do about one that cannot be recorded.
+
+    That one must not run again: its statistics would move twice.
+    """
+
+    step_s = 0.0
 
     @override
     def run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        begin_s = time.perf_counter() - waited_s()
         try:
-            return super().run(function, args, kwargs)
+            result = super().run(function, args, kwargs)
+            self.step_s = time.perf_counter() - waited_s() - begin_s  # batch norm's waits are none of its time
+            return result
         except Exception as error:
             error.add_note(
                 f"Diagnose has recorded this {METHOD}, to plan recomputation. If it works without Diagnose, use "
                 "Diagnose(memonger=False), or plan.memonger=false in a recipe"
             )
             raise
-
-
-# The network: latency and bandwidth between the ranks of the job.
-
-SMALLEST_BYTES = 1024  # only latency matters
-# Larger and larger messages, until one takes this long: what a limited link lets pass at once no longer matters then.
-LONG_ENOUGH_S = 0.2
-LARGEST_BYTES = 64 * 1024 * 1024
-
-
-def probe_network(
-    device: torch.device | str = "cpu", ranks_per_node: int | None = None, repeats: int = 4, num_elements: int = 0
-) -> Network:
-    """Time all-reduces of growing size, and return the network that explains them. All ranks must call it.
-
-    The links are those that a ring all-reduce would need to take as long. With several nodes, an all-reduce over all
-    ranks gives the NIC's, and one within each node the inner link. All ranks return the same.
-
-    Args:
-        device: of the messages; CUDA for NCCL.
-        ranks_per_node: by default, ``LOCAL_WORLD_SIZE``, or all ranks.
-        repeats: all-reduces of each size that are timed; the median counts.
-        num_elements: ignored if 0; else the only large message, for tests.
-
-    Raises:
-        ValueError: there is one rank only, or ``ranks_per_node`` does not divide the number of ranks.
-    """
-    require_count("repeats", repeats)
-    world_size = dist.get_world_size()
-    per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if world_size == 1 or world_size % per_node:
-        raise ValueError(
-            f"world_size={world_size} and ranks_per_node={per_node}: the probe needs two ranks or more, and the same "
-            "number on each node"
-        )
-    bounds = (4 * num_elements, 4 * num_elements) if num_elements else (64 * SMALLEST_BYTES, LARGEST_BYTES)
-    all_ranks = _measure(None, bounds, device, repeats)
-    if per_node == world_size:
-        return Network(all_ranks, all_ranks, per_node)
-    if per_node == 1:
-        return Network(all_ranks, all_ranks, 1)
-    nodes = [range(first, first + per_node) for first in range(0, world_size, per_node)]
-    own = create_groups(nodes, dist.get_rank())
-    inner = _measure(own, bounds, device, repeats)
-    destroy_group(own)
-    return Network(all_ranks, _slowest(inner, device), per_node)
-
-
-def _measure(
-    group: dist.ProcessGroup | None, bounds: tuple[int, int], device: torch.device | str, repeats: int
-) -> Link:
-    """Return the link of a ring over ``group``. All its ranks get the same."""
-    size = dist.get_world_size(group)
-    steps = 2 * (size - 1)  # messages one after the other, each with one of as many parts as there are ranks
-
-    def message_s(num_bytes: int) -> float:
-        return _all_reduce_s(group, num_bytes, device, repeats) / steps
-
-    smallest_s = message_s(SMALLEST_BYTES)
-    num_bytes, largest_bytes = bounds
-    while (largest_s := message_s(num_bytes)) * steps < LONG_ENOUGH_S and num_bytes < largest_bytes:
-        num_bytes = min(4 * num_bytes, largest_bytes)
-    try:
-        return Link.fit([SMALLEST_BYTES / size, num_bytes / size], [smallest_s, largest_s])
-    except ValueError:
-        # On a busy machine a large message may be as fast as a small one: then the large one tells all.
-        return Link(largest_s, num_bytes / size / largest_s)
-
-
-def _all_reduce_s(group: dist.ProcessGroup | None, num_bytes: int, device: torch.device | str, repeats: int) -> float:
-    """Return the time of one all-reduce: the mean over the ranks of their medians, which all of them get."""
-    message = torch.zeros(num_bytes // 4, device=device)
-    measured = []
-    for _ in range(repeats + 1):
-        _synchronize_ranks(device)
-        begin_s = time.perf_counter()
-        dist.all_reduce(message, group=group)
-        _synchronize_ranks(device)
-        measured.append(time.perf_counter() - begin_s)
-    # The first one sets connections up, and takes what the link lets pass at once.
-    shared = torch.tensor(median(measured[1:]), dtype=torch.float64, device=device)
-    dist.all_reduce(shared, group=group)
-    return shared.item() / dist.get_world_size(group)
-
-
-def _slowest(link: Link, device: torch.device | str) -> Link:
-    """Return the slowest of all ranks' links: the nodes must agree on one network."""
-    values = torch.tensor([link.latency_s, 1 / link.bytes_per_s], dtype=torch.float64, device=device)
-    dist.all_reduce(values, dist.ReduceOp.MAX)
-    latency_s, seconds_per_byte = values.tolist()
-    return Link(latency_s, 1 / seconds_per_byte)
-
-
-def _synchronize_ranks(device: torch.device | str) -> None:
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)

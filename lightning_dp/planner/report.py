@@ -1,4 +1,4 @@
-"""What each method would make of a measured step, in a table, a plot and a sentence each; and the plan file."""
+"""What to change in a measured job, and what each method would make of its step: a text, a plot, and the plan file."""
 
 from __future__ import annotations
 
@@ -7,8 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_dp.planner.accuracy import expected_error, was_measured
+from lightning_dp.planner.advice import (
+    WORTH_NAMING,
+    Advice,
+    Plan,
+    add_workers,
+    advice_of,
+    are_equal,
+    changes_for,
+    choose_plan,
+    larger_batch_gain,
+)
 from lightning_dp.planner.formulas import amdahl_efficiency
-from lightning_dp.planner.network import Network
+from lightning_dp.planner.network import Link, Network
 from lightning_dp.planner.simulation import (
     LARGER_BATCH,
     METHODS,
@@ -22,8 +34,7 @@ from lightning_dp.planner.simulation import (
 from lightning_dp.planner.workload import Block, StepProfile, Workload, join_shapes
 
 PLAN_VERSION = 1
-# A share of a step, or of the gradients, that the report names.
-WORTH_NAMING = 0.05
+ALONE = Network(Link(0.0, 1.0), Link(0.0, 1.0))  # of one rank, which sends nothing
 
 
 @dataclass(frozen=True)
@@ -32,97 +43,152 @@ class Prediction:
 
     Attributes:
         method: its name in `METHODS`.
-        time: as simulated.
+        time: as simulated, with the changes of the plan.
         reason: one sentence.
+        error: expected relative error of the time.
     """
 
     method: str
     time: StepTime
     reason: str
+    error: float
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Where a job's step goes, and where each method would bring it.
+    """Where a job's step goes, what to change, and where each method would bring it.
 
     Attributes:
         profile: what was measured.
         network: the links, measured or given. None if one rank is asked about.
         world_size: number of ranks that the predictions are for.
         predictions: the most images per second first.
+        plan: the changes and the method that are proposed.
+        advice: the parts of the plan.
+        now: the job as it is, but with DDP, as simulated.
+        is_present_job: whether the predictions are for the measured ranks and their own network.
+        gain_of_larger_batch: by how much more images per second the plan has with twice the batch.
     """
 
     profile: StepProfile
     network: Network | None
     world_size: int
     predictions: tuple[Prediction, ...]
+    plan: Plan
+    advice: tuple[Advice, ...]
+    now: StepTime
+    is_present_job: bool
+    gain_of_larger_batch: float
 
     @property
     def best(self) -> Prediction | None:
-        """The fastest of the methods that compute what DDP computes, and that the recipes have."""
-        usable = [p for p in self.predictions if METHODS[p.method].is_exact and self._overrides(p.method)]
-        return usable[0] if usable else None
-
-    def _overrides(self, method: str) -> list[str] | None:
-        return overrides_of(method, self.profile, self.world_size)
+        """The row of the plan. None if one rank is asked about."""
+        return next((p for p in self.predictions if p.method == self.plan.method), None)
 
     def __str__(self) -> str:
         profile = self.profile
         worst = max(profile.parts().items(), key=lambda part: part[1])
         batches = f" in each of {profile.accumulate} batches" if profile.accumulate > 1 else ""
-        lines = [
+        ratio = profile.overhead_ratio
+        sections = [
             f"{profile.strategy}, {profile.world_size} ranks, {profile.batch_size} images per rank{batches}: "
             f"{worst[1] / profile.step_s:.0%} of a step is {worst[0]} ({profile.num_steps} steps measured).",
-            "",
+            self._advice_text(),
+            *self._what_changes_training(),
             profile.table(),
-            "",
-            f"Overhead ratio (Lemma 3.1): {profile.overhead_ratio:.3f}. "
-            + self._efficiencies(profile.overhead_ratio, (2, 4, 8)),
-        ]
-        if self.network is None:
-            lines += ["", "One rank needs no network. To predict for more: Diagnose(network=..., world_size=...)."]
-            return "\n".join(lines)
-        if self.profile.batch_norm_s:
-            lines += ["", self._batch_norm_advice()]
-        lines += [
-            "",
-            f"Simulated, {self.world_size} ranks:",
-            "",
-            "| method | ms per step | images/s | why |",
-            "|---|---|---|---|",
-        ]
-        for p in self.predictions:
-            lines.append(f"| {p.method} | {1e3 * p.time.step_s:.1f} | {p.time.images_per_s:.1f} | {p.reason} |")
-        if notes := self._not_counted():
-            lines += ["", *notes]
-        if self.best is not None:
-            lines += ["", f"Use {self.best.method}. {self.best.reason}{self._batch_norm_first()}"]
-        return "\n".join(lines)
+            f"Overhead ratio (Lemma 3.1): {ratio:.3f}. {_efficiencies(ratio, (2, 4, 8))}",
+            self._rows() if self.predictions else
+            "One rank needs no network. To predict for more: Diagnose(network=..., world_size=...).",
+            *self._notes(),
+        ]  # fmt: skip
+        return "\n\n".join(sections)
 
-    def _batch_norm_advice(self) -> str:
-        return (
-            f"Global batch norm waits {1e3 * self.profile.batch_norm_s:.1f} ms per step for statistics and for slower "
-            "ranks. No simulated time has these waits; the row of ddp_global_batch_norm has the bare messages. With 8 "
-            "images per device or more, local statistics do: AdaptiveGlobalBatchNorm(max_batch_size=...)."
+    def _advice_text(self) -> str:
+        """Return what to change, what it brings and how sure that is."""
+        plan, error = self.plan, f"± {self.plan.error:.0%}"
+        now = f"{1e3 * self.now.step_s:.1f} ms per step (simulated)"
+        if self.is_present_job:
+            now = (
+                f"{1e3 * self.profile.step_s:.1f} ms per step (measured; {1e3 * self.now.step_s:.1f} simulated as DDP)"
+            )
+        if not self.advice:
+            return (
+                f"**Nothing to gain: keep {plan.method}.** No other method or change is predicted to save more of "
+                f"{now} than the error of the prediction, {error}."
+            )
+        rows = [
+            f"| {part.what} | `{' '.join(part.overrides)}` | {1e3 * part.saves_s:.1f} ms | {part.sure} |"
+            for part in self.advice
+        ]
+        return "\n".join(
+            [
+                f"**{now} become {1e3 * plan.time.step_s:.1f} ms (simulated, {error})**, "
+                f"{plan.images_per_s:.1f} images/s:",
+                "",
+                "| change | override | saves | how sure |",
+                "|---|---|---|---|",
+                *rows,
+            ]
         )
 
-    def _batch_norm_first(self) -> str:
-        """Return what to change before the strategy, if global batch norm takes a good part of the step."""
-        share = self.profile.batch_norm_s / self.profile.step_s
-        if share < WORTH_NAMING:
-            return ""
-        return f" But first: {share:.0%} of the measured step is batch norm's waits, and no strategy changes them."
+    def _what_changes_training(self) -> list[str]:
+        """Return what would be faster than the plan, but changes what is computed."""
+        plan, lines = self.plan, []
+        faster = [
+            p
+            for p in self.predictions
+            if overrides_of(p.method, self.profile, self.world_size)
+            and p.time.images_per_s > plan.images_per_s
+            and not are_equal(p.time, p.error, plan.time, plan.error)
+        ]
+        if faster:
+            lines.append(
+                f"- `plan.method={faster[0].method}`: {_ratio(faster[0].time, plan.time)} the time for as many images. "
+                f"{faster[0].reason}"
+            )
+        if self.gain_of_larger_batch > plan.error:
+            lines.append(
+                f"- Twice the batch: {self.gain_of_larger_batch:.0%} more images/s (simulated). `FindBatchSize()` "
+                "measures which size fits and is the fastest; Memonger makes room where memory bounds it."
+            )
+        waits_s = self.profile.batch_norm_s
+        keeps_waits = plan.workload.batch_norm_s == self.profile.workload().batch_norm_s
+        if keeps_waits and waits_s >= WORTH_NAMING * self.profile.step_s:
+            lines.append(
+                "- `callbacks.adaptive_global_batch_norm.global_phase=after_converged`: statistics are local until "
+                f"training has converged, which saves up to {1e3 * waits_s:.1f} ms per step until then."
+            )
+        return ["\n".join(["Faster, but it changes what is computed:", *lines])] if lines else []
 
-    def _not_counted(self) -> list[str]:
-        """Return a line for each thing that the rows leave out, or that has no row."""
+    def _rows(self) -> str:
+        """Return the table of methods: first that of the plan, then the others, the fastest first."""
+        changes = f", with {' '.join(o for c in self.plan.changes for o in c.overrides)}" if self.plan.changes else ""
+        lines = [
+            f"Simulated, {self.world_size} ranks{changes}; the first row is the plan:",
+            "",
+            "| method | ms per step | error | images/s | time against the plan | why |",
+            "|---|---|---|---|---|---|",
+        ]
+        for p in sorted(self.predictions, key=lambda p: p.method != self.plan.method):
+            is_equal = are_equal(p.time, p.error, self.plan.time, self.plan.error)
+            against = "equal" if is_equal else _ratio(p.time, self.plan.time)
+            error = f"± {p.error:.0%}" + ("" if was_measured(p.method) else " (of methods like it)")
+            times = f"{1e3 * p.time.step_s:.1f} | {error} | {p.time.images_per_s:.1f} | {against}"
+            lines.append(f"| {p.method} | {times} | {p.reason} |")
+        return "\n".join(lines)
+
+    def _notes(self) -> list[str]:
+        """Return what a reader must know of the rows."""
         profile, lines = self.profile, []
+        if profile.load_s >= WORTH_NAMING * profile.step_s and add_workers(profile) is None:
+            lines.append(
+                f"No worker process is proposed for the {1e3 * profile.load_s:.1f} ms of loading: the loader has no "
+                "option for it, or no core is free."
+            )
+        if profile.batch_norm_s and self.world_size != profile.world_size:
+            lines.append(f"Batch norm's waits are those of {profile.world_size} ranks. More ranks wait longer.")
         if profile.why_no_recomputation:
             lines.append(f"Memonger is not among them: {profile.why_no_recomputation}")
-        if any(METHODS[p.method].recompute for p in self.predictions):
-            lines.append(
-                "The rows of Memonger are without the time in which it records each step, up to a third of a step of "
-                "small layers."
-            )
         unplaced = sum(layer.num_bytes for layer in profile.layers if not layer.forward_s)
         total = sum(layer.num_bytes for layer in profile.layers)
         if total and unplaced / total >= WORTH_NAMING:
@@ -132,39 +198,27 @@ class Diagnosis:
             )
         return lines
 
-    @staticmethod
-    def _efficiencies(ratio: float, sizes: Sequence[int]) -> str:
-        if ratio == float("inf"):
-            return "Nothing is computed that more GPUs could divide."
-        values = ", ".join(f"{amdahl_efficiency(size, ratio):.0%} on {size}" for size in sizes)
-        return f"If it stayed so, efficiency would be {values} GPUs."
-
-    def save(self, path: str | Path, method: str | None = None) -> None:
-        """Write the plan: what to override in the recipes for a method, and the figures behind it.
+    def save(self, path: str | Path) -> None:
+        """Write the plan: what to override in the recipes, and the figures behind it.
 
         The file is YAML, in the part of it that is also JSON.
 
-        Args:
-            path: of the file.
-            method: one of the predicted methods, also one that changes what is computed. None: `best`.
-
         Raises:
-            ValueError: no method was predicted, or not this one, or the recipes do not have it.
+            ValueError: one rank is asked about, and there is nothing to change.
         """
-        if self.best is None:
+        overrides = [override for change in self.plan.changes for override in change.overrides]
+        if self.best is not None:
+            overrides = [*(overrides_of(self.plan.method, self.profile, self.world_size) or []), *overrides]
+        if not overrides:
             raise ValueError("there is no plan: no method was predicted; use Diagnose(network=..., world_size=...)")
-        chosen = self.best
-        if method is not None:
-            known = {p.method: p for p in self.predictions if self._overrides(p.method)}
-            if method not in known:
-                raise ValueError(f"there is no plan for method={method!r}; use one of {', '.join(known)}")
-            chosen = known[method]
         values = {
             "version": PLAN_VERSION,
-            "overrides": self._overrides(chosen.method),
-            "method": chosen.method,
-            "reason": chosen.reason,
+            "overrides": overrides,
+            "method": self.plan.method,
             "world_size": self.world_size,
+            "step_ms": round(1e3 * self.plan.time.step_s, 3),
+            "error": self.plan.error,
+            "advice": [{**vars(part), "overrides": list(part.overrides)} for part in self.advice],
             "measured_ms": {name: round(1e3 * seconds, 3) for name, seconds in self.profile.parts().items()},
             "predicted_ms": {p.method: round(1e3 * p.time.step_s, 3) for p in self.predictions},
         }
@@ -180,25 +234,28 @@ class Diagnosis:
         """
         from matplotlib.figure import Figure
 
+        from lightning_dp.planner.plots import colors_of, label_lines
+
         if self.network is None:
             raise ValueError("no network is known; give it, Diagnose(network=...)")
         per_node = self.network.ranks_per_node
         sizes = world_sizes or [per_node * 2**power for power in range(8)]
         figure = Figure(figsize=(7.2, 4.4), layout="constrained")
         axes = figure.subplots()
-        for prediction in self.predictions:
-            rates = [
-                simulate(self.profile.workload(), self.network, size, prediction.method).images_per_s for size in sizes
-            ]
+        ends = []
+        for prediction, color in zip(self.predictions, colors_of(p.method for p in self.predictions), strict=True):
+            rates = [simulate(self.plan.workload, self.network, size, prediction.method).images_per_s for size in sizes]
             images = self.profile.batch_size * self.profile.accumulate
             times = [1e3 * size * images / rate for size, rate in zip(sizes, rates, strict=True)]
-            axes.plot(sizes, times, "o-", markersize=3, label=prediction.method)
+            axes.plot(sizes, times, "o-", markersize=3, color=color)
+            ends.append((prediction.method, sizes[-1], times[-1], color))
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.set_xlabel("ranks")
-        axes.set_ylabel(f"simulated step time (ms), {self.profile.batch_size} images per rank")
+        axes.set_ylabel(f"simulated step time, {self.profile.batch_size} images per rank")
+        axes.yaxis.set_major_formatter("{x:g} ms")
         axes.set_ylim(bottom=0)
-        axes.legend(fontsize=7)
+        label_lines(axes, ends)
         figure.savefig(path, dpi=120)
 
 
@@ -222,33 +279,77 @@ def read_overrides(path: str | Path) -> list[str]:
     return overrides
 
 
-def make_diagnosis(profile: StepProfile, network: Network | None, world_size: int | None = None) -> Diagnosis:
-    """Simulate all methods that apply to a measured job, and rank them.
+def make_diagnosis(
+    profile: StepProfile,
+    network: Network | None,
+    world_size: int | None = None,
+    method: str | None = None,
+    is_probed: bool = False,
+) -> Diagnosis:
+    """Choose a plan for a measured job, and simulate all methods that apply to it.
 
     Args:
         profile: what was measured.
         network: the links; None if they are not known.
         world_size: number of ranks to predict for; by default, those of the job.
+        method: the one that the plan is for. None: any that computes what DDP computes.
+        is_probed: whether the network was measured between the ranks of the job.
+
+    Raises:
+        ValueError: the job or the recipes do not have the method.
     """
     size = profile.world_size if world_size is None else world_size
-    if network is None or size == 1:
-        return Diagnosis(profile, network if size > 1 else None, size, ())
+    is_alone = network is None or size == 1
+    links = ALONE if network is None or is_alone else network
+    size = 1 if is_alone else size
     workload = profile.workload()
+    names = ["ddp"] if is_alone else _methods_for(workload, links, size)
+    has_plan = [name for name in names if overrides_of(name, profile, size)]
+    if method is not None and (is_alone or method not in has_plan):
+        raise ValueError(f"there is no plan for method={method!r}; use one of {', '.join(has_plan)}")
+    usable = [name for name in has_plan if METHODS[name].is_exact] if method is None else [method]
+    now = simulate(workload, links, size, "ddp")
+    is_present_job = (is_probed or is_alone) and size == profile.world_size
+    # No prediction is surer than that of the step which was measured.
+    is_tested = is_present_job and profile.strategy == "DDPStrategy"
+    least_error = abs(now.step_s / profile.step_s - 1) if is_tested else 0.0
+
+    def error_of(name: str) -> float:
+        return max(least_error, expected_error(name, profile.cores_per_rank))
+
+    plan = choose_plan(workload, links, size, changes_for(profile, links, size), usable, error_of)
+    predictions = []
+    for name in () if is_alone else names:
+        time = simulate(plan.workload, links, size, name)
+        predictions.append(Prediction(name, time, reason(name, plan.workload, links, size, time), error_of(name)))
+    why = reason(plan.method, plan.workload, links, size, plan.time)
+    advice = advice_of(plan, workload, links, size, why, overrides_of(plan.method, profile, size) or [])
+    rows = tuple(sorted(predictions, key=lambda p: -p.time.images_per_s))
+    gain = larger_batch_gain(plan, links, size)
+    return Diagnosis(profile, None if is_alone else links, size, rows, plan, advice, now, is_present_job, gain)
+
+
+def _methods_for(workload: Workload, network: Network, world_size: int) -> list[str]:
     names = [name for name, method in METHODS.items() if method.applies_to(workload)]
-    if network.num_nodes(size) == 1:
+    if network.num_nodes(world_size) == 1:
         names = [name for name in names if METHODS[name].family != "layered_sgd"]
-    times = {name: simulate(workload, network, size, name) for name in names}
-    predictions = [Prediction(name, time, reason(name, workload, network, size, time)) for name, time in times.items()]
-    return Diagnosis(profile, network, size, tuple(sorted(predictions, key=lambda p: -p.time.images_per_s)))
+    return names
+
+
+def _ratio(time: StepTime, other: StepTime) -> str:
+    return f"{other.images_per_s / time.images_per_s:.2f} x"
+
+
+def _efficiencies(ratio: float, sizes: Sequence[int]) -> str:
+    if ratio == float("inf"):
+        return "Nothing is computed that more GPUs could divide."
+    values = ", ".join(f"{amdahl_efficiency(size, ratio):.0%} on {size}" for size in sizes)
+    return f"If it stayed so, efficiency would be {values} GPUs."
 
 
 # A sentence for each method: why its step takes as long as it does.
 
-ROUNDED = {
-    "bf16": ", rounded to 16 bits",
-    "int8": ", rounded to 8 bits (their processor time not counted)",
-    "power_sgd": ", as factors of rank 4 (their processor time not counted)",
-}
+ROUNDED = {"bf16": ", rounded to 16 bits", "int8": ", rounded to 8 bits", "power_sgd": ", as factors of rank 4"}
 
 
 def reason(name: str, workload: Workload, network: Network, world_size: int, time: StepTime) -> str:
@@ -271,6 +372,8 @@ def reason(name: str, workload: Workload, network: Network, world_size: int, tim
         )
     gradients = _gradients(workload)
     rounded = ROUNDED.get(str(method.compression), "")
+    if codec_s := workload.codec_s.get(str(method.compression), 0.0):
+        rounded += f" in {1e3 * codec_s:.0f} ms of processor time"
     if method.family == "layered_sgd":
         between_s = inter_group_s(gradients, method, network, world_size)
         behind = "loading" if method.overlap == "load" else "loading, backward and the next forward"
@@ -291,8 +394,10 @@ def _recomputes(method: Method, workload: Workload, waits: str) -> str:
     assert plan is not None
     held, plain = plan.held_bytes / 1e6, plan.plain_bytes / 1e6
     if method.recompute != LARGER_BATCH:
-        again_ms = 1e3 * plan.recompute_s
-        return f"DDP that holds {held:.1f} of {plain:.1f} MB of activations for {again_ms:.0f} ms of compute; {waits}."
+        return (
+            f"DDP that holds {held:.1f} of {plain:.1f} MB of activations for {1e3 * plan.recompute_s:.0f} ms of "
+            f"compute and {1e3 * plan.record_s:.0f} ms of recording; {waits}."
+        )
     images = plan.batch_factor * workload.batch_size
     return (
         f"{images} images per rank in the {plain:.1f} MB of activations of {workload.batch_size}, for one all-reduce "
@@ -352,11 +457,12 @@ def overrides_of(name: str, profile: StepProfile, world_size: int) -> list[str] 
         return None
     is_larger = name == "ddp_memonger_larger_batch"
     factor = plan.batch_factor if is_larger else 1
+    # A budget is for the batch that is trained with, and activations grow with it.
+    budget_bytes = round(factor * plan.held_bytes)
+    # Added to the job's callbacks: `callbacks=memonger` would take away that of global batch norm.
+    target = "_target_:lightning_dp.Memonger"
     overrides = [
         "strategy=ddp",
-        "callbacks=memonger",
-        "callbacks.memonger.policy=budget",
-        # A budget is for the batch that is trained with, and activations grow with it.
-        f"callbacks.memonger.budget_bytes={round(factor * plan.held_bytes)}",
+        f"++callbacks.memonger={{{target},policy:budget,budget_bytes:{budget_bytes}}}",
     ]
     return overrides + ([f"data.batch_size={factor * profile.batch_size * world_size}"] if is_larger else [])

@@ -100,6 +100,13 @@ def inter_group_s(block: Block, method: Method, network: Network, world_size: in
     return network.compressed_all_reduce_s(num_bytes, world_size, num_rounds(method))
 
 
+def bucket_codec_s(block: Block, method: Method, workload: Workload) -> float:
+    """Return the processor time in which the method's compressor encodes and decodes a bucket."""
+    total = workload.gradient_bytes
+    seconds = workload.codec_s.get(method.compression, 0.0) if isinstance(method.compression, str) else 0.0
+    return seconds * block.num_bytes / total if total else 0.0
+
+
 class _Job:
     """Adds the tasks of one step after the other to a schedule.
 
@@ -127,6 +134,7 @@ class _Job:
         self._rng = random.Random(seed)
         self._loaders = [self.schedule.resource() for _ in range(num_lanes)]
         self._net = self.schedule.resource()
+        self._codec = self.schedule.resource()  # the thread that compresses: beside compute and messages
         size = min(world_size, network.ranks_per_node) if workload.jitter else 1
         self._groups = [range(first, first + size) for first in range(0, num_lanes, size)]
         self._intra = [self.schedule.resource() for _ in self._groups]
@@ -207,17 +215,31 @@ class _Job:
         return ready
 
     def _wait_for_statistics(self, lane: int) -> None:
-        """Add the exchanges of global batch norm in a forward, or in a backward."""
-        if self.method.global_batch_norm and self.workload.num_batch_norms:
-            exchange_s = self.network.small_exchange_s(self.world_size)
-            self._add(lane, self.workload.num_batch_norms * exchange_s, is_compute=False)
+        """Add the waits for global batch norm's statistics in a forward, or in a backward.
+
+        They are as long as measured; for a job without them, as long as the bare messages.
+        """
+        wait_s = self.workload.batch_norm_s / 2
+        if self.method.global_batch_norm and not wait_s:
+            wait_s = self.workload.num_batch_norms * self.network.small_exchange_s(self.world_size)
+        if wait_s:
+            self._add(lane, wait_s, is_compute=False)
+
+    def _send(self, place: int, duration_s: float, after: Sequence[int], priority: float | None = None) -> int:
+        """Add the sum of a bucket over the network. A compressor encodes it before, and decodes it afterwards."""
+        codec_s = bucket_codec_s(self.buckets[place], self.method, self.workload)
+        if not codec_s:
+            return self.schedule.add(duration_s, after, self._net, priority=priority)
+        encoded = self.schedule.add(codec_s / 2, after, self._codec, priority=priority)
+        sent = self.schedule.add(duration_s, [encoded], self._net, priority=priority)
+        return self.schedule.add(codec_s / 2, [sent], self._codec, priority=priority)
 
     def _reduce_at_once(self, ready: list[list[int]]) -> None:
         """DDP: all-reduce each bucket as backward fills it; then update."""
         reduced = []
         for place in reversed(range(len(self.buckets))):
             duration_s = all_reduce_s(self.buckets[place], self.method, self.network, self.world_size)
-            reduced.append(self.schedule.add(duration_s, ready[place], self._net))
+            reduced.append(self._send(place, duration_s, ready[place]))
         for lane in range(len(self._last)):
             self._add(lane, self._count(lane, self.workload.update_s), reduced)
 
@@ -235,12 +257,8 @@ class _Job:
                 for lanes, stream in zip(self._groups, self._intra, strict=True)
             ]
             # "load" begins after backward, in the order of submission; "step" at once.
-            between = self.schedule.add(
-                inter_group_s(self.buckets[place], method, network, self.world_size),
-                sums if is_step else [*sums, *ready[0]],
-                self._net,
-                priority=priority,
-            )
+            between_s = inter_group_s(self.buckets[place], method, network, self.world_size)
+            between = self._send(place, between_s, sums if is_step else [*sums, *ready[0]], priority)
             for lanes, stream in zip(self._groups, self._intra, strict=True):
                 broadcast = self.schedule.add(intra_s, [between], stream, priority=priority)
                 for lane in lanes:
@@ -390,7 +408,8 @@ class Schedule:
 
 MEBIBYTE = 2**20
 FAMILIES = ("ddp", "layered_sgd", "hybrid")
-COMPRESSIONS = ("bf16", "int8", "power_sgd")
+POWER_SGD = PowerSGD()  # of rank 4
+COMPRESSORS: dict[str, Compression] = {"bf16": "bf16", "int8": "int8", "power_sgd": POWER_SGD}
 SAME_BATCH, LARGER_BATCH = "same_batch", "larger_batch"
 
 
@@ -407,7 +426,7 @@ class Method:
         scheme: of the hybrid: ``"a"``, ``"b"`` or ``"c"``.
         compression: bytes sent between nodes over bytes of the gradients, in each direction; 0.5 for 16 bits. Or a
             compressor, whose bytes depend on the shapes of the parameters: ``"bf16"``, ``"int8"`` or ``"power_sgd"``,
-            which is PowerSGD of rank 4. The processor time of compressing is not simulated.
+            which is PowerSGD of rank 4.
         accumulate: how many times as many batches as the job's own step has are between two reductions. The time of a
             step is that of as many batches as the job's has.
         bucket_bytes: capacity of a gradient bucket.
@@ -445,7 +464,7 @@ class Method:
             "recompute": ("", SAME_BATCH, LARGER_BATCH),
         }
         if isinstance(self.compression, str):
-            options["compression"] = COMPRESSIONS
+            options["compression"] = tuple(COMPRESSORS)
         else:
             require_positive("compression", self.compression)
         for name, known in {**options, "scheme": ("a", "b", "c")}.items():
@@ -462,7 +481,8 @@ class Method:
         """Return whether the workload has what the method needs: a head, batch norm layers, or activations to drop."""
         if self.family == "hybrid" and workload.head is None:
             return False
-        if self.global_batch_norm and workload.num_batch_norms == 0:
+        # With measured waits the job has global batch norm already, and so have all its rows.
+        if self.global_batch_norm and (workload.num_batch_norms == 0 or workload.batch_norm_s):
             return False
         if not self.recompute:
             return True
@@ -502,9 +522,6 @@ METHODS = {
 
 # What a method sends of a bucket's gradients, and how often the sums wait for each other.
 
-POWER_SGD = PowerSGD()  # of rank 4
-_CHOICES: dict[str, Compression] = {"bf16": "bf16", "int8": "int8", "power_sgd": POWER_SGD}
-
 
 def sent_bytes(block: Block, compression: float | str) -> float:
     """Return the bytes of one copy of a block's gradients, as they travel. An all-reduce sends them in two directions.
@@ -514,7 +531,7 @@ def sent_bytes(block: Block, compression: float | str) -> float:
     """
     if not isinstance(compression, str):
         return block.num_bytes * compression
-    choice = _CHOICES[compression]
+    choice = COMPRESSORS[compression]
     if block.shapes:
         return float(message_bytes(block.shapes, choice))
     side = max(1, math.isqrt(int(block.num_bytes / FLOAT_BYTES)))

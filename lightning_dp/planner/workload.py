@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,15 +54,18 @@ class Recomputation:
         plain_bytes: activations that are kept between forward and backward without it.
         held_bytes: the most that the plan holds in backward.
         recompute_s: time of what runs again.
+        record_s: time in which a forward is recorded. It does not grow with the batch.
     """
 
     plain_bytes: float
     held_bytes: float
     recompute_s: float
+    record_s: float = 0.0
 
     def __post_init__(self) -> None:
         require_positive("held_bytes", self.held_bytes)
         require_not_negative("recompute_s", self.recompute_s)
+        require_not_negative("record_s", self.record_s)
         if self.plain_bytes < self.held_bytes:
             raise ValueError(
                 f"plain_bytes={self.plain_bytes} must be at least held_bytes={self.held_bytes}: a plan never holds more"
@@ -93,6 +96,9 @@ class Workload:
         jitter: standard deviation of a rank's compute time over its mean. Ranks wait for the slowest.
         recomputation: of activations, if `Memonger` is to be simulated.
         accumulate: batches whose gradients a step adds up before it sends them.
+        batch_norm_s: measured waits for global batch norm's statistics in one batch, whatever the method.
+        codec_s: processor time in which a compressor encodes and decodes the gradients of a step, by its name in
+            `Method.compression`. What is not there takes none.
     """
 
     blocks: tuple[Block, ...]
@@ -105,13 +111,17 @@ class Workload:
     jitter: float = 0.0
     recomputation: Recomputation | None = None
     accumulate: int = 1
+    batch_norm_s: float = 0.0
+    codec_s: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_count("batch_size", self.batch_size)
         require_count("accumulate", self.accumulate)
         require_count("num_batch_norms", self.num_batch_norms, least=0)
-        for name in ("load_s", "update_s", "jitter"):
+        for name in ("load_s", "update_s", "jitter", "batch_norm_s"):
             require_not_negative(name, getattr(self, name))
+        for name, seconds in self.codec_s.items():
+            require_not_negative(f"codec_s[{name!r}]", seconds)
         if not self.blocks:
             raise ValueError("blocks=() is empty; give at least one block of layers, with its bytes and times")
 
@@ -156,7 +166,7 @@ class Workload:
 
         Args:
             larger_batch: whether the batch grows by `Recomputation.batch_factor`. Loading, compute and recomputation
-                take that many times as long; the update and the gradients stay as they are.
+                take that many times as long; the update, the gradients and recording stay as they are.
 
         Raises:
             ValueError: there is no `recomputation`.
@@ -168,12 +178,17 @@ class Workload:
         forward_s = sum(block.forward_s for block in blocks)
         # What runs again are parts of the forward: each block's share is that of its forward.
         shares = [block.forward_s / forward_s if forward_s else 1 / len(blocks) for block in blocks]
-        added = [share * self.recomputation.recompute_s for share in shares]
+        again = [share * self.recomputation.recompute_s for share in shares]
+        recorded = [share * self.recomputation.record_s for share in shares]
         return replace(
             self,
             blocks=tuple(
-                replace(block, forward_s=factor * block.forward_s, backward_s=factor * (block.backward_s + extra_s))
-                for block, extra_s in zip(blocks, added, strict=True)
+                replace(
+                    block,
+                    forward_s=factor * block.forward_s + record_s,
+                    backward_s=factor * (block.backward_s + again_s),
+                )
+                for block, again_s, record_s in zip(blocks, again, recorded, strict=True)
             ),
             batch_size=factor * self.batch_size,
             load_s=factor * self.load_s,
@@ -264,6 +279,9 @@ class StepProfile:
         recomputation: what `Memonger` would make of the step, None if it was not planned.
         why_no_recomputation: a reason for None, "" if nobody asked for a plan.
         accumulate: batches in a step, whose gradients are added up (``accumulate_grad_batches``).
+        num_workers: processes of the loader, of each rank. None: it is no loader that has them.
+        cores_per_rank: processor cores of the machine over its ranks; None if it is not known.
+        codec_s: see `Workload.codec_s`.
     """
 
     strategy: str
@@ -282,6 +300,9 @@ class StepProfile:
     recomputation: Recomputation | None = None
     why_no_recomputation: str = ""
     accumulate: int = 1
+    num_workers: int | None = 0
+    cores_per_rank: float | None = None
+    codec_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def compute_s(self) -> float:
@@ -342,6 +363,8 @@ class StepProfile:
             num_batch_norms=self.num_batch_norms,
             recomputation=self.recomputation,
             accumulate=self.accumulate,
+            batch_norm_s=self.batch_norm_s / self.accumulate,
+            codec_s=self.codec_s,
         )
 
     def _head_begins(self) -> int | None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dp.planner import Diagnose, Link, Network, make_diagnosis, probe_network
+from lightning_dp.planner import Diagnose, Link, Network, probe_network
 from lightning_dp.planner.diagnose import WARM_UP
 from tests.planner.test_rows import PROFILE
 from tests.ranks import run_processes
@@ -95,7 +95,7 @@ def test_one_process_is_told_where_its_steps_go(caplog):
     assert not any(module._forward_hooks for module in trainer.lightning_module.modules())
 
 
-def test_each_fit_is_measured_anew():
+def test_each_fit_is_measured_again():
     callback = Diagnose(num_steps=1, stop=True)
     fit(callback)
     first = callback.diagnosis
@@ -158,7 +158,7 @@ def test_a_step_that_cannot_be_recorded_raises_and_does_not_run_again():
     with pytest.raises(RuntimeError, match=r"calls torch.func") as error:
         fit(Diagnose(num_steps=1, network=NETWORK, world_size=2, stop=True), Unrecordable())
     assert "use Diagnose(memonger=False), or plan.memonger=false" in error.value.__notes__[0]
-    assert Unrecordable.num_calls == WARM_UP - 1
+    assert Unrecordable.num_calls == 1, "the first batch"
     callback = Diagnose(num_steps=1, network=NETWORK, world_size=2, stop=True, memonger=False)
     fit(callback, Unrecordable())
     assert callback.diagnosis.profile.recomputation is None
@@ -168,7 +168,7 @@ def test_a_method_that_the_job_cannot_use_is_named(tmp_path, caplog):
     (tmp_path / "new").mkdir()
     callback = Diagnose(folder=tmp_path / "new", method="hybrid_a")
     with caplog.at_level(logging.WARNING, logger="lightning_dp.planner.diagnose"):
-        callback._write(make_diagnosis(PROFILE, NETWORK))
+        callback._write(callback._diagnose(PROFILE, NETWORK))
     assert "no plan is written: there is no plan for method='hybrid_a'; use one of" in caplog.text
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"plan.md", "plan.png"}
 
@@ -239,7 +239,11 @@ def test_two_ranks_measure_their_network_and_agree_on_it():
     assert first.profile.batch_norm_s > 0
     methods = {prediction.method for prediction in first.predictions}
     # All but layered SGD, for it is one node; and tiny layers keep nothing that could be computed again.
-    assert methods >= {"ddp", "ddp_power_sgd", "ddp_global_batch_norm", "hybrid_a", "hybrid_b", "hybrid_c"}
+    assert methods >= {"ddp", "ddp_power_sgd", "hybrid_a", "hybrid_b", "hybrid_c"}
+    assert "ddp_global_batch_norm" not in methods, "the job has it, and so have all its rows"
+    assert first.profile.cores_per_rank > 0
+    assert set(first.profile.codec_s) == {"bf16", "int8", "power_sgd"}
+    assert first.is_present_job
     assert not any(name.startswith("layered_sgd") for name in methods)
     assert results[0][2] == results[1][2]
     assert results[0][2].num_nodes(2) == 2

@@ -341,6 +341,11 @@ class Gathering(Net):
         return loss + gathered.mean()
 
 
+def test_a_trial_has_gradients_where_its_caller_has_none():
+    with torch.no_grad(), alone(Net(1000)):
+        assert torch.is_grad_enabled()
+
+
 class Reducing(Net):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 import torch.distributed as dist
 
-from lightning_dp.planner import diagnose
+from lightning_dp.collectives.compression.layout import ParameterTable, whole_shard
+from lightning_dp.planner import probe
+from lightning_dp.planner.diagnose import RecomputeTimes
 
 SIZE = 4  # ranks
 ALPHA_S = 1e-3
@@ -13,15 +18,15 @@ ALPHA_S = 1e-3
 
 @pytest.fixture
 def measure(monkeypatch):
-    def measured(bytes_per_s: float, at_once: float, bounds: tuple[int, int] = (65536, diagnose.LARGEST_BYTES)):
+    def measured(bytes_per_s: float, at_once: float, bounds: tuple[int, int] = (65536, probe.LARGEST_BYTES)):
         def all_reduce_s(group, num_bytes, device, repeats):
             """A ring over links that let ``at_once`` bytes pass at once, and the others at their rate."""
             steps = 2 * (SIZE - 1)
             return steps * ALPHA_S + max(0.0, steps * num_bytes / SIZE - at_once) / bytes_per_s
 
         monkeypatch.setattr(dist, "get_world_size", lambda group: SIZE)
-        monkeypatch.setattr(diagnose, "_all_reduce_s", all_reduce_s)
-        return diagnose._measure(None, bounds, "cpu", 1)
+        monkeypatch.setattr(probe, "_all_reduce_s", all_reduce_s)
+        return probe._measure(None, bounds, "cpu", 1)
 
     return measured
 
@@ -41,3 +46,52 @@ def test_a_large_message_that_takes_no_longer_tells_all(measure):
     link = measure(1e12, at_once=1e9, bounds=(4096, 4096))
     assert link.latency_s == pytest.approx(ALPHA_S)
     assert link.bytes_per_s == pytest.approx(1024 / ALPHA_S)
+
+
+# --- compressors ---
+
+
+def test_a_compressor_alone_sums_as_with_a_carrier_that_sends_the_same():
+    infos = ParameterTable([("weight", torch.empty(300, 4))]).all()
+    bucket = torch.arange(1200.0).bfloat16().float()
+    doubled = 2 * bucket
+    probe.make_compressor("bf16").all_reduce(bucket, whole_shard(infos), probe._Loopback())
+    assert torch.equal(bucket, doubled)
+
+
+def test_a_part_of_the_gradients_stands_for_all(monkeypatch):
+    monkeypatch.setattr(probe, "PROBED_ELEMENTS", 1000)
+    monkeypatch.setattr(probe, "_compress_s", lambda choice, gradients, piece, repeats: float(len(gradients)))
+    # The second one does not fit, the third does; one that is too large is measured if it is the first.
+    assert probe.probe_compressors([(20, 30), (50, 20), (100,)]) == pytest.approx(
+        {"bf16": 1700.0, "int8": 1700.0, "power_sgd": 1700.0}
+    )
+    assert probe.probe_compressors([(50, 40)])["int8"] == 2000.0
+    assert probe.probe_compressors([]) == {}
+
+
+def test_each_compressor_takes_time():
+    measured = probe.probe_compressors([(64, 64), (64,)], repeats=1)
+    assert set(measured) == {"bf16", "int8", "power_sgd"}
+    assert all(seconds > 0 for seconds in measured.values())
+
+
+# --- recording ---
+
+
+@pytest.mark.parametrize(
+    ("forward_s", "record_s"),
+    [
+        (0.40, 0.25),  # operators 0.40 s, batch norm once more 0.05 s, of 0.70 s
+        (0.45, 0.20),  # another step also takes 0.05 s beside its operators
+        (0.10, 0.25),  # the recorded step was slow, as one of the first
+        (0.90, 0.0),
+    ],
+)
+def test_recording_is_what_a_recorded_forward_takes_beside_its_operators(forward_s, record_s):
+    times = RecomputeTimes()
+    times._handle = SimpleNamespace(step_s=0.7)
+    operations = [SimpleNamespace(key="norm:aten::native_batch_norm:0", time_s=0.05)]
+    operations.append(SimpleNamespace(key="conv:aten::convolution:0", time_s=0.3))
+    times._profiler = SimpleNamespace(operations=operations, forward_s=0.4)
+    assert times._record_s(forward_s) == pytest.approx(record_s)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from lightning_dp.runs import plan as recipe
+from lightning_dp.runs.hydra_versions import VERSION_BASE
 from tests.docs.pages import ROOT
+from tests.ranks import run_processes
+from tests.recipes.in_process import run_script
 
 TINY = ("data=synthetic", "data.num_train=48", "data.num_val=20", "data.num_test=21", "data.batch_size=8")
 
 
 def composed(*overrides: str) -> dict[str, Any]:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), **VERSION_BASE):
         config = compose("plan", [*TINY, "trainer=cpu", "run_dir=run", "callbacks=agbn", *overrides])
     return OmegaConf.to_container(config, resolve=True)
 
@@ -35,7 +37,7 @@ def test_a_run_says_what_to_use_and_leaves_its_files(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         text = recipe.measure(config, None)
-    assert "Simulated, 4 ranks:" in text
+    assert "Simulated, 4 ranks" in text
     assert (tmp_path / "run" / "plan.md").read_text() == f"{text}\n"
     plan = yaml.safe_load((tmp_path / "run" / "plan.yaml").read_text())
     assert plan["overrides"][0].startswith("strategy=")
@@ -77,11 +79,65 @@ def test_mistakes_are_refused_by_name(override, message):
 
 
 def test_a_key_that_nothing_reads_is_refused(tmp_path):
-    command = [sys.executable, str(ROOT / "recipes" / "plan.py"), "+ckpt_pth=a.ckpt"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "error: nothing reads the key ckpt_pth; did you mean ckpt_path?"
+    ((status, _),) = run_processes(1, run_script, "plan.py", tmp_path, "+ckpt_pth=a.ckpt")
+    assert status.splitlines()[-1] == "error: nothing reads the key ckpt_pth; did you mean ckpt_path?"
     assert not list(tmp_path.iterdir())
+
+
+def test_steps_of_the_plan_are_run_beside_those_of_the_present_configuration(monkeypatch):
+    monkeypatch.setattr(recipe, "ROUNDS", 1)
+    monkeypatch.setattr(recipe, "NUM_STEPS", 1)
+    command_line = ["data.num_workers=0", "trainer.max_epochs=2", "trainer.enable_progress_bar=false"]
+    overrides = ["trainer.accumulate_grad_batches=2", "data.batch_size=4"]
+    # As Hydra composes the plan, but for what the plan sets itself.
+    kept = recipe.without([*command_line, "data.batch_size=8"], overrides)
+    assert kept == command_line
+    sides = {recipe.PRESENT: composed(*command_line), recipe.PLANNED: composed(*kept, *overrides)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        times = recipe.time_steps(sides, None)
+    assert [len(values) for values in times.values()] == [1, 1]
+    assert all(value > 0 for values in times.values() for value in values)
+    plan = {"step_ms": 40.0, "error": 0.1, "measured_ms": {"compute": 30.0, "loading": 20.0}}
+    text = recipe.verified_text({"present": [0.05, 0.06, 0.04], "plan": [0.05]}, sides, plan)
+    assert "| present | 50.0 | 50.0 (40.0 to 60.0) | +0% |" in text
+    assert "| plan | 40.0 | 50.0 (50.0 to 50.0) | -20% |" in text
+    # Both have 8 images in a step.
+    assert text.endswith("Images/s of the plan over those at present: 1.00, predicted 1.25.")
+    disturbed = recipe.verified_text({"present": [0.04], "plan": [0.04]}, sides, plan)
+    assert disturbed.endswith("other work has disturbed one of the two: run it again.")
+
+
+def test_runs_that_are_verified_share_one_process_group(monkeypatch):
+    """A second group in the same processes would find the addresses of the first one in the launcher's store."""
+    was_there = []
+
+    def run_steps(config: dict[str, Any], clock: recipe.StepClock) -> None:
+        was_there.append(dist.is_initialized())
+        if not was_there[-1]:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        clock._ends_s = [float(step) for step in range(recipe.WARM_UP + 3)]
+
+    monkeypatch.setattr(recipe, "run_steps", run_steps)
+    times = recipe.time_steps({"present": {"seed": 0}, "plan": {"seed": 0}}, None)
+    assert was_there == [False] + (2 * recipe.ROUNDS - 1) * [True]
+    assert times == {"present": recipe.ROUNDS * [1.0], "plan": recipe.ROUNDS * [1.0]}
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("plan.gbit_per_s=1", "verify=true runs the plan on these 1 ranks and their own network"),
+        ("plan.world_size=4", "leave out plan.gbit_per_s and plan.world_size"),
+        ("verify=often", "verify='often' must be true or false"),
+    ],
+)
+def test_a_plan_for_another_job_is_not_verified(override, message):
+    with pytest.raises(ValueError, match=message):
+        recipe.check_verify(composed("verify=true", override), 1)
+    recipe.check_verify(composed("verify=true"), 1)
+    recipe.check_verify(composed("plan.world_size=4"), 1)
 
 
 def test_callbacks_that_change_training_are_measured_and_those_that_watch_it_are_not(monkeypatch):

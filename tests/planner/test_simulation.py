@@ -104,6 +104,11 @@ def test_accumulation_reduces_once_in_four_batches():
     assert step_s(ONE_BLOCK, "ddp_accumulate_4") == pytest.approx(0.35 + (0.01 + ALL_REDUCE_S) / 4)
 
 
+@pytest.mark.parametrize("method", ["ddp", "layered_sgd_load", "layered_sgd_step"])
+def test_a_model_that_sends_no_gradients_updates_once(method):
+    assert step_s(Workload((Block(0.0, 0.1, 0.2),), update_s=0.1), method) == pytest.approx(0.4, abs=0.01)
+
+
 @pytest.mark.parametrize("load_s", [0.05, 1.0])
 def test_layered_sgd_as_published_hides_the_network_behind_loading(load_s):
     expected = 0.31 + max(load_s, ALL_REDUCE_S)
@@ -154,6 +159,8 @@ def test_global_batch_norm_waits_twice_per_layer():
     workload = replace(ONE_BLOCK, num_batch_norms=10)
     extra_s = step_s(workload, Method(global_batch_norm=True), 8) - step_s(workload, Method(), 8)
     assert extra_s == pytest.approx(2 * 10 * 3 * SLOW.latency_s)
+    assert Method(global_batch_norm=True).applies_to(workload)
+    assert not Method(global_batch_norm=True).applies_to(ONE_BLOCK)  # which has no batch norm
 
 
 # --- hybrid ---

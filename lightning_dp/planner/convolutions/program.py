@@ -126,9 +126,7 @@ def require_solver() -> None:
     try:
         import scipy.optimize  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "to choose algorithms needs SciPy: pip install 'lightning-dp[recipes]'", name="scipy"
-        ) from error
+        raise ModuleNotFoundError("to choose algorithms needs SciPy: pip install scipy", name="scipy") from error
 
 
 def _solve(layers: Layers, bound_bytes: int) -> dict[str, Choice] | None:

@@ -1,0 +1,178 @@
+"""Probes of the machine: the network between the ranks of a job, and the processor time of compressing gradients."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dp.collectives.compression import Compression, make_compressor
+from lightning_dp.collectives.compression.layout import BucketShard, ParameterTable, whole_shard
+from lightning_dp.collectives.compression.wire import Exchange, Transport
+from lightning_dp.collectives.groups import create_groups, destroy_group
+from lightning_dp.planner.formulas import require_count
+from lightning_dp.planner.network import Link, Network
+from lightning_dp.planner.simulation import COMPRESSORS
+
+# The network: latency and bandwidth between the ranks of the job.
+
+SMALLEST_BYTES = 1024  # only latency matters
+# Larger and larger messages, until one takes this long. The link's burst no longer matters then.
+LONG_ENOUGH_S = 0.2
+LARGEST_BYTES = 64 * 1024 * 1024
+
+
+def probe_network(
+    device: torch.device | str = "cpu", ranks_per_node: int | None = None, repeats: int = 4, num_elements: int = 0
+) -> Network:
+    """Time all-reduces of growing size, and return the network that explains them. All ranks must call it.
+
+    The links are those that a ring all-reduce would need to take as long. With several nodes, an all-reduce over all
+    ranks gives the NIC's, and one within each node the inner link. All ranks return the same.
+
+    Args:
+        device: of the messages; CUDA for NCCL.
+        ranks_per_node: by default, ``LOCAL_WORLD_SIZE``, or all ranks.
+        repeats: all-reduces of each size that are timed; the median counts.
+        num_elements: ignored if 0; else the only large message, for tests.
+
+    Raises:
+        ValueError: there is one rank only, or ``ranks_per_node`` does not divide the number of ranks.
+    """
+    require_count("repeats", repeats)
+    world_size = dist.get_world_size()
+    per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if world_size == 1 or world_size % per_node:
+        raise ValueError(
+            f"world_size={world_size} and ranks_per_node={per_node}: the probe needs two ranks or more, and the same "
+            "number on each node"
+        )
+    bounds = (4 * num_elements, 4 * num_elements) if num_elements else (64 * SMALLEST_BYTES, LARGEST_BYTES)
+    all_ranks = _measure(None, bounds, device, repeats)
+    if per_node == world_size:
+        return Network(all_ranks, all_ranks, per_node)
+    if per_node == 1:
+        return Network(all_ranks, all_ranks, 1)
+    nodes = [range(first, first + per_node) for first in range(0, world_size, per_node)]
+    own = create_groups(nodes, dist.get_rank())
+    inner = _measure(own, bounds, device, repeats)
+    destroy_group(own)
+    return Network(all_ranks, _slowest(inner, device), per_node)
+
+
+def _measure(
+    group: dist.ProcessGroup | None, bounds: tuple[int, int], device: torch.device | str, repeats: int
+) -> Link:
+    """Return the link of a ring over ``group``. All its ranks get the same."""
+    size = dist.get_world_size(group)
+    steps = 2 * (size - 1)  # messages one after the other, each with one of as many parts as there are ranks
+
+    def message_s(num_bytes: int) -> float:
+        return _all_reduce_s(group, num_bytes, device, repeats) / steps
+
+    smallest_s = message_s(SMALLEST_BYTES)
+    num_bytes, largest_bytes = bounds
+    while (largest_s := message_s(num_bytes)) * steps < LONG_ENOUGH_S and num_bytes < largest_bytes:
+        num_bytes = min(4 * num_bytes, largest_bytes)
+    try:
+        return Link.fit([SMALLEST_BYTES / size, num_bytes / size], [smallest_s, largest_s])
+    except ValueError:
+        # On a busy machine a large message may be as fast as a small one: then the large one tells all.
+        return Link(largest_s, num_bytes / size / largest_s)
+
+
+def _all_reduce_s(group: dist.ProcessGroup | None, num_bytes: int, device: torch.device | str, repeats: int) -> float:
+    """Return the time of one all-reduce: the mean over the ranks of their medians, which all of them get."""
+    message = torch.zeros(num_bytes // 4, device=device)
+    measured = []
+    for _ in range(repeats + 1):
+        _synchronize_ranks(device)
+        begin_s = time.perf_counter()
+        dist.all_reduce(message, group=group)
+        _synchronize_ranks(device)
+        measured.append(time.perf_counter() - begin_s)
+    # The first one sets connections up, and takes what the link lets pass at once.
+    shared = torch.tensor(median(measured[1:]), dtype=torch.float64, device=device)
+    dist.all_reduce(shared, group=group)
+    return shared.item() / dist.get_world_size(group)
+
+
+def _slowest(link: Link, device: torch.device | str) -> Link:
+    """Return the slowest of all ranks' links: the nodes must agree on one network."""
+    values = torch.tensor([link.latency_s, 1 / link.bytes_per_s], dtype=torch.float64, device=device)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    latency_s, seconds_per_byte = values.tolist()
+    return Link(latency_s, 1 / seconds_per_byte)
+
+
+def _synchronize_ranks(device: torch.device | str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# Compressors: the time in which one rank encodes and decodes the job's gradients, without sending them.
+
+# Of the gradients, the first ones whose elements fit. The time of all is larger by as much as they are.
+PROBED_ELEMENTS = 8 * 1024 * 1024
+
+
+def probe_compressors(shapes: Sequence[Sequence[int]], repeats: int = 3) -> dict[str, float]:
+    """Time each compressor on gradients of these shapes, in host memory, as one of two carriers.
+
+    Nothing is sent: what arrives from the other carrier is a copy of one's own message. Among more carriers a rank
+    encodes and decodes about as much. If the ranks of a machine call it together, they share its cores as in training.
+
+    Args:
+        shapes: of the parameters.
+        repeats: timed sums; the median counts.
+
+    Returns:
+        Seconds for all gradients of a step, by the name of `Method.compression`. Empty without parameters.
+    """
+    require_count("repeats", repeats)
+    probed: list[Tensor] = []
+    total = sum(torch.Size(shape).numel() for shape in shapes)
+    for shape in shapes:
+        if not probed or sum(map(Tensor.numel, probed)) + torch.Size(shape).numel() <= PROBED_ELEMENTS:
+            probed.append(torch.empty(tuple(shape), device="meta"))
+    measured = sum(map(Tensor.numel, probed))
+    if not measured:
+        return {}
+    infos = ParameterTable((str(index), parameter) for index, parameter in enumerate(probed)).all()
+    gradients = torch.randn(measured, generator=torch.Generator().manual_seed(0))
+    return {
+        name: total / measured * _compress_s(choice, gradients, whole_shard(infos), repeats)
+        for name, choice in COMPRESSORS.items()
+    }
+
+
+def _compress_s(choice: Compression, gradients: Tensor, piece: BucketShard, repeats: int) -> float:
+    compressor = make_compressor(choice)
+    measured = []
+    for _ in range(repeats + 1):
+        bucket = gradients.clone()
+        begin_s = time.perf_counter()
+        compressor.all_reduce(bucket, piece, _Loopback())
+        measured.append(time.perf_counter() - begin_s)
+    return median(measured[1:])  # the first sum has no residuals yet
+
+
+class _Loopback(Transport):
+    """Two carriers of which the other one always sends what this one does."""
+
+    def __init__(self) -> None:
+        self.num_ranks = 2
+        self.rank = 0
+        self.bytes_sent = 0
+
+    @override
+    def start(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Exchange:
+        for sent, received in zip(outgoing, incoming, strict=True):
+            received.copy_(sent)
+        return Exchange([])
