@@ -10,7 +10,7 @@ PIP     := pip install --quiet --disable-pip-version-check
 # Without a restart, a worker that crashes ends the run; with one, xdist can wait forever at the end.
 PYTEST  := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: demo test test-slow test-oldest test-newest test-lightning coverage lint hooks bench gpu-check docs clean
+.PHONY: demo test test-slow test-oldest test-newest test-torch test-lightning coverage mutants lint hooks bench gpu-check docs clean
 
 # The main job: two processes on CPU train ResNet-20 on real images with layered SGD and adaptive global batch norm.
 demo: $(READY)
@@ -22,13 +22,25 @@ test: $(READY)
 test-slow: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist load -m slow
 
-# The lower bounds of pyproject.toml, in an environment of their own. Old packages use what newer ones deprecate.
+# The lower bounds of pyproject.toml, in an environment of their own. Old packages use what newer ones deprecate. The
+# index may have such a torch for GPUs only, which is gigabytes.
 test-oldest: .venv-oldest/.ready
 	.venv-oldest/bin/python $(PYTEST) -W ignore::DeprecationWarning -W ignore::PendingDeprecationWarning
 
 # The newest versions, in an environment of their own. The index may have torch for GPUs only, which is gigabytes.
 test-newest: .venv-newest/.ready
 	.venv-newest/bin/python $(PYTEST)
+
+# Another torch beside the pins: make test-torch TORCH=2.15.0 [TESTS="tests/layers tests/callbacks"]. In an environment of
+# its own, which is removed afterwards: the index has torch for GPUs only, 5 to 7 GB, which runs on CPU as well.
+test-torch:
+	@test -n "$(TORCH)" || { echo "which torch? make test-torch TORCH=2.15.0" >&2; exit 2; }
+	set -e; trap 'rm -rf .venv-torch' EXIT; trap 'exit 130' INT TERM; \
+	$(PYTHON) -m venv .venv-torch; \
+	grep -v "^torch==" constraints.txt > .venv-torch/constraints.txt; \
+	.venv-torch/bin/$(PIP) --no-cache-dir "torch==$(TORCH)"; \
+	.venv-torch/bin/$(PIP) -c .venv-torch/constraints.txt -e ".[test]"; \
+	.venv-torch/bin/python $(PYTEST) $(TESTS)
 
 # Lines and branches, also of the processes that tests start. These have other working folders, hence the variable.
 coverage: export COVERAGE_FILE = $(CURDIR)/.coverage
@@ -37,6 +49,10 @@ coverage: $(READY)
 	$(BIN)/coverage run $(PYTEST)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
+
+# Puts small faults into a copy of the package, and says which of them no test sees. About an hour.
+mutants: $(READY)
+	$(BIN)/python .ci/mutants.py $(MUTANTS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -73,7 +89,7 @@ docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m pytest -q -m "docs and not slow"
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest .coverage* .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv .venv-oldest .venv-newest .venv-torch .coverage* .mypy_cache .pytest_cache .ruff_cache *.egg-info
 
 # torch first, by exact version: that is what the constraints pin, and what is tested.
 $(READY): pyproject.toml constraints.txt

@@ -53,7 +53,7 @@ OTHER_FRAMEWORK = next(name for name in FRAMEWORKS if name != FRAMEWORK)
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
-    from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+    from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 else:
     _framework = importlib.import_module(FRAMEWORK)
     _strategies = importlib.import_module(FRAMEWORK + ".strategies")
@@ -62,6 +62,7 @@ else:
     LightningModule = _framework.LightningModule
     Trainer = _framework.Trainer
     DDPStrategy = _strategies.DDPStrategy
+    ModelParallelStrategy = _strategies.ModelParallelStrategy
     StrategyRegistry = _strategies.StrategyRegistry
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "DDPStrategy",
     "LightningDataModule",
     "LightningModule",
+    "ModelParallelStrategy",
     "OwnTrainerOnly",
     "StrategyRegistry",
     "Trainer",

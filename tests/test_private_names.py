@@ -41,18 +41,25 @@ class Gone:
         pass
 
 
+def remove(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    if isinstance(owner, str):
+        patch.setitem(sys.modules, owner, None)
+    elif isinstance(owner, ModuleType):
+        patch.delattr(owner, name, raising=False)  # a successor need not exist yet
+    else:
+        patch.setattr(owner, name, Gone(), raising=False)
+
+
 @EACH
 def test_a_contract_sees_that_its_name_is_gone(contract):
     version = importlib.import_module(contract.library).__version__
     with pytest.MonkeyPatch.context() as patch:
         if contract.remove is not None:
             contract.remove(patch)
-        elif isinstance(contract.owner, str):
-            patch.setitem(sys.modules, contract.owner, None)
-        elif isinstance(contract.owner, ModuleType):
-            patch.delattr(contract.owner, contract.name)
         else:
-            patch.setattr(contract.owner, contract.name, Gone(), raising=False)
+            remove(patch, contract.owner, contract.name)
+        if contract.successor is not None:
+            remove(patch, *contract.successor)
         with pytest.raises(AssertionError) as caught:
             contract.hold()
     assert f"{contract.name} of {contract.library} {version} does not do what" in str(caught.value)

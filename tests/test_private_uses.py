@@ -17,7 +17,10 @@ pytestmark = pytest.mark.repository
 FOLDERS = ("lightning_dp", "recipes", "benchmarks")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 # Private methods of Lightning's that our classes override, each with a contract in tests/test_private_names.py.
-OVERRIDES = {"LayeredSGDStrategy": {"_configure_launcher"}}
+OVERRIDES = {
+    "LayeredFSDPStrategy": {"_configure_launcher"},
+    "LayeredSGDStrategy": {"_configure_launcher"},
+}
 
 
 def test_no_private_name_of_upstream_is_used():

@@ -6,6 +6,8 @@ before it starts processes. It has a contract like the names below.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -39,6 +41,32 @@ def strategy_timeout(strategy: Any) -> timedelta:
     return DEFAULT_TIMEOUT if timeout is None else timeout
 
 
+def end_when_stop_check_times_out(trainer: Any) -> Callable[[], None]:
+    """Let training end when the broadcast that precedes each batch has timed out. Return what undoes this.
+
+    In it rank 0 tells the others whether the job is to stop. Lightning drops its errors, so that the next collective in
+    another group, or over sockets, would wait for the silent rank once more.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    check = getattr(loop, "_broadcast_sigterm_tensor", None)  # not in all versions
+    if check is None:
+        return lambda: None
+    timeout_s = strategy_timeout(trainer.strategy).total_seconds()
+
+    def check_within_timeout() -> None:
+        start_s = time.monotonic()
+        check()
+        if time.monotonic() - start_s >= timeout_s:
+            others = ", ".join(str(rank) for rank in range(trainer.world_size) if rank != trainer.global_rank)
+            raise TimeoutError(
+                f"rank {trainer.global_rank} has waited {timeout_s:g} s, the strategy's timeout, to begin a batch: one "
+                f"of the other ranks ({others}) is stuck or cannot be reached; look at its log first"
+            )
+
+    loop._broadcast_sigterm_tensor = check_within_timeout
+    return lambda: vars(loop).pop("_broadcast_sigterm_tensor", None)
+
+
 def converts_batch_norm(strategy: Any) -> bool:
     """Return whether ``Trainer(sync_batchnorm=True)`` makes this strategy replace batch norm layers."""
     # A default, because strategies for one device do not have the attribute.
@@ -54,3 +82,8 @@ def is_compiled_by_lightning(module: nn.Module) -> bool:
 def before_batch_transfer(module: Any, batch: Any) -> Any:
     """Return a batch after the hook ``on_before_batch_transfer`` of module or data module."""
     return module._on_before_batch_transfer(batch)
+
+
+def give_device_mesh(owner: Any, mesh: Any) -> None:
+    """Let the property ``device_mesh`` of a ModelParallelStrategy, or of a LightningModule, return ``mesh``."""
+    owner._device_mesh = mesh

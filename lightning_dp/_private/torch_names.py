@@ -40,11 +40,13 @@ __all__ = [
     "device_types",
     "enable_ddp_timing",
     "file_of",
+    "flag_reader",
     "group_timeout",
     "has_any_step_hooks",
     "has_backward_hooks",
     "has_compiled_forward",
     "has_forward_hooks",
+    "has_gradient_hooks",
     "has_modes",
     "has_tensor_hooks",
     "ignore_in_ddp",
@@ -54,8 +56,10 @@ __all__ = [
     "mark_stepped",
     "mutated_arguments",
     "next_sequence_number",
+    "num_gradient_listeners",
     "on_compile_start",
     "release_reducer",
+    "replace_fsdp_collectives",
     "scaler_device",
     "sequence_number",
     "shallow_copy_of",
@@ -75,13 +79,18 @@ __all__ = [
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Return how long a collective of ``group`` on ``device`` may take before its backend gives up."""
     # Backends that are written in Python need not have options.
-    options = getattr(group._get_backend(device), "options", None)
+    options = getattr(_backend(group, device), "options", None)
     return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the name of the backend that ``group`` uses for tensors on ``device``: ``"gloo"``, ``"nccl"``, ..."""
-    return group._get_backend(device).name()
+    return _backend(group, device).name()
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:
+    # The first name is public, and new in torch 2.14.
+    return group.get_backend(device) if hasattr(group, "get_backend") else group._get_backend(device)
 
 
 def device_types(group: dist.ProcessGroup) -> list[torch.device]:
@@ -155,9 +164,45 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Return whether hooks of `Tensor.register_hook` may change the gradient of this tensor."""
+    return bool(tensor._backward_hooks)
+
+
 def has_tensor_hooks(tensor: Tensor) -> bool:
     """Return whether hooks see the gradient of this tensor."""
-    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return bool(has_gradient_hooks(tensor) or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def num_gradient_listeners(parameter: Tensor) -> int:
+    """Return how many functions of `Tensor.register_post_accumulate_grad_hook` are called for ``parameter``."""
+    return len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
+
+
+def replace_fsdp_collectives(unit: Any, all_gather: Any, reduce_scatter: Any) -> Callable[[], None] | None:
+    """Let FSDP2 use these collectives for ``unit``, and divide no gradient; return what undoes it.
+
+    None, and nothing is changed, if somebody has given ``unit`` collectives or a divisor of their own.
+    """
+    groups = unit._get_fsdp_state()._fsdp_param_groups
+    if len(groups) != 1:
+        return None
+    (group,) = groups
+    own = group._all_gather_comm, group._reduce_scatter_comm
+    is_changed = group.gradient_divide_factor is not None or group.force_sum_reduction_for_comms
+    if is_changed or [type(each).__name__ for each in own] != ["DefaultAllGather", "DefaultReduceScatter"]:
+        return None
+    unit.set_custom_all_gather(all_gather)
+    unit.set_custom_reduce_scatter(reduce_scatter)
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
+
+    def undo() -> None:
+        group._all_gather_comm, group._reduce_scatter_comm = own
+        group.gradient_divide_factor = None
+        group.force_sum_reduction_for_comms = False
+
+    return undo
 
 
 def scaler_device(scaler: torch.amp.GradScaler) -> str:
@@ -175,6 +220,15 @@ def without_torch_function() -> Iterator[None]:
     """Treat tensor subclasses as plain tensors: their ``__torch_function__`` is not called."""
     with torch._C.DisableTorchFunctionSubclass():
         yield
+
+
+LOCAL_PART = "_local_tensor"
+"""The attribute of a DTensor that holds this rank's part."""
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor; any other tensor itself. No gradient flows through it."""
+    return tensor._local_tensor if hasattr(tensor, LOCAL_PART) else tensor  # type: ignore[attr-defined]
 
 
 def assert_async(condition: Tensor) -> None:
@@ -280,7 +334,10 @@ def keeps_graph() -> bool:
 
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward pass inside of which this code runs has ended, before it returns."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    # The first name is public, and new in torch 2.15.
+    queue = getattr(torch.autograd.graph, "queue_callback", None)
+    queue = queue or torch.autograd.Variable._execution_engine.queue_callback
+    queue(callback)
 
 
 def next_sequence_number() -> int:
@@ -320,6 +377,13 @@ def detach_with_version(tensor: Tensor) -> Tensor:
     # Below autograd, a view would have a version of its own.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
+
+
+def flag_reader(module: Any, name: str) -> Callable[[], Any]:
+    """Return what reads the flag ``name`` of a module of `torch.backends`, or of an operator there."""
+    kind: Any = type(module)
+    flag = vars(kind).get(name)
+    return partial(kind.__getattr__, module, name) if flag is None else flag.getter
 
 
 @contextmanager

@@ -19,12 +19,14 @@ class Contract:
         name: the private name.
         check: fails if the name does not have the effect that `lightning_dp` needs.
         remove: removes the name, for the test that ``check`` notices. None: the name is an attribute of ``owner``.
+        successor: owner and name of what newer versions have in its place, which is public.
     """
 
     owner: Any
     name: str
     check: Callable[[], None]
     remove: Callable[[pytest.MonkeyPatch], None] | None = None
+    successor: tuple[Any, str] | None = None
 
     @property
     def library(self) -> str:
@@ -47,10 +49,13 @@ CONTRACTS: list[Contract] = []
 
 
 def contract(
-    owner: Any, name: str, remove: Callable[[pytest.MonkeyPatch], None] | None = None
+    owner: Any,
+    name: str,
+    remove: Callable[[pytest.MonkeyPatch], None] | None = None,
+    successor: tuple[Any, str] | None = None,
 ) -> Callable[[Callable[[], None]], Callable[[], None]]:
     def add(check: Callable[[], None]) -> Callable[[], None]:
-        CONTRACTS.append(Contract(owner, name, check, remove))
+        CONTRACTS.append(Contract(owner, name, check, remove, successor))
         return check
 
     return add

@@ -56,7 +56,7 @@ def check_a_graph_that_is_kept_is_seen_from_inside() -> None:
     assert found == [True, False]
 
 
-@contract(torch.autograd.Variable, "_execution_engine")
+@contract(torch.autograd.Variable, "_execution_engine", successor=(torch.autograd.graph, "queue_callback"))
 def check_a_callback_runs_when_all_of_backward_has_run_and_before_it_returns() -> None:
     calls = []
     first = torch.ones(1, requires_grad=True)
@@ -81,6 +81,22 @@ def check_an_alias_below_autograd_has_the_version_of_its_tensor() -> None:
         tensor = torch.ones(1) * 2
     tensor.add_(1)
     assert torch_names.version_of(aliases[-1]) == torch_names.version_of(tensor) == 1
+
+
+@contract(type(vars(type(torch.backends.mkldnn))["enabled"]), "getter")
+def check_a_flag_of_a_backend_is_read() -> None:
+    read = torch_names.flag_reader(torch.backends.mkldnn, "deterministic")
+    before = torch.backends.mkldnn.deterministic
+    try:
+        for value in (not before, before):
+            torch.backends.mkldnn.deterministic = value
+            assert read() is value
+    finally:
+        torch.backends.mkldnn.deterministic = before
+    if not hasattr(torch.backends.cudnn, "conv"):  # before torch 2.9
+        return
+    for operator in (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.mkldnn.matmul):
+        assert torch_names.flag_reader(operator, "fp32_precision")() == operator.fp32_precision
 
 
 @contract("torch._functorch.config", "_functorch")

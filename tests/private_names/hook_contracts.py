@@ -111,3 +111,4 @@ def check_hooks_of_a_tensor_are_seen() -> None:
         assert not torch_names.has_tensor_hooks(tensor)
         getattr(tensor, register)(lambda *_: None)
         assert torch_names.has_tensor_hooks(tensor)
+        assert torch_names.has_gradient_hooks(tensor) == (register == "register_hook")

@@ -6,11 +6,12 @@ import importlib
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dp._lightning import FRAMEWORK, DDPStrategy, LightningModule, Trainer
+from lightning_dp._lightning import FRAMEWORK, DDPStrategy, LightningModule, ModelParallelStrategy, Trainer
 from lightning_dp._private import lightning_names
 from tests.private_names.contract import contract
 from tests.private_names.torch_contracts import CPU, in_one_process
@@ -91,3 +92,30 @@ def check_a_trainer_configures_the_launcher_when_it_is_made() -> None:
             self.configured = True
 
     assert trainer(strategy=Recording(), devices=2).strategy.configured
+
+
+@contract(ModelParallelStrategy, "_device_mesh")
+def check_a_strategy_shows_the_mesh_that_it_was_given() -> None:
+    strategy = ModelParallelStrategy()
+    lightning_names.give_device_mesh(strategy, "mesh")
+    assert strategy.device_mesh == "mesh"
+
+
+@contract(LightningModule, "_device_mesh")
+def check_a_module_shows_the_mesh_that_it_was_given() -> None:
+    module = LightningModule()
+    lightning_names.give_device_mesh(module, "mesh")
+    assert module.device_mesh == "mesh"
+
+
+EpochLoop = importlib.import_module(FRAMEWORK + ".loops.training_epoch_loop")._TrainingEpochLoop
+
+
+@contract(EpochLoop, "_broadcast_sigterm_tensor")
+def check_the_broadcast_before_a_batch_can_be_replaced_and_drops_its_errors() -> None:
+    made = trainer(strategy=DDPStrategy(timeout=timedelta(0)), devices=2, fast_dev_run=True)
+    undo = lightning_names.end_when_stop_check_times_out(made)
+    with pytest.raises(TimeoutError, match=r"rank 0 has waited 0 s.* one of the other ranks \(1\) is stuck"):
+        made.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    undo()
+    made.fit_loop.epoch_loop._broadcast_sigterm_tensor()  # there is no default group, so it fails

@@ -57,7 +57,7 @@ def check_batch_norm_refuses_the_wrong_number_of_dimensions() -> None:
         torch_names.check_input_dim(nn.BatchNorm2d(3), torch.ones(2, 3))
 
 
-@contract(dist.ProcessGroup, "_get_backend")
+@contract(dist.ProcessGroup, "_get_backend", successor=(dist.ProcessGroup, "get_backend"))
 @contract(dist.ProcessGroupGloo._Options, "_timeout")
 def check_a_group_tells_its_backend_and_timeout() -> None:
     group = thread_group(dist.HashStore(), 0, 1, 77.0)
@@ -296,3 +296,71 @@ def check_modes_and_transforms_are_seen_and_left() -> None:
         torch.jit.trace(look, torch.ones(2), check_trace=False)
     outside = (False, False)
     assert seen == [outside, outside, (True, True), outside, (True, False), outside, (True, False), outside]
+
+
+@contract("torch.distributed.tensor", "_local_tensor", lambda patch: patch.setattr(torch_names, "LOCAL_PART", "gone"))
+def check_a_local_part_is_read_in_python_when_fsdp_gathers_it() -> None:
+    fsdp, tensor = (importlib.import_module(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))
+
+    def check() -> None:
+        layer = nn.Linear(2, 2)
+        fsdp.fully_shard(
+            layer, mesh=importlib.import_module("torch.distributed.device_mesh").init_device_mesh("cpu", (1,))
+        )
+        slot, reads = getattr(tensor.DTensor, torch_names.LOCAL_PART), []
+
+        def get(parameter: Any) -> torch.Tensor:
+            reads.append(parameter)
+            return slot.__get__(parameter)
+
+        watched = type("Watched", (tensor.DTensor,), {torch_names.LOCAL_PART: property(get, slot.__set__)})
+        layer.weight.__class__ = watched
+        assert torch_names.local_part(layer.weight).shape == (2, 2)
+        reads.clear()
+        weight = layer.weight
+        layer.unshard()
+        assert any(each is weight for each in reads)
+
+    in_one_process(check)
+
+
+FSDP = importlib.import_module("torch.distributed.fsdp")
+PARTS = "torch.distributed.fsdp._fully_shard."
+
+
+class Collective:
+    """Counts its calls in place of a collective."""
+
+    def __init__(self, name: str, calls: list[Any]) -> None:
+        self._name = name
+        self._calls = calls
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(*size, dtype=dtype, device=device)
+
+    def __call__(self, *, op: Any = None, **options: Any) -> None:
+        self._calls.append((self._name, op))
+
+
+@contract(FSDP.FSDPModule, "_get_fsdp_state")
+@contract(importlib.import_module(PARTS + "_fsdp_state").FSDPState, "_fsdp_param_groups")
+@contract(importlib.import_module(PARTS + "_fsdp_param_group").FSDPParamGroup, "_all_gather_comm")
+@contract(importlib.import_module(PARTS + "_fsdp_param_group").FSDPParamGroup, "_reduce_scatter_comm")
+def check_fsdp_calls_collectives_in_place_of_its_own() -> None:
+    fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", rank=0, world_size=2, store=fake.FakeStore())
+    try:
+        mesh = importlib.import_module("torch.distributed.device_mesh").init_device_mesh("cpu", (2,))
+        layer, calls = nn.Linear(2, 2), []
+        FSDP.fully_shard(layer, mesh=mesh)
+        own = Collective("gather", calls), Collective("reduce", calls)
+        undo = torch_names.replace_fsdp_collectives(layer, *own)
+        assert undo is not None
+        assert torch_names.replace_fsdp_collectives(layer, *own) is None
+        layer(torch.ones(1, 2)).sum().backward()
+        assert calls == [("gather", None), ("reduce", dist.ReduceOp.SUM)]
+        undo()
+        layer(torch.ones(1, 2)).sum().backward()
+        assert len(calls) == 2
+    finally:
+        dist.destroy_process_group()

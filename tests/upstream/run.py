@@ -7,7 +7,7 @@ CPU process becomes one on two ranks (`forced_strategy`). That alone makes many 
 counts is the difference, on each rank by itself, for many assertions hold on rank 0 alone: a test that passes under DDP
 and fails under another strategy, or that ends with other bits in the parameters. The hybrid sums gradients in another
 order, so there the numbers may differ by rounding. It shards ``layer``, as the linear layer of Lightning's
-`BoringModel` is called, and refuses modules without one by name.
+`BoringModel` is called, and raises an error for modules without one.
 `known_differences.txt` lists those that have a reason, each with it. Status 1 if there are others.
 
 The two ranks share their files. A test that rewrites its checkpoint may read what the other rank is writing, under any
