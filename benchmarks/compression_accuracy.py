@@ -40,6 +40,7 @@ from support.report import markdown_table, write_report
 from support.spread import summary
 
 from lightning_dp.models import resnet20
+from lightning_dp.planner.plots import colors_of, label_lines
 
 SMOKE = {
     "seeds": 2, "groups": [2], "choices": [EXACT, "int8", "PowerSGD rank 4"], "batch_size": 8, "epochs": 1,
@@ -133,14 +134,21 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the difference to the exact sum against the number of groups, with standard errors."""
     figure, axes = pyplot().subplots(figsize=(8.4, 4.2), layout="constrained")
     axes.axhspan(-0.3, 0.3, color="#dddddd", label="aim: within 0.3 points")
-    for place, choice in enumerate(dict.fromkeys(row["choice"] for row in rows if row["choice"] != EXACT)):
+    choices = list(dict.fromkeys(row["choice"] for row in rows if row["choice"] != EXACT))
+    ends = []
+    for place, (choice, color) in enumerate(zip(choices, colors_of(choices), strict=True)):
         own = [row for row in rows if row["choice"] == choice]
         # Side by side, so that the error bars of several choices can be told apart.
         x = [row["num_groups"] * 1.03**place for row in own]
-        axes.errorbar(x, [row["more"] for row in own], [row["error"] for row in own], marker="o", label=choice)
+        more = [row["more"] for row in own]
+        axes.errorbar(x, more, [row["error"] for row in own], marker="o", color=color)
+        ends.append((choice, x[-1], more[-1], color))
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="groups", ylabel="accuracy minus the exact sum's, points")
-    figure.legend(fontsize=8, loc="outside right upper")
+    groups = sorted({row["num_groups"] for row in rows})
+    axes.set_xticks(groups, [f"{count} groups" for count in groups])
+    axes.set(ylabel="accuracy minus the exact sum's, points")
+    axes.legend(fontsize=8)  # the aim
+    label_lines(axes, ends)
     figure.savefig(path, dpi=120)
     pyplot().close(figure)
 

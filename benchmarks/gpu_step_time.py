@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ]
         for rate, times in results.items()
     }
-    draw_bars(panels, folder / "step_time.png", title=title, axis="ms a step", max_columns=2)
+    draw_bars(panels, folder / "step_time.png", title=title, axis="computed time of a step", unit="ms", max_columns=2)
 
 
 if __name__ == "__main__":

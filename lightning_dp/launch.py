@@ -43,6 +43,8 @@ _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # The agent sees within a fraction of a second that a process has died. A rank that waits for this does not wait longer.
 AGENT_LIMIT_S = 30.0
 
+LOST_CONNECTION = "Connection closed by peer"  # gloo's words
+
 
 class LaunchError(RuntimeError):
     """A rank failed. The message is the rank's own.
@@ -272,10 +274,13 @@ def run_and_report(folder: str, function: Callable[..., Any], args: tuple[Any, .
 
 
 def first_report(folder: Path) -> RankReport | None:
-    """Return the first report that is no consequence of a death without a report, or None if there is none."""
+    """Return the first report that is no consequence of a death without a report, or None if there is none.
+
+    A rank that raises an error closes its connections before it reports. So a lost connection may be reported first.
+    """
     reports = [RankReport(**json.loads(path.read_text())) for path in folder.glob("*.json")]
     causes = [report for report in reports if not report.follows_death]
-    return min(causes, key=lambda report: report.time_s, default=None)
+    return min(causes, key=lambda report: (LOST_CONNECTION in report.message, report.time_s), default=None)
 
 
 def dead_ranks(folder: Path, but: int) -> list[int]:

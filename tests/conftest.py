@@ -12,28 +12,27 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-import torch
-import torch.distributed as dist
-from lightning_fabric.utilities.rank_zero import rank_zero_only
 
-from tests.ranks import start_server
+# torch is imported where it is used: with pytest-xdist this file is also imported by a process that runs no test.
 
 # These files take longest. They come first, so that no worker of pytest-xdist begins one of them at the end.
 LONGEST = (
-    "tests/strategies/krizhevsky_hybrid/test_training.py",
-    "tests/strategies/krizhevsky_hybrid/test_strategy.py",
-    "tests/test_launch.py",
     "tests/recipes/test_train.py",
-    "tests/strategies/layered_sgd/test_equals_ddp.py",
-    "tests/test_lightning.py",
-    "tests/strategies/layered_sgd/test_lightning_features.py",
+    "tests/strategies/krizhevsky_hybrid/test_training.py",
+    "tests/test_launch.py",
+    "tests/recipes/test_mistakes.py",
+    "tests/strategies/krizhevsky_hybrid/test_head_step_property.py",
+    "tests/strategies/krizhevsky_hybrid/test_strategy.py",
     "tests/recipes/test_resume.py",
-    "tests/strategies/krizhevsky_hybrid/test_checkpoint.py",
-    "tests/strategies/layered_sgd/test_optimizers_of_users.py",
+    "tests/test_lightning.py",
+    "tests/strategies/layered_sgd/test_equals_ddp.py",
+    "tests/strategies/krizhevsky_hybrid/test_traffic.py",
     "tests/callbacks/test_memonger.py",
+    "tests/recipes/test_compose.py",
+    "tests/strategies/layered_sgd/test_random_programs.py",
+    "tests/callbacks/test_ranks_agree.py",
+    "tests/strategies/layered_sgd/test_lightning_features.py",
     "tests/collective_order/test_collective_order.py",
-    "tests/strategies/test_launchers.py",
-    "tests/recipes/test_options.py",
 )
 
 
@@ -43,16 +42,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Let the server of the ranks import the tests that need it, while the others run."""
-    modules = {item.module for item in session.items}
-    needed = {each.__name__ for each in modules if {"run_processes", "run_cases"} & vars(each).keys()}
-    if needed and not session.config.option.collectonly:
-        start_server(needed)
+    """Start the server of the ranks, if there are tests that need it."""
+    needed = {"run_processes", "run_cases", "run_case", "forked"}
+    if any(needed & vars(module).keys() for module in {item.module for item in session.items}):
+        from tests.ranks import start_server
+
+        if not session.config.option.collectonly:
+            start_server()
 
 
 @pytest.fixture(autouse=True)
 def hermetic(tmp_path, monkeypatch) -> Iterator[None]:
     """Give each test its own working folder, environment and random state, and see that it leaves nothing behind."""
+    import torch
+    import torch.distributed as dist
+    from lightning_fabric.utilities.rank_zero import rank_zero_only
+
     environment = dict(os.environ)
     threads = set(threading.enumerate())
     rng_state = torch.get_rng_state()

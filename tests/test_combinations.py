@@ -51,7 +51,7 @@ CALLBACKS: dict[str, Callable[[], list[Any]]] = {
     "swa": lambda: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, device=None)],
     "all": lambda: [AdaptiveGlobalBatchNorm(), Memonger(), RanksAgree(every_n_steps=1), StepTimer()],
 }
-# docs/methods/krizhevsky_hybrid.md: "callbacks that copy parameters ... refused by name".
+# docs/methods/krizhevsky_hybrid.md: callbacks that copy parameters raise an error.
 REFUSED = {
     (strategy, callback): "keeps copies of the parameters, and each rank holds only a part of the head's"
     for strategy in STRATEGIES

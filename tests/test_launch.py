@@ -6,16 +6,25 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import lightning_dp.launch
 from lightning_dp.launch import LaunchError, external_rank, launch
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """Let ranks be forks of the tests' server. New interpreters, as in the recipes' tests, take ten times as long."""
+    config = partial(lightning_dp.launch.LaunchConfig, start_method="forkserver")
+    monkeypatch.setattr(lightning_dp.launch, "LaunchConfig", config)
 
 
 def sum_of_ranks(offset: float) -> tuple[float, int, list[str]]:
@@ -28,7 +37,7 @@ def sum_of_ranks(offset: float) -> tuple[float, int, list[str]]:
     return total.item(), world_size, [name for name in NAMES if name not in os.environ]
 
 
-def test_ranks_communicate_and_rank_0_returns_its_result_with_the_environment_restored():
+def test_ranks_communicate_and_rank_0_returns_its_result_with_the_environment_restored(forked):
     environment, handler = dict(os.environ), signal.getsignal(signal.SIGINT)
     assert launch(sum_of_ranks, 10.0, num_processes=2) == (21.0, 2, [])
     assert dict(os.environ) == environment
@@ -56,7 +65,7 @@ def fail_on_1(folder: str) -> None:
     dist.all_reduce(torch.zeros(1))  # waits for rank 1
 
 
-def test_a_failed_rank_stops_the_others_and_its_message_comes_back(tmp_path, capfd):
+def test_a_failed_rank_stops_the_others_and_its_message_comes_back(tmp_path, capfd, forked):
     with pytest.raises(LaunchError) as caught:
         launch(fail_on_1, str(tmp_path), num_processes=2)
     assert str(caught.value) == "rank 1 of 2: ValueError: rank 1 has no data; give it some"
@@ -81,7 +90,7 @@ def die_on_1() -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-def test_a_killed_rank_is_named_and_not_the_peer_that_lost_its_connection():
+def test_a_killed_rank_is_named_and_not_the_peer_that_lost_its_connection(forked):
     with pytest.raises(LaunchError, match=r"rank 1 of 2 was killed by SIGKILL \(often: out of memory\)"):
         launch(die_on_1, num_processes=2)
 

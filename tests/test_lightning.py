@@ -69,6 +69,7 @@ MIXED = """
 """
 
 
+@pytest.mark.slow
 def test_an_object_of_the_other_framework_is_refused_by_name():
     done = run(MIXED)
     refusals = [line for line in done.stdout.splitlines() if line.startswith("refused: ")]
@@ -78,6 +79,7 @@ def test_an_object_of_the_other_framework_is_refused_by_name():
         assert "import `lightning.pytorch` before `lightning_dp`" in refusal
 
 
+@pytest.mark.slow
 def test_a_strategy_name_of_the_other_framework_is_refused_by_name():
     done = run(
         """

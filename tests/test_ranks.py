@@ -140,12 +140,12 @@ def spoil(rank):
     assert "SPOILED" not in os.environ
     dist.spoiled, os.environ["SPOILED"] = True, "1"
     threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
-    return os.getppid() == IMPORTED_BY
+    return os.getpid() == IMPORTED_BY
 
 
 def test_each_call_has_new_processes_and_the_server_has_imported_the_test():
     for _ in range(2):
-        assert run_processes(2, spoil) == [not torch.cuda.is_available()] * 2
+        assert run_processes(2, spoil) == [torch.cuda.is_available()] * 2
 
 
 def fail_in_two_cases(rank, case, folder):
@@ -177,3 +177,14 @@ def die_in_case(rank, case):
 def test_a_death_in_a_case_is_reported():
     with pytest.raises(RankError, match="died with exit code 7"):
         run_cases(1, die_in_case, ["only"])
+
+
+def print_and_die(rank):
+    print("on the output", flush=True)
+    os.write(2, b"on the error output")
+    os._exit(7)
+
+
+def test_what_a_dead_process_has_printed_is_in_its_error():
+    with pytest.raises(RankError, match=r"exit code 7\non the output\non the error output"):
+        run_processes(1, print_and_die)

@@ -8,6 +8,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from lightning_dp.planner.plots import color_of
 from support.headless import pyplot
 from support.spread import Spread
 
@@ -23,7 +24,7 @@ class Bar:
         value: its length, and the ends of its whisker.
         bound: drawn as a line across the bar; None: there is none.
         hatched: sets it apart, for example because the side computes something else.
-        color: None: the color of the bar's place in its panel.
+        color: None: that of the method that the label names, else of the bar's place in its panel.
     """
 
     label: str
@@ -44,6 +45,7 @@ def draw_bars(
     hatched_label: str = "",
     reference: float | None = None,
     max_columns: int = 5,
+    unit: str = "",
 ) -> None:
     """Draw a panel for each entry of ``panels``, with the labels on the left, and save the plot.
 
@@ -53,17 +55,19 @@ def draw_bars(
         panels: title of the panel -> its bars, from top to bottom. Panels that all have the same labels share them.
         path: of the PNG file.
         title: of the plot.
-        axis: what the bars' length is, with the unit; stands below the title.
+        axis: what the bars' length is; stands below the title.
         digits: of the numbers beside the bars.
         bound_label: what the line across a bar is, for the legend.
         hatched_label: what hatched bars are, for the legend.
         reference: draws a dotted line through all bars of every panel, where 1 is "as fast as", for example.
         max_columns: panels side by side; further ones go to the next row.
+        unit: of the bars' length, for the ticks.
     """
     num_columns = min(len(panels), max_columns)
     figure, grid = _make_grid(panels, num_columns)
     for axes, (name, bars) in zip(grid.flat, panels.items(), strict=False):
         _draw_panel(axes, bars, digits)
+        axes.xaxis.set_major_formatter(f"{{x:,g}} {unit}".rstrip())
         axes.set_title(name, fontsize=10)
         if reference is not None:
             axes.axvline(reference, color="black", linewidth=0.9, linestyle=":")
@@ -99,7 +103,7 @@ def _draw_panel(axes: Any, bars: Sequence[Bar], digits: int) -> None:
         lengths,
         height=0.72,
         xerr=whiskers,
-        color=[bar.color or f"C{place % 10}" for place, bar in enumerate(bars)],
+        color=[bar.color or color_of(bar.label) or f"C{place % 10}" for place, bar in enumerate(bars)],
         hatch=["///" if bar.hatched else "" for bar in bars],
         edgecolor="white",
         linewidth=0,

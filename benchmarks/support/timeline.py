@@ -53,7 +53,8 @@ def draw_timeline(
     for row, name, start, end in segments:
         axes.barh(row, end - start, left=start, height=0.85, color=colors[name], linewidth=0)
     axes.set_yticks(range(len(rows)), rows)
-    axes.set(xlabel="seconds", xlim=(0, end_s), ylim=(len(rows) - 0.4, -0.6))
+    axes.set(xlim=(0, end_s), ylim=(len(rows) - 0.4, -0.6))
+    axes.xaxis.set_major_formatter("{x:g} s")
     axes.set_title(title, fontsize=11)
     handles = [Patch(color=color, label=name) for name, color in colors.items()]
     handles.append(Patch(facecolor=empty, edgecolor="0.6", linewidth=0.5, label=background))

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dp.layers import GlobalBatchNorm1d
 from lightning_dp.strategies.layered_sgd.gradient_sum import GradientCommunicator
 from lightning_dp.strategies.layered_sgd.reduction import LayeredReduction
+from tests.ranks import SYNC_BUFFERS
 
 MakeCommunicator = Callable[[str, nn.Module, bool], GradientCommunicator]
 """Called with the overlap, the module, and whether unused parameters are looked for."""
@@ -125,8 +126,8 @@ def run(program: Program, rank: int, make_communicator: MakeCommunicator | None)
         net,
         bucket_cap_mb=program.bucket_bytes / 2**20,
         find_unused_parameters=program.has_unused,
-        forward_sync_buffers=program.broadcast_buffers,
         gradient_as_bucket_view=True,
+        **{SYNC_BUFFERS: program.broadcast_buffers},
     )
     optimizer = (
         torch.optim.AdamW(net.parameters(), lr=0.01)

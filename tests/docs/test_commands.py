@@ -21,6 +21,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from lightning_dp.runs.hydra_versions import VERSION_BASE
 from lightning_dp.runs.validation import check_arguments, targets
 from tests.commands import run_command
 from tests.docs.pages import DOCS, ROOT, blocks, spans
@@ -43,7 +44,7 @@ NOT_RUN = {
     "make docs": "it installs packages; test_site.py builds the site",
     "make bench": "hours",
     "make gpu-check": "needs a GPU; tests/benchmarks/test_gpu_check.py runs a part of it on the CPU",
-    "pip install": "it installs packages; every target of make does it",
+    "pip": "it installs packages or builds one; targets of make and tests/test_wheel.py do it",
     "pytest -m slow tests/collective_order": "a slow test by itself",
     "torchrun --nnodes=2": "needs two machines; composed only",
     "torchrun --nproc-per-node=4 docs/minimal/": "test_minimal.py runs the minimal versions",
@@ -67,6 +68,7 @@ NOT_RUN = {
     "python benchmarks/global_batch_norm_accuracy.py": "needs CIFAR-10 and hours; arguments parsed only",
     "python benchmarks/global_batch_norm_throughput.py": "minutes on a quiet machine; arguments parsed only",
     "python benchmarks/hybrid_accuracy.py": "needs CIFAR-10 and hours; arguments parsed only",
+    "python benchmarks/hybrid_classes.py": "minutes on a quiet machine; arguments parsed only",
     "python benchmarks/hybrid_memory.py": "needs 21 GB of memory; arguments parsed only",
     "python benchmarks/hybrid_overlap.py": "needs root and network namespaces; arguments parsed only",
     "python benchmarks/hybrid_throughput.py": "needs root and network namespaces; arguments parsed only",
@@ -127,7 +129,7 @@ def compose_recipe(overrides: list[str], name: str = "train") -> None:
     """Compose a recipe's configuration; of a sweep, that of each job. An unknown key is an error of Hydra's."""
     values = [override.partition("=")[2].split(",") for override in overrides]
     keys = [override.partition("=")[0] for override in overrides]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), **VERSION_BASE):
         for job in itertools.product(*values):
             chosen = [f"{key}={value}" for key, value in zip(keys, job, strict=True)]
             config = OmegaConf.to_container(compose(name, [*chosen, "run_dir=somewhere"]), resolve=True)
@@ -142,8 +144,8 @@ def check(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         done = subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
     elif program == "pip":
-        extras = re.findall(r"(?:\.|lightning-dp)\[(\w+)\]", command)
-        assert extras or "jsonargparse" in command
+        extras = re.findall(r"(?:\.|\.whl)\[(\w+)\]", command)
+        assert extras or arguments[:1] == ["wheel"] or "jsonargparse" in command
         assert all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras)
     elif program.startswith(COMMAND):
         script = program.removeprefix(COMMAND)
@@ -162,7 +164,7 @@ def check(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert any(command.startswith(begin) for begin in NOT_RUN)
         elif script in ("recipes/train.py", "recipes/plan.py"):
             for plugin in re.findall(r"hydra/launcher=([a-z]+)|hparams_search=([a-z]+)", command):
-                pytest.importorskip(PLUGINS["".join(plugin)], reason="pip install lightning-dp[sweeps,search]")
+                pytest.importorskip(PLUGINS["".join(plugin)], reason="in the extras sweeps and search")
             compose_recipe([argument for argument in arguments if argument != "--multirun"], Path(script).stem)
         else:
             assert command in RUN, f"say in tests/docs/test_commands.py how to check {script}"

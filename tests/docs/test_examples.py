@@ -20,6 +20,7 @@ RUNS = {
     "existing_trainer.py": r"train_loss=\d",
     "vgg16.py": r"train_loss=\d",
     "segmentation.py": r"train_loss=0\.\d",
+    "plain_loop.py": r"hybrid: maximum difference to one process \de-1[4-9]",
     "notebook.py": r"changed by 0\.\d*[1-9]",
     "ray_train.py": r"train_loss=\d",
     "lightning_cli.py fit --config docs/examples/lightning_cli.yaml": None,
@@ -48,7 +49,8 @@ def test_an_example_runs(command, tmp_path):
     arguments = [str(ROOT / text) if text.startswith("docs/") else text for text in arguments]
     # recipes/ has the plugin that an installation puts beside the package.
     path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "recipes"), os.environ.get("PYTHONPATH"))))
-    done = run_command([sys.executable, EXAMPLES / script, *arguments], tmp_path, {"PYTHONPATH": path})
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=4"] if script == "plain_loop.py" else []
+    done = run_command([sys.executable, *launcher, EXAMPLES / script, *arguments], tmp_path, {"PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     if RUNS[command] is not None:
         assert re.match(RUNS[command], done.stdout.splitlines()[-1])

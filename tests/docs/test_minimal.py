@@ -23,11 +23,18 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_dp import AdaptiveGlobalBatchNorm, KrizhevskyHybridStrategy, LayeredSGDStrategy, Memonger, Plateau
+from lightning_dp import (
+    AdaptiveGlobalBatchNorm,
+    KrizhevskyHybridStrategy,
+    LayeredFSDPStrategy,
+    LayeredSGDStrategy,
+    Memonger,
+    Plateau,
+)
 from lightning_dp.collectives import RingState, ring_all_reduce, ring_all_reduce_hook
 from tests.commands import run_command
 from tests.docs.pages import DOCS, ROOT, blocks
-from tests.ranks import run_processes
+from tests.ranks import SYNC_BUFFERS, run_processes
 
 MINIMAL = DOCS / "minimal"
 NAMES = sorted(path.stem for path in MINIMAL.glob("*.py"))
@@ -154,6 +161,15 @@ def layered_sgd(rank: int, minimal: ModuleType | None, overlap: str) -> dict[str
     return model.state_dict()
 
 
+def layered_fsdp(rank: int, minimal: ModuleType | None) -> dict[str, Tensor]:
+    model, own = build(linear_network), batches(rank, 6)
+    if minimal is None:
+        fit(Module(model), own, LayeredFSDPStrategy(2, wrap=[nn.Linear]))
+    else:
+        minimal.train(model, lambda parameters: torch.optim.SGD(parameters, **SGD), own * EPOCHS, 2)
+    return {name: shard.full_tensor() for name, shard in model.state_dict().items()}
+
+
 def ring(rank: int, minimal: ModuleType | None) -> dict[str, Tensor]:
     model, own = build(linear_network), batches(rank, 6)
     if minimal is None:
@@ -168,7 +184,7 @@ def global_batch_norm(
     own = batches(rank, 2, 6, 6)
     if minimal is None:
         callback = AdaptiveGlobalBatchNorm(max_batch_size, Plateau(patience=1, min_delta=min_delta))
-        return fit(Module(build(convolutions)), own, DDPStrategy(forward_sync_buffers=False), callback)
+        return fit(Module(build(convolutions)), own, DDPStrategy(**{SYNC_BUFFERS: False}), callback)
     model = build(convolutions, minimal.AdaptiveBatchNorm2d)
     minimal.train(model, optimizer_of(model), [own] * EPOCHS, max_batch_size or float("inf"), min_delta)
     return model.state_dict()
@@ -177,7 +193,7 @@ def global_batch_norm(
 def memonger(rank: int, minimal: ModuleType | None) -> dict[str, Tensor]:
     own = batches(rank, 2, 6, 6)
     if minimal is None:
-        return fit(Module(build(convolutions)), own, DDPStrategy(forward_sync_buffers=False), Memonger("cheap"))
+        return fit(Module(build(convolutions)), own, DDPStrategy(**{SYNC_BUFFERS: False}), Memonger("cheap"))
     model = build(convolutions, nn.BatchNorm2d, minimal.Cheap)
     minimal.train(model, optimizer_of(model), own * EPOCHS)
     return model.state_dict()
@@ -204,6 +220,7 @@ def hybrid(rank: int, minimal: ModuleType | None, scheme: str) -> dict[str, Tens
 CASES: dict[str, tuple[str, Callable[..., dict[str, Tensor]], tuple[Any, ...]]] = {
     "layered SGD, load": ("layered_sgd", layered_sgd, ("load",)),
     "layered SGD, step": ("layered_sgd", layered_sgd, ("step",)),
+    "layered FSDP": ("layered_fsdp", layered_fsdp, ()),
     "ring": ("ring_all_reduce", ring, ()),
     "global batch norm": ("adaptive_global_batch_norm", global_batch_norm, (None, 0.0)),
     "global until a plateau": ("adaptive_global_batch_norm", global_batch_norm, (None, 1e9)),
@@ -249,6 +266,7 @@ def broken(name: str, what: str) -> Iterator[None]:
 TWINS = [
     ("layered SGD, load", "all_reduce"),
     ("layered SGD, step", "all_reduce"),
+    ("layered FSDP", "all_reduce"),
     ("ring", "ring"),
     ("global batch norm", "all_gather"),
     ("global in small batches", "all_gather"),

@@ -19,6 +19,9 @@ WORDING = {
     r"\bdivided head\b": "sharded head",
     r"\bcross(?:es)? groups\b": "inter-group all-reduce",
     r"\bleast and most\b": "minimum-maximum",
+    r"\brefuse[sd] by name\b": "raises ValueError",
+    r"\banew\b": "again",
+    r"\bwhoever\b": "say who",
     r"\bnot (?:been )?(?:run|tested|measured) on (?:a )?GPUs?\b|\bon a GPU yet\b": "docs/measurements/gpu.md",
 }
 

@@ -1,4 +1,4 @@
-"""Futures of tensors on emulated devices: set while the work is queued. Whoever waits lets his stream wait for it."""
+"""Futures of tensors on emulated devices: set while the work is queued. Waiting makes the current stream wait."""
 
 from __future__ import annotations
 

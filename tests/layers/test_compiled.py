@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dp.layers import GlobalBatchNorm2d, apply_global_batch_norm, global_batch_norm_layers
+from lightning_dp.layers import GlobalBatchNorm2d, apply_global_batch_norm, batch_statistics, global_batch_norm_layers
 from tests.layers.oracle import EXACT, SHARDS, C, batches, compare, randomize, run
+from tests.layers.split_kernels import KERNELS
 from tests.ranks import run_processes
 
 
@@ -24,13 +25,14 @@ def compiled(rank: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")  # dynamo uses functions that it has deprecated
     x = batches(SHARDS[2], (4, 3), steps=1)[0][rank]
     result: dict[str, Any] = {"breaks": {}, "same": {}}
-    for name, layer in {
+    layers = {
         "plain": nn.BatchNorm2d(C),
         "local": GlobalBatchNorm2d(C),
         "global": GlobalBatchNorm2d(C),
         "subgroup": GlobalBatchNorm2d(C, group=group),
-    }.items():
-        layer = randomize(layer).double()
+    }
+    for name, layer in layers.items():
+        randomize(layer).double()
         if name == "local":
             layer.is_global = False
         torch._dynamo.reset()
@@ -41,6 +43,7 @@ def compiled(rank: int) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow  # the test of a network shows it for the common cases
 def test_torch_compile_has_no_graph_break():
     for rank in run_processes(2, compiled):
         assert set(rank["breaks"].values()) == {(0, 1)}, rank
@@ -71,7 +74,7 @@ def compiled_block(rank: int) -> None:
 
 
 def compiled_widths(rank: int) -> None:
-    """Layers of different widths, of which dynamo traces the function anew."""
+    """Layers of different widths, of which dynamo traces the function again."""
     dist.init_process_group("gloo")
     import warnings
 
@@ -98,3 +101,57 @@ def test_compiled_layers_of_different_widths_leave_the_buffers_without_gradient(
 @pytest.mark.slow
 def test_compiled_layers_take_batches_of_changing_size_and_refuse_empty_ones():
     run_processes(2, compiled_block)
+
+
+def switched(rank: int) -> tuple[list[int], list[int]]:
+    """Return how many graphs there are after each step of a network that is compiled whole and switched.
+
+    First on the path of the CPU, then on that of CUDA devices, with stand-ins for their kernels.
+    """
+    dist.init_process_group("gloo")
+    import warnings
+
+    warnings.simplefilter("ignore")  # dynamo uses functions that it has deprecated
+    group = dist.new_group([0, 1])
+    on_cpu = graphs_of_switched_network(rank, group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch_statistics, "_has_split_kernels", lambda x: True)
+        for kernel in KERNELS:
+            patch.setattr(torch, kernel.__name__, kernel)
+        return on_cpu, graphs_of_switched_network(rank, group)
+
+
+def graphs_of_switched_network(rank: int, group: dist.ProcessGroup) -> list[int]:
+    torch._dynamo.reset()
+    num_graphs = 0
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        nonlocal num_graphs
+        num_graphs += 1
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    shards = SHARDS[2]
+    steps = batches(shards, (4, 3), steps=4)
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Conv2d(C, C, 1), randomize(nn.BatchNorm2d(C)), nn.ReLU(), nn.Conv2d(C, C, 1))
+    plain.append(randomize(nn.BatchNorm2d(C))).double()
+    expected, eager, model = plain, copy.deepcopy(plain), copy.deepcopy(plain)
+    apply_global_batch_norm(eager)
+    apply_global_batch_norm(model, group)
+    compiled = torch.compile(model, backend=counting, fullgraph=True)  # a graph break is an error
+    found = []
+    for step, is_global in enumerate((True, True, False, True)):
+        for layer in (*global_batch_norm_layers(eager), *global_batch_norm_layers(model)):
+            layer.is_global = is_global
+        compare([run(compiled, [steps[step][rank]])], run(eager, [steps[step][rank]]), **EXACT)
+        if step < 2:  # as one process on the concatenated batch
+            run(expected, [torch.cat(steps[step])])
+            for ours, theirs in zip(model.buffers(), expected.buffers(), strict=True):
+                torch.testing.assert_close(ours, theirs, **EXACT)
+        found.append(num_graphs)
+    return found
+
+
+def test_a_network_is_one_graph_for_each_kind_of_statistics():
+    """The first step with local statistics compiles once, for all layers. No other switch compiles."""
+    assert run_processes(2, switched) == [([1, 1, 2, 2],) * 2] * 2

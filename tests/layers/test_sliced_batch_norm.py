@@ -98,7 +98,7 @@ def compare(ranks: list[dict[str, Tensor]], sliced: dict[str, Tensor], only: str
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4, 8])  # 8 ranks: one image each
+@pytest.mark.parametrize("world_size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8)), 4])
 def test_slices_on_one_device_train_as_ranks_with_local_statistics(world_size, phase):
     compare(on_ranks(world_size, PHASES[phase]), on_one_device(world_size, PHASES[phase]))
 

@@ -9,6 +9,7 @@ from pytorch_lightning.plugins.precision import MixedPrecision, Precision
 from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredSGDStrategy
+from lightning_dp.strategies.layered_sgd.hooks import PostponedUpdates
 
 OVERRIDES = {
     LayeredSGDStrategy: [
@@ -49,11 +50,12 @@ EACH = [(strategy, name) for strategy, names in OVERRIDES.items() for name in na
 
 @pytest.mark.parametrize("strategy", OVERRIDES)
 def test_the_docstring_and_this_list_name_every_override(strategy):
-    own = {name for name, value in vars(strategy).items() if callable(value) and hasattr(DDPStrategy, name)}
-    own = {name for name in own if not name.startswith("__")}
+    classes = [kind for kind in (strategy, PostponedUpdates) if issubclass(strategy, kind)]
+    members = {name: value for kind in classes for name, value in vars(kind).items() if not name.startswith("__")}
+    own = {name for name, value in members.items() if callable(value) and hasattr(DDPStrategy, name)}
     assert own == set(OVERRIDES[strategy])
     for name in own:
-        assert f"``{name}``" in strategy.__doc__
+        assert any(f"``{name}``" in kind.__doc__ for kind in classes)
 
 
 @pytest.mark.parametrize(("strategy", "name"), EACH)
@@ -69,7 +71,7 @@ def test_the_attributes_that_are_used_exist():
     assert strategy._timeout is not None
 
 
-def test_what_wraps_a_module_anew_exists():
+def test_what_wraps_a_module_again_exists():
     assert callable(DDPStrategy._setup_model)
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import pickle
 import warnings
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning_fabric.plugins.environments import TorchElasticEnvironment
 from lightning_fabric.utilities.warnings import PossibleUserWarning
 from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredSGDStrategy
-from tests.ranks import run_processes
+from tests.ranks import environment_of_rank, run_processes
 from tests.strategies.modules import SMALL_BUCKETS_MB, Net, assert_same, data, trainer
 
 
@@ -28,6 +32,10 @@ class LayeredAndLeave(Leave, LayeredSGDStrategy):
     pass
 
 
+class DDPAndLeave(Leave, DDPStrategy):
+    pass
+
+
 def launched_fit(strategy):
     module = Net()
     with warnings.catch_warnings():
@@ -36,15 +44,40 @@ def launched_fit(strategy):
     return dict(module.named_parameters())
 
 
+def layered(overlap, **options):
+    return LayeredAndLeave(1, overlap=overlap, bucket_cap_mb=SMALL_BUCKETS_MB, **options)
+
+
+def fork_fits(rank):
+    """As in a process that nobody has launched, and that may have children."""
+    for name in environment_of_rank(0, 1, 1, 0):
+        del os.environ[name]
+    multiprocessing.current_process()._config["daemon"] = False
+    torch.cuda._is_in_bad_fork = lambda: False  # a rank is a fork itself, from which a CUDA build lets nobody fork
+    expected = launched_fit(DDPAndLeave(start_method="fork"))
+    for overlap in ("load", "step"):
+        assert_same(launched_fit(layered(overlap, start_method="fork")), expected)
+
+
+def test_fork():
+    run_processes(1, fork_fits)
+
+
 def ddp_fit(rank):
     return launched_fit(DDPStrategy())
 
 
 # Not "forkserver": under it, Lightning lets all ranks train the same parameters, in shared memory.
-@pytest.mark.parametrize("overlap", [pytest.param("load", marks=pytest.mark.slow), "step"])
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", ["load", "step"])
 def test_spawn(overlap):
-    layered = LayeredAndLeave(1, overlap=overlap, start_method="spawn", bucket_cap_mb=SMALL_BUCKETS_MB)
-    assert_same(launched_fit(layered), run_processes(2, ddp_fit)[0])
+    assert_same(launched_fit(layered(overlap, start_method="spawn")), run_processes(2, ddp_fit)[0])
+
+
+@pytest.mark.parametrize("overlap", ["load", "step"])
+def test_a_launcher_can_send_it_to_new_processes(overlap):
+    t = pickle.loads(pickle.dumps(trainer(layered(overlap, start_method="spawn"), 2)))  # noqa: S301  our own
+    assert t.strategy._options.overlap == overlap
 
 
 def test_groups_are_the_ranks_of_a_node_by_default():

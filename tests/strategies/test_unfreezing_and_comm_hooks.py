@@ -1,8 +1,6 @@
 """Communication hooks of users, in runs of the strategies that leave sums to DDP, when a parameter is unfrozen."""
 
 # No `from __future__ import annotations`: DDP checks the communication hooks' annotations as objects.
-import logging
-
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -10,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredSGDStrategy
-from tests.ranks import run_processes
+from tests.ranks import logged, run_processes
 from tests.strategies.test_unfreezing import EPOCHS, STEPS, FrozenAtFirst, fit
 
 
@@ -107,11 +105,8 @@ def test_power_sgd_forgets_its_residuals_of_other_buckets():
 
 
 def fit_with_unknown_state(rank, state):
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("lightning_dp").addHandler(handler)
-    fit(LayeredSGDStrategy(2), FirstFrozen(), callbacks=[Registers(state, just_reduce)])
+    with logged() as said:
+        fit(LayeredSGDStrategy(2), FirstFrozen(), callbacks=[Registers(state, just_reduce)])
     return [each for each in said if "continues with its" in each]
 
 
