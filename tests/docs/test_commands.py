@@ -48,6 +48,7 @@ NOT_RUN = {
     "pytest -m slow tests/collective_order": "a slow test by itself",
     "torchrun --nnodes=2": "needs two machines; composed only",
     "torchrun --nproc-per-node=4 docs/minimal/": "test_minimal.py runs the minimal versions",
+    "torchrun --nproc-per-node=4 docs/examples/": "test_examples.py runs the examples",
     "lightning-dp-": "tests/test_wheel.py runs the console commands",
     "python docs/examples/": "test_examples.py runs the examples",
     "python recipes/compare.py SWEEP_DIR": "needs a sweep; tests/test_wheel.py compares one",
