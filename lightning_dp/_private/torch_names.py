@@ -52,6 +52,7 @@ __all__ = [
     "ignore_in_ddp",
     "inside_function_transform",
     "is_in_backward",
+    "is_memory_shared",
     "keeps_graph",
     "mark_stepped",
     "mutated_arguments",
@@ -213,6 +214,12 @@ def scaler_device(scaler: torch.amp.GradScaler) -> str:
 def version_of(tensor: Tensor) -> int:
     """Return how often ``tensor`` was changed in place."""
     return tensor._version
+
+
+def is_memory_shared(tensor: Tensor) -> bool:
+    """Return whether another tensor has the memory of ``tensor``."""
+    storage = tensor.untyped_storage()  # counts as one, and the tensor as another one
+    return torch._C._storage_Use_Count(storage._cdata) > 2
 
 
 @contextmanager

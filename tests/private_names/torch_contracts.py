@@ -230,6 +230,30 @@ def check_changes_in_place_are_counted() -> None:
     assert torch_names.version_of(tensor) == before + 1
 
 
+@contract(torch.UntypedStorage, "_cdata")
+@contract(torch._C, "_storage_Use_Count")
+def check_other_tensors_of_a_memory_are_seen() -> None:
+    tensor = torch.zeros(4, requires_grad=True)
+    assert not torch_names.is_memory_shared(tensor)
+    others = [tensor.detach(), tensor.detach()[1:], torch.tensor([])]
+    others[2].set_(tensor.detach().untyped_storage())
+    while others:
+        assert torch_names.is_memory_shared(tensor)
+        del others[0]
+    assert not torch_names.is_memory_shared(tensor)
+    squared = tensor.detach().requires_grad_().square()  # autograd keeps the tensor that it needs
+    assert torch_names.is_memory_shared(tensor)
+    del squared
+    assert not torch_names.is_memory_shared(tensor)
+    gradient = torch.ones(4)
+    handed_out = gradient.detach()
+    tensor.grad = handed_out
+    del handed_out
+    assert torch_names.is_memory_shared(gradient)
+    tensor.grad = None
+    assert not torch_names.is_memory_shared(gradient)
+
+
 @contract(torch, "_assert_async")
 def check_a_condition_on_the_device_can_fail() -> None:
     torch_names.assert_async(torch.tensor(True))

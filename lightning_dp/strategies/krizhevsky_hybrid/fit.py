@@ -200,6 +200,7 @@ class HybridFitState(SharedOnDeepcopy):
             # The gathered values were copies. Free them first, because what follows is the peak of memory: each rank
             # ends with the whole weights and optimizer states.
             self.patches.forget_gathered_head()
+            self.patches.free_gradient_memory()
             for optimizer in self._environment.optimizers():
                 make_whole(optimizer, self.head)
             self._parameters.unshard()
@@ -389,6 +390,10 @@ class FitPatches(SharedOnDeepcopy):
         """Gather the head, so that each rank can call it alone until the next training step. All ranks must call it."""
         self._gathered = None  # free the old one first, or two whole heads would be in memory
         self._gathered = GatheredHead(self._passes.head)
+
+    def free_gradient_memory(self) -> None:
+        """Free the memory in which the next step would have written the gradients of the head."""
+        self._passes.gradient_memory.clear()
 
     def forget_gathered_head(self) -> None:
         """Free the gathered head: the local shard is about to change, or the head is no longer needed."""

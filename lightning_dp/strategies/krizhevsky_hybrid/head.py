@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any, Self
@@ -14,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_dp._private.torch_names import child_entries
+from lightning_dp._private.torch_names import child_entries, is_memory_shared, version_of
 from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.collectives.ring import chunk_bounds
 
@@ -146,7 +148,7 @@ class ShardedHead(SharedOnDeepcopy):
         if bounds is None:
             self._require_rows(x)
             return x
-        return gathered_for_local_shards(x, bounds, self.channel)
+        return gathered_for_local_shards(x, bounds, self.channel, gradients)
 
     def _compute(
         self, layers: Sequence[nn.Module], x: Tensor, seed: int | None, gradients: ParameterGradients | None
@@ -161,7 +163,7 @@ class ShardedHead(SharedOnDeepcopy):
                     x = layer(x)
                     continue
                 if bounds is not None:
-                    x = gathered_for_local_shards(x, bounds, self.channel)
+                    x = gathered_for_local_shards(x, bounds, self.channel, gradients)
                 else:
                     self._require_rows(x)
                     # From here on x is a slice, and equal masks on all ranks would drop the same columns of each.
@@ -277,13 +279,16 @@ def summed_in_backward(x: Tensor, channel: Channel) -> Tensor:
     return _LinearMap.apply(x, _identity, partial(sum_over_ranks, channel=channel))
 
 
-def gathered_for_local_shards(own: Tensor, bounds: Bounds, channel: Channel) -> Tensor:
+def gathered_for_local_shards(
+    own: Tensor, bounds: Bounds, channel: Channel, gradients: ParameterGradients | None = None
+) -> Tensor:
     """Return the columns of all ranks, (N, all columns), for computations of each rank with its local shard.
 
-    It is `summed_in_backward` of `gathered`, but backward sends each rank its columns of the sum only.
+    It is `summed_in_backward` of `gathered`, but backward sends each rank its columns of the sum only. Meanwhile a part
+    of the postponed ``gradients`` is computed.
     """
     gather = partial(gather_columns, bounds=bounds, channel=channel, what="hidden activations")
-    return _LinearMap.apply(own, gather, partial(scatter_sum, bounds=bounds, channel=channel))
+    return _LinearMap.apply(own, gather, partial(scatter_sum, bounds=bounds, channel=channel, gradients=gradients))
 
 
 class _LinearMap(torch.autograd.Function):
@@ -303,13 +308,18 @@ def _identity(x: Tensor) -> Tensor:
     return x.view_as(x)  # a Function must not return its argument
 
 
-def scatter_sum(gradient: Tensor, bounds: Bounds, channel: Channel) -> Tensor:
+def scatter_sum(
+    gradient: Tensor, bounds: Bounds, channel: Channel, gradients: ParameterGradients | None = None
+) -> Tensor:
     """Return this rank's columns of the sum over ranks of (N, all columns). All ranks must call it."""
     blocks = [gradient[:, begin:end] for begin, end in bounds]
     own = blocks[channel.rank].contiguous()
     parts = [torch.empty_like(own) for _ in blocks]
     parts[channel.rank] = own
-    channel.all_to_all("hidden gradients", blocks, parts).wait()
+    exchange = channel.all_to_all("hidden gradients", blocks, parts)
+    if gradients is not None:
+        gradients.compute_next()
+    exchange.wait()
     return sum_in_order(parts)
 
 
@@ -507,7 +517,29 @@ class Refusal:
         )
 
 
-# --- Gradients of the head's parameters, summed over the passes as they are computed.
+# --- Gradients of the head's parameters, summed over the passes.
+
+
+_BLOCK_NUMEL = 2**22
+"""Elements of a weight's gradient that are computed at once while messages travel."""
+
+
+@dataclass
+class _Product:
+    """The gradient of a weight, which is still to be computed: ``output_grads``, (N, out), transposed, times ``x``.
+
+    Attributes:
+        version: of ``x`` when it was saved.
+        total: where the gradient goes, and the factor of its content. None: no row has been computed.
+        begin: the first row that has not been computed.
+    """
+
+    weight: Tensor
+    output_grads: Tensor
+    x: Tensor
+    version: int
+    total: tuple[Tensor, float] | None = None
+    begin: int = 0
 
 
 class ParameterGradients:
@@ -517,21 +549,29 @@ class ParameterGradients:
     write the product to new memory in each pass and then add it to the total. With AlexNet's head and 32 samples, that
     takes three times as long as the product itself. Here the product is added to the total as it is computed.
 
+    In backward the gradient of a layer's input comes first, because the other ranks wait for it. The weights' products
+    are postponed until messages are on their way (`compute_next`), or the sum is taken.
+
     Args:
         parameters: this rank's local shard of the head's parameters.
         factor: multiplies every gradient that is added.
+        memory: of earlier gradients. It is written again once nobody holds the gradient: the system clears the pages of
+            new memory, which takes as long as the product. None: nothing is written again.
 
     Attributes:
         is_collecting: whether `collect` runs. In any other backward, such as one that the user calls within
             ``head_step``, autograd receives the parameters' gradients and the totals stay as they are.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], factor: float = 1.0) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], factor: float = 1.0, memory: dict[Tensor, Tensor] | None = None
+    ) -> None:
         self._parameters = dict.fromkeys(parameters)  # found by object; a list would compare values
         self._factor = factor
         self._totals: dict[Tensor, Tensor] = {}
-        self._spare: dict[Tensor, Tensor] = {}  # memory of totals that were taken, to be written again
+        self._memory = {} if memory is None else memory
         self._lent: dict[Tensor, Tensor] = {}
+        self._postponed: deque[_Product] = deque()
         self.is_collecting = False
 
     def collect(
@@ -596,8 +636,12 @@ class ParameterGradients:
         return self._totals[weight], 0.0
 
     def _unused_memory(self, weight: Tensor) -> Tensor:
-        spare = self._spare.pop(weight, None)
-        return torch.empty_like(weight) if spare is None else spare
+        if weight.device.type != "cpu":  # its allocator keeps what is freed
+            return torch.empty_like(weight)
+        memory = self._memory.get(weight)
+        if memory is None or memory.shape != weight.shape or memory.dtype != weight.dtype or is_memory_shared(memory):
+            memory = self._memory[weight] = torch.empty_like(weight)
+        return memory.detach()  # another tensor of this memory: while it is there, the memory is shared
 
     def add_product(self, total: Tensor, beta: float, output_grads: Tensor, x: Tensor) -> None:
         """Write to (rows of) ``total`` beta times itself plus the gradient of a weight.
@@ -612,26 +656,59 @@ class ParameterGradients:
         else:
             total.copy_(output_grads.T @ x).mul_(self._factor)
 
+    def postpone(self, weight: Tensor, output_grads: Tensor, x: Tensor) -> None:
+        """Add a weight's gradient later. Its factors, (N, out) and (N, in), must not change until then."""
+        self._postponed.append(_Product(weight, output_grads, x, version_of(x)))
+
+    @torch.no_grad()
+    def compute_next(self) -> None:
+        """Compute a part of what is postponed, if anything is. Call it while messages travel."""
+        if not self._postponed:
+            return
+        product = self._postponed[0]
+        if version_of(product.x) != product.version:
+            raise RuntimeError(
+                "the input of a linear layer in the head was modified by an inplace operation before the gradient of "
+                f"its weight was computed: a tensor of shape {tuple(product.x.shape)} is at version "
+                f"{version_of(product.x)}; expected version {product.version} instead"
+            )
+        product.total = product.total or self.total_of(product.weight)
+        total, beta = product.total
+        rows = slice(product.begin, product.begin + max(1, _BLOCK_NUMEL // max(1, total.shape[1])))
+        self.add_product(total[rows], beta, product.output_grads[:, rows], product.x)
+        product.begin = rows.stop
+        if product.begin >= len(total):
+            self._postponed.popleft()
+
+    def compute_postponed(self) -> None:
+        """Compute all that is postponed."""
+        while self._postponed:
+            self.compute_next()
+
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add gradients, in the order of the parameters. The given tensors may be changed in place, or kept."""
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+        given = {p: gradient for p, gradient in zip(self._parameters, gradients, strict=True) if gradient is not None}
+        if any(product.weight in given for product in self._postponed):
+            self.compute_postponed()  # a total of which only some rows are computed cannot be added to
+        for parameter, gradient in given.items():
             total = self._totals.get(parameter)
-            if gradient is not None and total is not None:
+            if total is not None:
                 total.add_(gradient, alpha=self._factor)
-            elif gradient is not None:
+            else:
                 self._totals[parameter] = gradient if self._factor == 1.0 else gradient.mul_(self._factor)
 
-    def take(self, reuse_memory: bool = False) -> list[Tensor | None]:
-        """Return the totals in the order of the parameters, None where nothing was added, and start again from zero.
-
-        Args:
-            reuse_memory: whether the next pass may write to the returned tensors. The caller needs them until then.
-        """
+    def take(self) -> list[Tensor | None]:
+        """Return the totals in the order of the parameters, None where nothing was added, and start again from zero."""
+        self.compute_postponed()
         taken = [self._totals.get(parameter) for parameter in self._parameters]
-        self._spare = self._totals if reuse_memory else {}
+        self.forget()
+        return taken
+
+    def forget(self) -> None:
+        """Start again from zero."""
         self._totals = {}
         self._lent = {}
-        return taken
+        self._postponed.clear()
 
 
 def gradients_of(
@@ -658,12 +735,12 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         (output_grads,) = gradients
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        x_grads = output_grads @ weight if needs_x else None
         weight_grads = None
         if needs_weight and ctx.sums.receives(ctx.weight):
-            ctx.sums.add_product(*ctx.sums.total_of(ctx.weight), output_grads, x)
+            ctx.sums.postpone(ctx.weight, output_grads, x)
         elif needs_weight:
             weight_grads = output_grads.T @ x
-        x_grads = output_grads @ weight if needs_x else None
         return x_grads, weight_grads, output_grads.sum(0) if needs_bias else None, None
 
 

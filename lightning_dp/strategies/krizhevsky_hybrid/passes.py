@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -67,6 +67,9 @@ class HeadPasses(SharedOnDeepcopy):
         channel: for features and their gradients. It needs a process group of its own. Features travel while the head
             exchanges activations over its channel, and the messages of one group must be issued in the same order on
             all ranks.
+
+    Attributes:
+        gradient_memory: see `ParameterGradients`.
     """
 
     def __init__(self, head: ShardedHead, scheme: Scheme, channel: Channel) -> None:
@@ -76,7 +79,9 @@ class HeadPasses(SharedOnDeepcopy):
         self.exchange = FeatureExchange(channel)
         self.num_calls = 0  # calls of the head, in passes and outside
         self.num_steps = 0  # calls of `step`
+        self.gradient_memory: dict[Tensor, Tensor] = {}
         self._results: list[Any] = []  # nodes of the graph: what this training step has got from the head
+        self._after_trunk: AfterTrunk | None = None  # of this training step, until a call of the head takes it
         self._has_warned_of_weights = False
         self._has_warned_of_logits = False
 
@@ -88,7 +93,8 @@ class HeadPasses(SharedOnDeepcopy):
 
     def _forward_rows(self, features: Tensor) -> Tensor:
         sizes, seed = self.exchange.exchange_batch_sizes(features, needs_seed=self.head.draws_random_numbers)
-        return self._remembered(LocalBatch(self, sub_passes(self.scheme, sizes), seed)(features))
+        after_trunk = self._take_after_trunk()
+        return self._remembered(LocalBatch(self, sub_passes(self.scheme, sizes), seed)(features, after_trunk))
 
     def step(
         self,
@@ -133,6 +139,7 @@ class HeadPasses(SharedOnDeepcopy):
             _require_no_part(loss, others or {})
             return loss
 
+        after_trunk = self._take_after_trunk()
         # Within torch.utils.checkpoint, what the passes keep must not count: they run backward at once.
         with _keep_activations():
             result = run_passes(self, features, sub_passes(self.scheme, sizes), seed, loss_of, update, scale)
@@ -144,16 +151,25 @@ class HeadPasses(SharedOnDeepcopy):
             if only_factor is not None:
                 _require_factor(factor.item(), only_factor)
 
-        return self._remembered(_HandOut.apply(result, check_factor, features, *self.head.parameters))
+        receivers = self.head.parameters if after_trunk is None else [after_trunk.token]
+        return self._remembered(_HandOut.apply(result, check_factor, after_trunk, features, *receivers))
+
+    def _take_after_trunk(self) -> AfterTrunk | None:
+        """Return what makes the gradients of the head's parameters come after the trunk's, for one call of the head."""
+        if not torch.is_grad_enabled():
+            return None
+        after_trunk, self._after_trunk = self._after_trunk, None
+        return after_trunk if after_trunk is not None and after_trunk.receives(self.head.parameters) else None
 
     def begin_training_step(self, module: nn.Module) -> None:
-        """Forget what the last training step has got from the head.
+        """Forget what the last training step has got from the head. It comes before the forward of the trunk.
 
         Raises:
             RuntimeError: the head of ``module`` has been changed since set-up.
         """
         self._results.clear()
         require_unchanged(module, self.head)
+        self._after_trunk = AfterTrunk(self.head.parameters)
 
     def _remembered(self, result: Tensor) -> Tensor:
         if result.grad_fn is not None:
@@ -395,14 +411,59 @@ class _PartialGradient(torch.autograd.Function):
         return ctx.micro_batch.part_or_sum(gradients[0]), None
 
 
+# --- The head's parameters get their gradients after the trunk's.
+
+
+class AfterTrunk:
+    """Lets the gradients of ``parameters`` be computed when the trunk's backward has run.
+
+    The gradients of the trunk are then being summed over the ranks, and the weights' products hide that. Of the nodes
+    that are ready, autograd runs the one that was made last. So this is made before the trunk's forward, and a call of
+    the head takes ``token`` as an argument, in place of the parameters.
+
+    Attributes:
+        token: a number. What gives it a gradient, of any value, must have called `let` in the same backward.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._requiring = [parameter.requires_grad for parameter in parameters]
+        self._compute: list[Callable[[], Sequence[Tensor | None]]] = []
+        self.token: Tensor = _AfterTrunk.apply(self._compute, *parameters)
+
+    def receives(self, parameters: Sequence[Tensor]) -> bool:
+        """Return whether gradients reach those parameters that require them now."""
+        return self.token.requires_grad and self._requiring == [p.requires_grad for p in parameters]
+
+    def let(self, compute: Callable[[], Sequence[Tensor | None]]) -> Tensor:
+        """Let ``compute`` return the parameters' gradients. Return the gradient of ``token``, which makes it run."""
+        self._compute[:] = [compute]
+        return torch.zeros_like(self.token)
+
+
+class _AfterTrunk(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, compute: list[Callable[[], Sequence[Tensor | None]]], *parameters: Tensor) -> Tensor:
+        ctx.compute = compute
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.compute.pop()()
+
+
 @dataclass
 class StepResult:
     """What the passes of one step have computed: the loss, and the gradients that backward hands out."""
 
     loss: Tensor
     features_gradient: Tensor | None
-    parameter_gradients: list[Tensor | None]
+    sums: ParameterGradients
     loss_scale: Tensor  # the gradients are those of loss * loss_scale
+
+    @cached_property
+    def parameter_gradients(self) -> list[Tensor | None]:
+        """Of the head's parameters, computed at the latest when they are asked for."""
+        return self.sums.take()
 
 
 def run_passes(
@@ -418,7 +479,7 @@ def run_passes(
     num_samples = sum(part.num_samples for part in plan)
     loss = features.new_full((), 0.0 if num_samples else torch.nan)
     feature_grads = FeatureGradients(passes.exchange)
-    sums = ParameterGradients(passes.head.parameters)
+    sums = ParameterGradients(passes.head.parameters, memory=passes.gradient_memory)
     detached = features.detach()
     for number, (part, x) in enumerate(prefetch_one(lambda part: passes.exchange.assemble(detached, part), plan)):
         share = part.num_samples / num_samples
@@ -437,13 +498,17 @@ def run_passes(
         if x_grads is not None and share_of_x != 1.0:
             x_grads = x_grads * share_of_x
         feature_grads.send_back(x_grads, part, is_partial)
+        if part is plan[-1]:
+            sums.compute_next()  # the rest can hide other messages
+        else:
+            sums.compute_postponed()
         if update is not None:
-            update(sums.take(reuse_memory=True))
+            update(sums.take())
             # Autocast caches 16-bit copies of the parameters. The update has made those of the head stale.
             torch.clear_autocast_cache()
         # Free this pass's graph before the next one's is built, or two of them would be in memory at once.
         del x, micro_batch, loss_of_part, x_grads
-    return StepResult(loss, feature_grads.finish(), sums.take(), scale(torch.ones_like(loss)))
+    return StepResult(loss, feature_grads.finish(), sums, scale(torch.ones_like(loss)))
 
 
 class _HandOut(torch.autograd.Function):
@@ -451,10 +516,16 @@ class _HandOut(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, result: StepResult, check_factor: Callable[[Tensor], None], features: Tensor, *parameters: Tensor
+        ctx: Any,
+        result: StepResult,
+        check_factor: Callable[[Tensor], None],
+        after_trunk: AfterTrunk | None,
+        features: Tensor,
+        *receivers: Tensor,
     ) -> Tensor:
         ctx.result = result
         ctx.check_factor = check_factor
+        ctx.after_trunk = after_trunk
         return result.loss.clone()
 
     @staticmethod
@@ -462,15 +533,23 @@ class _HandOut(torch.autograd.Function):
         require_first_derivative()
         is_kept = keeps_graph()
         result: StepResult = ctx.result if is_kept else take_once(ctx, "result")
-        found = [result.features_gradient, *result.parameter_gradients]
         factor = gradients[0] / result.loss_scale
         ctx.check_factor(factor)
-        if is_kept:
-            found = [None if gradient is None else gradient * factor for gradient in found]
-        # On a GPU, to read the factor takes longer than to multiply: the read waits for the device.
-        elif factor.is_cuda or factor != 1:
-            found = [None if gradient is None else gradient.mul_(factor) for gradient in found]
-        return None, None, *found
+        (features_gradient,) = _multiplied([result.features_gradient], factor, is_kept)
+        if ctx.after_trunk is None:
+            return None, None, None, features_gradient, *_multiplied(result.parameter_gradients, factor, is_kept)
+        token_gradient = ctx.after_trunk.let(lambda: _multiplied(result.parameter_gradients, factor, is_kept))
+        return None, None, None, features_gradient, token_gradient
+
+
+def _multiplied(gradients: Sequence[Tensor | None], factor: Tensor, is_kept: bool) -> list[Tensor | None]:
+    """Return gradients times a factor, in place unless they are to be kept."""
+    if is_kept:
+        return [None if gradient is None else gradient * factor for gradient in gradients]
+    # On a GPU, to read the factor takes longer than to multiply: the read waits for the device.
+    if factor.is_cuda or factor != 1:
+        return [None if gradient is None else gradient.mul_(factor) for gradient in gradients]
+    return list(gradients)
 
 
 # --- All passes forward, and later all passes backward: what a sharded head does where the module calls it directly.
@@ -492,15 +571,19 @@ class LocalBatch:
         self._passes = passes
         self._plan = plan
         self._seed = seed
+        self._after_trunk: AfterTrunk | None = None
         self._graphs: list[tuple[Tensor, Tensor]] | None = None  # features and own logits of each pass
         # Each rank's loss is the mean over its own samples, and the gradient of the whole is the mean over ranks. DDP
         # divides the trunk's gradients by K. The head's, which sum up the samples of all ranks, are divided here.
-        self._gradients = ParameterGradients(passes.head.parameters, 1 / passes.channel.world_size)
+        factor = 1 / passes.channel.world_size
+        self._gradients = ParameterGradients(passes.head.parameters, factor, passes.gradient_memory)
 
-    def __call__(self, features: Tensor) -> Tensor:
+    def __call__(self, features: Tensor, after_trunk: AfterTrunk | None = None) -> Tensor:
         """Return the logits (n, C) for the features (n, *) of this rank's samples, as part of the autograd graph."""
+        self._after_trunk = after_trunk
+        receivers = self._passes.head.parameters if after_trunk is None else [after_trunk.token]
         # Within a Function gradients are always off, so the mode outside is passed in.
-        return _LocalBatch.apply(self, torch.is_grad_enabled(), features, *self._passes.head.parameters)
+        return _LocalBatch.apply(self, torch.is_grad_enabled(), features, *receivers)
 
     def forward(self, features: Tensor, needs_gradient: bool, with_graph: bool) -> Tensor:
         """Run all passes forward. Keep their graphs if ``with_graph``."""
@@ -521,17 +604,25 @@ class LocalBatch:
         return torch.cat([finish() for finish in arriving])
 
     def backward(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the features (n, *) and of the parameters, given that of the logits (n, C)."""
+        """Return the gradients of the features (n, *) and of the receivers, given that of the logits (n, C)."""
         passes, bounds = self._passes, self._passes.head.output_bounds
         is_kept = keeps_graph()
         graphs = self._graphs if is_kept and self._graphs is not None else take_once(self, "_graphs")
         feature_grads = FeatureGradients(passes.exchange)
+        self._gradients.forget()  # those of an earlier backward, if nobody has asked for them
         arriving = prefetch_one(lambda part: passes.exchange.from_owners(gradient, part, bounds), self._plan)
         for (part, own_grads), (x, own) in zip(arriving, graphs, strict=True):
             with passes.recorded():
                 x_grads = self._gradients.collect(own, x, own_grads, retain_graph=is_kept)
             feature_grads.send_back(x_grads, part)
-        return feature_grads.finish(), *self._gradients.take()
+            if part is self._plan[-1]:
+                self._gradients.compute_next()  # the rest can hide other messages
+            else:
+                self._gradients.compute_postponed()
+        features_gradient = feature_grads.finish()
+        if self._after_trunk is None:
+            return features_gradient, *self._gradients.take()
+        return features_gradient, self._after_trunk.let(self._gradients.take)
 
 
 class _LocalBatch(torch.autograd.Function):

@@ -16,6 +16,7 @@ from torch.func import functional_call
 
 from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.losses import sharded_binary_cross_entropy, sharded_cross_entropy
+from lightning_dp.strategies.krizhevsky_hybrid import head as head_module
 from lightning_dp.strategies.krizhevsky_hybrid import passes as passes_module
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import sub_passes
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
@@ -27,6 +28,11 @@ FEATURES, CLASSES = 5, 3  # with 4 ranks one has no class
 SIZES = {2: [3, 2], 3: [2, 0, 3], 4: [1, 2, 1, 3]}
 IN_SUITE, IN_ALL = 15, 1200  # programs for each number of ranks
 BACK = torch.linspace(-1, 1, CLASSES * FEATURES, dtype=torch.float64).reshape(CLASSES, FEATURES)
+
+
+@pytest.fixture(autouse=True)
+def gradients_in_several_blocks(monkeypatch):
+    monkeypatch.setattr(head_module, "_BLOCK_NUMEL", 2 * FEATURES)
 
 
 def make_head(draw: random.Random, generator: torch.Generator) -> nn.Module:
@@ -172,9 +178,13 @@ def hybrid(rank: int, group: Any, seeds: list[int]) -> list[Result]:
         passes = HeadPasses(sharded, scheme, Channel(group))
         x = features[rank].requires_grad_()
         step = program(seed)
+        if seed % 3:  # else the parameters get their gradients before the features
+            passes.begin_training_step(nn.ModuleDict({"head": head}))
         loss = passes.step(
             x, {"target": targets[rank]}, lambda x, others, head=head, step=step: step(head, x, others["target"])
         )
+        if seed % 2:  # a backward that asks for the features' gradient alone
+            torch.autograd.grad(2 * loss, x, retain_graph=True)
         loss.backward()
         results.append((loss.detach(), x.grad / group.size(), [p.grad for p in head.parameters()]))
     return results
