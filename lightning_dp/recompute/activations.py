@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_dp._private.torch_names import TorchDispatchMode
@@ -72,7 +73,8 @@ def activation_bytes(model: nn.Module, batch: Any, method: str = "forward") -> A
 
     Counted is the memory that exists between forward and backward because of the graph: each piece once, without
     parameters, buffers, ``batch`` and the model's output. That also holds with `apply_recompute` or
-    `torch.utils.checkpoint` in the model. Buffers and random number generators are put back afterwards.
+    `torch.utils.checkpoint` in the model. Parameters, gradients, buffers and random number generators are put back
+    afterwards.
 
     Args:
         model: as it is trained: in training mode, usually.
@@ -84,7 +86,7 @@ def activation_bytes(model: nn.Module, batch: Any, method: str = "forward") -> A
     """
     seen = _Seen(model, [*model.parameters(), *model.buffers(), *tensors_in(batch)])
     arguments = batch if isinstance(batch, tuple) else (batch,)
-    with unchanged(model), torch.enable_grad():
+    with unchanged(model), unchanged_parameters(model), torch.enable_grad():
         with seen.recording():
             outputs = list(tensors_in(getattr(model, method)(*arguments)))
         graph = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
@@ -167,3 +169,23 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 for module, name, buffer, value in before:
                     buffer.copy_(value)
                     setattr(module, name, buffer)  # the model may have put another tensor in its place
+
+
+@contextmanager
+def unchanged_parameters(model: nn.Module) -> Iterator[None]:
+    """Put parameters and gradients back afterwards: a forward pass may move the average of another network, say."""
+    # `.data` is the memory of now, with a version of its own: what was computed from it stays valid.
+    before = [
+        (parameter, parameter.data, parameter.detach().clone(), parameter.grad)
+        for parameter in model.parameters()
+        if not is_lazy(parameter)  # it has no memory yet
+    ]
+    for parameter, *_ in before:
+        parameter.grad = None  # a backward within the forward pass would add to it
+    try:
+        yield
+    finally:
+        for parameter, memory, value, gradient in before:
+            memory.copy_(value)
+            parameter.data = memory  # the model may have given it other memory
+            parameter.grad = gradient

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import override
 
-from lightning_dp.recompute.activations import unchanged
+from lightning_dp.recompute.activations import unchanged, unchanged_parameters
 from lightning_dp.recompute.apply import apply_recompute, check_budget
 from lightning_dp.recompute.operators import Kind
 from lightning_dp.recompute.policies import Cheap, Policy
@@ -165,7 +165,7 @@ def plan_recompute(
     try:
         for _ in range(2):  # the first pass also sets libraries up
             profiler = handle.start_profiling()
-            with unchanged(model), torch.enable_grad():
+            with unchanged(model), unchanged_parameters(model), torch.enable_grad():
                 list(tensors_in(getattr(model, method)(*arguments)))
     finally:
         handle.remove()

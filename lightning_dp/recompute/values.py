@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -337,7 +338,7 @@ def compute(saved: Saved, retain: Retain) -> Tensor:
         assert held is not None
         return held.get()
 
-    with torch.no_grad(), torch.autocast(target.device_type, enabled=False):
+    with torch.no_grad(), _without_autocast(target.device_type):
         for call in calls:
             changed = call.changed
             may_change = (
@@ -371,6 +372,13 @@ def compute(saved: Saved, retain: Retain) -> Tensor:
                 if num_readers[read] == 0 and read is not target:
                     present.pop(read, None)
     return present[target]
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Let operators run again on what autocast gave them in the forward pass. Some devices have none: "meta"."""
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def _owns_memory(value: Value) -> bool:

@@ -98,6 +98,18 @@ def test_a_buffer_that_changes_between_forward_and_backward_is_refused_as_in_pla
             out.sum().backward()
 
 
+def test_a_model_on_a_device_without_autocast_works():
+    """The meta device: shapes and operators are counted there before a model is trained."""
+    model, x = (
+        Model(lambda model, x: torch.sigmoid(model.norm(model.first(x)))).to("meta"),
+        numbers(0, 64, 16).to("meta"),
+    )
+    handle = apply_recompute(model)
+    model(x).square().sum().backward()
+    assert handle.dropped_bytes > 0
+    assert model.first.weight.grad.is_meta
+
+
 def test_measuring_puts_buffers_back_that_the_model_replaces():
     pytest.importorskip("scipy")
 
@@ -110,6 +122,28 @@ def test_measuring_puts_buffers_back_that_the_model_replaces():
     plan_recompute(model, x, 10**6)
     activation_bytes(model, x)
     assert differing(state_of(model), before) == []
+
+
+def test_measuring_puts_parameters_back_that_the_model_changes():
+    """The forward pass of a momentum encoder moves frozen parameters; another may train a part of itself."""
+    pytest.importorskip("scipy")
+
+    def move(model: Model, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.last.bias.mul_(0.9).add_(1)
+        model.last.weight.data = 0.9 * model.last.weight.data + 0.1 * model.first.weight.data
+        model.first(x).square().mean().backward()
+        return torch.sigmoid(model.first(x)) * model.last(x)
+
+    model, x = Model(move), numbers(0, 64, 16)
+    model.last.requires_grad_(False)
+    model.first(x).sum().backward()
+    before = state_of(model)
+    memory = model.last.weight.data_ptr()
+    plan_recompute(model, x, 10**6)
+    activation_bytes(model, x)
+    assert differing(state_of(model), before) == []
+    assert model.last.weight.data_ptr() == memory
 
 
 def test_a_loop_that_backward_reads_at_each_step_runs_again_in_linear_time():
