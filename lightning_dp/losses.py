@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_dp._private.torch_names import assert_async, has_forward_hooks
+from lightning_dp._private.torch_names import assert_async, has_forward_hooks, keeps_graph
 
 CHUNK_BYTES = 64 * 2**20
 
@@ -478,23 +478,24 @@ def _at_class(z: Tensor, target: Tensor, first: int) -> tuple[Tensor, Tensor]:
     return is_here, torch.where(is_here, target - first, 0)[:, None]
 
 
-def _keep(ctx: Any, blocks: _Blocks, lent: Tensor | None, chunk_bytes: int) -> Tensor | None:
-    """Let ``blocks`` keep its products, in ``ctx.lent`` or in new memory. Return that, to be saved for backward."""
-    blocks.kept = blocks.memory(lent, chunk_bytes)
-    # What is lent will be changed. Among saved tensors that would be an error.
-    ctx.lent = lent if blocks.kept is lent else None
-    return None if blocks.kept is lent else blocks.kept
+def _keep(ctx: Any, blocks: _Blocks, lent: Tensor | None, chunk_bytes: int) -> None:
+    """Let ``blocks`` keep its products in ``ctx.kept``, which is ``ctx.lent`` or new memory.
+
+    It is not among the saved tensors, for two reasons. What is lent will be changed, which would be an error there. And
+    `torch.utils.checkpoint` requires the same number of them when it runs forward again, when memory may not be lent.
+    """
+    blocks.kept = ctx.kept = blocks.memory(lent, chunk_bytes)
+    ctx.lent = lent if ctx.kept is lent else None
 
 
 def _gradients(
-    ctx: Any, blocks: _Blocks, kept: Tensor | None, gradient_of: Callable[[Tensor, int, int], Tensor]
+    ctx: Any, blocks: _Blocks, gradient_of: Callable[[Tensor, int, int], Tensor]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of x, weight and bias, each None if it is not needed or went to ``ctx.layer.sums``.
 
     Args:
-        ctx: of the loss. ``ctx.lent`` is the lent memory, if that holds the products, and else None.
+        ctx: of the loss, after `_keep`.
         blocks: of its logits.
-        kept: other memory that holds the products.
         gradient_of: see `_Blocks.backward`.
     """
     if torch.is_grad_enabled():
@@ -505,17 +506,18 @@ def _gradients(
     x, weight = ctx.layer.x, ctx.layer.weight
     needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     sums = ctx.layer.sums
-    lent = ctx.lent
+    lent, blocks.kept = ctx.lent, ctx.kept
+    if not keeps_graph():
+        ctx.kept = None  # as autograd frees what is saved
     if lent is not None and sums is not None and not sums.lends(weight, lent):
-        lent = None  # another gradient is there
-    blocks.kept = kept if lent is None else lent
+        blocks.kept = None  # another gradient is there
     total, beta, add_product, weight_grads = None, 0.0, _add_product, None
     if needs_weight and sums is not None and sums.receives(weight):
         total, beta = sums.total_of(weight)
         add_product = sums.add_product
     elif needs_weight and sums is None and lent is not None:
         total = weight_grads = lent
-        ctx.lent = None  # a second backward computes the logits again
+        ctx.lent = ctx.kept = None  # a second backward computes the logits again
     elif needs_weight:
         total = weight_grads = torch.empty_like(weight)
     with torch.autocast(x.device.type, enabled=False):
@@ -583,14 +585,14 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.layer, ctx.options, ctx.dtype = layer, options, _product_dtype(weight)
         with torch.autocast(x.device.type, enabled=False):
             blocks = options.blocks(x, weight, bias, ctx.dtype)
-            kept = _keep(ctx, blocks, lent, options.chunk_bytes)
+            _keep(ctx, blocks, lent, options.chunk_bytes)
             largest, *sums = _softmax_sums(blocks, options.places(target, layer), layer.begin, options)
         # Each rank's sum of exponentials is relative to its largest logit, or it would overflow.
         largest_of_all = layer.all_gather(largest).amax(0)
         sums[0] *= (largest - largest_of_all).exp()
         exp_sum, at_target, total = layer.all_gather(torch.stack(sums)).sum(dim=0)
         lse = largest_of_all + exp_sum.log()
-        ctx.save_for_backward(x, weight, bias, target, lse, kept)
+        ctx.save_for_backward(x, weight, bias, target, lse)
         losses: Tensor = (1 - options.smoothing) * (lse - at_target)
         if options.weight is not None:
             losses = losses * options.weight[target]
@@ -601,7 +603,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, target, lse, kept = ctx.saved_tensors
+        x, weight, bias, target, lse = ctx.saved_tensors
         layer, options = ctx.layer, ctx.options
         loss_grads = gradients[0]
         of_target = loss_grads * (1 - options.smoothing)
@@ -630,7 +632,7 @@ class _CrossEntropy(torch.autograd.Function):
             return z_grads
 
         blocks = options.blocks(x, weight, bias, ctx.dtype)
-        return *_gradients(ctx, blocks, kept, gradient_of), None, None, None, None
+        return *_gradients(ctx, blocks, gradient_of), None, None, None, None
 
 
 def _softmax_sums(blocks: _Blocks, places: Tensor, first: int, options: _Softmax) -> list[Tensor]:
@@ -679,7 +681,7 @@ class _LogisticUnits(torch.autograd.Function):
         ctx.layer, ctx.dtype, ctx.chunk_bytes = layer, _product_dtype(weight), chunk_bytes
         with torch.autocast(x.device.type, enabled=False):
             blocks = _Blocks(x, weight, bias, ctx.dtype, chunk_bytes)
-            kept = _keep(ctx, blocks, lent, chunk_bytes)
+            _keep(ctx, blocks, lent, chunk_bytes)
             total = x.new_zeros((), dtype=blocks.wide)
             for begin, end in blocks.bounds:
                 z = blocks.compute(begin, end)
@@ -688,12 +690,12 @@ class _LogisticUnits(torch.autograd.Function):
                 total += part.sum() + torch.clamp(z, min=0, out=part).sum()
                 total -= _at_targets(z, target, layer.begin + begin, part)
                 del z, part
-        ctx.save_for_backward(x, weight, bias, target, kept)
+        ctx.save_for_backward(x, weight, bias, target)
         return layer.all_gather(total).sum(dim=0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, target, kept = ctx.saved_tensors
+        x, weight, bias, target = ctx.saved_tensors
         layer = ctx.layer
 
         def gradient_of(z: Tensor, begin: int, end: int) -> Tensor:
@@ -706,7 +708,7 @@ class _LogisticUnits(torch.autograd.Function):
             return z_grads.mul_(gradients[0])
 
         blocks = _Blocks(x, weight, bias, ctx.dtype, ctx.chunk_bytes)
-        return *_gradients(ctx, blocks, kept, gradient_of), None, None, None, None
+        return *_gradients(ctx, blocks, gradient_of), None, None, None, None
 
 
 def _at_targets(z: Tensor, target: Tensor, first: int, buffer: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from lightning_dp import losses
 from lightning_dp.collectives.all_to_all import Channel
@@ -210,6 +211,38 @@ def test_gradients_add_up_over_backwards_and_calls():
         (3 * loss_of(head, x)).backward()
     for one, other in zip(actual.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-11, atol=1e-12)
+
+
+def recomputed(loss_of: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Tensor]:
+    return lambda head, x: checkpoint(loss_of, head, x, use_reentrant=False)
+
+
+def recomputed_over_ranks(rank: int, group: Any) -> list[list[Tensor]]:
+    results = []
+    for loss_of in (entropy(10**6), logistic(10**6, TARGET, "mean")):
+        head, x = linear(), (X[:3] if rank == 0 else X[3:]).clone().requires_grad_()
+        loss, _ = run_step(head, group, x, recomputed(loss_of))
+        loss.backward()
+        results.append([p.grad for p in head.parameters()])
+    return results
+
+
+def test_a_checkpoint_runs_them_again_although_no_memory_is_lent_then():
+    plain = [in_one_process(loss_of, True)[2:] for loss_of in (plain_entropy(), plain_logistic(ONE_HOT, "mean"))]
+    for expected, *parts in zip(plain, *run_threads(2, recomputed_over_ranks), strict=True):
+        for whole, *of_ranks in zip(expected, *parts, strict=True):
+            torch.testing.assert_close(torch.cat(of_ranks), whole, rtol=1e-11, atol=1e-12)
+
+
+def test_a_checkpoint_runs_them_again_after_the_old_gradients_are_gone():
+    head, plain = linear(bias=False), linear(bias=False)
+    loss_of = recomputed(entropy(10**6, margin=MARGINS[0]))
+    loss_of(head, X).backward()
+    loss = loss_of(head, X)
+    head.zero_grad()  # Lightning does it between training_step and backward
+    loss.backward()
+    entropy(10**6, margin=MARGINS[0])(plain, X).backward()
+    torch.testing.assert_close(head.weight.grad, plain.weight.grad, rtol=1e-11, atol=1e-12)
 
 
 def sampled_over_ranks(rank: int, group: Any, chunk_bytes: int) -> list[Tensor]:
