@@ -628,6 +628,9 @@ class ParameterGradients:
 
         With 0 the content is not to be read. It may be anything, even NaN. A loan of the memory ends.
         """
+        # A product of which some rows are computed would overwrite the others, and what was added to them.
+        while self._postponed and self._postponed[0].weight is weight and self._postponed[0].total is not None:
+            self.compute_next()
         total = self._totals.get(weight)
         if total is not None:
             return total, 1.0

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_dp.collectives.all_to_all import AllToAll, Channel
+from lightning_dp.losses import sharded_cross_entropy
 from lightning_dp.strategies.krizhevsky_hybrid import head as head_module
 from lightning_dp.strategies.krizhevsky_hybrid.head import ParameterGradients, ShardedHead
 from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses
@@ -27,11 +28,14 @@ def gradients_in_several_blocks(monkeypatch):
 
 
 class Net(nn.Module):
+    num_classes = 3
+
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)
         self.trunk = nn.Linear(5, 6).double()
-        self.head = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+        last = nn.Linear(7, self.num_classes)
+        self.head = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), last).double()
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64, generator=generator) / 2)
@@ -200,3 +204,31 @@ def changed_before_its_product(rank: int, group: Any) -> None:
 
 def test_an_input_that_was_changed_meanwhile_is_an_error():
     run_threads(2, changed_before_its_product)
+
+
+def two_losses(rank: int, group: Any, scheme: str) -> list[Tensor | None]:
+    net = Net()
+    passes = net.sharded(group, scheme)
+    passes.begin_training_step(net)
+    x, y = batch(rank)
+
+    def head_step(x: Tensor, others: Any) -> Tensor:
+        # Backward comes to the second first: its weight's gradient has begun when that of the first arrives.
+        first = sharded_cross_entropy(net.head, x / 2, others["y"])
+        return first + F.cross_entropy(net.head(x), others["y"])
+
+    passes.step(net.trunk(x), {"y": y}, head_step).backward()
+    return [p.grad for p in net.head.parameters()]
+
+
+@pytest.mark.parametrize("scheme", ["a", "c"])
+def test_a_product_that_has_begun_overwrites_no_other_gradient(scheme, monkeypatch):
+    monkeypatch.setattr(head_module, "_BLOCK_NUMEL", 1)  # a row
+    monkeypatch.setattr(Net, "num_classes", 9)
+    plain = Net()
+    x, y = (torch.cat(parts) for parts in zip(batch(0), batch(1), strict=True))
+    features = plain.trunk(x)
+    (F.cross_entropy(plain.head(features / 2), y) + F.cross_entropy(plain.head(features), y)).backward()
+    first, second = run_threads(2, two_losses, scheme)
+    for parameter, own, other in zip(plain.head.parameters(), first, second, strict=True):
+        torch.testing.assert_close(torch.cat([own, other]), parameter.grad, rtol=1e-10, atol=1e-12)
