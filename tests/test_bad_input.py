@@ -23,6 +23,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
 from lightning_dp import AdaptiveGlobalBatchNorm, KrizhevskyHybridStrategy, LayeredSGDStrategy, Memonger, Plateau
@@ -32,7 +33,7 @@ from lightning_dp.data.cifar10 import extract, read_batch_file
 from lightning_dp.data.imagenet import read_labels
 from lightning_dp.data.jpeg import BrokenImageError, open_image
 from lightning_dp.data.shards import find_shards, scan_shard
-from lightning_dp.runs import compare, evaluate, metrics, train
+from lightning_dp.runs import compare, evaluate, metrics, plan, train
 from lightning_dp.runs.resume import VERSION, find_checkpoint, naming_another_model
 from tests.data.images import FOLDER, numpy_pickle, pack, pixels_and_labels, write_folder
 from tests.data.jpegs import CLASSES, encoded, picture, write_imagenet
@@ -92,6 +93,12 @@ RECIPES = [
     ("data.seed='${sed}'", "data.seed: Interpolation key 'sed' not found"),
     ("logger=[csv,nope]", "Could not load 'logger/nope' ... --help names what there is"),
     ("hydra.run.dir=null", "hydra.run.dir ... is not Optional"),
+    ("hydra.run.dir=", "hydra.run.dir= names no folder; write hydra.run.dir=FOLDER"),
+    ("hydra.sweep.dir=old trainer=cpu", "hydra.sweep.dir=old has no effect on a single run; add --multirun"),
+    (
+        "--multirun hydra.run.dir=old trainer=cpu",
+        "hydra.run.dir=old has no effect in a sweep ... hydra.sweep.dir=FOLDER",
+    ),
     ("hydra.run.dir=/proc/self", "the run folder cannot be made: ... /proc/self/train.log"),
     ("hydra.run.dir=/dev/null/run", "the run folder cannot be made ... name another one with hydra.run.dir"),
     # Keys.
@@ -145,6 +152,10 @@ RECIPES = [
     ("trainer=cpu trainer.devices=100000", "trainer.devices=100000 ... CPU cores; use at most"),
     ("trainer=cpu trainer.devices=0", "trainer.devices=0 must be 1 or more"),
     ("trainer=cpu trainer.devices=few", "trainer.devices=few must be 1 or more"),
+    ("trainer=cpu trainer.devices=2.5", "trainer.devices=2.5 must be 1 or more"),
+    ("trainer=cpu trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches=0 must be 1 or more"),
+    ("trainer=cpu trainer.gradient_clip_val=-1", "trainer.gradient_clip_val=-1 ... null for no clipping"),
+    ("trainer=cpu trainer.deterministic=foo", "trainer.deterministic=foo must be true, false or warn"),
     ("trainer.num_nodes=2", "num_nodes=2 ... torchrun --nnodes=2"),
     ("trainer.accelerator=abacus", "trainer.accelerator='abacus'"),
     ("trainer=cpu trainer.precision=8", "trainer: Precision 8 is invalid. Allowed precision values"),
@@ -169,6 +180,8 @@ RECIPES = [
     ("train=false test=false", "train=false and test=false leave nothing to do; use test=last"),
     ("train=false test=best ckpt_path=last", "test=best has no effect; use test=last, or ckpt_path=best"),
     ("trainer=cpu trainer.max_epochs=-1", "trainer.max_epochs=-1 ... OneCycleLR ... trainer.max_steps"),
+    ("trainer=cpu trainer.limit_train_batches=0", "trainer.limit_train_batches=0 ... use train=false"),
+    ("trainer=cpu trainer.max_steps=0", "trainer.max_steps=0 ... use train=false"),
     ("trainer=cpu trainer.limit_test_batches=0", "trainer.limit_test_batches=0 ... use test=false"),
     ("test=best trainer.limit_val_batches=0.0", "test=best ... trainer.limit_val_batches=0"),
     ("test=best trainer.check_val_every_n_epoch=20", "trainer.check_val_every_n_epoch=20 ... max_epochs=10"),
@@ -211,6 +224,12 @@ WITH_FILES = [
         "hydra.run.dir: ... old holds the results of a run, which this one would replace ... ckpt_path=last",
         old_run,
     ),
+    Bad(
+        "plan: the folder of a training",
+        "hydra.run.dir: ... old holds the results of a run, which this one would replace",
+        lambda _: command(plan.main, "trainer=cpu hydra.run.dir=old"),
+        old_run,
+    ),
     # The folder in which the command is called is the run folder.
     recipe("trainer=cpu hydra.run.dir=. data.batch_size=0", "data.batch_size=0 is smaller than the number of ranks"),
 ]
@@ -219,15 +238,35 @@ WITH_FILES = [
 # --- what other commands are given ---
 
 
-def sweep(config: str = "seed: 1", overrides: str = "- seed=1") -> Callable[[Path], object]:
+ROWS = "epoch,step,val/acc\n0,2,0.5\n"
+
+
+def sweep(config: str = "seed: 1", overrides: str = "- seed=1", rows: str = ROWS) -> Callable[[Path], object]:
     def write(folder: Path) -> None:
         hydra = folder / "sweep" / "0" / ".hydra"
         hydra.mkdir(parents=True)
         (hydra / "config.yaml").write_text(config)
         (hydra / "overrides.yaml").write_text(overrides)
-        (folder / "sweep" / "0" / "metrics.csv").write_text("epoch,step,val/acc\n0,2,0.5\n")
+        (folder / "sweep" / "0" / "metrics.csv").write_text(rows)
 
     return write
+
+
+def evaluated(arguments: str, says: str, config: str | None = None) -> Bad:
+    """Evaluate a checkpoint in a run folder with this configuration, or with that of the defaults."""
+
+    def write(folder: Path) -> None:
+        for name in ("checkpoints", ".hydra"):
+            (folder / "run" / name).mkdir(parents=True)
+        torch.save({"state_dict": {}, "global_step": 1}, folder / "run" / "checkpoints" / "last.ckpt")
+        path = folder / "run" / ".hydra" / "config.yaml"
+        if config is None:
+            OmegaConf.save(evaluate.own_config(["trainer=cpu"]), path)
+        else:
+            path.write_text(config)
+
+    name = f"evaluate: {arguments or repr(config)}"
+    return Bad(name, says, lambda _: command(evaluate.main, f"run/checkpoints/last.ckpt {arguments}"), write)
 
 
 OTHER_COMMANDS = [
@@ -250,6 +289,18 @@ OTHER_COMMANDS = [
         lambda _: command(compare.main, "sweep"),
         sweep(overrides="{"),
     ),
+    Bad(
+        "compare: an empty configuration",
+        "config.yaml is damaged ... move its job out of the sweep's folder",
+        lambda _: command(compare.main, "sweep"),
+        sweep(config=""),
+    ),
+    Bad(
+        "compare: damaged metrics",
+        "metrics.csv is damaged (could not convert ... 'half') ... move its job out of the sweep's folder",
+        lambda _: command(compare.main, "sweep"),
+        sweep(rows="epoch,step,val/acc\n0,2,half\n"),
+    ),
     Bad("curves: no run", "none has no metrics.csv; give the folder of a run", lambda _: command(metrics.main, "none")),
     Bad("evaluate: no file", "there is no checkpoint none; runs keep", lambda _: command(evaluate.main, "none")),
     Bad(
@@ -270,6 +321,15 @@ OTHER_COMMANDS = [
         lambda _: command(evaluate.main, "a.ckpt --config-dir mine"),
         lambda folder: torch.save({"state_dict": {}, "global_step": 1}, folder / "a.ckpt"),
     ),
+    evaluated("trainer.devices=4", "trainer.devices=4 has no effect: a test is on one device"),
+    evaluated("strategy.bucket_cap_mb=1", "strategy.bucket_cap_mb=1 has no effect"),
+    evaluated("data=cifar10", "data=cifar10 chooses a file ... data.OPTION=..., or use --own"),
+    evaluated("data.root", "data.root is no override; write KEY=VALUE"),
+    evaluated("data.batch_size=abc", "data.batch_size=abc must be a whole number"),
+    evaluated("trainer.limit_test_batches=0", "trainer.limit_test_batches=0 leaves nothing to test"),
+    evaluated("", "config.yaml has no data, model, trainer ... --own", config=""),
+    evaluated("", "config.yaml has no data, model, trainer ... --own", config="- 1"),
+    evaluated("", "config.yaml is damaged ... --own", config="a: [1,"),
 ]
 
 

@@ -132,6 +132,8 @@ def arguments_of_rank(arguments: list[str], rank: int | None, folder: str) -> li
     arguments = [f"~{text.removesuffix('=null')}" if text in nulls else text for text in arguments]
     if given := [text for text in arguments if key_of(text) == "run_dir"]:
         raise JobError(f"{given[0]} has no effect on Hydra's files; name the run folder with hydra.run.dir=FOLDER")
+    if empty := [text for text in arguments if text in ("hydra.run.dir=", "hydra.sweep.dir=")]:
+        raise JobError(f"{empty[0]} names no folder; write {empty[0]}FOLDER, or leave it out")
     try:
         arguments, applied = with_plan(arguments)
         run_dir = None if rank is None else named_run_dir(arguments)
@@ -173,14 +175,16 @@ def with_plan(arguments: Sequence[str]) -> tuple[list[str], str | None]:
         FileNotFoundError: there is no such file.
         ValueError: the file is no plan, two are given, or the command line also sets what the plan sets.
     """
-    files = [argument.removeprefix(PLAN) for argument in arguments if argument.startswith(PLAN)]
+    given_files = [argument.removeprefix(PLAN) for argument in arguments if argument.startswith(PLAN)]
+    # As in other values, a second pair of quotes is not part of the name.
+    files = [re.sub(r"""^(["'])(.*)\1$""", r"\2", text) for text in given_files]
     if not files:
         return list(arguments), None
     if len(files) > 1:
         raise ValueError(f"plan={files[0]} and plan={files[1]}: give one plan")
     path = Path(files[0])
     if not path.is_file():
-        raise FileNotFoundError(f"plan={path}: there is no such file; lightning-dp-plan writes one, plan.yaml")
+        raise FileNotFoundError(f"plan={files[0]}: there is no such file; lightning-dp-plan writes one, plan.yaml")
     overrides = read_overrides(path)
     others = [argument for argument in arguments if not argument.startswith(PLAN)]
     given = {key_of(argument) for argument in others if "=" in argument}
@@ -285,6 +289,15 @@ def write_configuration(cfg: DictConfig) -> None:
 def is_in_sweep() -> bool:
     """Return whether this job is one of a sweep."""
     return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def check_mode() -> None:
+    """Raise ValueError for options of Hydra that are for a sweep, in a single run, or the other way round."""
+    options = ("hydra.run.",) if is_in_sweep() else ("hydra.sweep.", "hydra.launcher.", "hydra/launcher")
+    remedy = "name the folder of a sweep with hydra.sweep.dir=FOLDER" if is_in_sweep() else "add --multirun"
+    for text in HydraConfig.get().overrides.hydra:
+        if key_of(text).startswith(options):
+            raise ValueError(f"{text} has no effect {'in a sweep' if is_in_sweep() else 'on a single run'}; {remedy}")
 
 
 def is_search() -> bool:

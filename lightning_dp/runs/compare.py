@@ -14,7 +14,8 @@ from __future__ import annotations
 import csv
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -134,7 +135,7 @@ def _rows(folder: Path) -> list[dict[str, str]]:
     """Return the rows of a job's metrics.csv. Of a job that was killed, the last one may be cut."""
     if not (folder / METRICS).exists():
         return []
-    with open(folder / METRICS, newline="") as file:
+    with naming_damage(folder / METRICS), open(folder / METRICS, newline="") as file:
         return [row for row in csv.DictReader(file) if None not in row.values()]
 
 
@@ -143,10 +144,17 @@ def _overrides(folder: Path) -> list[str]:
 
 
 def _load(path: Path) -> Any:
-    try:
+    with naming_damage(path):
         return OmegaConf.load(path)
-    except Exception as error:  # of YAML or OmegaConf
-        reason = " ".join(str(error).split())
+
+
+@contextmanager
+def naming_damage(path: Path) -> Iterator[None]:
+    """Let every error of reading a file of a job name it, as a ValueError of one line."""
+    try:
+        yield
+    except Exception as error:  # of YAML, OmegaConf or csv, or of a value that is not what it should be
+        reason = " ".join(message_of(error).split())
         raise ValueError(f"{path} is damaged ({reason}); move its job out of the sweep's folder") from error
 
 
@@ -156,12 +164,16 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
     def values(name: str) -> dict[int, float]:
         return {int(row["step"]): float(row[name]) for row in rows if row.get(name)}
 
-    seconds, logged, shares = values("time/train_s"), values(metric), list(values("agbn/is_global").values())
-    rates = list(values("time/images_per_s").values())
-    config: Any = OmegaConf.to_container(_load(folder / ".hydra" / "config.yaml"), resolve=False)
     # The plot is drawn at the end of a run, and removed where a run begins or continues.
     finished = (folder / CURVES).exists()
-    found = list(values(result).values()) if finished else []
+    with naming_damage(folder / METRICS):
+        seconds, logged, shares = values("time/train_s"), values(metric), list(values("agbn/is_global").values())
+        rates = list(values("time/images_per_s").values())
+        found = list(values(result).values()) if finished else []
+    path = folder / ".hydra" / "config.yaml"
+    config: Any = OmegaConf.to_container(_load(path), resolve=False)
+    with naming_damage(path):
+        is_optimized, optimizes_least = metric == config["optimized_metric"], config["optimized_mode"] == "min"
     share = mean(shares) if shares else None
     return Job(
         label=label,
@@ -170,7 +182,7 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
         images_per_s=mean(rates[1:] or rates) if rates else None,
         global_share=share,
         num_bytes=_num_bytes(config, folder, share or 0.0) if count_bytes else None,
-        lower_is_better=config["optimized_mode"] == "min" if metric == config["optimized_metric"] else "loss" in metric,
+        lower_is_better=optimizes_least if is_optimized else "loss" in metric,
         curve=[(seconds[step], value) for step, value in sorted(logged.items()) if step in seconds],
     )
 

@@ -24,7 +24,15 @@ from lightning_dp.runs.command_line import argument_parser, conf_folder, message
 from lightning_dp.runs.hydra_versions import VERSION_BASE
 from lightning_dp.runs.resume import naming_another_model, read_checkpoint, require_intact
 from lightning_dp.runs.train import build
-from lightning_dp.runs.validation import Config
+from lightning_dp.runs.validation import Config, check_arguments, targets
+
+READ = ("data", "model", "trainer")  # what is built of a configuration
+# Nothing is trained, on one device, without callbacks. So nothing reads these keys of a run.
+HERE = {"devices": 1, "num_nodes": 1, "strategy": "auto", "enable_checkpointing": False}
+UNREAD = {
+    *("callbacks", "logger", "strategy", "name", "run_dir", "ckpt_path", "train", "test", "print_config"),
+    *("optimized_metric", "optimized_mode", *(f"trainer.{key}" for key in HERE)),
+}
 
 
 def evaluate(
@@ -46,7 +54,12 @@ def evaluate(
     if config_dir is not None and not own:
         raise ValueError(f"--config-dir {config_dir} has no effect on the configuration in a run folder; add --own")
     cfg = own_config(overrides, config_dir) if own else config_of_run(checkpoint, overrides)
-    trainer, model, data = build(on_one_device(cfg))
+    config = on_one_device(cfg)
+    for path, node in targets({key: config[key] for key in READ}):
+        check_arguments(path, node)
+    if config["trainer"].get("limit_test_batches") == 0:
+        raise ValueError("trainer.limit_test_batches=0 leaves nothing to test; leave it out")
+    trainer, model, data = build(config)
     if isinstance(data, ImageDataModule):
         data.check(world_size=1)
     with naming_another_model(checkpoint):
@@ -72,17 +85,41 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 
 def config_of_run(checkpoint: Path, overrides: list[str]) -> DictConfig:
-    """Return the configuration in the run folder of a checkpoint."""
+    """Return the configuration in the run folder of a checkpoint.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is damaged, or nothing would read one of the overrides.
+    """
+    check_overrides(overrides)
     run_dir = checkpoint.resolve().parents[1]
     path = run_dir / ".hydra" / "config.yaml"
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}; leave the checkpoint in its run folder, or use --own")
-    config = OmegaConf.load(path)
-    assert isinstance(config, DictConfig)
+    try:
+        config = OmegaConf.load(path)
+    except Exception as error:  # of YAML or OmegaConf
+        raise ValueError(f"{path} is damaged ({error}); give a configuration with --own") from error
+    if not (isinstance(config, DictConfig) and all(OmegaConf.is_dict(config.get(key)) for key in READ)):
+        raise ValueError(f"{path} has no {', '.join(READ)}, as that of a run has; give a configuration with --own")
     OmegaConf.set_struct(config, True)
     config.run_dir = str(run_dir)
     config.merge_with_dotlist(overrides)
     return config
+
+
+def check_overrides(overrides: list[str]) -> None:
+    """Raise ValueError for a change to the configuration in a run folder that is none, or that nothing would read."""
+    for text in overrides:
+        key, sign, _ = text.partition("=")
+        if not sign:
+            raise ValueError(f"{text} is no override; write KEY=VALUE")
+        if key in READ:
+            raise ValueError(
+                f"{text} chooses a file, but the run folder has values: write {key}.OPTION=..., or use --own"
+            )
+        if not UNREAD.isdisjoint((key, key.partition(".")[0])):
+            raise ValueError(f"{text} has no effect: a test is on one device, without callbacks; leave it out")
 
 
 def own_config(overrides: list[str], config_dir: Path | None = None) -> DictConfig:
@@ -99,8 +136,7 @@ def own_config(overrides: list[str], config_dir: Path | None = None) -> DictConf
 def on_one_device(cfg: DictConfig) -> Config:
     """Return a configuration, in plain dicts and lists, that uses one device and writes nothing."""
     cfg.callbacks = {}
-    here = {"devices": 1, "num_nodes": 1, "strategy": "auto", "enable_checkpointing": False}
-    for name, value in here.items():
+    for name, value in HERE.items():
         cfg.trainer[name] = value
     resolved: Config = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     # Nothing is trained, so no checkpoint is kept.
@@ -119,5 +155,5 @@ def main() -> None:
     try:
         metrics = evaluate(arguments.checkpoint, arguments.overrides, arguments.own, arguments.config_dir)
     except Exception as error:
-        sys.exit(f"error: {message_of(error)}")
+        sys.exit(f"error: {' '.join(message_of(error).split())}")
     print("  ".join(f"{name}={value:.4f}" for name, value in sorted(metrics.items())))

@@ -31,6 +31,7 @@ from pytorch_lightning import Callback, seed_everything
 from lightning_dp.launch import external_rank, launch
 from lightning_dp.planner import Diagnose, Link, Network
 from lightning_dp.runs.command_line import (
+    check_mode,
     config_error,
     job_error,
     job_logging,
@@ -38,6 +39,7 @@ from lightning_dp.runs.command_line import (
     run,
     write_configuration,
 )
+from lightning_dp.runs.resume import require_unused
 from lightning_dp.runs.train import build, configure_logging
 from lightning_dp.runs.validation import Config, resolved, validate
 
@@ -50,10 +52,12 @@ def main() -> None:
 def job(cfg: DictConfig) -> None:
     """Check the configuration, measure steps in its processes, and print the diagnosis."""
     try:
+        check_mode()
         config = resolved(cfg, "plan", "verify")
         make_callback(config)  # raises for values that make no sense, before a process starts
         num_processes = validate(config)
         check_verify(config, num_processes * config["trainer"]["num_nodes"])
+        require_unused(Path(cfg.run_dir), None, "hydra.run.dir")  # else the configuration there would be replaced
     except Exception as error:
         raise config_error(error) from error
     if external_rank() in (None, 0):

@@ -74,7 +74,7 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
         raise FileNotFoundError(
             f"ckpt_path={path}: there is no such checkpoint; runs keep theirs in RUN_DIR/{OF_A_RUN['last']}"
         )
-    _require_unused(run_dir, path, "hydra.sweep.dir" if in_sweep else "hydra.run.dir")
+    require_unused(run_dir, path, "hydra.sweep.dir" if in_sweep else "hydra.run.dir")
     if path is None:
         return None
     read_checkpoint(path)
@@ -140,7 +140,7 @@ def _named(found: list[str]) -> str:
     return f"{', '.join(found[:MAX_NAMED])}{more}"
 
 
-def _require_unused(run_dir: Path, checkpoint: Path | None, key: str) -> None:
+def require_unused(run_dir: Path, checkpoint: Path | None, key: str) -> None:
     """Raise ValueError if a folder holds a run, and not the one that is continued."""
     used = (run_dir / METRICS).exists() or any(run_dir.glob(f"{FOLDER}/*.ckpt"))
     if used and (checkpoint is None or run_dir.resolve() not in checkpoint.resolve().parents):

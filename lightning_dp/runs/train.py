@@ -23,6 +23,7 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from lightning_dp.launch import external_rank, launch
 from lightning_dp.runs.command_line import (
+    check_mode,
     config_error,
     is_in_sweep,
     is_search,
@@ -62,6 +63,7 @@ def job(cfg: DictConfig) -> float | None:
     is_first = external_rank() in (None, 0)
     with ExitStack() as stack:
         try:
+            check_mode()
             config = resolved(cfg)
             num_processes = validate(config)
             checkpoint = find_checkpoint(config, in_sweep=is_in_sweep(), launched=external_rank() is not None)

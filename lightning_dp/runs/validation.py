@@ -216,7 +216,8 @@ def check_arguments(path: str, node: dict[str, Any]) -> None:
         is_default = key in parameters and value == parameters[key].default
         if key in types and not is_default and not fits(value, types[key]):
             raise ValueError(f"{path}.{key}={value} must be {spelled(types[key])}")
-        if isinstance(value, float) and key in types and float not in _plain_types(types[key]) >= {int}:
+        is_whole = isinstance(value, float) and value.is_integer()
+        if is_whole and key in types and float not in _plain_types(types[key]) >= {int}:
             node[key] = int(value)  # 1e5
 
 
@@ -361,6 +362,14 @@ def check_together(config: Config) -> None:
             f"trainer.check_val_every_n_epoch={trainer['check_val_every_n_epoch']} must be 1 or more, or null; for no "
             "validation, use trainer.limit_val_batches=0"
         )
+    if trainer.get("accumulate_grad_batches", 1) < 1:
+        raise ValueError(f"trainer.accumulate_grad_batches={trainer['accumulate_grad_batches']} must be 1 or more")
+    if (trainer.get("gradient_clip_val") or 0) < 0:
+        raise ValueError(
+            f"trainer.gradient_clip_val={trainer['gradient_clip_val']} must be more than 0, or null for no clipping"
+        )
+    if trainer.get("deterministic") not in (True, False, None, "warn"):  # any other text would count as true
+        raise ValueError(f"trainer.deterministic={trainer['deterministic']} must be true, false or warn")
     if config["test"] and trainer.get("limit_test_batches") == 0:
         raise ValueError("trainer.limit_test_batches=0 leaves nothing to test; use test=false")
     if not config["train"]:
@@ -374,6 +383,11 @@ def check_together(config: Config) -> None:
                 "ckpt_path=best"
             )
         return
+    for key in ("limit_train_batches", "max_steps"):
+        if trainer.get(key) == 0:
+            raise ValueError(
+                f"trainer.{key}=0 leaves nothing to train; use train=false to test the weights of ckpt_path"
+            )
     if config["test"] == "best":
         _check_best(trainer, metric, config["data"])
     _check_schedule(trainer, config["model"])

@@ -74,3 +74,9 @@ def test_a_plan_with_factors_makes_the_compressor(plan):
 def test_contradictions_are_refused(plan, arguments, message):
     with pytest.raises(ValueError, match=message):
         command_line.with_plan([plan("strategy=layered_sgd", "strategy.overlap=load"), *arguments])
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_its_name_may_have_the_quotes_of_other_values(plan, quote):
+    name, _, file = plan("strategy=ddp").partition("=")
+    assert command_line.with_plan([f"{name}={quote}{file}{quote}"])[0] == ["strategy=ddp"]
