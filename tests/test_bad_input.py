@@ -674,6 +674,11 @@ OPTIONS = [
     option("ddp_comm_hook cannot be given ... use DDPStrategy", lambda _: LayeredSGDStrategy(ddp_comm_hook=print)),
     option("model_averaging_period cannot be given", lambda _: LayeredSGDStrategy(model_averaging_period=3)),
     option("scheme='d' is not known; use one of 'a', 'b', 'c'", lambda _: KrizhevskyHybridStrategy(scheme="d")),
+    option("num_passes=1 must be an integer of at least 2", lambda _: KrizhevskyHybridStrategy(num_passes=1)),
+    option(
+        "num_passes=2 is for schemes b and c, and scheme='a' has one pass",
+        lambda _: KrizhevskyHybridStrategy(scheme="a", num_passes=2),
+    ),
     option(
         "variable_batch=True needs several passes, and scheme='a' has one; use scheme 'b' or 'c'",
         lambda _: KrizhevskyHybridStrategy(scheme="a", variable_batch=True),

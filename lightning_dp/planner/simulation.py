@@ -274,9 +274,9 @@ class _Job:
         """Add the passes through the sharded head (arXiv 1404.5997, section 4)."""
         head, size = self.workload.head, self.world_size
         assert head is not None
-        num_passes = 1 if self.method.scheme == "a" else size
-        # In a and c all ranks send at once. In b one rank sends its whole batch while the others receive.
-        part = 1 / num_passes if self.method.scheme == "c" else 1.0
+        num_passes = 1 if self.method.scheme == "a" else self.method.num_passes or size
+        # In a and c all ranks send at once. In b the others receive the whole batches of the ranks whose turn it is.
+        part = {"a": 1.0, "b": float(math.ceil(size / num_passes)), "c": 1 / num_passes}[self.method.scheme]
         senders = 1 if self.method.scheme == "b" else None
         features_s = self.network.exchange_s((size - 1) * part * head.feature_bytes, size, senders)
         hidden_s = self.network.exchange_s((size - 1) * head.hidden_bytes / num_passes, size)
@@ -424,6 +424,7 @@ class Method:
         order: of layered SGD with overlap ``"step"``: ``"priority"``, nearest the input first among the buckets that
             are ready, as over gloo; or ``"fifo"``, as backward produces them, as over NCCL.
         scheme: of the hybrid: ``"a"``, ``"b"`` or ``"c"``.
+        num_passes: of the hybrid's schemes b and c. None: as many as there are ranks.
         compression: bytes sent between nodes over bytes of the gradients, in each direction; 0.5 for 16 bits. Or a
             compressor, whose bytes depend on the shapes of the parameters: ``"bf16"``, ``"int8"`` or ``"power_sgd"``,
             which is PowerSGD of rank 4.
@@ -450,9 +451,12 @@ class Method:
     first_bucket_bytes: float = MEBIBYTE  # DDP's constant
     all_reduce: str = "native"
     recompute: str = ""
+    num_passes: int | None = None
 
     def __post_init__(self) -> None:
         require_count("accumulate", self.accumulate)
+        if self.num_passes is not None:
+            require_count("num_passes", self.num_passes)
         require_positive("bucket_bytes", self.bucket_bytes)
         require_positive("first_bucket_bytes", self.first_bucket_bytes)
         options: dict[str, tuple[str, ...]] = {

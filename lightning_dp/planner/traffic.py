@@ -141,6 +141,7 @@ def head_traffic(
     loss: HeadLoss = "logistic",
     rank: int = 0,
     target_bytes: int = 8,
+    num_passes: int | None = None,
 ) -> dict[str, Cost]:
     """Return what a rank sends in a step for a sharded head, by kind of message (arXiv 1404.5997, section 4).
 
@@ -158,11 +159,12 @@ def head_traffic(
             ``head_step``, with which logits stay sharded.
         rank: the rank that sends.
         target_bytes: bytes of a sample's target, which all ranks receive for ``head_step``.
+        num_passes: of b and c. None: as many as there are ranks.
     """
     _require_head(widths, batch_sizes, element_bytes, scheme, loss)
     require_rank(rank, len(batch_sizes))
     peers = len(batch_sizes) - 1
-    passes = len(sub_passes(scheme, batch_sizes))
+    passes = len(sub_passes(scheme, batch_sizes, num_passes))
     elements = _activations(widths, batch_sizes, passes, loss, rank)
     sent = {what: (count * element_bytes, steps) for what, (count, steps) in elements.items()}
     sent["sizes"] = (peers * 3 * 8, 1)  # batch size, checksum of the shapes, seed
@@ -207,6 +209,7 @@ def hybrid_cost(
     scheme: Literal["a", "b", "c"] = "c",
     loss: HeadLoss = "logistic",
     rank: int = 0,
+    num_passes: int | None = None,
 ) -> Cost:
     """Return the cost of a step: the ring all-reduce of the trunk's gradients, and `head_traffic` for the head.
 
@@ -221,8 +224,9 @@ def hybrid_cost(
         scheme: see `head_traffic`.
         loss: see `head_traffic`.
         rank: see `head_traffic`.
+        num_passes: see `head_traffic`.
     """
-    head = head_traffic(widths, batch_sizes, element_bytes, scheme, loss, rank).values()
+    head = head_traffic(widths, batch_sizes, element_bytes, scheme, loss, rank, num_passes=num_passes).values()
     trunk = ring_cost(trunk_elements, element_bytes, len(batch_sizes), rank)
     return Cost(
         trunk.bytes_sent + sum(part.bytes_sent for part in head), trunk.num_steps + sum(part.num_steps for part in head)

@@ -85,6 +85,7 @@ def _hybrid_bytes(module: nn.Module, config: dict[str, Any], num_elements: int, 
     trunk_elements = num_elements - sum(parameter.numel() for parameter in head.parameters())
     widths = [layers[0].in_features, *(layer.out_features for layer in layers)]
     batch_sizes = [config["data"]["batch_size"] // world_size] * world_size
-    scheme: Any = options.get("scheme") or ("c" if options.get("variable_batch") else "a")
+    num_passes = options.get("num_passes")
+    scheme: Any = options.get("scheme") or ("c" if num_passes or options.get("variable_batch") else "a")
     loss: Any = config["model"].get("loss", "cross_entropy") if hasattr(module, "head_step") else "own"
-    return hybrid_cost(trunk_elements, widths, batch_sizes, ELEMENT_BYTES, scheme, loss, rank).bytes_sent
+    return hybrid_cost(trunk_elements, widths, batch_sizes, ELEMENT_BYTES, scheme, loss, rank, num_passes).bytes_sent

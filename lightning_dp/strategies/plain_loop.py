@@ -185,7 +185,9 @@ class ShardedHeadLoop:
 
 
 @contextmanager
-def sharded_head(model: nn.Module, head: str, scheme: Scheme = "c") -> Iterator[ShardedHeadLoop]:
+def sharded_head(
+    model: nn.Module, head: str, scheme: Scheme = "c", num_passes: int | None = None
+) -> Iterator[ShardedHeadLoop]:
     """Let each rank hold its rows of a head of ``model`` within the context (arXiv 1404.5997, section 4).
 
     Every rank enters and leaves it. Calls of the head are collective within it; wrap ``model`` in
@@ -197,6 +199,7 @@ def sharded_head(model: nn.Module, head: str, scheme: Scheme = "c") -> Iterator[
         model: on this rank's device. Ranks start from rank 0's head.
         head: dotted name of the submodule: an nn.Linear, or an nn.Sequential of them and of elementwise layers.
         scheme: "a", "b" or "c".
+        num_passes: of b and c. None: as many as there are ranks.
 
     Raises:
         ValueError: the head cannot be sharded, or not in this model.
@@ -219,7 +222,7 @@ def sharded_head(model: nn.Module, head: str, scheme: Scheme = "c") -> Iterator[
         names = list(sharded.names_in(model))
         ignore_in_ddp(model, names)
         stack.callback(stop_ignoring_in_ddp, model, names)
-        passes = HeadPasses(sharded, scheme, features)
+        passes = HeadPasses(sharded, scheme, features, num_passes)
         with sharded.forwarding_to(passes.forward_local_batch):
             yield ShardedHeadLoop(model, passes)
         parameters.unshard()

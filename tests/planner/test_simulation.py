@@ -178,6 +178,18 @@ def test_scheme_a_has_one_pass():
     assert step_s(WITH_HEAD, "hybrid_a", size) == pytest.approx(expected)
 
 
+def test_fewer_passes_hide_less_and_send_no_more():
+    def exposed_s(num_passes: int | None) -> float:
+        method = Method("hybrid", scheme="c", num_passes=num_passes)
+        return step_s(WITH_HEAD, method, 4, Network(Link(0.0, 1e8), FAST)) - step_s(WITH_HEAD, method, 4, ENDLESS)
+
+    ENDLESS = Network(Link(0.0, 1e15), FAST)
+    assert exposed_s(None) == exposed_s(4) < exposed_s(2) < exposed_s(1)
+    assert exposed_s(1) == pytest.approx(
+        step_s(WITH_HEAD, "hybrid_a", 4, Network(Link(0.0, 1e8), FAST)) - step_s(WITH_HEAD, "hybrid_a", 4, ENDLESS)
+    )
+
+
 def test_schemes_b_and_c_hide_features_behind_the_head():
     network = Network(Link(0.0, 1e8), FAST)
     fast = Network(Link(0.0, 1e15), FAST)

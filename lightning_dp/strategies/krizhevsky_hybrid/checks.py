@@ -50,11 +50,22 @@ HEAD_STEP_EXAMPLE = """
 
 
 def check_arguments(
-    scheme: str | None, variable_batch: bool, evaluation: str, state_dict_type: str, ddp_kwargs: Mapping[str, Any]
+    scheme: str | None,
+    num_passes: int | None,
+    variable_batch: bool,
+    evaluation: str,
+    state_dict_type: str,
+    ddp_kwargs: Mapping[str, Any],
 ) -> None:
     """Raise ValueError for arguments of the strategy that are unknown or do not go together."""
     if scheme is not None and scheme not in SCHEMES:
         raise ValueError(f"scheme={scheme!r} is not known; use one of {', '.join(map(repr, SCHEMES))}")
+    if num_passes is not None and (type(num_passes) is not int or num_passes < 2):
+        raise ValueError(f"num_passes={num_passes!r} must be an integer of at least 2; scheme='a' has one pass")
+    if num_passes is not None and scheme == "a":
+        raise ValueError(
+            f"num_passes={num_passes} is for schemes b and c, and scheme='a' has one pass; remove one of the two"
+        )
     if variable_batch and scheme == "a":
         raise ValueError("variable_batch=True needs several passes, and scheme='a' has one; use scheme 'b' or 'c'")
     if evaluation not in ("gathered", "sharded"):

@@ -153,29 +153,31 @@ class SubPass:
         return torch.cat([batch[begin:end] for batch, (begin, end) in zip(batches, self.rows, strict=True)])
 
 
-def sub_passes(scheme: Scheme, batch_sizes: Sequence[int]) -> list[SubPass]:
+def sub_passes(scheme: Scheme, batch_sizes: Sequence[int], num_passes: int | None = None) -> list[SubPass]:
     """Divide the ranks' batches into passes through the head. Every sample is in exactly one, in its batch's order.
 
     - (a): one pass with everything.
-    - (b): the batch of rank 0, then that of rank 1, and so on.
-    - (c): K passes for K ranks; each rank contributes a K-th of its batch to each. If K does not divide a batch, its
+    - (b): the batch of rank 0, then that of rank 1, and so on. With fewer passes than ranks, several ranks at a time.
+    - (c): each rank contributes an equal part of its batch to each of P passes. If P does not divide a batch, its
       parts differ by one. Each rank has its larger parts in other passes, so that the passes are as equal as possible.
 
     Args:
         scheme: "a", "b" or "c".
         batch_sizes: batch size of each rank. They may differ, and may be 0. An empty pass is left out.
+        num_passes: P, for b and c. None: as many as there are ranks. b has no more than these.
     """
-    num_ranks = len(batch_sizes)
+    num_passes = num_passes or len(batch_sizes)
     if scheme == "a":
         passes = [SubPass(tuple((0, size) for size in batch_sizes))]
     elif scheme == "b":
+        turns = chunk_bounds(len(batch_sizes), min(num_passes, len(batch_sizes)))
         passes = [
-            SubPass(tuple((0, size) if rank == turn else (0, 0) for rank, size in enumerate(batch_sizes)))
-            for turn in range(num_ranks)
+            SubPass(tuple((0, size) if begin <= rank < end else (0, 0) for rank, size in enumerate(batch_sizes)))
+            for begin, end in turns
         ]
     else:
-        parts = [_rotated_parts(size, num_ranks, rank) for rank, size in enumerate(batch_sizes)]
-        passes = [SubPass(tuple(part[turn] for part in parts)) for turn in range(num_ranks)]
+        parts = [_rotated_parts(size, num_passes, rank % num_passes) for rank, size in enumerate(batch_sizes)]
+        passes = [SubPass(tuple(part[turn] for part in parts)) for turn in range(num_passes)]
     return [one for one in passes if one.num_samples]
 
 

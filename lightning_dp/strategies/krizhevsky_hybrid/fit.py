@@ -74,6 +74,7 @@ class Options:
 
     head: str
     scheme: Scheme
+    num_passes: int | None
     variable_batch: bool
     evaluation: Literal["gathered", "sharded"]
     state_dict_type: Literal["full", "sharded"]
@@ -135,7 +136,7 @@ class HybridFitState(SharedOnDeepcopy):
             undo_all.callback(self._parameters.restore)
             stack.callback(self._destroy_groups)
             self._parameters.shard(environment.device)
-            passes = self._passes = HeadPasses(self.head, options.scheme, features)
+            passes = self._passes = HeadPasses(self.head, options.scheme, features, options.num_passes)
             self.patches = FitPatches(module, passes, environment, options.variable_batch)
             stack.callback(self.patches.undo)
             stack.callback(end_when_stop_check_times_out(module.trainer))

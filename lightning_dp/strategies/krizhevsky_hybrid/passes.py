@@ -64,6 +64,7 @@ class HeadPasses(SharedOnDeepcopy):
     Args:
         head: in its sharded state.
         scheme: "a", "b" or "c".
+        num_passes: of b and c. None: as many as there are ranks.
         channel: for features and their gradients. It needs a process group of its own. Features travel while the head
             exchanges activations over its channel, and the messages of one group must be issued in the same order on
             all ranks.
@@ -72,9 +73,9 @@ class HeadPasses(SharedOnDeepcopy):
         gradient_memory: see `ParameterGradients`.
     """
 
-    def __init__(self, head: ShardedHead, scheme: Scheme, channel: Channel) -> None:
+    def __init__(self, head: ShardedHead, scheme: Scheme, channel: Channel, num_passes: int | None = None) -> None:
         self.head = head
-        self.scheme = scheme
+        self._plan = partial(sub_passes, scheme, num_passes=num_passes)
         self.channel = channel
         self.exchange = FeatureExchange(channel)
         self.num_calls = 0  # calls of the head, in passes and outside
@@ -94,7 +95,7 @@ class HeadPasses(SharedOnDeepcopy):
     def _forward_rows(self, features: Tensor) -> Tensor:
         sizes, seed = self.exchange.exchange_batch_sizes(features, needs_seed=self.head.draws_random_numbers)
         after_trunk = self._take_after_trunk()
-        return self._remembered(LocalBatch(self, sub_passes(self.scheme, sizes), seed)(features, after_trunk))
+        return self._remembered(LocalBatch(self, self._plan(sizes), seed)(features, after_trunk))
 
     def step(
         self,
@@ -142,7 +143,7 @@ class HeadPasses(SharedOnDeepcopy):
         after_trunk = self._take_after_trunk()
         # Within torch.utils.checkpoint, what the passes keep must not count: they run backward at once.
         with _keep_activations():
-            result = run_passes(self, features, sub_passes(self.scheme, sizes), seed, loss_of, update, scale)
+            result = run_passes(self, features, self._plan(sizes), seed, loss_of, update, scale)
         self.num_steps += 1
 
         def check_factor(factor: Tensor) -> None:

@@ -43,7 +43,9 @@ class KrizhevskyHybridStrategy(BaseStrategy):
             each rank sends 1/K of its samples for each of K passes. In b and c the features of the next pass travel
             while the head computes the current one, and with ``head_step`` the head's activations need 1/K of the
             memory. But the head's batches are smaller: scheme a was the fastest in every setting measured. None:
-            ``"a"``, or ``"c"`` with ``variable_batch``, which needs several passes.
+            ``"a"``, or ``"c"`` with ``num_passes`` or ``variable_batch``, which needs several passes.
+        num_passes: of schemes b and c. Fewer passes have larger batches in the head, whose products are then faster,
+            and need more memory for activations. b has at most K. None: K.
         variable_batch: update the head after each of its K passes (section 4.2): its batch is that of one pass, the
             trunk's that of all K. The module must have a method ``head_step(features, target) -> loss``.
         evaluation: ``"gathered"``: as described above. ``"sharded"``, for heads that are too large for one device: the
@@ -74,15 +76,16 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         self,
         head: str = "head",
         scheme: Literal["a", "b", "c"] | None = None,
+        num_passes: int | None = None,
         variable_batch: bool = False,
         evaluation: Literal["gathered", "sharded"] = "gathered",
         state_dict_type: Literal["full", "sharded"] = "full",
         **ddp_kwargs: Any,
     ) -> None:
-        checks.check_arguments(scheme, variable_batch, evaluation, state_dict_type, ddp_kwargs)
+        checks.check_arguments(scheme, num_passes, variable_batch, evaluation, state_dict_type, ddp_kwargs)
         super().__init__(**ddp_kwargs)
-        scheme = scheme or ("c" if variable_batch else "a")
-        self._options = Options(head, scheme, variable_batch, evaluation, state_dict_type)
+        scheme = scheme or ("a" if num_passes is None and not variable_batch else "c")
+        self._options = Options(head, scheme, num_passes, variable_batch, evaluation, state_dict_type)
         self._fitting: HybridFitState | None = None  # from set-up to teardown
         self._reduced: ReducedParameters | None = None  # of the trunk, while fitting
         self._restores_after_setup = False

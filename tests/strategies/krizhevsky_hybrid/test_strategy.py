@@ -15,7 +15,7 @@ from tests.ranks import RankError, run_processes
 from tests.strategies.krizhevsky_hybrid.modules import HybridNet, PenaltyNet, StepNet, all_batches, batches
 from tests.strategies.modules import SMALL_BUCKETS_MB, assert_same, optimizers, snapshot, trainer
 
-Case = tuple[type[HybridNet], str, str, str]  # module, scheme, optimizer, loss
+Case = tuple[type[HybridNet], str, str, str]  # module, scheme (with its number of passes), optimizer, loss
 
 
 def fit(rank: int, world_size: int, net: type[HybridNet], strategy: Any, **options: Any) -> Any:
@@ -39,7 +39,8 @@ def single(world_size: int, net: type[HybridNet], **options: Any) -> tuple[dict[
 def _cases(rank: int, world_size: int, cases: list[Case]) -> list[tuple[dict[str, Tensor], list[float]]]:
     results = []
     for net, scheme, optimizer, loss in cases:
-        strategy = KrizhevskyHybridStrategy(scheme=scheme, bucket_cap_mb=SMALL_BUCKETS_MB)
+        passes = {"num_passes": int(scheme[1:])} if scheme[1:] else {}
+        strategy = KrizhevskyHybridStrategy(scheme=scheme[0], bucket_cap_mb=SMALL_BUCKETS_MB, **passes)
         own, module = fit(rank, world_size, net, strategy, optimizer=optimizer, loss=loss)
         results.append((snapshot(module, own), module.losses))
     return results
@@ -59,6 +60,7 @@ NETS = [
 def test_equals_one_process(net, world_size):
     cases: list[Case] = [(net, scheme, "momentum", "cross_entropy") for scheme in "abc"]
     cases += [(net, "c", "adamw", "logistic")]
+    cases += [(net, scheme, "momentum", "cross_entropy") for scheme in ("b2", "c2", "c5")]
     expected = {}
     for _, _, optimizer, loss in cases:
         if optimizer not in expected:
@@ -112,7 +114,7 @@ def variable_batch_loop(scheme: str, world_size: int, optimizer_name: str, clip:
         features = [module.trunk(x) for x, _ in of_ranks]
         seen = [f.detach().requires_grad_() for f in features]
         num_samples = sum(len(f) for f in features)
-        for part in sub_passes(scheme, [len(f) for f in features]):
+        for part in sub_passes(scheme[0], [len(f) for f in features], int(scheme[1:] or 0) or None):
             x = torch.cat([f[begin:end] for f, (begin, end) in zip(seen, part.rows, strict=True)])
             y = torch.cat([target[begin:end] for (_, target), (begin, end) in zip(of_ranks, part.rows, strict=True)])
             head_optimizer.zero_grad()
@@ -138,7 +140,8 @@ def variable_batch_loop(scheme: str, world_size: int, optimizer_name: str, clip:
 def _variable(rank: int, world_size: int, cases: list[tuple[str, str]]) -> list[dict[str, Tensor]]:
     results = []
     for scheme, optimizer in cases:
-        strategy = KrizhevskyHybridStrategy(scheme=scheme, variable_batch=True)
+        passes = {"num_passes": int(scheme[1:])} if scheme[1:] else {}
+        strategy = KrizhevskyHybridStrategy(scheme=scheme[0], variable_batch=True, **passes)
         _, module = fit(rank, world_size, StepNet, strategy, optimizer=optimizer)
         results.append({name: p.detach() for name, p in module.named_parameters()})
     return results
@@ -146,7 +149,7 @@ def _variable(rank: int, world_size: int, cases: list[tuple[str, str]]) -> list[
 
 @pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_variable_batch_equals_the_papers_order(world_size):
-    cases = [("b", "momentum"), ("c", "momentum"), ("c", "adamw")]
+    cases = [("b", "momentum"), ("c", "momentum"), ("c", "adamw"), ("c2", "momentum")]
     of_ranks = run_processes(world_size, _variable, world_size, cases)
     plain, _ = single(world_size, StepNet)
     for index, (scheme, optimizer) in enumerate(cases):

@@ -30,6 +30,13 @@ def test_hybrid(scheme):
     assert own.num_steps == 6 + 1 + passes * 6
 
 
+def test_fewer_passes_make_fewer_exchanges_of_the_same_bytes():
+    four, two = (traffic.head_traffic([28, 20, 8], [10] * 4, 4, "c", "own", num_passes=number) for number in (None, 2))
+    for what in ("features", "hidden gradients", "logits"):
+        assert four[what].bytes_sent == two[what].bytes_sent
+        assert four[what].num_steps == 2 * two[what].num_steps
+
+
 def test_hybrid_of_one_rank_sends_nothing():
     assert traffic.hybrid_cost(400, [30, 8], [10], 4) == Cost(0, 0)
 
