@@ -76,5 +76,7 @@ def hermetic(tmp_path, monkeypatch) -> Iterator[None]:
     assert not group_left, "the test left a process group behind"
     left = [thread for thread in threading.enumerate() if thread not in threads and not thread.daemon]
     assert not left, f"the test left threads behind: {left}"
+    for child in multiprocessing.active_children():
+        child.join(30)  # a worker of a loader that was told to end; on busy cores torch does not wait for it
     children = multiprocessing.active_children()
     assert not children, f"the test left processes behind: {children}"
