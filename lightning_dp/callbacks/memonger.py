@@ -33,7 +33,8 @@ class Memonger(Callback):
     numbers are bitwise those of training without the callback: `lightning_dp.recompute` runs single operators again,
     and no Python code of the model. So batch norm moves its running statistics once a step, global batch norm gathers
     once, and no strategy sees another read of the parameters. Any precision and accumulation may be used, and any
-    strategy but the hybrid with ``variable_batch``, which updates weights before backward has used them.
+    strategy but layered FSDP, which frees parameters, and the hybrid with ``variable_batch``, which updates weights
+    before backward has used them.
 
     The callback records ``training_step`` for the time of ``fit``.
 
@@ -50,8 +51,8 @@ class Memonger(Callback):
 
     Raises:
         ValueError: ``policy`` is unknown, or ``budget_bytes`` and ``policy`` contradict each other. In ``fit``: the
-            module, or a part of it, is compiled or scripted; the strategy is the hybrid with ``variable_batch``; no
-            plan holds as little as ``budget_bytes``.
+            module, or a part of it, is compiled or scripted; the strategy is layered FSDP, or the hybrid with
+            ``variable_batch``; no plan holds as little as ``budget_bytes``.
     """
 
     def __init__(
