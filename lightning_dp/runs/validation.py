@@ -357,19 +357,7 @@ def check_together(config: Config) -> None:
         raise ValueError(f"optimized_mode={config['optimized_mode']} must be max or min")
     if config["matmul_precision"] not in ("highest", "high", "medium"):
         raise ValueError(f"matmul_precision={config['matmul_precision']} must be highest, high or medium")
-    if trainer.get("check_val_every_n_epoch") is not None and trainer["check_val_every_n_epoch"] < 1:
-        raise ValueError(
-            f"trainer.check_val_every_n_epoch={trainer['check_val_every_n_epoch']} must be 1 or more, or null; for no "
-            "validation, use trainer.limit_val_batches=0"
-        )
-    if trainer.get("accumulate_grad_batches", 1) < 1:
-        raise ValueError(f"trainer.accumulate_grad_batches={trainer['accumulate_grad_batches']} must be 1 or more")
-    if (trainer.get("gradient_clip_val") or 0) < 0:
-        raise ValueError(
-            f"trainer.gradient_clip_val={trainer['gradient_clip_val']} must be more than 0, or null for no clipping"
-        )
-    if trainer.get("deterministic") not in (True, False, None, "warn"):  # any other text would count as true
-        raise ValueError(f"trainer.deterministic={trainer['deterministic']} must be true, false or warn")
+    _check_numbers(trainer)
     if config["test"] and trainer.get("limit_test_batches") == 0:
         raise ValueError("trainer.limit_test_batches=0 leaves nothing to test; use test=false")
     if not config["train"]:
@@ -393,6 +381,23 @@ def check_together(config: Config) -> None:
     _check_schedule(trainer, config["model"])
     if not config["test"] and metric is not None and metric.startswith("test/"):
         raise ValueError(f"optimized_metric={metric} is not measured with test=false; use val/acc, or null")
+
+
+def _check_numbers(trainer: Config) -> None:
+    """Raise ValueError for values that the Trainer would take, and then fail or do something else."""
+    if trainer.get("check_val_every_n_epoch") is not None and trainer["check_val_every_n_epoch"] < 1:
+        raise ValueError(
+            f"trainer.check_val_every_n_epoch={trainer['check_val_every_n_epoch']} must be 1 or more, or null; for no "
+            "validation, use trainer.limit_val_batches=0"
+        )
+    if trainer.get("accumulate_grad_batches", 1) < 1:
+        raise ValueError(f"trainer.accumulate_grad_batches={trainer['accumulate_grad_batches']} must be 1 or more")
+    if (trainer.get("gradient_clip_val") or 0) < 0:
+        raise ValueError(
+            f"trainer.gradient_clip_val={trainer['gradient_clip_val']} must be more than 0, or null for no clipping"
+        )
+    if trainer.get("deterministic") not in (True, False, None, "warn"):  # any other text would count as true
+        raise ValueError(f"trainer.deterministic={trainer['deterministic']} must be true, false or warn")
 
 
 def _check_best(trainer: Config, metric: str | None, data: Config) -> None:
