@@ -185,8 +185,10 @@ def replace_fsdp_collectives(unit: Any, all_gather: Any, reduce_scatter: Any) ->
 
     None, and nothing is changed, if somebody has given ``unit`` collectives or a divisor of their own.
     """
-    groups = unit._get_fsdp_state()._fsdp_param_groups
-    if len(groups) != 1:
+    state = unit._get_fsdp_state()
+    # A single one in torch 2.11.
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    if len(groups) != 1 or groups[0] is None:
         return None
     (group,) = groups
     own = group._all_gather_comm, group._reduce_scatter_comm

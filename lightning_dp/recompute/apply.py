@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import re
 from typing import Any, Literal
 
 import torch
@@ -128,7 +129,8 @@ class RecomputeHandle:
             with tape.recording():
                 result = function(*args, **kwargs)
         except RuntimeError as error:
-            if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
+            # "HOP": torch 2.8.
+            if isinstance(error, NotImplementedError) and re.search("HigherOrderOperator|HOP ", str(error)):
                 raise RuntimeError(
                     f"{self._method} of {type(self._model).__name__}, which recomputes, calls torch.cond or another "
                     "higher-order operator, which cannot be recorded: use plain Python in its place, or apply "

@@ -25,6 +25,9 @@ from tests.collective_order.programs import MakeCommunicator, Program, make_prog
 from tests.collective_order.recorder import Call, check_order, check_threads
 from tests.ranks import RankError, run_processes
 
+# Torch 2.11 does not call a backend's reduce-scatter in Python.
+pytestmark = pytest.mark.skipif(torch.__version__ < (2, 13), reason="the recorder of collectives needs torch 2.13")
+
 TOPOLOGY = RankTopology(4, 2)
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=120)

@@ -19,7 +19,8 @@ class Contract:
         name: the private name.
         check: fails if the name does not have the effect that `lightning_dp` needs.
         remove: removes the name, for the test that ``check`` notices. None: the name is an attribute of ``owner``.
-        successor: owner and name of what newer versions have in its place, which is public.
+        successor: owner and name of what other versions have in its place.
+        is_needed: False: the package does not use the name with the installed version.
     """
 
     owner: Any
@@ -27,6 +28,7 @@ class Contract:
     check: Callable[[], None]
     remove: Callable[[pytest.MonkeyPatch], None] | None = None
     successor: tuple[Any, str] | None = None
+    is_needed: bool = True
 
     @property
     def library(self) -> str:
@@ -53,9 +55,10 @@ def contract(
     name: str,
     remove: Callable[[pytest.MonkeyPatch], None] | None = None,
     successor: tuple[Any, str] | None = None,
+    is_needed: bool = True,
 ) -> Callable[[Callable[[], None]], Callable[[], None]]:
     def add(check: Callable[[], None]) -> Callable[[], None]:
-        CONTRACTS.append(Contract(owner, name, check, remove, successor))
+        CONTRACTS.append(Contract(owner, name, check, remove, successor, is_needed))
         return check
 
     return add

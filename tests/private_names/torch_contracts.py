@@ -350,6 +350,10 @@ def check_a_local_part_is_read_in_python_when_fsdp_gathers_it() -> None:
 
 FSDP = importlib.import_module("torch.distributed.fsdp")
 PARTS = "torch.distributed.fsdp._fully_shard."
+STATE = importlib.import_module(PARTS + "_fsdp_state").FSDPState
+PARAM_GROUP = importlib.import_module(PARTS + "_fsdp_param_group").FSDPParamGroup
+# Not in torch 2.8, where `LayeredFSDPStrategy` raises an error.
+TAKES_COLLECTIVES = hasattr(FSDP.FSDPModule, "set_custom_reduce_scatter")
 
 
 class Collective:
@@ -366,10 +370,11 @@ class Collective:
         self._calls.append((self._name, op))
 
 
-@contract(FSDP.FSDPModule, "_get_fsdp_state")
-@contract(importlib.import_module(PARTS + "_fsdp_state").FSDPState, "_fsdp_param_groups")
-@contract(importlib.import_module(PARTS + "_fsdp_param_group").FSDPParamGroup, "_all_gather_comm")
-@contract(importlib.import_module(PARTS + "_fsdp_param_group").FSDPParamGroup, "_reduce_scatter_comm")
+@contract(FSDP.FSDPModule, "_get_fsdp_state", is_needed=TAKES_COLLECTIVES)
+@contract(STATE, "_fsdp_param_group", successor=(STATE, "_fsdp_param_groups"), is_needed=TAKES_COLLECTIVES)
+@contract(STATE, "_fsdp_param_groups", successor=(STATE, "_fsdp_param_group"), is_needed=TAKES_COLLECTIVES)
+@contract(PARAM_GROUP, "_all_gather_comm", is_needed=TAKES_COLLECTIVES)
+@contract(PARAM_GROUP, "_reduce_scatter_comm", is_needed=TAKES_COLLECTIVES)
 def check_fsdp_calls_collectives_in_place_of_its_own() -> None:
     fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group("fake", rank=0, world_size=2, store=fake.FakeStore())

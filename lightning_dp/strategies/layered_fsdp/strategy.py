@@ -100,6 +100,7 @@ class LayeredFSDPStrategy(PostponedUpdates, OwnTrainerOnly, ModelParallelStrateg
     Raises:
         ValueError: a value is not one of those above, two do not go together, or the world size is not a multiple of
             ``group_size``.
+        RuntimeError: torch is older than 2.10.
     """
 
     @property
@@ -124,6 +125,11 @@ class LayeredFSDPStrategy(PostponedUpdates, OwnTrainerOnly, ModelParallelStrateg
         process_group_backend: str | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
     ) -> None:
+        if torch.__version__ < "2.10":
+            raise RuntimeError(
+                f"LayeredFSDPStrategy needs torch 2.10 or newer, and this is {torch.__version__}, whose FSDP2 clips by "
+                "an inexact norm: install a newer torch, or use LayeredSGDStrategy"
+            )
         if isinstance(compression, PowerSGD):
             raise ValueError(
                 f"compression={compression!r} approximates whole parameters, and each rank has a shard of them; use "
