@@ -53,9 +53,11 @@ OTHER_FRAMEWORK = next(name for name in FRAMEWORKS if name != FRAMEWORK)
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
+    from pytorch_lightning.callbacks import BaseFinetuning
     from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 else:
     _framework = importlib.import_module(FRAMEWORK)
+    BaseFinetuning = importlib.import_module(FRAMEWORK + ".callbacks").BaseFinetuning
     _strategies = importlib.import_module(FRAMEWORK + ".strategies")
     Callback = _framework.Callback
     LightningDataModule = _framework.LightningDataModule
@@ -67,6 +69,7 @@ else:
 
 __all__ = [
     "FRAMEWORK",
+    "BaseFinetuning",
     "Callback",
     "DDPStrategy",
     "LightningDataModule",

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -269,3 +277,61 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
         for number, values in state["state"].items()
     }
     optimizer.load_state_dict({**state, "state": sharded})
+
+
+def whole_values(values: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+    """Return sharded tensors as whole ones, on the host, or ``{}`` where not to keep them. All ranks call it."""
+    whole = {}
+    for name, value in values.items():
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        if keep:  # else it is dropped before the next one is gathered
+            whole[name] = value.detach().cpu() if isinstance(value, Tensor) else value
+    return whole
+
+
+def whole_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+    """Return the optimizer's ``state_dict`` with whole tensors, or ``{}`` where not to keep it. All ranks call it.
+
+    Lightning's own sorts a group's parameters by their order in the module. A file is loaded by their order in the
+    optimizer: where the two differ, into other parameters.
+    """
+    state = optimizer.state_dict()
+    # In one order on all ranks: they update units as sums arrive, so states were made in different orders.
+    numbers = sorted(state["state"], key=str)
+    whole = {number: whole_values(state["state"][number], keep) for number in numbers}
+    return {**state, "state": whole} if keep else {}
+
+
+class OptimizerShards:
+    """The state of an optimizer in a checkpoint folder, which is loaded when the optimizer has its groups.
+
+    Args:
+        folder: written by ``torch.distributed.checkpoint``.
+        index: of the optimizer.
+    """
+
+    def __init__(self, folder: Path, index: int) -> None:
+        self.folder = folder
+        self._name = f"optimizer_{index}"
+
+    def load_into(self, optimizer: Optimizer, module: nn.Module) -> None:
+        """Load the state. All ranks call it."""
+        frozen = [p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad]
+        for parameter in frozen:  # PyTorch would drop their states
+            parameter.requires_grad_(True)
+        try:
+            self._load(optimizer, module)
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+
+    def _load(self, optimizer: Optimizer, module: nn.Module) -> None:
+        state: Any = get_optimizer_state_dict(module, optimizer)
+        saved = FileSystemReader(self.folder).read_metadata().state_dict_metadata
+        # What was not used before the folder was written has no state there, and gets none.
+        unused = [n for n in state["state"] if not any(key.startswith(f"{self._name}.state.{n}.") for key in saved)]
+        for name in unused:
+            del state["state"][name]
+        load({self._name: state}, checkpoint_id=self.folder)
+        set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(cpu_offload=True, strict=False))

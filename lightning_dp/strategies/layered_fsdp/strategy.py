@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dp._lightning import ModelParallelStrategy, OwnTrainerOnly
+from lightning_dp._lightning import BaseFinetuning, ModelParallelStrategy, OwnTrainerOnly
 from lightning_dp._private.lightning_names import DEFAULT_TIMEOUT, give_device_mesh, strategy_timeout
 from lightning_dp.collectives.compression.layout import ParameterTable
 from lightning_dp.collectives.compression.options import Compression, PowerSGD, has_error_feedback
@@ -26,6 +26,7 @@ from lightning_dp.collectives.groups import RankTopology, create_groups, destroy
 from lightning_dp.strategies import complete_files
 from lightning_dp.strategies.layered_fsdp.reduction import Residuals, ShardReduction
 from lightning_dp.strategies.layered_fsdp.sharding import (
+    OptimizerShards,
     Wrap,
     broadcast_from_rank_0,
     check_hooks,
@@ -35,6 +36,8 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     shard,
     shard_like,
     sharded_units,
+    whole_optimizer_state,
+    whole_values,
 )
 from lightning_dp.strategies.layered_sgd.hooks import PostponedUpdates
 from lightning_dp.strategies.layered_sgd.options import CommunicatorOptions, check_layers, check_optimizers
@@ -303,12 +306,21 @@ class LayeredFSDPStrategy(PostponedUpdates, OwnTrainerOnly, ModelParallelStrateg
         self._last_residuals = {} if self._reduction is None else self._reduction.residuals()
 
     @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._saves_shards:
+            return super().lightning_module_state_dict()
+        self._finish_before_saving()
+        # PyTorch's names differ from the module's where a part is compiled, and other strategies could not load them.
+        assert self.lightning_module is not None
+        return whole_values(self.lightning_module.state_dict(), keep=self.is_global_zero)
+
+    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self.finish_update()
+        if not self._saves_shards:
+            return whole_optimizer_state(optimizer, keep=self.is_global_zero)
         if optimizer.state:
             return super().optimizer_state(optimizer)
-        if not self._saves_shards:
-            return optimizer.state_dict() if self.is_global_zero else {}
         # PyTorch steps an optimizer that has no state yet, to see what it will have: Adam would count that step.
         state = super().optimizer_state(optimizer)
         optimizer.state.clear()
@@ -369,15 +381,44 @@ class LayeredFSDPStrategy(PostponedUpdates, OwnTrainerOnly, ModelParallelStrateg
         path = Path(self.broadcast(checkpoint_path))
         with complete_files.naming_checkpoint(path):
             if path.is_dir():
-                checkpoint = super().load_checkpoint(path, weights_only)
-                self._restore_residuals(checkpoint)
-                return checkpoint
-            # Not Lightning's way, which takes the optimizer's numbers of parameters for the module's.
-            checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-        for optimizer, state in zip(self.optimizers, checkpoint.get("optimizer_states", ()), strict=False):
-            load_optimizer(optimizer, state)
+                checkpoint = self._load_module_shards(path, weights_only)
+            else:
+                # Not Lightning's way, which takes the optimizer's numbers of parameters for the module's.
+                checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         self._restore_residuals(checkpoint)
         return checkpoint
+
+    def _load_module_shards(self, folder: Path, weights_only: bool | None) -> dict[str, Any]:
+        # Lightning would load the optimizers now, before callbacks have restored the groups that they had added.
+        optimizers, self.optimizers = self.optimizers, []
+        try:
+            checkpoint = super().load_checkpoint(folder, weights_only)
+        finally:
+            self.optimizers = optimizers
+        if "lr_schedulers" in checkpoint:  # else: weights only
+            checkpoint["optimizer_states"] = [OptimizerShards(folder, i) for i in range(len(optimizers))]
+        return checkpoint
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        module = self.lightning_module
+        assert module is not None
+        trainer: Any = module.trainer
+        for callback in trainer.callbacks:
+            # It gives the optimizers their groups of the checkpoint. Lightning called it before that was loaded.
+            if isinstance(callback, BaseFinetuning):
+                BaseFinetuning.on_fit_start(callback, trainer, module)
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            if isinstance(state, OptimizerShards):
+                with complete_files.naming_checkpoint(state.folder):
+                    state.load_into(optimizer, module)
+            else:
+                load_optimizer(optimizer, state)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -385,6 +426,6 @@ class LayeredFSDPStrategy(PostponedUpdates, OwnTrainerOnly, ModelParallelStrateg
         if "state_dict" in checkpoint:
             module = self.lightning_module
             assert module is not None
-            own = dict(module.named_parameters())
+            own = dict(module.named_parameters(remove_duplicate=False))  # a file has each name of a shared one
             values = {name: shard_like(own.get(name), value) for name, value in checkpoint["state_dict"].items()}
             module.load_state_dict(values, strict=strict)

@@ -184,8 +184,7 @@ class PostponedUpdates(_Base):
         self._bring_up_to_date()
         super().on_validation_start()
 
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def _finish_before_saving(self) -> None:
         if self._reduction is not None and self._reduction.updates.is_interrupted:
             log.warning(
                 f"{type(self).__name__}: a signal handler that saves weights has interrupted the optimizer's step, so "
@@ -193,6 +192,10 @@ class PostponedUpdates(_Base):
                 "handler set a flag, and save in on_train_batch_end"
             )
         self.finish_update()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._finish_before_saving()
         return super().lightning_module_state_dict()
 
     @override

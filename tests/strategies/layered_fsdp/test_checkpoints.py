@@ -1,0 +1,161 @@
+"""Checkpoint files are those of DDP, whatever the optimizers hold, and training continues from them as from DDP's."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from pytorch_lightning import Callback
+from pytorch_lightning.callbacks import BaseFinetuning
+from pytorch_lightning.strategies import DDPStrategy
+from torch import nn
+
+from lightning_dp import LayeredSGDStrategy
+from lightning_dp.strategies.layered_sgd import update
+from tests.ranks import run_cases, run_processes
+from tests.strategies.layered_fsdp.modules import fit, layered, snapshot
+from tests.strategies.layered_fsdp.user_cases import Manual, Tied
+from tests.strategies.modules import Net, assert_same, optimizers
+
+
+class OtherOrder(Net):
+    """Groups of an optimizer in another order than the module's; three parameters have equal shapes."""
+
+    def configure_optimizers(self):
+        groups = [self.last, self.frozen, self.shared, self.first]
+        return optimizers("adamw", [{"params": list(part.parameters())[::-1]} for part in groups])
+
+
+class OthersOrder(Manual):
+    """Two optimizers, each with some of the parameters, in another order than the module's."""
+
+    def configure_optimizers(self):
+        return [
+            optimizers("momentum", [*self.shared.parameters(), *self.first.parameters()]),
+            optimizers("adamw", self.last.parameters()),
+        ]
+
+
+class Compiled(Net):
+    """A part is compiled, so the module's names are not those of the parameters for PyTorch's checkpoints."""
+
+    def __init__(self):
+        super().__init__("adamw")
+        self.shared = torch.compile(self.shared, backend="eager")
+
+
+class PartlyUsed(Net):
+    """A layer is never used."""
+
+    def __init__(self):
+        super().__init__("adamw")
+        self.unused = nn.Linear(8, 8).double()
+
+
+MODULES = {
+    "other order": OtherOrder,
+    "others' order": OthersOrder,
+    "tied": Tied,
+    "compiled": Compiled,
+    "partly used": PartlyUsed,
+}
+IN_FOLDERS = ["other order", "partly used"]
+
+
+def content(path):
+    """What a file holds of the module and the optimizers, by name."""
+    checkpoint = torch.load(path, weights_only=True)
+    values = dict(checkpoint["state_dict"])
+    for index, optimizer in enumerate(checkpoint["optimizer_states"]):
+        values[f"{index}.groups"] = torch.tensor([n for group in optimizer["param_groups"] for n in group["params"]])
+        for number, state in optimizer["state"].items():
+            values |= {f"{index}.{number}.{key}": value for key, value in state.items()}
+    return values
+
+
+def ddp():
+    return DDPStrategy(find_unused_parameters=True)
+
+
+def save_and_resume(rank, case, folder):
+    torch.set_num_threads(1)
+    make = MODULES[case]
+    warnings.filterwarnings("ignore", "The .grad attribute")  # Dynamo reads it
+    wrap = None if case == "tied" else [nn.Linear]
+    files = {}
+    for name, strategy in (("ddp", ddp()), ("layered", layered(wrap=wrap))):
+        files[name] = f"{folder}/{case}-{name}.ckpt".replace(" ", "-")
+        _, trainer = fit(strategy, 4, make(), max_epochs=1, steps=2)
+        trainer.save_checkpoint(files[name])
+    assert_same(content(files["layered"]), content(files["ddp"]))
+    expected = snapshot(*fit(ddp(), 4, make(), max_epochs=2, ckpt_path=files["ddp"], steps=2))
+    assert_same(
+        snapshot(*fit(layered(1, wrap=wrap), 4, make(), max_epochs=2, ckpt_path=files["ddp"], steps=2)), expected
+    )
+    if case in IN_FOLDERS:
+        _, trainer = fit(layered(wrap=wrap, save_distributed_checkpoint=True), 4, make(), max_epochs=1, steps=2)
+        trainer.save_checkpoint(f"{folder}/{case}")
+        resumed = fit(layered(1, wrap=wrap), 4, make(), max_epochs=2, ckpt_path=f"{folder}/{case}", steps=2)
+        assert_same(snapshot(*resumed), expected)
+
+
+def test_what_is_saved_is_what_ddp_saves(tmp_path):
+    run_cases(4, save_and_resume, MODULES, str(tmp_path))
+
+
+class ReadsInOtherOrder(Callback):
+    """Odd ranks use the last parameter first after each step, which makes the states of the last unit first."""
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        parameters = list(pl_module.parameters())
+        for parameter in reversed(parameters) if trainer.global_rank % 2 else parameters:
+            parameter.to_local()
+
+
+def save_states_of_different_age(rank, path):
+    _, trainer = fit(DDPStrategy(), 4, Net("adamw"), max_epochs=1, steps=2)
+    trainer.save_checkpoint(f"{path}.ddp")
+    update.takewhile = lambda arrived, buckets: []  # no sum but the one that is waited for has arrived
+    _, trainer = fit(layered(), 4, Net("adamw"), max_epochs=1, steps=2, callbacks=[ReadsInOtherOrder()])
+    trainer.save_checkpoint(path)
+    assert_same(content(path), content(f"{path}.ddp"))
+
+
+def test_ranks_may_have_made_the_states_in_different_orders(tmp_path):
+    run_processes(4, save_states_of_different_age, str(tmp_path / "a.ckpt"))
+
+
+class Unfreeze(BaseFinetuning):
+    """Adds the frozen layer to the optimizer in the second epoch, and trains it in the third one, too."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.frozen)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.frozen, optimizer, lr=0.05)
+        elif epoch == 2:
+            self.make_trainable(pl_module.frozen)
+
+
+def resume_finetuning(rank, folder):
+    """Two epochs and one. DDP does not reduce what becomes trainable; this package's layered SGD does."""
+    torch.set_num_threads(1)
+    expected = None
+    for name, make in (
+        ("reference", lambda: LayeredSGDStrategy(1)),
+        ("file", layered),
+        ("folder", lambda: layered(save_distributed_checkpoint=True)),
+    ):
+        path = f"{folder}/{name}.ckpt"
+        _, trainer = fit(make(), 4, Net("adamw"), max_epochs=2, callbacks=[Unfreeze()])
+        trainer.save_checkpoint(path)
+        module, trainer = fit(make(), 4, Net("adamw"), max_epochs=3, callbacks=[Unfreeze()], ckpt_path=path)
+        actual = snapshot(module, trainer)
+        expected = expected or actual
+        assert "frozen.weight.0.exp_avg" in expected
+        assert_same(actual, expected)
+
+
+def test_groups_that_finetuning_has_added_are_resumed(tmp_path):
+    run_processes(4, resume_finetuning, str(tmp_path))
