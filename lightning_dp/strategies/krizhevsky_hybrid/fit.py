@@ -367,7 +367,6 @@ class FitPatches(SharedOnDeepcopy):
         self._optimizers = environment.optimizers
         self._variable_batch = variable_batch
         self._gathered: GatheredHead | None = None  # from `gather_head` to the next training step
-        self._has_checked_hooks = False
         self.state_dict_hooks = StateDictHooks(passes.head, lambda: self._gathered)
         # If one of these raises, the block undoes those before it. The user's module must not keep half of them.
         with ExitStack() as stack:
@@ -434,9 +433,7 @@ class FitPatches(SharedOnDeepcopy):
         passes, module = self._passes, self._module
         num_steps = passes.num_steps
         passes.begin_training_step(module)
-        if not self._has_checked_hooks:
-            checks.check_hooks(passes.head)
-            self._has_checked_hooks = True
+        checks.check_hooks(passes.head)
         self.forget_gathered_head()
         with self._running_passes():
             yield

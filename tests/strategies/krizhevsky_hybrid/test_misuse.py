@@ -73,6 +73,12 @@ class TensorHook(StepNet):
         self.head[-1].weight.register_hook(lambda gradient: gradient / gradient.norm())
 
 
+class LateHook(StepNet):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.head[-1].bias.register_hook(lambda gradient: 2 * gradient)
+
+
 class Summing(StepNet):
     def __init__(self) -> None:
         super().__init__()
@@ -161,6 +167,7 @@ REFUSED: dict[str, tuple[type[HybridNet], str]] = {
     ),
 }
 
+    "hook of a later step": (LateHook, "head.4.bias has hooks on its gradient"),
 
 def _refused(rank: int, scheme: str) -> dict[str, str]:
     said = {}
