@@ -653,7 +653,7 @@ class ParameterGradients:
         """
         if output_grads.dtype == total.dtype:
             # With beta=0 torch ignores what is in the memory.
-            torch.addmm(total, output_grads.T, x, beta=beta, alpha=self._factor, out=total)
+            torch.addmm(total, output_grads.T, x.conj(), beta=beta, alpha=self._factor, out=total)
         elif beta:  # a product of 16 bits
             total.add_(output_grads.T @ x, alpha=self._factor)
         else:
@@ -738,12 +738,12 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         (output_grads,) = gradients
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        x_grads = output_grads @ weight if needs_x else None
+        x_grads = output_grads @ weight.conj() if needs_x else None  # conj() returns real tensors themselves
         weight_grads = None
         if needs_weight and ctx.sums.receives(ctx.weight):
             ctx.sums.postpone(ctx.weight, output_grads, x)
         elif needs_weight:
-            weight_grads = output_grads.T @ x
+            weight_grads = output_grads.T @ x.conj()
         return x_grads, weight_grads, output_grads.sum(0) if needs_bias else None, None
 
 

@@ -489,7 +489,7 @@ def run_passes(
 ) -> StepResult:
     """Run forward and backward of each pass. All ranks must call it; arguments are those of `HeadPasses.step`."""
     num_samples = sum(part.num_samples for part in plan)
-    loss = features.new_full((), 0.0 if num_samples else torch.nan)
+    loss = features.real.new_full((), 0.0 if num_samples else torch.nan)
     feature_grads = FeatureGradients(passes.exchange)
     sums = ParameterGradients(passes.head.parameters, memory=passes.gradient_memory)
     detached = features.detach()
