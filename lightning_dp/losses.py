@@ -83,11 +83,17 @@ def sharded_cross_entropy(
 
     Raises:
         IndexError: a target is no class. On a GPU the device finds it, as in torch.
-        ValueError: an option is unknown, or the last layer is none that can have a ``margin`` or be sampled.
+        ValueError: an option is unknown, or the last layer is none that can have a ``margin`` or be sampled, or
+            ``weight`` requires a gradient.
         RuntimeError: the gradient is to be differentiated (``create_graph=True``), which this loss cannot.
     """
     _require_known(reduction, "mean", "sum", "none")
     _require_sampling(sample_rate, label_smoothing)
+    if weight is not None and weight.requires_grad:
+        raise ValueError(
+            "weight requires a gradient, and cross-entropy has none for the weights of classes, nor has torch's; pass "
+            "weight.detach()"
+        )
     is_sampled = sample_rate < 1 and torch.is_grad_enabled()
     last, x = _until_last(head, features)
     needs_layer = is_sampled or margin is not None

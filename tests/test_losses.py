@@ -407,6 +407,7 @@ def test_a_class_that_there_is_not(wrong, loss):
         (lambda: sharded_cross_entropy(linear(), X, TARGET, margin=Margin()), "a bias has none"),
         (lambda: sharded_cross_entropy(nn.Tanh(), X, TARGET, margin=Margin()), "needs class indices, and a head that"),
         (lambda: sharded_binary_cross_entropy(linear(), X, SOFT[:, 1:], chunk_bytes=1), "they must be the same"),
+        (lambda: sharded_cross_entropy(linear(), X, TARGET, weight=linear().weight[:, 0]), "pass weight.detach()"),
         (lambda: sharded_cross_entropy(linear(), X, TARGET, chunk_bytes=0), "chunk_bytes=0 must be at least 1"),
         (lambda: sharded_cross_entropy(linear(), X, TARGET, sample_rate=0.0), "sample_rate=0.0 must be above 0"),
         (lambda: sharded_cross_entropy(linear(), X, TARGET, 0.1, sample_rate=0.5), "label_smoothing counts all"),

@@ -31,6 +31,7 @@ __all__ = [
     "activation_memory_budget",
     "assert_async",
     "backend_name",
+    "backward_number",
     "call_after_backward",
     "check_input_dim",
     "child_entries",
@@ -333,7 +334,12 @@ def on_compile_start(callback: Callable[..., None]) -> Callable[[], None]:
 
 def is_in_backward() -> bool:
     """Return whether this code runs inside of a backward pass, in whichever thread."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_number() != -1
+
+
+def backward_number() -> int:
+    """Return a number that only the backward pass has inside of which this code runs: not one within it. -1: none."""
+    return torch._C._current_graph_task_id()
 
 
 def keeps_graph() -> bool:

@@ -45,6 +45,25 @@ def check_backward_is_seen_from_inside() -> None:
     assert [*found, torch_names.is_in_backward()] == [True, False]
 
 
+@contract(torch._C, "_current_graph_task_id")
+def check_a_backward_within_another_has_a_number_of_its_own() -> None:
+    found = []
+    inner = torch.ones(1, requires_grad=True) * 2
+    inner.register_hook(lambda gradient: found.append(torch_names.backward_number()))
+
+    def run_inner(gradient: torch.Tensor) -> None:
+        found.append(torch_names.backward_number())
+        inner.backward()
+        found.append(torch_names.backward_number())
+
+    outer = torch.ones(1, requires_grad=True) * 2
+    outer.register_hook(run_inner)
+    outer.backward()
+    before, within, after = found
+    assert before == after != within
+    assert torch_names.backward_number() == -1
+
+
 @contract(torch._C._autograd, "_get_current_graph_task_keep_graph")
 @contract(torch._C, "_autograd")
 def check_a_graph_that_is_kept_is_seen_from_inside() -> None:

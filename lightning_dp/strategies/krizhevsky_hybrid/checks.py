@@ -194,7 +194,7 @@ def require_unchanged(module: nn.Module, head: ShardedHead) -> None:
 
 
 def check_hooks(head: ShardedHead) -> None:
-    """Raise ValueError for hooks that would see slices of activations or of gradients. Called in the first step."""
+    """Raise ValueError for hooks that would see slices of activations or of gradients. Called in each step."""
     for name, layer in head.head.named_modules(prefix=head.name):
         # A forward hook of the head as a whole sees whole features and logits.
         if (layer is not head.head and has_forward_hooks(layer)) or has_backward_hooks(layer):

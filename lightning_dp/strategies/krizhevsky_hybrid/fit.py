@@ -367,7 +367,6 @@ class FitPatches(SharedOnDeepcopy):
         self._optimizers = environment.optimizers
         self._variable_batch = variable_batch
         self._gathered: GatheredHead | None = None  # from `gather_head` to the next training step
-        self._has_checked_hooks = False
         self.state_dict_hooks = StateDictHooks(passes.head, lambda: self._gathered)
         # If one of these raises, the block undoes those before it. The user's module must not keep half of them.
         with ExitStack() as stack:
@@ -434,9 +433,7 @@ class FitPatches(SharedOnDeepcopy):
         passes, module = self._passes, self._module
         num_steps = passes.num_steps
         passes.begin_training_step(module)
-        if not self._has_checked_hooks:
-            checks.check_hooks(passes.head)
-            self._has_checked_hooks = True
+        checks.check_hooks(passes.head)
         self.forget_gathered_head()
         with self._running_passes():
             yield
@@ -561,8 +558,12 @@ class FitPatches(SharedOnDeepcopy):
         """
         module, trainer = self._module, self._module.trainer
         accumulates = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches > 0
-        if module.automatic_optimization and not (accumulates or is_in_backward() or _sees_old_gradients(module)):
-            for p in self._passes.head.parameters:
+        optimizers = self._optimizers()
+        is_seen = _sees_old_gradients(module, optimizers)
+        if module.automatic_optimization and not (accumulates or is_in_backward() or is_seen):
+            # Lightning keeps those of parameters that the user trains with an optimizer of his own.
+            zeroed = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+            for p in zeroed.intersection(self._passes.head.parameters):
                 p.grad = None
 
     def _update_head(self, gradients: Any) -> None:
@@ -572,12 +573,14 @@ class FitPatches(SharedOnDeepcopy):
         clip_by_global_norm(self._plugin.main_params(optimizer), clip_val, self._passes.head)
 
 
-def _sees_old_gradients(module: LightningModule) -> bool:
+def _sees_old_gradients(module: LightningModule, optimizers: Sequence[Optimizer]) -> bool:
     """Return whether the user has code in the hooks that run before Lightning sets gradients to zero, or does it."""
     hooks: list[Any] = [module.on_before_zero_grad, module.optimizer_zero_grad]
+    hooks += [optimizer.zero_grad for optimizer in optimizers]
     trainer: Any = module.trainer
     hooks += [callback.on_before_zero_grad for callback in trainer.callbacks]
-    own = {LightningModule.on_before_zero_grad, LightningModule.optimizer_zero_grad, Callback.on_before_zero_grad}
+    of_lightning = {LightningModule.on_before_zero_grad, LightningModule.optimizer_zero_grad}
+    own = {*of_lightning, Callback.on_before_zero_grad, Optimizer.zero_grad}
     return any(getattr(hook, "__func__", None) not in own for hook in hooks)
 
 

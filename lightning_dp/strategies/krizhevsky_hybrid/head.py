@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_dp._private.torch_names import child_entries, is_memory_shared, version_of
+from lightning_dp._private.torch_names import backward_number, child_entries, is_memory_shared, version_of
 from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.collectives.ring import chunk_bounds
 
@@ -529,7 +529,7 @@ class _Product:
     """The gradient of a weight, which is still to be computed: ``output_grads``, (N, out), transposed, times ``x``.
 
     Attributes:
-        version: of ``x`` when it was saved.
+        versions: of ``output_grads`` and ``x`` when they were saved.
         total: where the gradient goes, and the factor of its content. None: no row has been computed.
         begin: the first row that has not been computed.
     """
@@ -537,7 +537,7 @@ class _Product:
     weight: Tensor
     output_grads: Tensor
     x: Tensor
-    version: int
+    versions: tuple[int, int]
     total: tuple[Tensor, float] | None = None
     begin: int = 0
 
@@ -557,10 +557,6 @@ class ParameterGradients:
         factor: multiplies every gradient that is added.
         memory: of earlier gradients. It is written again once nobody holds the gradient: the system clears the pages of
             new memory, which takes as long as the product. None: nothing is written again.
-
-    Attributes:
-        is_collecting: whether `collect` runs. In any other backward, such as one that the user calls within
-            ``head_step``, autograd receives the parameters' gradients and the totals stay as they are.
     """
 
     def __init__(
@@ -572,7 +568,19 @@ class ParameterGradients:
         self._memory = {} if memory is None else memory
         self._lent: dict[Tensor, Tensor] = {}
         self._postponed: deque[_Product] = deque()
-        self.is_collecting = False
+        self._collecting: int | None = None  # the number of the backward that `collect` runs
+
+    @property
+    def is_collecting(self) -> bool:
+        """Whether this code runs in the backward of `collect`.
+
+        In any other backward, such as one that the user calls within ``head_step`` or in a hook, autograd receives the
+        parameters' gradients and the totals stay as they are.
+        """
+        return self._collecting is not None and self._collecting == backward_number()
+
+    def _begin_collecting(self, _: Tensor) -> None:
+        self._collecting = backward_number()
 
     def collect(
         self, output: Tensor, x: Tensor, gradient: Tensor | None = None, retain_graph: bool = False
@@ -585,11 +593,13 @@ class ParameterGradients:
             gradient: of ``output``. None: 1.
             retain_graph: whether backward may run again.
         """
-        self.is_collecting = True
+        hook = output.register_hook(self._begin_collecting) if output.requires_grad else None  # runs before all nodes
         try:
             found = gradients_of(output, [x, *self._parameters], gradient, retain_graph)
         finally:
-            self.is_collecting = False
+            self._collecting = None
+            if hook is not None:
+                hook.remove()
         feature_grads, *parameter_grads = found
         self.add(parameter_grads)
         return feature_grads
@@ -653,7 +663,7 @@ class ParameterGradients:
         """
         if output_grads.dtype == total.dtype:
             # With beta=0 torch ignores what is in the memory.
-            torch.addmm(total, output_grads.T, x, beta=beta, alpha=self._factor, out=total)
+            torch.addmm(total, output_grads.T, x.conj(), beta=beta, alpha=self._factor, out=total)
         elif beta:  # a product of 16 bits
             total.add_(output_grads.T @ x, alpha=self._factor)
         else:
@@ -661,7 +671,7 @@ class ParameterGradients:
 
     def postpone(self, weight: Tensor, output_grads: Tensor, x: Tensor) -> None:
         """Add a weight's gradient later. Its factors, (N, out) and (N, in), must not change until then."""
-        self._postponed.append(_Product(weight, output_grads, x, version_of(x)))
+        self._postponed.append(_Product(weight, output_grads, x, (version_of(output_grads), version_of(x))))
 
     @torch.no_grad()
     def compute_next(self) -> None:
@@ -669,12 +679,14 @@ class ParameterGradients:
         if not self._postponed:
             return
         product = self._postponed[0]
-        if version_of(product.x) != product.version:
-            raise RuntimeError(
-                "the input of a linear layer in the head was modified by an inplace operation before the gradient of "
-                f"its weight was computed: a tensor of shape {tuple(product.x.shape)} is at version "
-                f"{version_of(product.x)}; expected version {product.version} instead"
-            )
+        factors = {"gradient of the output": product.output_grads, "input": product.x}
+        for (what, tensor), version in zip(factors.items(), product.versions, strict=True):
+            if version_of(tensor) != version:
+                raise RuntimeError(
+                    f"the {what} of a linear layer in the head was modified by an inplace operation before the "
+                    f"gradient of its weight was computed: a tensor of shape {tuple(tensor.shape)} is at version "
+                    f"{version_of(tensor)}; expected version {version} instead. Change a copy"
+                )
         product.total = product.total or self.total_of(product.weight)
         total, beta = product.total
         rows = slice(product.begin, product.begin + max(1, _BLOCK_NUMEL // max(1, total.shape[1])))
@@ -693,12 +705,17 @@ class ParameterGradients:
         given = {p: gradient for p, gradient in zip(self._parameters, gradients, strict=True) if gradient is not None}
         if any(product.weight in given for product in self._postponed):
             self.compute_postponed()  # a total of which only some rows are computed cannot be added to
+        times_given = Counter(map(id, given.values()))
         for parameter, gradient in given.items():
             total = self._totals.get(parameter)
             if total is not None:
                 total.add_(gradient, alpha=self._factor)
-            else:
-                self._totals[parameter] = gradient if self._factor == 1.0 else gradient.mul_(self._factor)
+                continue
+            # The total will be changed in place. Autograd may give several parameters one tensor, as that of a sum of
+            # theirs, or one number for all places.
+            if times_given[id(gradient)] > 1 or 0 in gradient.stride() or is_memory_shared(gradient):
+                gradient = gradient.clone(memory_format=torch.contiguous_format)
+            self._totals[parameter] = gradient if self._factor == 1.0 else gradient.mul_(self._factor)
 
     def take(self) -> list[Tensor | None]:
         """Return the totals in the order of the parameters, None where nothing was added, and start again from zero."""
@@ -738,12 +755,12 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         (output_grads,) = gradients
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        x_grads = output_grads @ weight if needs_x else None
+        x_grads = output_grads @ weight.conj() if needs_x else None  # conj() returns real tensors themselves
         weight_grads = None
         if needs_weight and ctx.sums.receives(ctx.weight):
             ctx.sums.postpone(ctx.weight, output_grads, x)
         elif needs_weight:
-            weight_grads = output_grads.T @ x
+            weight_grads = output_grads.T @ x.conj()
         return x_grads, weight_grads, output_grads.sum(0) if needs_bias else None, None
 
 

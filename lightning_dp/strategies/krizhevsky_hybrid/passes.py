@@ -317,6 +317,7 @@ class MicroBatch(ShardedForward, SharedOnDeepcopy):
         self.features = _WithoutLeaf.apply(features) if needs_gradient else features
         self._origin = self.features.grad_fn
         self._has_partial_gradients = False
+        self._gradients_before = self._gradients_now()
 
     @property
     def device(self) -> torch.device:
@@ -353,12 +354,22 @@ class MicroBatch(ShardedForward, SharedOnDeepcopy):
         return gradient, self._has_partial_gradients
 
     def require_no_backward(self) -> None:
-        """Raise ValueError if ``head_step`` has run a backward to the features: it ends there, before the trunk."""
-        if self._leaf.grad is not None:
+        """Raise ValueError if ``head_step`` has run a backward.
+
+        To the features: it ends there, before the trunk. To the head: of several passes each would count in full.
+        """
+        both = zip(self._gradients_now(), self._gradients_before, strict=True)
+        self._gradients_before = []  # the graph may outlive them
+        if any(now is not None and (now is not before or new != old) for (now, new), (before, old) in both):
             raise ValueError(
                 "head_step called backward(), whose gradients cannot reach the trunk from there; return the sum of all "
                 "losses, or use torch.autograd.grad for gradients that head_step needs itself"
             )
+
+    def _gradients_now(self) -> list[tuple[Tensor | None, int]]:
+        """Return what ``backward()`` in ``head_step`` would change, and how often it was changed."""
+        gradients = [tensor.grad for tensor in (self._leaf, *self._head.parameters)]
+        return [(gradient, -1 if gradient is None else version_of(gradient)) for gradient in gradients]
 
     def _entering(self, features: Tensor) -> Tensor:
         """Return ``features`` on their way into the layers of which each rank has its local shard."""
@@ -478,7 +489,7 @@ def run_passes(
 ) -> StepResult:
     """Run forward and backward of each pass. All ranks must call it; arguments are those of `HeadPasses.step`."""
     num_samples = sum(part.num_samples for part in plan)
-    loss = features.new_full((), 0.0 if num_samples else torch.nan)
+    loss = features.real.new_full((), 0.0 if num_samples else torch.nan)
     feature_grads = FeatureGradients(passes.exchange)
     sums = ParameterGradients(passes.head.parameters, memory=passes.gradient_memory)
     detached = features.detach()

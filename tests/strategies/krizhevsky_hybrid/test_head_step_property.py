@@ -94,7 +94,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-KINDS = ["plain"] * 3 + ["named", "logistic", "penalty", "adversarial", "recurrent", "functional"]
+KINDS = ["plain"] * 3 + ["named", "logistic", "penalty", "adversarial", "recurrent", "functional", "in a hook"]
 
 
 def gradient_in_between(output: Tensor, x: Tensor, with_graph: bool) -> Tensor:
@@ -135,6 +135,14 @@ def program(seed: int) -> Callable[[nn.Module, Tensor, Tensor], Tensor]:
                 loss = loss + 0.1 * gradient_in_between(other, x, True).square().sum()
             elif kind == "adversarial":
                 inputs.append(x + 0.3 * gradient_in_between(F.cross_entropy(logits, target), x, draw.random() < 0.5))
+            elif kind == "in a hook":
+                other = head(x).tanh().square().sum()
+                logits = logits * 1  # a hook of its own
+                logits.register_hook(
+                    lambda gradient, other=other, x=x: (
+                        gradient * (1 + gradient_in_between(other, x, False).square().sum())
+                    )
+                )
             elif kind == "recurrent":
                 inputs.append(torch.tanh(x + logits @ BACK))
             loss = loss + draw.choice([0.3, 1.0]) * F.cross_entropy(logits, target)

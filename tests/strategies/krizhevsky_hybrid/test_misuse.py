@@ -73,6 +73,12 @@ class TensorHook(StepNet):
         self.head[-1].weight.register_hook(lambda gradient: gradient / gradient.norm())
 
 
+class LateHook(StepNet):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.head[-1].bias.register_hook(lambda gradient: 2 * gradient)
+
+
 class Summing(StepNet):
     def __init__(self) -> None:
         super().__init__()
@@ -108,6 +114,14 @@ class Backward(StepNet):
         logits = self.head(features)
         logits.square().mean().backward(retain_graph=True)
         return self.cost(logits, target)
+
+
+class BackwardOfHead(StepNet):
+    """Runs a backward that ends at the head's parameters. Of several passes, each would count as all together."""
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        self.head(features.detach()).square().mean().backward()
+        return super().head_step(features, target)
 
 
 class NamedTwice(NamedNet):
@@ -146,12 +160,14 @@ REFUSED: dict[str, tuple[type[HybridNet], str]] = {
     "gradient in the target": (TargetInGraph, "argument 'target' requires a gradient, which would be lost"),
     "data kept on self": (DataOnSelf, "different losses on the ranks for the same samples"),
     "backward within": (Backward, "head_step called backward(), whose gradients cannot reach the trunk"),
+    "backward of the head": (BackwardOfHead, "head_step called backward(), whose gradients cannot reach the trunk"),
     "penalty on the gradient of a named loss": (NamedTwice, "this loss cannot be differentiated twice"),
     "factor of the own batch": (OwnFactor, "multiplied by different factors on the ranks"),
     "confusion matrix": (Confusing, "the MulticlassConfusionMatrix confusion is updated within head_step"),
     "inner hook": (InnerHook, "head.2 has hooks, and within the head"),
     "backward hook": (BackwardHook, "head has hooks, and within the head"),
     "tensor hook": (TensorHook, "head.4.weight has hooks on its gradient"),
+    "hook of a later step": (LateHook, "head.4.bias has hooks on its gradient"),
     "sum": (Summing, "the SumMetric total is updated within head_step"),
     "object": (ObjectTarget, "argument 'target' contains an object of type object"),
     "single number": (ScalarTarget, r"argument 'target' has shape () beside 3 features"),

@@ -73,6 +73,48 @@ def test_frozen_layers():
         torch.testing.assert_close(sums.linear(x, one), one(x))
 
 
+def test_a_backward_within_that_of_a_pass_adds_nothing():
+    one, plain = layer(), layer()
+    sums = ParameterGradients([one.weight, one.bias])
+
+    def loss(linear: Any, x: torch.Tensor) -> torch.Tensor:
+        other, output = linear(2 * x).square().sum(), linear(x)
+        output.register_hook(lambda gradient: gradient + torch.autograd.grad(other, x, retain_graph=True)[0].sum())
+        return output.tanh().sum()
+
+    x = PASSES[0].clone().requires_grad_()
+    of_x = sums.collect(loss(lambda x: sums.linear(x, one), x), x)
+    expected = torch.autograd.grad(loss(plain, x), [x, *plain.parameters()])
+    for actual, one_of_plain in zip([of_x, *sums.take()], expected, strict=True):
+        torch.testing.assert_close(actual, one_of_plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [lambda first, second: (first + second).square().sum(), lambda first, second: first.sum() + 2 * second.sum()],
+)
+def test_parameters_to_which_autograd_gives_one_tensor_or_one_number(penalty):
+    parameters = [layer().weight, layer().weight]
+    plain = [layer().weight, layer().weight]
+    sums = ParameterGradients(parameters, 0.5)
+    for _ in range(2):
+        sums.collect(penalty(*parameters), PASSES[0])
+        penalty(*plain).backward()
+    for gradient, one_of_plain in zip(sums.take(), plain, strict=True):
+        torch.testing.assert_close(gradient, 0.5 * one_of_plain.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gradient_of_the_output_that_a_hook_changes_in_place_is_an_error():
+    one = layer()
+    sums = ParameterGradients([one.weight, one.bias])
+    x = PASSES[0].clone().requires_grad_()
+    other = x.sum(1, keepdim=True).expand(-1, 5) * 1
+    other.register_hook(lambda gradient: gradient.mul_(-1))
+    sums.collect((sums.linear(x, one) + other).square().sum(), x)
+    with pytest.raises(RuntimeError, match="gradient of the output of a linear layer in the head was modified by an"):
+        sums.take()
+
+
 def test_in_any_other_backward_autograd_has_the_gradients_of_any_order():
     one, plain = layer(), layer()
     sums = ParameterGradients([one.weight, one.bias])

@@ -167,6 +167,34 @@ class EvalNet(StepNet):
         self.eval()
 
 
+class KeepsGradients(torch.optim.SGD):
+    """Its gradients fade in place of being set to zero."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+
+
+class FadingGradientsNet(StepNet):
+    def configure_optimizers(self) -> Any:
+        return KeepsGradients(self.parameters(), lr=0.1)
+
+
+class OwnOptimizerNet(StepNet):
+    """Lightning does not know the head's optimizer, which steps with gradients of three batches."""
+
+    def configure_optimizers(self) -> Any:
+        self.of_head = torch.optim.SGD(self.head.parameters(), lr=0.1)
+        return torch.optim.SGD(self.trunk.parameters(), lr=0.1)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 3 == 2:
+            self.of_head.step()
+            self.of_head.zero_grad()
+
+
 class BuiltEarlyNet(StepNet):
     """Its optimizer is built before `fit`, with a state of the whole head."""
 
@@ -183,6 +211,8 @@ CASES: dict[str, tuple[type[HybridNet], dict[str, Any]]] = {
     "clip by norm, head only": (HybridNet, {"gradient_clip_val": 0.05}),
     "clip by value": (StepNet, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "accumulation": (StepNet, {"accumulate_grad_batches": 3}),
+    "an optimizer that keeps old gradients": (FadingGradientsNet, {}),
+    "an optimizer of the head that Lightning does not know": (OwnOptimizerNet, {}),
     "accumulation, head only": (HybridNet, {"accumulate_grad_batches": 3}),
     "schedule": (ScheduledNet, {}),
     "two rates": (TwoRatesNet, {"gradient_clip_val": 0.05}),
