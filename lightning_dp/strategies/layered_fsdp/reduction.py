@@ -105,24 +105,32 @@ class Comparison:
     """What the ranks sum in one backward pass, compared while the sums are under way.
 
     Sums meet by their place in the order of backward. Ranks that use other parts of the module would add gradients of
-    different parameters, or wait for each other until the timeout.
+    different parameters, or wait for each other until the timeout, or gloo would end the process, where their sizes
+    differ. So what is summed for the first time is compared before.
 
     Args:
         names: of the units.
         group: all ranks, on the host.
+        known: what all ranks have summed before, as index and mark of a unit.
     """
 
-    def __init__(self, names: Sequence[str], group: dist.ProcessGroup) -> None:
+    def __init__(self, names: Sequence[str], group: dist.ProcessGroup, known: set[tuple[int, int]]) -> None:
         self._names = names
         self._group = group
-        self._marks = torch.zeros(len(names), dtype=torch.int64)  # 0: nothing of this unit is summed
+        self._known = known
+        self._own = [0] * len(names)  # marks of this rank; 0: nothing of this unit is summed
+        self._marks = torch.empty(0)
         self._work: dist.Work | None = None
         self._is_same = False
         self._sums: list[GradientSum] = []
 
-    def note(self, index: int, place: int, buffers: object) -> None:
-        """Note that the unit with this index is summed at this place, and which parameters its buffers hold."""
-        self._marks[index] = (place + 1 << 32) + zlib.crc32(repr(buffers).encode())
+    def note(self, index: int, place: int, buffers: object) -> bool:
+        """Note that the unit with this index is summed at this place, and which parameters its buffers hold.
+
+        Returns whether all ranks have summed the same in an earlier backward.
+        """
+        self._own[index] = (place + 1 << 32) + zlib.crc32(repr(buffers).encode())
+        return (index, self._own[index]) in self._known
 
     def add_sum(self, gradient_sum: GradientSum) -> None:
         """Note a sum that is under way."""
@@ -130,7 +138,8 @@ class Comparison:
 
     def start(self) -> None:
         """Begin to compare. All ranks call it when backward has ended."""
-        self._marks = torch.cat([self._marks, -self._marks])
+        marks = torch.tensor(self._own)
+        self._marks = torch.cat([marks, -marks])
         with naming_backend_errors(lambda: "the comparison of what the ranks sum"):
             self._work = dist.all_reduce(self._marks, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
@@ -165,6 +174,7 @@ class Comparison:
                 "parts, or use DDPStrategy(find_unused_parameters=True)"
             )
         self._is_same = True
+        self._known.update(enumerate(self._own))
         self._sums.clear()
 
 
@@ -230,7 +240,9 @@ class ShardReduction:
             number += len(unit.parameters)
         self._prefetch: Prefetch | None = None
         self._all_ranks = dist.new_group(timeout=timeout, backend="gloo")
-        self._comparison = Comparison(self._names, self._all_ranks)  # of this backward
+        self._known: set[tuple[int, int]] = set()
+        self._comparison = Comparison(self._names, self._all_ranks, self._known)  # of this backward
+        self._held: list[Callable[[], None]] = []  # begin the sums that wait for the comparison
         self._last_comparison: Comparison | None = None
         for unit, (_, part) in zip(self._units, units, strict=True):
             self._undo.append(part.register_forward_pre_hook(unit.count_forward).remove)
@@ -266,6 +278,7 @@ class ShardReduction:
         if self._prefetch is not None:
             self._prefetch.begin_step()
         self._will_release = False  # an earlier backward may have raised
+        self._held.clear()
         for unit in self._units:
             self._begin(unit)
             with without_torch_function():
@@ -320,8 +333,14 @@ class ShardReduction:
             self._begin(unit)
         self._num_submitted = 0
         if has_ended and not self._is_accumulating:
-            self._last_comparison, self._comparison = self._comparison, Comparison(self._names, self._all_ranks)
+            self._last_comparison = self._comparison
+            self._comparison = Comparison(self._names, self._all_ranks, self._known)
             self._last_comparison.start()
+            if self._held:
+                self._last_comparison.wait()
+            for begin in self._held:
+                begin()
+            self._held.clear()
         self._communicator.release()
 
     def _submit(self, unit: Unit) -> None:
@@ -334,16 +353,29 @@ class ShardReduction:
         shard_sum = None if unit.reduce_scatter is None else unit.reduce_scatter.take()
         assert shard_sum is None or len(buffers) == 1, "a reduce-scatter under way fills the whole buffer"
         content = [[unit.parameters[parameter] for parameter in parameters] for parameters, _ in buffers]
-        self._comparison.note(unit.index, self._num_submitted, content)
+        begin = partial(self._begin_sums, unit, buffers, shard_sum, self._comparison)
+        is_known = self._comparison.note(unit.index, self._num_submitted, content)
         self._num_submitted += 1
+        if is_known and not self._held:  # all ranks submit in the order of backward
+            begin()
+        else:
+            self._held.append(begin)
+
+    def _begin_sums(
+        self,
+        unit: Unit,
+        buffers: list[tuple[list[Tensor], Tensor]],
+        shard_sum: ShardSum | None,
+        comparison: Comparison,
+    ) -> None:
         for number, (parameters, buffer) in enumerate(buffers, unit.first_number):
             # Divided before the sum, as DDP does, so that 16-bit sums do not overflow.
             if shard_sum is None:
                 buffer.div_(self._num_groups)
             key = self._key_of(unit, buffer)
             gradient_sum = self._communicator.submit(number, buffer, [key], [] if shard_sum is None else [shard_sum])
-            self._comparison.add_sum(gradient_sum)
-            self.updates.add_sum(parameters, ComparedSum(gradient_sum, self._comparison))
+            comparison.add_sum(gradient_sum)
+            self.updates.add_sum(parameters, ComparedSum(gradient_sum, comparison))
 
     def _key_of(self, unit: Unit, buffer: Tensor) -> Tensor:
         place = (unit.name, buffer.numel())
