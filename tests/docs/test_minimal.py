@@ -300,8 +300,6 @@ def train_all(rank: int, name: str) -> dict[tuple[str, str], dict[str, float]]:
 @cache
 def differences(name: str) -> list[dict[tuple[str, str], dict[str, float]]]:
     """What `train_all` returns, of each rank: one launch for all tests of a page."""
-    if name == "layered_fsdp" and torch.__version__ < (2, 10):
-        pytest.skip("LayeredFSDPStrategy needs torch 2.10")
     return run_processes(WORLD_SIZE, train_all, name)
 
 

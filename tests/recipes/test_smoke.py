@@ -15,7 +15,6 @@ from lightning_dp.runs.train import train
 from lightning_dp.runs.validation import validate
 from tests.commands import run_command
 from tests.recipes.test_compose import CONF, names
-from tests.strategies.layered_fsdp.modules import needs_layered_fsdp
 
 QUICK = {"digits_resnet20", "imagenet_resnet50"}  # the others take longer, or differ from these in a few values
 SMALL = ("imagenet_resnet50",)  # experiments whose networks take images of any size
@@ -45,12 +44,7 @@ def test_an_experiment_runs_in_seconds(experiment, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
-    [
-        ("ddp",),
-        ("layered_sgd_single",),
-        pytest.param(("layered_fsdp",), marks=needs_layered_fsdp),
-        pytest.param(("layered_fsdp", "strategy.group_size=1"), marks=needs_layered_fsdp),
-    ],
+    [("ddp",), ("layered_sgd_single",), ("layered_fsdp",), ("layered_fsdp", "strategy.group_size=1")],
     ids=str,
 )
 def test_a_strategy_runs_in_seconds(strategy, tmp_path):

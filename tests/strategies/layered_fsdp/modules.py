@@ -5,9 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import pytest
 import pytorch_lightning as pl
-import torch
 from lightning_fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor, nn
 
@@ -15,7 +13,6 @@ from lightning_dp import LayeredFSDPStrategy
 from tests.strategies.modules import Net, data, trainer
 
 STEPS = 4
-needs_layered_fsdp = pytest.mark.skipif(torch.__version__ < (2, 10), reason="LayeredFSDPStrategy needs torch 2.10")
 
 
 def layered(group_size: int | None = 2, overlap: str = "step", **options: Any) -> LayeredFSDPStrategy:

@@ -13,11 +13,9 @@ from torch import nn
 from lightning_dp import LayeredSGDStrategy
 from lightning_dp.strategies.layered_sgd import update
 from tests.ranks import run_cases, run_processes
-from tests.strategies.layered_fsdp.modules import fit, layered, needs_layered_fsdp, snapshot
+from tests.strategies.layered_fsdp.modules import fit, layered, snapshot
 from tests.strategies.layered_fsdp.user_cases import Manual, Tied
 from tests.strategies.modules import Net, assert_same, optimizers
-
-pytestmark = needs_layered_fsdp
 
 
 class OtherOrder(Net):

@@ -7,10 +7,8 @@ from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_dp.collectives.hierarchical import ShardAllReduce
 from tests.ranks import RankError, run_cases, run_processes
-from tests.strategies.layered_fsdp.modules import fit, layered, needs_layered_fsdp, snapshot
+from tests.strategies.layered_fsdp.modules import fit, layered, snapshot
 from tests.strategies.modules import VARIANTS, Net, assert_same
-
-pytestmark = needs_layered_fsdp
 
 
 def compare_with_ddp(rank, variant, world_size=4, group_size=2, overlaps=("step", "load"), **strategy):

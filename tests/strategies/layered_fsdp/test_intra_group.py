@@ -14,10 +14,8 @@ from lightning_dp.strategies.layered_fsdp.intra_group import MAX_UNDER_WAY, Pref
 from lightning_dp.strategies.layered_fsdp.reduction import Unit
 from lightning_dp.strategies.layered_sgd.host_communicator import BucketReduction
 from tests.ranks import RankError, run_processes
-from tests.strategies.layered_fsdp.modules import fit, layered, needs_layered_fsdp, snapshot
+from tests.strategies.layered_fsdp.modules import fit, layered, snapshot
 from tests.strategies.modules import Net, assert_same
-
-pytestmark = needs_layered_fsdp
 
 
 def average(rank):

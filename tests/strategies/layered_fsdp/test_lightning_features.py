@@ -18,11 +18,9 @@ from lightning_dp.strategies.layered_fsdp.reduction import ShardReduction
 from lightning_dp.strategies.layered_sgd import parameter_watch
 from lightning_dp.strategies.layered_sgd.host_communicator import Communicator
 from tests.ranks import RankError, run_cases, run_processes
-from tests.strategies.layered_fsdp.modules import fit, layered, needs_layered_fsdp, snapshot, whole
+from tests.strategies.layered_fsdp.modules import fit, layered, snapshot, whole
 from tests.strategies.layered_fsdp.user_cases import CASES, Manual, Tied, options_of
 from tests.strategies.modules import Net, assert_same, trainer
-
-pytestmark = needs_layered_fsdp
 
 LAYERS = [nn.Linear, nn.Conv1d]
 
