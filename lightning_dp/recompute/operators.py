@@ -40,8 +40,9 @@ _CHEAP = {
     *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "upsample_nearest2d", "upsample_bilinear2d"),
     *("relu", "relu_", "prelu", "glu", "_softmax", "_log_softmax"),
     *("cat", "stack", "constant_pad_nd", "clone", "_to_copy", "copy_", "_unsafe_view"),
-    *("fill_", "zero_", "zeros_like", "ones_like", "full_like", "zeros", "ones", "full"),
+    *("fill_", "zero_"),
 }
+# Not cheap: zeros, full and others like them. NumPy, or a kernel that PyTorch does not know, may fill what they return.
 
 
 def name_of(func: Any) -> str:

@@ -19,11 +19,13 @@ input of each block. And what it caches inside of an outer checkpoint is not dro
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -127,7 +129,8 @@ class Tape(TorchDispatchMode):
         kind = kind_of(func)
         self._key = self._location.next_key(func)
         decision = self._policy.decide(kind, self._key)
-        call = None if decision in _SAVES or kind is Kind.FIXED else self._make_call(func, args, kwargs)
+        is_kept = decision in _SAVES or kind is Kind.FIXED or (kind is not Kind.VIEW and _is_in_foreign_function())
+        call = None if is_kept else self._make_call(func, args, kwargs)
         observer = self._observer
         inputs = [] if observer is None else [self._find(tensor) for tensor in tensors_in([args, kwargs])]
         changed = self._prepare_changes(func, args, kwargs)
@@ -153,7 +156,7 @@ class Tape(TorchDispatchMode):
             return None
         if changed and (changed[0] != 0 or self._find(args[0]) is None):
             return None  # a buffer, which must not change a second time, or an operator that changes another argument
-        if self._is_copy_of_state(func, args):
+        if self._is_copy_of_state(func, args, kwargs):
             return None
         owned: list[Saved] = []
         call_args = [self._with_values(argument, owned) for argument in arguments_to_keep(func, args)]
@@ -162,16 +165,17 @@ class Tape(TorchDispatchMode):
         changed_value = call_args[0] if changed else None
         return Call(func, call_args, call_kwargs, self._number, changed_value, owned)
 
-    def _is_copy_of_state(self, func: Any, args: Any) -> bool:
-        """Return whether a vector is copied that no operator of this forward pass computes.
+    def _is_copy_of_state(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Return whether something is cloned that no operator of this forward pass computes.
 
         That is done because the original changes: spectral normalization moves its vectors at each forward pass, also
-        at those between this one and its backward.
+        at those between this one and its backward. A copy with a memory format is one of `contiguous`, unless it is a
+        vector.
         """
-        if func is not torch.ops.aten.clone.default or args[0].dim() != 1:
+        if func is not torch.ops.aten.clone.default or (kwargs and args[0].dim() != 1):
             return False
         original = self._find(args[0])
-        return original is None or original.call is None
+        return original is None or root_of(original).call is None
 
     def _with_values(self, argument: Any, owned: list[Saved]) -> Any:
         """Return ``argument`` with values in place of tensors. ``owned`` gets what the call must keep of them."""
@@ -268,14 +272,15 @@ class Tape(TorchDispatchMode):
 
     def _pack(self, tensor: Tensor) -> Saved:
         """Return what autograd keeps in place of ``tensor``."""
+        is_foreign = _is_foreign_function(getattr(inspect.currentframe(), "f_back", None))
         with self._paused():
-            saved = self._save(tensor)
+            saved = self._save(tensor, is_foreign)
             saved.num_uses += 1
             if self._observer is not None and saved.value is not None:
                 self._observer.on_pack(saved.value, self._location.segment)
             return saved
 
-    def _save(self, tensor: Tensor) -> Saved:
+    def _save(self, tensor: Tensor, is_foreign: bool) -> Saved:
         value = self._find(tensor)
         # Autograd itself gets the original of a running statistic: it tells of changes, as in plain training.
         if not is_plain(tensor) or (is_small(tensor) if value is None else root_of(value).is_state):
@@ -288,7 +293,7 @@ class Tape(TorchDispatchMode):
                 self._source_bytes -= value.num_bytes
             return saved
         was_dropped = saved is not None and saved.num_uses > 0
-        if self._policy.has_segments and value.segment != self._location.segment:
+        if is_foreign or (self._policy.has_segments and value.segment != self._location.segment):
             saved = None
         elif saved is None:
             saved = self._save_sources(value, tensor)
@@ -402,6 +407,32 @@ def _is_asked(value: Value) -> bool:
 def _forget(memories: dict[int, _Memory], key: int, storage: Any) -> None:
     """A storage was freed."""
     memories.pop(key, None)
+
+
+# What somebody's `autograd.Function` saves and computes is kept: its forward may have overwritten a tensor by a kernel
+# that PyTorch does not know. Those of this package do not.
+
+
+def _is_in_foreign_function() -> bool:
+    """Return whether the forward of such a function runs; it runs without grad mode."""
+    if torch.is_grad_enabled():
+        return False
+    # Of the caller: a name for this function's own frame would be a cycle, and keep what the caller holds.
+    frame = getattr(inspect.currentframe(), "f_back", None)
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    return _is_foreign_function(frame)
+
+
+def _is_foreign_function(frame: FrameType | None) -> bool:
+    """Return whether ``frame``, of Python's stack, is the ``apply`` of such a function."""
+    if frame is None or frame.f_code is not _APPLY:
+        return False
+    function: type[torch.autograd.Function] = frame.f_locals["cls"]
+    return function.__module__.partition(".")[0] != __name__.partition(".")[0]
+
+
+_APPLY = vars(torch.autograd.Function)["apply"].__func__.__code__
 
 
 @cache

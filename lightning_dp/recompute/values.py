@@ -396,9 +396,9 @@ _SMALL_BYTES = 256
 def is_plain(tensor: Tensor) -> bool:
     """Return whether the memory of ``tensor`` is its value, and its version tells of each change.
 
-    It is strided, real, no wrapper of another tensor, and was not made in inference mode.
+    It is strided, real, no wrapper of another tensor, no nested one, and was not made in inference mode.
     """
-    if is_lazy(tensor):
+    if is_lazy(tensor) or tensor.is_nested:
         return False
     is_real = tensor.layout is torch.strided and not tensor.dtype.is_complex
     return not _is_wrapper(tensor) and is_real and not tensor.is_inference()

@@ -88,10 +88,19 @@ def parameter_with_other_memory_for_a_while(model: Model, x: Tensor) -> Tensor:
     return model.first(x) * factor
 
 
+def nested_tensors(model: Model, x: Tensor) -> Tensor:
+    """They are strided, but have neither sizes nor strides of their own."""
+    first = model.first(x[0])
+    nested = torch.nested.as_nested_tensor([first[:4], first[4:]])
+    return model.last(torch.nested.to_padded_tensor(F.relu(nested) * 2, 0.0).sin().sum(0))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("policy", ["cheap", "sublinear"])
 @pytest.mark.parametrize(
     "function",
     [
+        nested_tensors,
         norm_of_a_transposed_input,
         evaluation_before_training,
         two_views_that_differ_in_sign,

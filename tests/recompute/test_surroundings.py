@@ -87,6 +87,24 @@ def test_the_vectors_of_spectral_norm_may_move_in_a_second_forward(policy):
     assert differing(found, steps_of(wide_spectral_norm, None, width=20000)) == []
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_copy_of_a_buffer_stays_when_the_buffer_changes(policy):
+    """As the queue of MoCo: read from a copy, since it changes before backward."""
+
+    def gradients(policy: str | None) -> list[Tensor]:
+        model = Model(lambda model, x: torch.sigmoid(model.first(x) @ queue.t().clone()))
+        queue = torch.eye(16)
+        if policy:
+            apply_recompute(model, policy)
+        loss = model(torch.eye(16)).sum()
+        queue += 1
+        loss.backward()
+        return [parameter.grad for parameter in model.first.parameters()]
+
+    for plain, found in zip(gradients(None), gradients(policy), strict=True):
+        assert torch.equal(plain, found)
+
+
 def test_a_buffer_that_changes_between_forward_and_backward_is_refused_as_in_plain_training():
     for policy in (None, *POLICIES):
         model = Model(lambda model, x: model.first(x) * model.norm.running_mean)

@@ -84,8 +84,10 @@ class Communicator:
         self._stream = streams.new_stream(device) if streams.has_streams(device) else None
         # A group of its own: the choice of the next bucket travels during the current one's inter-group all-reduce.
         self._order_group = dist.new_group(timeout=timeout, backend="gloo") if prioritized else None
-        self._held: list[BucketReduction] = []  # submitted, not yet released
-        # Guards what threads share: `_ready`, `_begun`, `_closed` and `_failed`. Notified when one of them changes.
+        self._held: dict[int, BucketReduction] = {}  # submitted, not yet released
+        # Guards what threads share: `_ready`, `_begun`, `_closed`, `_failed` and the stages of buckets. Notified when
+        # one of them changes. One for all: a signal handler may interrupt what holds it, and wait for any bucket. To
+        # wait for a condition releases it, and the communicator can go on.
         self._changed = threading.Condition()
         self._ready: dict[int, BucketReduction] = {}
         self._begun: list[BucketReduction] = []  # taken from `_ready`, not yet settled
@@ -111,9 +113,10 @@ class Communicator:
         """
         stages = self._collective if self.compressed is None else self.compressed.stages_of(parameters)
         bucket = BucketReduction(
-            index, buffer, stages, self._stream, self._on_host, self.release, self._on_stage, fills
+            index, buffer, stages, self._stream, self._on_host, self.release, self._on_stage, fills, self._changed
         )
-        self._held.append(bucket)
+        assert index not in self._held, f"bucket {index} submitted twice"
+        self._held[index] = bucket
         if self._order_group is not None:
             self.release()
         return bucket
@@ -121,12 +124,12 @@ class Communicator:
     def release(self) -> None:
         """Let the thread process all buckets that were submitted so far. Called when backward has ended."""
         with self._changed:
-            for bucket in self._held:
-                assert bucket.index not in self._ready, f"bucket {bucket.index} submitted twice"
-                if self._failed is not None:
+            if self._failed is not None:
+                for bucket in list(self._held.values()):
                     bucket.fail(self._failed)
-                else:
-                    self._ready[bucket.index] = bucket
+            else:
+                # All at once: a signal handler in between would release a bucket a second time, or wait for it forever.
+                self._ready.update(self._held)
             self._held.clear()
             self._changed.notify_all()
 
@@ -321,6 +324,7 @@ class BucketReduction:
             back until backward ends. Without it, a hook that reads a gradient during backward would wait forever.
         on_stage: called with name, start and end of each stage, and of the time that `wait` blocks.
         fills: what is under way and fills the buffer; without a stream only.
+        changed: guards the stage, and is notified when it changes. None: the bucket has one of its own.
     """
 
     def __init__(
@@ -333,6 +337,7 @@ class BucketReduction:
         release: Callable[[], None] | None = None,
         on_stage: OnStage | None = None,
         fills: Sequence[Pending] = (),
+        changed: threading.Condition | None = None,
     ) -> None:
         assert not fills or (stream is None and not on_host), "a copy would be made before the buffer is filled"
         self.index = index
@@ -348,7 +353,7 @@ class BucketReduction:
         self._inter_group_since_s = 0.0
         self._delivered: streams.Event | None = None  # the sum is on the GPU again
         # Both are reentrant: a signal handler may save a checkpoint, and call `wait` while it interrupts `wait`.
-        self._stage_changed = threading.Condition()
+        self._stage_changed = changed or threading.Condition()
         self._delivery = threading.RLock()
         self._error: BaseException | None = None
         if on_host:

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from lightning_dp._lightning import FRAMEWORK
 from lightning_dp._private.torch_names import (
     has_modes,
+    is_in_backward,
     local_part,
     mark_stepped,
     shallow_copy_of,
@@ -181,7 +182,8 @@ class UpdateQueue:
 
     def _before_use(self, parameter: Tensor) -> None:
         with self.lock:
-            self._note_early_use([parameter])
+            if not is_in_backward():
+                self._note_early_use([parameter])
             if torch.jit.is_tracing():
                 # `torch.jit.trace` runs twice and compares the lines that call operators, so the watch must stay.
                 self._watch.add([parameter, *self._apply_for(parameter)])
@@ -193,8 +195,10 @@ class UpdateQueue:
                     self._watch.add(each for each in updated if each in suspects)
             elif parameter not in self._stale_uses.suspects and parameter in self._sums:
                 # No update is staged. The caller may run its own backward, which would accumulate into a gradient that
-                # is still being reduced.
-                self._sums[parameter].wait()
+                # is still being reduced. Within backward it must not wait: the next bucket in rank 0's order may be one
+                # that this rank fills only when the caller, a signal handler say, has returned.
+                if not is_in_backward():
+                    self._sums[parameter].wait()
                 return
             self._stale_uses.note_seen(parameter)
             self._watch.remove([parameter])
@@ -208,7 +212,8 @@ class UpdateQueue:
                 self._watch.add(each for each in updated if each in suspects)
             if parameter in self._sums:
                 self._sums[parameter].wait()
-                self._own_gradient(parameter)
+                if not is_in_backward():  # at whose end DDP requires that each gradient lies in its bucket
+                    self._own_gradient(parameter)
 
     def _before_state(self, optimizer: Optimizer) -> None:
         with self.lock:

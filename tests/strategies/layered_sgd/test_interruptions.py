@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 from torch.optim import sgd
 
 from lightning_dp.strategies.layered_sgd import host_communicator, update
-from lightning_dp.strategies.layered_sgd.host_communicator import BucketReduction
-from tests.strategies.layered_sgd.staged import Staged
+from lightning_dp.strategies.layered_sgd.host_communicator import BucketReduction, Communicator
+from tests.ranks import LIMIT_S
+from tests.strategies.layered_sgd.staged import Bucket, Staged
 
 
 class NoCollective:
@@ -191,6 +193,85 @@ def test_another_thread_gets_the_state_of_a_whole_step(monkeypatch):
     assert groups == [4, 4], "the thread has applied the other bucket"
     assert len(got[0]["state"]) == 4
     assert len(got[0]["param_groups"][0]["params"]) == 4
+
+
+class Counted(NoCollective):
+    """Counts how often each buffer is summed, and doubles it."""
+
+    def __init__(self) -> None:
+        self.num_sums: dict[float, int] = {}
+
+    def inter_group_all_reduce(self, buffer: torch.Tensor) -> None:
+        self.num_sums[buffer.item()] = self.num_sums.get(buffer.item(), 0) + 1
+        buffer.mul_(2)
+
+    def close(self) -> None: ...
+
+
+def test_a_signal_handler_at_any_line_can_wait_for_any_bucket():
+    def sum_both(made: list[BucketReduction], collective: Counted) -> None:
+        communicator = Communicator(collective, False, timedelta(seconds=60), torch.device("cpu"))
+        for value in (3.0, 5.0):
+            made.append(communicator.submit(int(value), torch.tensor(value)))
+        communicator.release()
+        for bucket in made:
+            bucket.wait()
+        communicator.close()
+
+    found: list[bool] = []
+
+    def interrupted(number: int) -> None:
+        made: list[BucketReduction] = []
+        collective = Counted()
+
+        def wait_for_all() -> None:
+            for bucket in reversed(made):
+                bucket.wait()
+
+        _, was_reached = at_line(number, wait_for_all, lambda: sum_both(made, collective))
+        assert [bucket.buffer.item() for bucket in made] == [6.0, 10.0]
+        assert collective.num_sums == {3.0: 1, 5.0: 1}
+        found.append(was_reached)
+
+    number, was_reached = 0, True
+    while was_reached:
+        number += 1
+        # In a daemon thread, so that a dead end fails the test and does not hang it.
+        thread = threading.Thread(target=interrupted, args=(number,), daemon=True)
+        thread.start()
+        thread.join(LIMIT_S)
+        assert len(found) == number, f"the handler has failed, or waits forever, before line {number} run"
+        was_reached = found[-1]
+    assert number > 50
+
+
+def within_backward(act: Callable[[], Any]) -> None:
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda gradient: gradient if act() is None else None)
+    (x * 2).sum().backward()
+
+
+def test_a_value_that_is_used_within_backward_does_not_wait_for_the_gradient():
+    """Its sum may come after that of a bucket which backward has not filled yet."""
+    staged = Staged()
+    staged.updates.finish()
+    staged.fill_buckets()
+    staged.updates.add_sum(list(staged.layers[0].parameters()), bucket := Bucket())
+    within_backward(lambda: staged.layers[0].weight.detach())
+    assert bucket.num_waits == 0
+    staged.layers[0].weight.detach()
+    assert bucket.num_waits == 1
+
+
+def test_a_gradient_that_is_read_within_backward_stays_in_its_bucket():
+    """DDP refuses another one at the end of backward."""
+    staged = Staged()
+    staged.updates.finish()
+    staged.fill_buckets()
+    staged.updates.add_sum(list(staged.layers[0].parameters()), staged.buckets[0])
+    found: list[int] = []
+    within_backward(lambda: found.append(staged.layers[0].weight.grad.untyped_storage().data_ptr()))
+    assert found == [staged.buckets[0].buffer.untyped_storage().data_ptr()]
 
 
 def test_what_interrupts_a_step_is_told_so(monkeypatch):
