@@ -89,11 +89,7 @@ def sharded_cross_entropy(
     """
     _require_known(reduction, "mean", "sum", "none")
     _require_sampling(sample_rate, label_smoothing)
-    if weight is not None and weight.requires_grad:
-        raise ValueError(
-            "weight requires a gradient, and cross-entropy has none for the weights of classes, nor has torch's; pass "
-            "weight.detach()"
-        )
+    _require_constant(weight)
     is_sampled = sample_rate < 1 and torch.is_grad_enabled()
     last, x = _until_last(head, features)
     needs_layer = is_sampled or margin is not None
@@ -285,6 +281,14 @@ def _require_known(reduction: str, *known: str) -> None:
     if reduction not in known:
         names = [repr(name) for name in known]
         raise ValueError(f"reduction={reduction!r} is not known; use {', '.join(names[:-1])} or {names[-1]}")
+
+
+def _require_constant(weight: Tensor | None) -> None:
+    if weight is not None and weight.requires_grad:
+        raise ValueError(
+            "weight requires a gradient, and cross-entropy has none for the weights of classes, nor has torch's; pass "
+            "weight.detach()"
+        )
 
 
 def _require_sampling(sample_rate: float, label_smoothing: float) -> None:
