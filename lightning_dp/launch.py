@@ -38,6 +38,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 # The agent sees within a fraction of a second that a process has died. A rank that waits for this does not wait longer.
@@ -62,14 +63,24 @@ def external_rank() -> int | None:
     """Return the global rank that torchrun or SLURM gave to this process, or None if neither started it.
 
     A SLURM job with a single task returns None: its processes are still to be started, by `launch`.
+
+    Raises:
+        ValueError: the environment is that of such a launcher, as in a shell of ``salloc``, but it did not start this.
     """
     environment = os.environ
-    if "TORCHELASTIC_RUN_ID" in environment:
-        return int(environment["RANK"])
     interactive = environment.get("SLURM_JOB_NAME") in ("bash", "interactive")
-    if int(environment.get("SLURM_NTASKS", 1)) > 1 and not interactive:
-        return int(environment["SLURM_PROCID"])
-    return None
+    if "TORCHELASTIC_RUN_ID" in environment:
+        launcher, sign, name = "torchrun", "TORCHELASTIC_RUN_ID", "RANK"
+    elif int(environment.get("SLURM_NTASKS", 1)) > 1 and not interactive:
+        launcher, sign, name = "srun", "SLURM_NTASKS", "SLURM_PROCID"
+    else:
+        return None
+    if name not in environment:
+        raise ValueError(
+            f"{sign}={environment[sign]} is in the environment without {name}, so {launcher} has not started this "
+            f"process; start it with {launcher}, or take the variable away: env -u {sign} ..."
+        )
+    return int(environment[name])
 
 
 def launch(function: Callable[..., Any], *args: Any, num_processes: int, num_nodes: int = 1) -> Any:
@@ -96,6 +107,9 @@ def launch(function: Callable[..., Any], *args: Any, num_processes: int, num_nod
     if external_rank() is None and num_processes > 1:
         return _start(function, args, num_processes)
     with _environment_restored():
+        if external_rank() is None:
+            for name in OF_A_RANK:  # left by another launcher, Lightning would take them for this process's
+                os.environ.pop(name, None)
         return function(*args)
 
 

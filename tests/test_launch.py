@@ -57,6 +57,17 @@ def test_a_single_process_is_this_one_and_its_changes_to_the_environment_are_und
     assert os.environ["GIVEN"] == "1"
 
 
+def variables_of_a_rank() -> list[str]:
+    return [name for name in NAMES[:3] if name in os.environ]
+
+
+def test_a_single_process_is_rank_0_whatever_another_launcher_has_left_in_the_shell(monkeypatch):
+    for name in NAMES[:3]:
+        monkeypatch.setenv(name, "1")
+    assert launch(variables_of_a_rank, num_processes=1) == []
+    assert os.environ["RANK"] == "1"
+
+
 def fail_on_1(folder: str) -> None:
     dist.init_process_group("gloo")
     Path(folder, str(dist.get_rank())).write_text(str(os.getpid()))
@@ -162,6 +173,14 @@ def test_slurm_tasks_are_ranks_but_an_allocation_with_one_task_is_not(monkeypatc
     monkeypatch.setenv("SLURM_NTASKS", "4")
     monkeypatch.setenv("SLURM_JOB_NAME", "bash")
     assert external_rank() is None
+
+
+@pytest.mark.parametrize(("sign", "name"), [("TORCHELASTIC_RUN_ID", "RANK"), ("SLURM_NTASKS", "SLURM_PROCID")])
+def test_a_shell_of_a_launcher_that_has_not_started_this_process_is_named(monkeypatch, sign, name):
+    monkeypatch.setenv(sign, "4")
+    monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=f"{sign}=4 is in the environment without {name}.*env -u {sign}"):
+        external_rank()
 
 
 def test_several_nodes_need_a_launcher():

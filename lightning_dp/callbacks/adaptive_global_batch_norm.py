@@ -255,7 +255,7 @@ class AdaptiveGlobalBatchNorm(Callback):
             answer = (True, *ask(self.convergence, metrics))
         is_asked, self._converged, failure = trainer.strategy.broadcast(answer)
         if failure:
-            raise ValueError(f"the convergence criterion failed on rank 0:\n{failure}")
+            raise ValueError(f"the convergence criterion failed on rank 0: {failure}")
         return is_asked
 
     def _average(self, trainer: Any, pl_module: LightningModule) -> None:

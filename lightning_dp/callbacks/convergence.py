@@ -64,11 +64,14 @@ def ask(criterion: Convergence, metrics: Mapping[str, Any]) -> tuple[bool, str]:
     Rank 0 evaluates it for all ranks. It must not raise there alone, because the other ranks would wait for its answer.
 
     Returns:
-        Whether training has converged, and the traceback of an exception ("" if there was none).
+        Whether training has converged, and the traceback of an exception, or the message of a ValueError ("" if there
+        was none).
     """
     update: Any = getattr(criterion, "update", criterion)
     try:
         return bool(update(metrics)), ""
+    except ValueError as error:  # it says what is wrong, such as a metric that is not logged
+        return False, str(error)
     except Exception:
         return False, traceback.format_exc()
 

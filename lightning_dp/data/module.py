@@ -80,6 +80,8 @@ class ImageDataModule(LightningDataModule):
             ValueError: a batch size does not fit the ranks or the data, or a file has unexpected contents.
             FileNotFoundError: the data is missing, and ``download`` is not set.
         """
+        if self.num_workers < 0:
+            raise ValueError(f"num_workers={self.num_workers} must be 0, no processes that load images, or more")
         self._check_batch_sizes(world_size)
         self._check_sizes(world_size, self.sizes())
 

@@ -96,6 +96,9 @@ class Synthetic(ImageDataModule):
         drop_last: bool = True,
     ) -> None:
         super().__init__(batch_size, eval_batch_size, seed, num_workers, drop_last)
+        for name, value, least in (("num_classes", num_classes, 1), ("num_val", num_val, 0), ("num_test", num_test, 0)):
+            if value < least:
+                raise ValueError(f"{name}={value} must be {least} or more")
         channels, height, width = shape
         self.image_shape = (channels, height, width)
         self.num_classes = num_classes

@@ -57,6 +57,8 @@ class Classifier(LightningModule):
         super().__init__()
         if interval not in ("step", "epoch"):
             raise ValueError(f"interval={interval!r} must be 'step' or 'epoch'")
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(f"label_smoothing={label_smoothing} must be 0 to 1")
         # Plain values only. These go into the checkpoint, which must load without unpickling objects.
         self.save_hyperparameters("num_classes", "interval", "label_smoothing", "channels_last")
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format

@@ -196,8 +196,10 @@ def weight_decay_groups(
         reference_batch_size: the batch size that ``lr`` is for.
 
     Raises:
-        ValueError: ``lr`` or a batch size is not positive.
+        ValueError: ``lr`` or a batch size is not positive, or ``weight_decay`` is negative.
     """
+    if weight_decay < 0:  # torch's optimizers check their own argument, and not what a group has
+        raise ValueError(f"weight_decay={weight_decay} must not be negative")
     rate = scale_learning_rate(lr, batch_size / reference_batch_size)
     parameters = list(model.parameters())
     decayed = [parameter for parameter in parameters if parameter.ndim > 1]

@@ -25,11 +25,13 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from lightning_dp.launch import LaunchError, external_rank
 from lightning_dp.planner import read_overrides
 from lightning_dp.runs.hydra_versions import MAIN_OPTIONS
 from lightning_dp.runs.resume import OF_A_RUN
+from lightning_dp.runs.validation import with_keys
 
 log = logging.getLogger("train")
 
@@ -88,7 +90,11 @@ def run(job: Callable[[DictConfig], Any], config_name: str) -> None:
     os.environ[FULL_ERROR] = "1"
     with tempfile.TemporaryDirectory(prefix="rank_") as folder:
         try:
-            sys.argv[1:] = arguments_of_rank(sys.argv[1:], external_rank(), folder)
+            try:
+                rank = external_rank()
+            except ValueError as error:
+                raise JobError(str(error)) from error
+            sys.argv[1:] = arguments_of_rank(sys.argv[1:], rank, folder)
             hydra.main(**MAIN_OPTIONS, config_path=str(conf_folder()), config_name=config_name)(job)()
         except (JobError, HydraException, OmegaConfBaseException) as error:
             if SweepFolder.path is not None:
@@ -102,6 +108,9 @@ def run(job: Callable[[DictConfig], Any], config_name: str) -> None:
             if before == "1" or not isinstance(cause, OSError) or cause.filename is None:
                 raise
             sys.exit(f"error: the run folder cannot be made: {cause}; name another one with hydra.run.dir=FOLDER")
+        except SIGTERMException:  # of Lightning, which leaves the status of a run that has ended well
+            print("ended by SIGTERM", file=sys.stderr)
+            sys.exit(128 + signal.SIGTERM)
         except (KeyboardInterrupt, SystemExit) as error:
             # Lightning ends with another status.
             if isinstance(error, SystemExit) and not isinstance(error.__context__, KeyboardInterrupt):
@@ -257,12 +266,13 @@ def config_error(error: Exception) -> JobError:
     return _make_job_error(message_of(error))
 
 
-def job_error(run_dir: str, error: Exception) -> JobError:
+def job_error(run_dir: str, error: Exception, config: dict[str, Any]) -> JobError:
     """Return the error of a job that failed while it ran, and write its traceback to train.log."""
     if isinstance(error, LaunchError):
         message, text = str(error), error.traceback
     else:
         message, text = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+    message = with_keys(message, config)
     if external_rank():
         # Only rank 0 has a log file that stays.
         return _make_job_error(f"rank {external_rank()}: {text}")

@@ -91,7 +91,7 @@ def read_sweep(folder: Path, metric: str, count_bytes: bool = True) -> list[Job]
     shared = set.intersection(*map(set, overrides))
     jobs = []
     for path, own in zip(folders, overrides, strict=True):
-        different = [text for text in own if text not in shared and not text.startswith("seed=")]
+        different = [text for text in own if text not in shared and not text.startswith(("seed=", "ckpt_path="))]
         jobs.append((path, " ".join(different)))
     # One of several rows may have no overrides of its own: the defaults.
     empty = "defaults" if any(label for _, label in jobs) else "all jobs"

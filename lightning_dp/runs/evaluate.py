@@ -18,13 +18,14 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from lightning_dp.data.module import ImageDataModule
 from lightning_dp.runs.command_line import argument_parser, conf_folder, message_of
 from lightning_dp.runs.hydra_versions import VERSION_BASE
 from lightning_dp.runs.resume import naming_another_model, read_checkpoint, require_intact
 from lightning_dp.runs.train import build
-from lightning_dp.runs.validation import Config, check_arguments, targets
+from lightning_dp.runs.validation import Config, check_arguments, check_top_level_types, targets
 
 READ = ("data", "model", "trainer")  # what is built of a configuration
 # Nothing is trained, on one device, without callbacks. So nothing reads these keys of a run.
@@ -55,6 +56,7 @@ def evaluate(
         raise ValueError(f"--config-dir {config_dir} has no effect on the configuration in a run folder; add --own")
     cfg = own_config(overrides, config_dir) if own else config_of_run(checkpoint, overrides)
     config = on_one_device(cfg)
+    check_top_level_types(config)
     for path, node in targets({key: config[key] for key in READ}):
         check_arguments(path, node)
     if config["trainer"].get("limit_test_batches") == 0:
@@ -154,6 +156,8 @@ def main() -> None:
     logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.WARNING)
     try:
         metrics = evaluate(arguments.checkpoint, arguments.overrides, arguments.own, arguments.config_dir)
+    except SIGTERMException:  # else the status would be that of a test that has ended well
+        sys.exit("error: ended by SIGTERM")
     except Exception as error:
         sys.exit(f"error: {' '.join(message_of(error).split())}")
     print("  ".join(f"{name}={value:.4f}" for name, value in sorted(metrics.items())))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +30,7 @@ from pytorch_lightning import Callback, seed_everything
 
 from lightning_dp.launch import external_rank, launch
 from lightning_dp.planner import Diagnose, Link, Network
+from lightning_dp.planner.formulas import require_not_negative, require_positive
 from lightning_dp.runs.command_line import (
     check_mode,
     config_error,
@@ -41,7 +42,7 @@ from lightning_dp.runs.command_line import (
 )
 from lightning_dp.runs.resume import require_unused
 from lightning_dp.runs.train import build, configure_logging
-from lightning_dp.runs.validation import Config, resolved, validate
+from lightning_dp.runs.validation import Config, fits, resolved, spelled, validate
 
 
 def main() -> None:
@@ -54,7 +55,7 @@ def job(cfg: DictConfig) -> None:
     try:
         check_mode()
         config = resolved(cfg, "plan", "verify")
-        make_callback(config)  # raises for values that make no sense, before a process starts
+        check_plan(config, list(map(key_of, HydraConfig.get().overrides.task)))
         num_processes = validate(config)
         check_verify(config, num_processes * config["trainer"]["num_nodes"])
         require_unused(Path(cfg.run_dir), None, "hydra.run.dir")  # else the configuration there would be replaced
@@ -76,9 +77,43 @@ def job(cfg: DictConfig) -> None:
             text += f"\n\n{verified_text(times, sides, plan)}"
             Path(cfg.run_dir, "plan.md").write_text(f"{text}\n")
     except Exception as error:
-        raise job_error(cfg.run_dir, error) from error
+        raise job_error(cfg.run_dir, error, config) from error
     if external_rank() in (None, 0):
         print(text, flush=True)
+
+
+TYPES: dict[str, Any] = {  # of the values under ``plan``
+    **{"num_steps": int, "max_s": float, "method": str | None, "memonger": bool, "world_size": int | None},
+    **{"gbit_per_s": float | None, "ranks_per_node": int, "latency_s": float},
+    **{"intra_gbit_per_s": float, "intra_latency_s": float},
+}
+OF_THE_NETWORK = [f"plan.{key}" for key in ("ranks_per_node", "latency_s", "intra_gbit_per_s", "intra_latency_s")]
+
+
+def check_plan(config: Config, given: Sequence[str]) -> None:
+    """Raise ValueError for a value under ``plan`` that makes no sense, or that nothing would read.
+
+    Args:
+        config: the whole configuration.
+        given: the keys of the command line.
+    """
+    plan = config["plan"]
+    for key, value in plan.items():
+        if key not in TYPES:
+            raise ValueError(f"nothing reads the key plan.{key}; there are {', '.join(TYPES)}")
+        if not fits(value, TYPES[key]):
+            raise ValueError(f"plan.{key}={value} must be {spelled(TYPES[key])}")
+        if key.endswith("gbit_per_s") and value is not None:
+            require_positive(f"plan.{key}", value)
+        if key.endswith("latency_s"):
+            require_not_negative(f"plan.{key}", value)
+    unread = [key for key in OF_THE_NETWORK if key in given]
+    if unread and plan["gbit_per_s"] is None:
+        raise ValueError(f"{unread[0]} has no effect on a network that is measured; give plan.gbit_per_s as well")
+    try:
+        make_callback(config)
+    except (TypeError, ValueError) as error:  # it has the names of arguments, and the command line those of keys
+        raise ValueError(re.sub(rf"(?<![\w.])({'|'.join(TYPES)})=", r"plan.\1=", str(error))) from error
 
 
 def make_callback(config: Config) -> Any:
@@ -104,7 +139,7 @@ def make_callback(config: Config) -> Any:
 def measure(config: Config, logging_config: Config | None) -> str:
     """Train on this rank for as long as the callback measures, and return the diagnosis."""
     if logging_config is not None:
-        configure_logging(logging_config, int(os.environ.get("RANK", 0)))
+        configure_logging(logging_config, external_rank() or 0)
     seed_everything(config["seed"], workers=True, verbose=False)
     callback = make_callback(config)
     with leaving_no_groups():
@@ -192,7 +227,7 @@ class StepClock(Callback):
 def time_steps(configs: Mapping[str, Config], logging_config: Config | None) -> dict[str, list[float]]:
     """Train each configuration in turn on this rank, `ROUNDS` times; return the seconds of a step in each round."""
     if logging_config is not None:
-        configure_logging(logging_config, int(os.environ.get("RANK", 0)))
+        configure_logging(logging_config, external_rank() or 0)
     times: dict[str, list[float]] = {name: [] for name in configs}
     with leaving_no_groups():
         for name, config in ROUNDS * list(configs.items()):

@@ -70,9 +70,9 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
             log.info("%s has no %s: this job starts from the beginning", run_dir, OF_A_RUN[requested])
             return None
         _require_same(requested, path, config)
-    elif path is not None and not path.exists():
+    elif path is not None and not (requested and path.exists()):  # an empty text would be this folder
         raise FileNotFoundError(
-            f"ckpt_path={path}: there is no such checkpoint; runs keep theirs in RUN_DIR/{OF_A_RUN['last']}"
+            f"ckpt_path={requested}: there is no such checkpoint; runs keep theirs in RUN_DIR/{OF_A_RUN['last']}"
         )
     require_unused(run_dir, path, "hydra.sweep.dir" if in_sweep else "hydra.run.dir")
     if path is None:
@@ -102,9 +102,11 @@ def _of_a_run(requested: str, config: Config, in_sweep: bool, launched: bool) ->
     kept = "" if requested == "last" else "; test=best keeps the best weights"
     if in_sweep:
         raise FileNotFoundError(
-            f"ckpt_path={requested}: {run_dir} has no {file}{kept}; continue a sweep with hydra.sweep.dir=FOLDER"
+            f"ckpt_path={requested}: {run_dir} has no {file}{kept}; continue a sweep with hydra.sweep.dir=FOLDER, or "
+            "start one without ckpt_path"
         )
-    if not others or run_dir.parent.name != name:
+    of_name = Path(name).parts  # several if it has a slash
+    if not others or run_dir.parent.parts[-len(of_name) :] != of_name:
         raise FileNotFoundError(
             f"ckpt_path={requested}: {run_dir} has no {file}, nor has another run named {name} beside it{kept}; name "
             "the folder of the run with hydra.run.dir=FOLDER, or the file with ckpt_path=PATH"
@@ -382,7 +384,9 @@ class BestCheckpoint(ModelCheckpoint):
         Raises:
             FileNotFoundError: its weights are gone.
         """
-        path = state_dict["best_model_path"]
+        path, own = state_dict["best_model_path"], Path(self.dirpath or "", OF_A_RUN["best"].name)
+        if path and not Path(path).exists() and own.exists():  # the run folder has been moved
+            path = str(own)
         if path and not Path(path).exists():
             raise FileNotFoundError(f"test=best: the best weights so far are gone; put {path} back, or use test=last")
         if path and Path(path).resolve().parent != Path(self.dirpath or "").resolve():
@@ -394,7 +398,7 @@ class BestCheckpoint(ModelCheckpoint):
                     "folder of that run, or use test=last"
                 )
         # Without its scores, the best of the remaining epochs would be taken for the best of all.
-        super().load_state_dict(state_dict | {"dirpath": self.dirpath})
+        super().load_state_dict(state_dict | {"dirpath": self.dirpath, "best_model_path": path})
 
 
 def _require_best_is_known(checkpoint: Path, config: Config) -> None:

@@ -84,7 +84,7 @@ def job(cfg: DictConfig) -> float | None:
             print(result_line(metrics, cfg.run_dir), flush=True)
             return optimized(metrics, config["optimized_metric"], required=is_search())
         except Exception as error:
-            raise job_error(cfg.run_dir, error) from error
+            raise job_error(cfg.run_dir, error, config) from error
 
 
 def train(config: Config, logging_config: Config | None) -> dict[str, float]:
@@ -95,12 +95,12 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
         logging_config: argument of ``logging.config.dictConfig``, or None to leave logging as it is.
     """
     if logging_config is not None:
-        configure_logging(logging_config, int(os.environ.get("RANK", 0)))
+        configure_logging(logging_config, external_rank() or 0)
     # Lightning calls a function that newer versions of torch deprecate.
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec")
     seed_everything(config["seed"], workers=True, verbose=False)
     # Other ranks write no metrics, and must not read a file that rank 0 replaces.
-    is_first = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) == 0
+    is_first = not external_rank()
     rows = rows_before(Path(config["ckpt_path"])) if is_first and config["ckpt_path"] is not None else []
     if is_first:
         Path(config["run_dir"], CURVES).unlink(missing_ok=True)  # the sign of a run that has ended

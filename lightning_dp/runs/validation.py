@@ -9,7 +9,7 @@ import math
 import os
 import pkgutil
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -20,10 +20,12 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning import Callback, LightningDataModule
 from pytorch_lightning.loggers import Logger
+from torch import nn
 
 from lightning_dp.data.module import ImageDataModule
 from lightning_dp.launch import check_ranks, external_rank
 from lightning_dp.runs.hydra_versions import instantiate
+from lightning_dp.strategies.krizhevsky_hybrid.checks import find_head
 
 log = logging.getLogger("validation")
 
@@ -62,6 +64,8 @@ def resolved(cfg: DictConfig, *also_read: str) -> Config:
     if missing := [key for key in TOP_LEVEL_TYPES if key not in cfg]:
         raise ValueError(f"{missing[0]} was taken away, and every run needs it; leave out ~{missing[0]}")
     config: Config = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    if config["name"] in (None, "") or isinstance(config["name"], list | dict):
+        raise ValueError(f"name={config['name']} must be a text: the run folder is runs/NAME/DATE")
     config |= {group: config.get(group) or {} for group in ("callbacks", "logger")} | {"name": str(config["name"])}
     trainer = config["trainer"]
     trainer |= {"accelerator": trainer.get("accelerator", "auto"), "devices": trainer.get("devices", "auto")}
@@ -80,7 +84,8 @@ def validate(config: Config) -> int:
     check_top_level_types(config)
     # The model refers to optim, whose keys are those that the command line takes.
     for path, node in sorted(targets(config), key=lambda found: not found[0].startswith("optim.")):
-        check_arguments(path, node)
+        with naming_optim(config):
+            check_arguments(path, node)
     for group in ("callbacks", "logger"):
         check_have_targets(group, config[group])
     check_together(config)
@@ -104,6 +109,7 @@ def validate(config: Config) -> int:
                 with naming_keys(f"{group}.{name}", config):
                     _require_kind(instantiate(node), kind, f"{group}.{name}", node)
     _check_optimizer(config)
+    _check_model(config)
     with naming_keys("data", config):
         _check_data(instantiate(config["data"]), config, num_processes * trainer["num_nodes"])
     return num_processes
@@ -135,13 +141,29 @@ def _check_optimizer(config: Config) -> None:
                 raise ValueError(f"lr={lr} must be a finite number")
 
 
+def _check_model(config: Config) -> None:
+    """Raise ValueError for options that a model of this package does not take. It is made without memory."""
+    made_of = [node["_target_"] for path, node in targets(config["model"]) if path in ("", "model")]
+    # A model of the user's may load weights, or need another device.
+    if not all(str(name).startswith("lightning_dp.") for name in made_of):
+        return
+    with naming_optim(config), naming_keys("model", config), torch.device("meta"):
+        module = instantiate(config["model"])
+    if getattr(module, "parameter_groups", None) is not None:
+        with naming_optim(config), naming_keys("model.parameter_groups", config):
+            list(module.parameter_groups(module.model))
+    if config["strategy"]["_target_"] == "lightning_dp.KrizhevskyHybridStrategy":
+        with naming_keys("strategy", config):
+            find_head(module, config["strategy"].get("head", "head"))
+
+
 def _check_data(data: Any, config: Config, world_size: int) -> None:
     """Raise an error if the data cannot be used. Download it if requested."""
     _require_kind(data, LightningDataModule, "data", config["data"])
     if config["test"] and type(data).test_dataloader is LightningDataModule.test_dataloader:
         raise ValueError(f"{type(data).__name__} has no test_dataloader; use test=false")
     if isinstance(data, ImageDataModule):
-        num_classes = config["model"].get("num_classes") or data.num_classes
+        num_classes = config["model"].get("num_classes", data.num_classes)
         if num_classes < data.num_classes:
             raise ValueError(
                 f"model.num_classes={num_classes} is less than the {data.num_classes} classes of the data; use "
@@ -151,6 +173,17 @@ def _check_data(data: Any, config: Config, world_size: int) -> None:
     if external_rank() is None:
         # Before any rank starts: no rank waits for a download, and a download that fails starts no rank.
         data.prepare_data()
+
+
+@contextmanager
+def naming_optim(config: Config) -> Iterator[None]:
+    """Let errors name the keys that the command line takes: the model refers to those of ``optim``."""
+    try:
+        yield
+    except ValueError as error:
+        optim, model = config.get("optim") or {}, config["model"]
+        same = "|".join(re.escape(key) for key in optim if key in model and model[key] == optim[key])
+        raise ValueError(re.sub(rf"\bmodel\.({same})\b", r"optim.\1", str(error)) if same else str(error)) from error
 
 
 @contextmanager
@@ -176,6 +209,18 @@ def naming_keys(path: str, config: Config) -> Iterator[None]:
                 after = r"(?=\W|$)" if "_" in name else "(?==)"  # else it may be a word of the sentence
                 message = re.sub(rf"(?<![\w./'\"-]){name}{after}(?!/|\.\w)", f"{path}.{name}", message)
         raise ValueError(message if f"{path}." in message else f"{path}: {message}") from error
+
+
+def with_keys(message: str, config: Config) -> str:
+    """Return the message of an error of a run with the keys of arguments that only one object has with that value."""
+    found: dict[str, list[str]] = {}
+    for path, node in targets(config):
+        for name in node.keys() - config.keys():  # a key of the top level is what the user gave
+            found.setdefault(f"{name}={node[name]!r}", []).append(path)
+    for text, paths in found.items():
+        if len(paths) == 1:
+            message = re.sub(rf"(?<![\w./])(?={re.escape(text)}(?!\w))", f"{paths[0]}.", message)
+    return message
 
 
 def targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -213,9 +258,13 @@ def check_arguments(path: str, node: dict[str, Any]) -> None:
             continue
         if key not in parameters and not takes_any:
             raise ValueError(f"{path}.{key} is not an argument of {name}; there are {', '.join(parameters)}")
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"{path}.{key}={value} must be a finite number")
         is_default = key in parameters and value == parameters[key].default
         if key in types and not is_default and not fits(value, types[key]):
             raise ValueError(f"{path}.{key}={value} must be {spelled(types[key])}")
+        if key in types and not is_default and needs_target(value, types[key]):
+            raise ValueError(f"{path}.{key}={value} must be an object, with a _target_; choose a file of its group")
         is_whole = isinstance(value, float) and value.is_integer()
         if is_whole and key in types and float not in _plain_types(types[key]) >= {int}:
             node[key] = int(value)  # 1e5
@@ -257,6 +306,20 @@ def fits(value: Any, annotation: Any) -> bool:
     if type(value) is int:
         return not types.isdisjoint({int, float}) or (bool in types and value in (0, 1))
     return type(value) in types
+
+
+def needs_target(value: Any, annotation: Any) -> bool:
+    """Return whether only an object that a ``_target_`` makes fits, such as a model or an optimizer, and it is none."""
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    is_made = isinstance(value, dict) and "_target_" in value
+    if is_made or (value is None and type(None) in kinds):
+        return False
+    are_made = [
+        get_origin(kind) is Callable or (isinstance(kind, type) and issubclass(kind, nn.Module))
+        for kind in kinds
+        if kind is not type(None)
+    ]
+    return bool(are_made) and all(are_made)
 
 
 def spelled(annotation: Any) -> str:
@@ -308,12 +371,15 @@ MAX_SEED = 2**32 - 1  # NumPy's
 
 
 def check_top_level_types(config: Config) -> None:
-    """Raise ValueError for a value of the wrong type, or a seed that NumPy does not take."""
+    """Raise ValueError for a value of the wrong type, or one that NumPy or torch does not take."""
     for key, annotation in TOP_LEVEL_TYPES.items():
-        if not fits(config[key], annotation):
+        if key in config and not fits(config[key], annotation):
             raise ValueError(f"{key}={config[key]} must be {spelled(annotation)}")
     if not 0 <= config["seed"] <= MAX_SEED:
         raise ValueError(f"seed={config['seed']} must be 0 to {MAX_SEED}")
+    # Configurations of old runs do not have it.
+    if config.get("matmul_precision", "highest") not in ("highest", "high", "medium"):
+        raise ValueError(f"matmul_precision={config['matmul_precision']} must be highest, high or medium")
 
 
 def check_top_level(config: DictConfig, *also_read: str) -> None:
@@ -355,11 +421,11 @@ def check_together(config: Config) -> None:
         raise ValueError(f"test={config['test']} must be last, best or false")
     if config["optimized_mode"] not in ("max", "min"):
         raise ValueError(f"optimized_mode={config['optimized_mode']} must be max or min")
-    if config["matmul_precision"] not in ("highest", "high", "medium"):
-        raise ValueError(f"matmul_precision={config['matmul_precision']} must be highest, high or medium")
     _check_numbers(trainer)
     if config["test"] and trainer.get("limit_test_batches") == 0:
         raise ValueError("trainer.limit_test_batches=0 leaves nothing to test; use test=false")
+    if config["test"] and config["data"].get("num_test") == 0:
+        raise ValueError("data.num_test=0 leaves nothing to test; use test=false")
     if not config["train"]:
         if not config["test"]:
             raise ValueError("train=false and test=false leave nothing to do; use test=last to test ckpt_path")
@@ -390,6 +456,8 @@ def _check_numbers(trainer: Config) -> None:
             f"trainer.check_val_every_n_epoch={trainer['check_val_every_n_epoch']} must be 1 or more, or null; for no "
             "validation, use trainer.limit_val_batches=0"
         )
+    if trainer["num_nodes"] < 1:
+        raise ValueError(f"trainer.num_nodes={trainer['num_nodes']} must be 1 or more")
     if trainer.get("accumulate_grad_batches", 1) < 1:
         raise ValueError(f"trainer.accumulate_grad_batches={trainer['accumulate_grad_batches']} must be 1 or more")
     if (trainer.get("gradient_clip_val") or 0) < 0:
@@ -416,7 +484,7 @@ def _check_best(trainer: Config, metric: str | None, data: Config) -> None:
             f"test=best needs optimized_metric={metric}, but trainer.check_val_every_n_epoch={every} leaves it out of "
             f"trainer.max_epochs={epochs}; validate more often"
         )
-    if not trainer["enable_checkpointing"] or trainer.get("fast_dev_run"):
+    if trainer.get("enable_checkpointing") in (False, 0) or trainer.get("fast_dev_run"):
         raise ValueError("test=best needs checkpoints; leave enable_checkpointing and fast_dev_run as they are")
 
 
@@ -436,7 +504,7 @@ def without_contradictions(config: Config) -> Config:
     off = tuple(
         pkgutil.resolve_name(f"pytorch_lightning.callbacks.{kind}")
         for option, kind in SWITCHES.items()
-        if not config["trainer"].get(option, True)
+        if config["trainer"].get(option) in (False, 0)  # null is the Trainer's default, true
     )
     kept = {
         name: node

@@ -62,20 +62,34 @@ def test_a_method_is_asked_for_and_memonger_left_out():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("plan.gbit_per_s=-1", "bytes_per_s=-125000000.0"),
-        ("plan.num_steps=0", "num_steps=0"),
-        ("plan.max_s=-2", "max_s=-2"),
-        ("plan.world_size=0", "world_size=0"),
-        ("plan.method=zero", "method='zero' is unknown: no plan can be for it; use one of ddp, "),
+        ("plan.gbit_per_s=-1", "plan.gbit_per_s=-1 must be finite"),
+        ("plan.gbit_per_s=fast", "plan.gbit_per_s=fast must be a number or null"),
+        ("plan.intra_gbit_per_s=0", "plan.intra_gbit_per_s=0 must be finite"),
+        ("plan.intra_latency_s=-1", "plan.intra_latency_s=-1 must be finite"),
+        ("plan.latency_s=null", "plan.latency_s=None must be a number"),
+        ("plan.num_steps=0", "plan.num_steps=0 is too small"),
+        ("plan.num_steps=few", "plan.num_steps=few must be a whole number"),
+        ("plan.memonger=maybe", "plan.memonger=maybe must be true or false"),
+        ("plan.max_s=-2", "plan.max_s=-2 must be finite"),
+        ("plan.world_size=0", "plan.world_size=0 is too small"),
+        ("plan.method=zero", "plan.method='zero' is unknown: no plan can be for it; use one of ddp, "),
         (
             "plan.method=ddp_bf16",
-            "method='ddp_bf16' is no method of the recipes: no plan can be for it; use one of ddp, ",
+            "plan.method='ddp_bf16' is no method of the recipes: no plan can be for it; use one of ddp, ",
         ),
+        ("+plan.mehtod=ddp", "nothing reads the key plan.mehtod; there are num_steps, "),
+        ("plan.latency_s=1e-3", "plan.latency_s has no effect on a network that is measured; give plan.gbit_per_s"),
     ],
 )
-def test_mistakes_are_refused_by_name(override, message):
-    with pytest.raises(ValueError, match=message):
-        recipe.make_callback(composed(override))
+def test_mistakes_are_refused_by_the_keys_of_the_command_line(override, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        recipe.check_plan(composed(override), [override.partition("=")[0]])
+
+
+def test_a_last_node_that_is_not_full_is_refused_by_the_keys_of_the_command_line():
+    config = composed("plan.gbit_per_s=1", "plan.ranks_per_node=2", "plan.world_size=3")
+    with pytest.raises(ValueError, match="^plan.world_size=3 is not a multiple of plan.ranks_per_node=2"):
+        recipe.check_plan(config, [])
 
 
 def test_a_key_that_nothing_reads_is_refused(tmp_path):

@@ -57,6 +57,12 @@ def test_jobs_that_differ_in_their_seed_are_one_row_with_its_spread(sweep):
     ]
 
 
+def test_a_job_that_was_continued_is_in_the_row_of_the_others(tmp_path):
+    job(tmp_path / "0", ["strategy=ddp", "seed=1"], rows([0.5], [10], 0.7))
+    job(tmp_path / "1", ["strategy=ddp", "seed=2", "ckpt_path=last"], rows([0.5], [10], 0.7))
+    assert [job.label for job in read_sweep(tmp_path, "val/acc")] == 2 * ["all jobs"]
+
+
 def test_an_accuracy_that_a_job_has_not_reached_is_named_as_such(sweep):
     *_, ddp, layered = table(read_sweep(sweep, "val/acc"), "val/acc", 0.85).splitlines()
     assert ddp.rstrip(" |").endswith("30.0, 1 without")

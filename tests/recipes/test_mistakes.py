@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import threading
 from functools import partial
@@ -12,9 +13,12 @@ import pytest
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from lightning_dp.runs import command_line, train
 from lightning_dp.runs.command_line import arguments_of_rank, config_error, explain, job_error
+from lightning_dp.runs.validation import with_keys
+from tests.recipes.in_process import composed
 
 AGBN = "callbacks.adaptive_global_batch_norm"
 
@@ -50,6 +54,24 @@ def test_a_run_of_no_epochs_ends_well_without_a_metric_of_training(monkeypatch, 
         handler.close()
     logging.root.handlers[:], logging.root.level = handlers, level
     assert "test/acc=0.1250" in capsys.readouterr().out
+
+
+def test_a_run_that_sigterm_ends_has_not_ended_well(monkeypatch, capsys):
+    """Lightning raises a SystemExit without a status."""
+
+    def launched(*args: object, **options: object) -> None:
+        raise SIGTERMException
+
+    monkeypatch.setattr(train, "launch", launched)
+    monkeypatch.setattr(sys, "argv", ["train.py", "trainer=cpu"])
+    handlers, level = list(logging.root.handlers), logging.root.level
+    with pytest.raises(SystemExit) as caught:
+        command_line.run(train.job, "train")
+    for handler in set(logging.root.handlers) - set(handlers):
+        handler.close()
+    logging.root.handlers[:], logging.root.level = handlers, level
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert "ended by SIGTERM" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -98,7 +120,7 @@ def test_an_error_of_a_rank_without_a_log_file_has_its_traceback(monkeypatch, tm
     HydraConfig.instance().cfg = OmegaConf.create({"hydra": {"mode": "RUN"}})
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert str(job_error(str(tmp_path), ValueError("no data"))) == "rank 1: ValueError: no data\n"
+    assert str(job_error(str(tmp_path), ValueError("no data"), {})) == "rank 1: ValueError: no data\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -107,6 +129,20 @@ def test_a_sweep_under_torchrun_is_refused(fail, monkeypatch):
         monkeypatch.setenv(name, value)
     assert "not torchrun" in fail("--multirun", "seed=1,2")
     assert "2 processes were started, for 1 devices" in fail("trainer=cpu")
+
+
+def test_a_shell_of_salloc_is_named_in_one_line(fail, monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert "SLURM_NTASKS=4 is in the environment without SLURM_PROCID" in fail("trainer=cpu")
+
+
+def test_an_error_of_a_run_has_the_key_of_the_value(tmp_path):
+    config = composed(tmp_path, "callbacks=agbn", f"{AGBN}.convergence.monitor=nothing")
+    message = with_keys(
+        "ValueError: monitor='nothing' was not logged; my_monitor='nothing', seed=0, mode='min'", config
+    )
+    assert message.startswith(f"ValueError: {AGBN}.convergence.monitor='nothing' was not logged; my_monitor='nothing'")
+    assert "; my_monitor='nothing', seed=0" in message
 
 
 def test_only_the_first_rank_of_a_launcher_has_a_run_folder():

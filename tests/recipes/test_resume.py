@@ -96,6 +96,14 @@ def test_last_is_that_of_the_run_folder_or_else_of_the_newest_run(tmp_path):
     assert find("last", new) == own
 
 
+def test_last_of_a_name_with_a_slash_is_that_of_its_newest_run(tmp_path):
+    group = tmp_path / "runs" / "project" / "tiny"
+    newest = save(group / "old")
+    assert find("last", group / "new", name="project/tiny") == newest
+    with pytest.raises(FileNotFoundError, match="nor has another run named other/tiny"):
+        find("last", group / "new", name="other/tiny")
+
+
 def test_another_folder_is_not_taken_for_a_run_of_that_name(tmp_path):
     save(tmp_path / "somewhere" / "old")
     with pytest.raises(FileNotFoundError, match=r"hydra\.run\.dir=FOLDER"):
@@ -284,6 +292,16 @@ def test_a_best_that_is_not_known_is_refused(tmp_path):
         find_checkpoint(config | {"ckpt_path": str(path)})
     with pytest.raises(FileNotFoundError, match="the best weights so far are gone; put gone.ckpt back"):
         BestCheckpoint(config).load_state_dict({"best_model_path": "gone.ckpt"})
+
+
+def test_the_best_of_a_run_whose_folder_was_moved_is_in_that_folder(tmp_path):
+    config = {"run_dir": str(tmp_path), "optimized_metric": "val/acc", "optimized_mode": "max"}
+    own = save(tmp_path).with_name("best.ckpt")
+    own.touch()
+    state = BestCheckpoint(config).state_dict() | {"best_model_path": "/where/it/was/checkpoints/best.ckpt"}
+    callback = BestCheckpoint(config)
+    callback.load_state_dict(state)
+    assert callback.best_model_path == str(own)
 
 
 def test_the_best_of_a_run_that_went_on_meanwhile_is_not_taken_for_that_of_this_one(tmp_path):

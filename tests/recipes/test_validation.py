@@ -11,7 +11,15 @@ from omegaconf import OmegaConf
 
 from lightning_dp.runs.command_line import arguments_of_rank
 from lightning_dp.runs.hydra_versions import VERSION_BASE, instantiate
-from lightning_dp.runs.validation import check_arguments, count_processes, fits, naming_keys, targets, validate
+from lightning_dp.runs.validation import (
+    check_arguments,
+    count_processes,
+    fits,
+    naming_keys,
+    targets,
+    validate,
+    without_contradictions,
+)
 from tests.recipes.conftest import ROOT
 from tests.recipes.in_process import composed
 
@@ -112,6 +120,30 @@ def test_what_is_no_mistake_is_taken(tmp_path):
 )
 def test_only_plain_values_of_the_wrong_type_are_refused(value, annotation, accepted):
     assert fits(value, annotation) is accepted
+
+
+def test_null_leaves_a_switch_of_the_trainer_at_its_default(tmp_path):
+    config = composed(tmp_path, "trainer=cpu", "trainer.enable_checkpointing=null", "test=best")
+    validate(config)
+    assert "checkpoint" in without_contradictions(config)["callbacks"]
+    config["trainer"]["enable_checkpointing"] = False
+    assert "checkpoint" not in without_contradictions(config)["callbacks"]
+
+
+def test_a_trainer_without_the_switch_keeps_the_best_weights(tmp_path):
+    config = composed(tmp_path, "trainer=cpu", "~trainer.enable_checkpointing", "test=best")
+    validate(config)
+
+
+class Net(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        assert self.weight.device.type == "cpu"
+
+
+def test_a_model_of_the_users_is_not_made_before_the_run(tmp_path):
+    config = composed(tmp_path, "trainer=cpu", f"model.model._target_={__name__}.Net", "~model.model.num_classes")
+    validate(config)
 
 
 class Picky:

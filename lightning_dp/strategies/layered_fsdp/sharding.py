@@ -39,6 +39,19 @@ _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
+def check_wrap(wrap: Any) -> None:
+    """Raise ValueError for a ``wrap`` that could find no unit, such as the name of a class."""
+    if wrap is None:
+        return
+    # A class can be called, too, but makes a module instead of saying whether one is a unit.
+    is_classes = isinstance(wrap, Sequence) and all(isinstance(each, type) for each in wrap)
+    if not (is_classes and wrap) and (isinstance(wrap, type) or not callable(wrap)):
+        raise ValueError(
+            f"wrap={wrap!r} must be classes of modules in a list, a function, or None: by size; Hydra makes a class of "
+            "{_target_: hydra.utils.get_class, path: MODULE.CLASS}"
+        )
+
+
 def shard(
     module: LightningModule,
     mesh: DeviceMesh,

@@ -30,6 +30,7 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     Wrap,
     broadcast_from_rank_0,
     check_hooks,
+    check_wrap,
     load_optimizer,
     materialize,
     own_parameters,
@@ -138,6 +139,7 @@ class LayeredFSDPStrategy(PostponedUpdates, OwnTrainerOnly, ModelParallelStrateg
                 f"compression={compression!r} approximates whole parameters, and each rank has a shard of them; use "
                 "'int8', 'bf16' or 'fp16'"
             )
+        check_wrap(wrap)
         self._options = CommunicatorOptions("sharded", overlap, all_reduce, communicator_device, compression)
         self._mixed_precision = mixed_precision or MixedPrecisionPolicy()
         super().__init__(
