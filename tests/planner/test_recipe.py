@@ -77,7 +77,7 @@ def test_a_method_is_asked_for_and_memonger_left_out():
             "plan.method=ddp_bf16",
             "plan.method='ddp_bf16' is no method of the recipes: no plan can be for it; use one of ddp, ",
         ),
-        ("+plan.mehtod=ddp", "nothing reads the key plan.mehtod; there are num_steps, "),
+        ("+plan.methods=ddp", "nothing reads the key plan.methods; there are num_steps, "),
         ("plan.latency_s=1e-3", "plan.latency_s has no effect on a network that is measured; give plan.gbit_per_s"),
     ],
 )
