@@ -37,6 +37,7 @@ __all__ = [
     "child_entries",
     "ddp_ignored_names",
     "ddp_timing",
+    "declare_no_unseen_changes",
     "detach_with_version",
     "device_types",
     "enable_ddp_timing",
@@ -53,6 +54,8 @@ __all__ = [
     "ignore_in_ddp",
     "inside_function_transform",
     "is_in_backward",
+    "is_in_function_forward",
+    "is_in_operator",
     "is_memory_shared",
     "keeps_graph",
     "mark_stepped",
@@ -335,6 +338,37 @@ def on_compile_start(callback: Callable[..., None]) -> Callable[[], None]:
 def is_in_backward() -> bool:
     """Return whether this code runs inside of a backward pass, in whichever thread."""
     return backward_number() != -1
+
+
+def is_in_operator() -> bool:
+    """Return whether the dispatcher runs an operator, below whatever mode is in force.
+
+    For saved-tensor hooks under a `TorchDispatchMode`: an operator saves its tensors inside of itself, an
+    `autograd.Function` after its forward, outside of any operator.
+    """
+    try:
+        with torch._C._RestorePythonTLSSnapshot():
+            return True
+    except RuntimeError:
+        return False
+
+
+def is_in_function_forward() -> bool:
+    """Return whether the forward of an `autograd.Function` runs without grad mode.
+
+    It runs without forward-mode differentiation, too, in which it differs from `torch.no_grad`.
+    """
+    return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
+
+
+def declare_no_unseen_changes() -> None:
+    """Make `is_in_function_forward` return False until the forward that calls this ends.
+
+    Call it at the start of a forward in which PyTorch's operators alone change tensors: Memonger then computes again
+    what this forward computes, as it does outside.
+    """
+    if not torch.compiler.is_compiling():
+        torch._C._set_fwd_grad_enabled(True)  # PyTorch itself puts the old value back at the end of the forward
 
 
 def backward_number() -> int:

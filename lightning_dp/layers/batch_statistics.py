@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
+from lightning_dp._private.torch_names import declare_no_unseen_changes
 from lightning_dp.collectives.small_all_gather import small_all_gather
 
 # Elements that are centered at a time on CPU. A part of this size stays in the cache; a centered copy of a whole
@@ -103,6 +104,7 @@ class GlobalBatchNormFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: dist.ProcessGroup | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        declare_no_unseen_changes()
         x = x.contiguous(memory_format=memory_format_of(x))
         dtype = statistics_dtype(x)
         mean, deviations = local_moments(x, eps)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
+from lightning_dp._private.torch_names import declare_no_unseen_changes
 from lightning_dp.collectives.small_all_gather import small_all_gather
 from lightning_dp.layers.batch_statistics import memory_format_of, statistics_dtype, to_dtype
 
@@ -57,6 +58,7 @@ class FusedGlobalBatchNormFunction(torch.autograd.Function):
         momentum: float,
         group: dist.ProcessGroup | None,
     ) -> Tensor:
+        declare_no_unseen_changes()
         x = x.contiguous(memory_format=memory_format_of(x))
         dtype = statistics_dtype(x)
         gathered = small_all_gather(_own_statistics(x, eps), group)

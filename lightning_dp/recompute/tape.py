@@ -19,7 +19,7 @@ input of each block. And what it caches inside of an outer checkpoint is not dro
 
 from __future__ import annotations
 
-import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -39,6 +39,8 @@ from lightning_dp._private.torch_names import (
     TorchDispatchMode,
     detach_with_version,
     is_in_backward,
+    is_in_function_forward,
+    is_in_operator,
     mutated_arguments,
     version_of,
 )
@@ -129,7 +131,7 @@ class Tape(TorchDispatchMode):
         kind = kind_of(func)
         self._key = self._location.next_key(func)
         decision = self._policy.decide(kind, self._key)
-        is_kept = decision in _SAVES or kind is Kind.FIXED or (kind is not Kind.VIEW and _is_in_foreign_function())
+        is_kept = decision in _SAVES or kind is Kind.FIXED or (kind is not Kind.VIEW and is_in_function_forward())
         call = None if is_kept else self._make_call(func, args, kwargs)
         observer = self._observer
         inputs = [] if observer is None else [self._find(tensor) for tensor in tensors_in([args, kwargs])]
@@ -272,7 +274,7 @@ class Tape(TorchDispatchMode):
 
     def _pack(self, tensor: Tensor) -> Saved:
         """Return what autograd keeps in place of ``tensor``."""
-        is_foreign = _is_foreign_function(getattr(inspect.currentframe(), "f_back", None))
+        is_foreign = not is_in_operator() and not _is_saved_by_own_function()
         with self._paused():
             saved = self._save(tensor, is_foreign)
             saved.num_uses += 1
@@ -410,29 +412,16 @@ def _forget(memories: dict[int, _Memory], key: int, storage: Any) -> None:
 
 
 # What somebody's `autograd.Function` saves and computes is kept: its forward may have overwritten a tensor by a kernel
-# that PyTorch does not know. Those of this package do not.
+# that PyTorch does not know. Those of this package do not (`declare_no_unseen_changes`).
 
 
-def _is_in_foreign_function() -> bool:
-    """Return whether the forward of such a function runs; it runs without grad mode."""
-    if torch.is_grad_enabled():
-        return False
-    # Of the caller: a name for this function's own frame would be a cycle, and keep what the caller holds.
-    frame = getattr(inspect.currentframe(), "f_back", None)
-    while frame is not None and frame.f_code is not _APPLY:
-        frame = frame.f_back
-    return _is_foreign_function(frame)
-
-
-def _is_foreign_function(frame: FrameType | None) -> bool:
-    """Return whether ``frame``, of Python's stack, is the ``apply`` of such a function."""
-    if frame is None or frame.f_code is not _APPLY:
-        return False
-    function: type[torch.autograd.Function] = frame.f_locals["cls"]
-    return function.__module__.partition(".")[0] != __name__.partition(".")[0]
-
-
-_APPLY = vars(torch.autograd.Function)["apply"].__func__.__code__
+def _is_saved_by_own_function() -> bool:
+    """Return whether a function of this package called the ``apply`` that calls the hook that calls this."""
+    frame: FrameType | None = sys._getframe(2)
+    if frame is not None and frame.f_globals.get("__name__") == torch.autograd.function.__name__:
+        frame = frame.f_back  # until torch 2.14, apply itself is written in Python
+    name = "" if frame is None else frame.f_globals.get("__name__", "")
+    return name.partition(".")[0] == __name__.partition(".")[0]
 
 
 @cache

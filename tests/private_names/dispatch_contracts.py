@@ -36,6 +36,62 @@ def check_an_operator_tells_which_arguments_it_changes() -> None:
     assert torch_names.mutated_arguments.__wrapped__(aten.rrelu_with_noise.default) == ()
 
 
+class Doubled(torch.autograd.Function):
+    """Tells where it runs, and saves its input."""
+
+    declares = False
+    found: list[bool] = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        Doubled.found.append(torch_names.is_in_function_forward())
+        if Doubled.declares:
+            torch_names.declare_no_unseen_changes()
+            Doubled.found.append(torch_names.is_in_function_forward())
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return 2 * gradients[0]
+
+
+@contract(torch._C, "_RestorePythonTLSSnapshot")
+def check_an_operator_saves_its_tensors_inside_of_itself_and_a_function_does_not() -> None:
+    found = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(torch_names.is_in_operator())
+        return tensor
+
+    class Passing(torch_names.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True)
+    with Passing(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        torch.nn.functional.layer_norm(x.exp(), (2,))
+        assert set(found) == {True}
+        found.clear()
+        Doubled.apply(x)
+    assert found == [False]
+
+
+@contract(torch._C, "_is_fwd_grad_enabled")
+@contract(torch._C, "_set_fwd_grad_enabled")
+def check_the_forward_of_a_function_is_seen_from_inside() -> None:
+    x = torch.ones(1, requires_grad=True)
+    for Doubled.declares, expected in ((False, [True]), (True, [True, False])):
+        Doubled.found.clear()
+        Doubled.apply(x)
+        assert Doubled.found == expected
+    with torch.no_grad():
+        assert not torch_names.is_in_function_forward()
+    with torch.inference_mode():
+        assert not torch_names.is_in_function_forward()
+    assert torch._C._is_fwd_grad_enabled()  # type: ignore[attr-defined]
+
+
 @contract(torch._C, "_current_graph_task_id")
 def check_backward_is_seen_from_inside() -> None:
     found = []

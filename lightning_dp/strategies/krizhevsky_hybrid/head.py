@@ -16,7 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_dp._private.torch_names import backward_number, child_entries, is_memory_shared, version_of
+from lightning_dp._private.torch_names import (
+    backward_number,
+    child_entries,
+    declare_no_unseen_changes,
+    is_memory_shared,
+    version_of,
+)
 from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.collectives.ring import chunk_bounds
 
@@ -296,6 +302,7 @@ class _LinearMap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], run_back: Callable[[Tensor], Tensor]) -> Tensor:
+        declare_no_unseen_changes()
         ctx.run, ctx.run_back = run, run_back
         return run(x)
 
@@ -745,6 +752,7 @@ def gradients_of(
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sums: ParameterGradients) -> Tensor:
+        declare_no_unseen_changes()
         ctx.sums = sums
         ctx.weight = weight  # hooks on saved tensors may return another object, and the totals are kept by object
         ctx.save_for_backward(x, weight)
