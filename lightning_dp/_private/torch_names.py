@@ -347,7 +347,7 @@ def is_in_operator() -> bool:
     `autograd.Function` after its forward, outside of any operator.
     """
     try:
-        with torch._C._RestorePythonTLSSnapshot():
+        with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
             return True
     except RuntimeError:
         return False

@@ -417,7 +417,7 @@ def _forget(memories: dict[int, _Memory], key: int, storage: Any) -> None:
 
 def _is_saved_by_own_function() -> bool:
     """Return whether a function of this package called the ``apply`` that calls the hook that calls this."""
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001
     if frame is not None and frame.f_globals.get("__name__") == torch.autograd.function.__name__:
         frame = frame.f_back  # until torch 2.14, apply itself is written in Python
     name = "" if frame is None else frame.f_globals.get("__name__", "")
