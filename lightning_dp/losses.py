@@ -309,7 +309,7 @@ def _require_smoothing(label_smoothing: float) -> None:
 
 
 def _require_a_row_each(target: Tensor, layer: LastLayer) -> None:
-    """Raise ValueError unless there is a target for each sample. `Tensor.gather` would take fewer, and leave some out."""
+    """Raise ValueError unless each sample has a target. `Tensor.gather` would take fewer, and leave samples out."""
     if len(target) != len(layer.x):
         raise ValueError(f"target has {len(target)} rows, and there are {len(layer.x)} samples; pass a target for each")
 
