@@ -84,10 +84,11 @@ def sharded_cross_entropy(
     Raises:
         IndexError: a target is no class. On a GPU the device finds it, as in torch.
         ValueError: an option is unknown, or the last layer is none that can have a ``margin`` or be sampled, or
-            ``weight`` requires a gradient.
+            ``weight`` requires a gradient or has another shape, or samples and targets are not as many.
         RuntimeError: the gradient is to be differentiated (``create_graph=True``), which this loss cannot.
     """
     _require_known(reduction, "mean", "sum", "none")
+    _require_smoothing(label_smoothing)
     _require_sampling(sample_rate, label_smoothing)
     _require_constant(weight)
     is_sampled = sample_rate < 1 and torch.is_grad_enabled()
@@ -98,9 +99,13 @@ def sharded_cross_entropy(
         if needs_layer:
             raise _no_layer_for("sample_rate" if margin is None else f"margin={margin}")
         options: Any = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
-        return F.cross_entropy(last(x), target, weight, **options)
+        logits = _at_least_32_bits(last(x))
+        return F.cross_entropy(logits, target, None if weight is None else weight.to(logits.dtype), **options)
     if margin is not None:
         layer = _of_unit_features(layer)
+    _require_one_dtype(layer)
+    _require_a_row_each(target, layer)
+    _require_a_weight_each(weight, layer.num_classes)
     target = target.long()
     counts = target != ignore_index
     _require_classes(target, counts, layer.num_classes)
@@ -143,13 +148,20 @@ def sharded_binary_cross_entropy(
     _require_known(reduction, "mean", "sum")
     last, x = _until_last(head, features)
     layer = None if target.requires_grad else _last_layer(last, x, chunk_bytes)
+    if target.dim() == 1 and target.is_floating_point():
+        raise ValueError(
+            f"target has shape {tuple(target.shape)} and {target.dtype}. With one dimension it holds class indices, "
+            "which are integers; pass probabilities with a column for each class, (N, C)"
+        )
     if layer is None:
         logits = _at_least_32_bits(last(x))
         if target.dim() == 1:
             target = F.one_hot(target.long(), logits.shape[1])
         return F.binary_cross_entropy_with_logits(logits, target.to(logits.dtype), reduction=reduction)
+    _require_one_dtype(layer)
     shape = (len(layer.x), layer.num_classes)
     if target.dim() == 1:
+        _require_a_row_each(target, layer)
         target = target.long()
         _require_classes(target, torch.ones_like(target, dtype=torch.bool), layer.num_classes)
     elif target.shape != shape:
@@ -289,6 +301,29 @@ def _require_constant(weight: Tensor | None) -> None:
             "weight requires a gradient, and cross-entropy has none for the weights of classes, nor has torch's; pass "
             "weight.detach()"
         )
+
+
+def _require_smoothing(label_smoothing: float) -> None:
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and at most 1")
+
+
+def _require_a_row_each(target: Tensor, layer: LastLayer) -> None:
+    """Raise ValueError unless each sample has a target. `Tensor.gather` would take fewer, and leave samples out."""
+    if len(target) != len(layer.x):
+        raise ValueError(f"target has {len(target)} rows, and there are {len(layer.x)} samples; pass a target for each")
+
+
+def _require_one_dtype(layer: LastLayer) -> None:
+    """Raise ValueError if nn.Linear could not multiply. Blocks of logits would be computed in the weight's dtype."""
+    x, weight = layer.x, layer.weight
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(f"the features are {x.dtype}, and the last layer's weight is {weight.dtype}; convert one")
+
+
+def _require_a_weight_each(weight: Tensor | None, num_classes: int) -> None:
+    if weight is not None and weight.shape != (num_classes,):
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; pass one of shape ({num_classes},), for each class")
 
 
 def _require_sampling(sample_rate: float, label_smoothing: float) -> None:
@@ -558,7 +593,7 @@ class _Softmax:
     def class_weights(self, z: Tensor, first: int) -> Tensor:
         """Return the weights of the classes of columns z (N, c), the first of which is class ``first``."""
         if self.weight is None:
-            return torch.ones_like(z[0])
+            return z.new_ones(z.shape[1])  # not like z[0]: a batch may be empty
         return self.weight[first : first + z.shape[1]].to(z.dtype)
 
     def blocks(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> _Blocks:

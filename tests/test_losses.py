@@ -391,6 +391,21 @@ def test_autocast_multiplies_in_16_bits_and_adds_in_32(chunk_bytes):
     torch.testing.assert_close(grads[0], grads[1], rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("chunk_bytes", [1, 10**6])
+def test_losses_of_16_bit_logits_have_32(chunk_bytes):
+    head, x = linear().bfloat16(), X.bfloat16()
+    actual = sharded_cross_entropy(head, x, TARGET, weight=WEIGHT.float(), chunk_bytes=chunk_bytes)
+    expected = F.cross_entropy(head(x).float(), TARGET, WEIGHT.float())
+    torch.testing.assert_close(actual, expected, rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_batch_without_samples(reduction):
+    options: dict[str, Any] = {"label_smoothing": 0.1, "reduction": reduction}
+    actual = sharded_cross_entropy(linear(False), X[:0], TARGET[:0], margin=Margin(), **options)
+    torch.testing.assert_close(actual, F.cross_entropy(X[:0], TARGET[:0], **options), equal_nan=True)
+
+
 @pytest.mark.parametrize("wrong", [-1, CLASSES])
 @pytest.mark.parametrize("loss", [sharded_cross_entropy, sharded_binary_cross_entropy])
 def test_a_class_that_there_is_not(wrong, loss):
@@ -412,6 +427,16 @@ def test_a_class_that_there_is_not(wrong, loss):
         (lambda: sharded_cross_entropy(linear(), X, TARGET, sample_rate=0.0), "sample_rate=0.0 must be above 0"),
         (lambda: sharded_cross_entropy(linear(), X, TARGET, 0.1, sample_rate=0.5), "label_smoothing counts all"),
         (lambda: sharded_cross_entropy(nn.Tanh(), X, TARGET, sample_rate=0.5), "sample_rate needs class indices"),
+        (lambda: sharded_cross_entropy(linear(), X, TARGET[:1], chunk_bytes=1), "target has 1 rows, and there are 5"),
+        (lambda: sharded_binary_cross_entropy(linear(), X, TARGET[:3], chunk_bytes=1), "target has 3 rows"),
+        (lambda: sharded_binary_cross_entropy(linear(), X, TARGET / 7), "it holds class indices, which are integers"),
+        (lambda: sharded_cross_entropy(linear(), X, TARGET, 1.5, chunk_bytes=1), "label_smoothing=1.5 must be"),
+        (
+            lambda: sharded_cross_entropy(linear(), X, TARGET, weight=torch.ones(CLASSES + 1), chunk_bytes=1),
+            r"weight has shape \(8,\); pass one of shape \(7,\)",
+        ),
+        (lambda: sharded_cross_entropy(linear(), X.float(), TARGET, chunk_bytes=1), "the features are torch.float32"),
+        (lambda: sharded_binary_cross_entropy(linear(), X.float(), SOFT, chunk_bytes=1), "last layer's weight is"),
     ],
 )
 def test_what_cannot_be_computed_is_an_error(call, message):

@@ -79,6 +79,11 @@ def is_compiled_by_lightning(module: nn.Module) -> bool:
     return getattr(module, "_compiler_ctx", None) is not None
 
 
+def pruned_layers(pruning: Any) -> list[nn.Module]:
+    """Return the layers of which a ModelPruning callback prunes parameters. It knows them after its ``setup``."""
+    return [layer for layer, _ in pruning._parameters_to_prune or ()]
+
+
 def before_batch_transfer(module: Any, batch: Any) -> Any:
     """Return a batch after the hook ``on_before_batch_transfer`` of module or data module."""
     return module._on_before_batch_transfer(batch)

@@ -16,6 +16,7 @@ from lightning_dp._private import lightning_names
 from tests.private_names.contract import contract
 from tests.private_names.torch_contracts import CPU, in_one_process
 
+ModelPruning = importlib.import_module(FRAMEWORK + ".callbacks").ModelPruning
 Precision = importlib.import_module(FRAMEWORK + ".plugins.precision").Precision
 Strategy = importlib.import_module(FRAMEWORK + ".strategies").Strategy
 
@@ -71,6 +72,17 @@ def check_a_compiled_lightning_module_is_recognized() -> None:
     from_compiled = importlib.import_module(FRAMEWORK + ".utilities.compile").from_compiled
     assert not lightning_names.is_compiled_by_lightning(LightningModule())
     assert lightning_names.is_compiled_by_lightning(from_compiled(torch.compile(LightningModule(), backend="eager")))
+
+
+@contract(ModelPruning, "_parameters_to_prune")
+def check_pruning_knows_its_layers_after_setup() -> None:
+    module = LightningModule()
+    module.first, module.second = nn.Linear(1, 1), nn.Linear(1, 1)
+    chosen = ModelPruning("l1_unstructured", parameters_to_prune=[(module.first, "weight")])
+    assert lightning_names.pruned_layers(chosen) == [module.first]
+    everything = ModelPruning("l1_unstructured", use_lottery_ticket_hypothesis=False)
+    everything.setup(trainer(), module, "fit")
+    assert {*lightning_names.pruned_layers(everything)} == {module.first, module.second}
 
 
 @contract(LightningModule, "_on_before_batch_transfer")

@@ -16,6 +16,7 @@ from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, MultilabelAccuracy
 
 from lightning_dp._lightning import LightningModule
+from lightning_dp._private.lightning_names import pruned_layers
 from lightning_dp._private.torch_names import has_backward_hooks, has_forward_hooks, has_tensor_hooks, tree_leaves
 from lightning_dp.strategies.base import (
     ELEMENTWISE_OPTIMIZERS,
@@ -125,6 +126,13 @@ def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_na
             raise ValueError(
                 f"{type(callback).__name__} keeps copies of the parameters, and each rank holds only a part of the "
                 f"head's; remove it, or use another strategy than {STRATEGY}"
+            )
+        is_pruning = any(base.__name__ == "ModelPruning" for base in type(callback).__mro__)
+        if is_pruning and set(pruned_layers(callback)).intersection(head.modules()):
+            raise ValueError(
+                f"{type(callback).__name__} compares the parameters of the head {head_name!r}, of which each rank "
+                "holds a part, so that ranks would prune by different thresholds; pass it parameters_to_prune=[...] "
+                "without the head"
             )
 
 

@@ -773,7 +773,9 @@ def clip_by_global_norm(parameters: Iterable[Tensor], clip_val: float, head: Sha
     device = head.parameters[0].device
     ours = [p.grad for p in parameters if p.grad is not None and head.owns(p)]
     others = [p.grad for p in parameters if p.grad is not None and not head.owns(p)]
-    own_square = torch.nn.utils.get_total_norm(ours).to(device) ** 2
-    square_of_head = head.channel.all_gather("norm", own_square).sum()
-    norm = (torch.nn.utils.get_total_norm(others).to(device) ** 2 + square_of_head).sqrt()
-    torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
+    norm_of_head, norm_of_others = (torch.nn.utils.get_total_norm(each).to(device) for each in (ours, others))
+    # In 64 bits, because the square of a norm above 256 is infinite in 16, and all gradients would become 0.
+    square_of_head = head.channel.all_gather("norm", norm_of_head.double() ** 2).sum()
+    norm = (norm_of_others.double() ** 2 + square_of_head).sqrt()
+    dtype = torch.promote_types(norm_of_head.dtype, norm_of_others.dtype)
+    torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm.to(dtype))

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from pytorch_lightning.callbacks import StochasticWeightAveraging
+from pytorch_lightning.callbacks import ModelPruning, StochasticWeightAveraging
 from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import nn
 
@@ -175,6 +175,16 @@ def test_frozen_memory_that_the_head_shares_stays_equal():
 def test_copies_of_the_parameters():
     with pytest.raises(ValueError, match="StochasticWeightAveraging keeps copies"):
         check(HybridNet(), callbacks=[StochasticWeightAveraging(0.1)])
+
+
+def test_pruning_of_the_head():
+    module = HybridNet()
+    pruning = ModelPruning("l1_unstructured", use_lottery_ticket_hypothesis=False)
+    pruning.setup(trainer("auto", 1), module, "fit")  # before the strategy's set-up
+    with pytest.raises(ValueError, match="ModelPruning compares the parameters of the head 'head'"):
+        check(module, callbacks=[pruning])
+    of_trunk = ModelPruning("l1_unstructured", parameters_to_prune=[(module.trunk[0], "weight")])
+    check(module, callbacks=[of_trunk])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on import of the compiler

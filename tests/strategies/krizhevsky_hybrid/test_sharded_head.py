@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_dp.collectives.all_to_all import Channel
+from lightning_dp.strategies.krizhevsky_hybrid.fit import clip_by_global_norm
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, seeded
 from lightning_dp.strategies.krizhevsky_hybrid.state import CPU, ShardedParameters, whole_on_all_ranks
 from tests.ranks import run_processes, run_threads
@@ -109,6 +110,24 @@ def test_dropout_has_one_mask_for_what_all_ranks_have_and_other_ones_for_slices(
     common = torch.nn.functional.dropout(torch.ones(8, 64), 0.5) != 0
     for one in seen:
         assert not (one & ~common).any()  # both keep nothing that the common mask drops
+
+
+def clipped(rank, group, dtype):
+    head, other = nn.Linear(2, 3).to(dtype), nn.Parameter(torch.ones(2, dtype=dtype))
+    sharded = ShardedHead(head, Channel(group))
+    ShardedParameters(sharded).shard(CPU)
+    for p in head.parameters():
+        p.grad = torch.full_like(p, 200.0)
+    other.grad = torch.full_like(other, 200.0)
+    clip_by_global_norm([*head.parameters(), other], 1.0, sharded)
+    return torch.cat([p.grad.flatten() for p in (*head.parameters(), other)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_clipping_by_a_norm_whose_square_is_no_16_bit_number(dtype):
+    for gradients in run_threads(2, clipped, dtype):
+        # Of 11 equal gradients in all.
+        torch.testing.assert_close(gradients, torch.full_like(gradients, 11**-0.5), rtol=0.01, atol=0)
 
 
 def test_features_that_are_not_flat():
