@@ -7,7 +7,6 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from numbers import Real
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ class RanksAgree(Callback):
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:
-        if not (isinstance(every_n_steps, Real) and every_n_steps >= 1):  # NaN is not
+        if not (isinstance(every_n_steps, (int, float)) and every_n_steps >= 1):  # NaN is not
             raise ValueError(f"every_n_steps={every_n_steps!r} must be at least 1")
         self.every_n_steps = every_n_steps
         self._last_step = -1  # of the last comparison
