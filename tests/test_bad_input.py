@@ -716,9 +716,23 @@ OPTIONS = [
     ),
     option("patience=0 must be at least 1 epoch", lambda _: Plateau(patience=0)),
     option("min_delta=-1.0 must not be negative", lambda _: Plateau(min_delta=-1.0)),
+    option("patience=nan must be at least 1 epoch", lambda _: Plateau(patience=float("nan"))),  # type: ignore[arg-type]
+    option("min_delta=nan must not be negative or NaN", lambda _: Plateau(min_delta=float("nan"))),
     option("mode='lower' is not known; use 'min' or 'max'", lambda _: Plateau(mode="lower")),
     option("max_batch_size=0 must be at least 1, or None", lambda _: AdaptiveGlobalBatchNorm(max_batch_size=0)),
     option("group_size=-2 must be at least 1, or None", lambda _: AdaptiveGlobalBatchNorm(group_size=-2)),
+    option(
+        "max_batch_size=nan must be at least 1",
+        lambda _: AdaptiveGlobalBatchNorm(max_batch_size=float("nan")),  # type: ignore[arg-type]
+    ),
+    option(
+        "max_batch_size='128' must be at least 1",
+        lambda _: AdaptiveGlobalBatchNorm(max_batch_size="128"),  # type: ignore[arg-type]
+    ),
+    option(
+        "group_size=1.5 must be at least 1, or None; a whole number",
+        lambda _: AdaptiveGlobalBatchNorm(group_size=1.5),  # type: ignore[arg-type]
+    ),
     option("global_phase='some' is not known; use", lambda _: AdaptiveGlobalBatchNorm(global_phase="some")),
     option(
         "global_phase='always' does not use a criterion; leave convergence out",
@@ -729,10 +743,18 @@ OPTIONS = [
         lambda _: AdaptiveGlobalBatchNorm(global_phase="after_converged"),
     ),
     option("convergence=3 is neither a function nor has it update", lambda _: AdaptiveGlobalBatchNorm(convergence=3)),
+    option(
+        "convergence=Plateau is a class; make an object of it: Plateau()",
+        lambda _: AdaptiveGlobalBatchNorm(convergence=Plateau),  # type: ignore[arg-type]
+    ),
     option("policy='costly' must be one of", lambda _: Memonger("costly")),
     option("policy='budget' with budget_bytes=None must be given a number of bytes", lambda _: Memonger("budget")),
     option("budget_bytes=5 has no effect on policy='cheap'; use policy='budget'", lambda _: Memonger(budget_bytes=5)),
     option("every_n_steps=0 must be at least 1", lambda _: RanksAgreeCallback(every_n_steps=0)),
+    option(
+        "every_n_steps=nan must be at least 1",
+        lambda _: RanksAgreeCallback(every_n_steps=float("nan")),  # type: ignore[arg-type]
+    ),
 ]
 
 BAD = [

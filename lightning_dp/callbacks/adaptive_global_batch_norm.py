@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -393,9 +394,11 @@ def check_arguments(
     max_batch_size: int | None, convergence: Convergence | None, global_phase: GlobalPhase, group_size: int | None
 ) -> None:
     """Raise ValueError for values out of range, and for a phase that could never begin or end."""
-    for name, value in (("max_batch_size", max_batch_size), ("group_size", group_size)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be at least 1, or None")
+    # Not `max_batch_size < 1`, which is False for NaN.
+    if max_batch_size is not None and not (isinstance(max_batch_size, Real) and max_batch_size >= 1):
+        raise ValueError(f"max_batch_size={max_batch_size!r} must be at least 1, or None")
+    if group_size is not None and not (isinstance(group_size, Integral) and group_size >= 1):
+        raise ValueError(f"group_size={group_size!r} must be at least 1, or None; a whole number")
     if global_phase not in get_args(GlobalPhase):
         raise ValueError(
             f"global_phase={global_phase!r} is not known; use 'until_converged', 'after_converged' or 'always'"
@@ -406,6 +409,9 @@ def check_arguments(
         raise ValueError(
             "global_phase='after_converged' never begins without a criterion; pass convergence=Plateau(monitor=...)"
         )
+    if isinstance(convergence, type):
+        name = convergence.__name__
+        raise ValueError(f"convergence={name} is a class; make an object of it: {name}()")
     if convergence is not None and not callable(getattr(convergence, "update", convergence)):
         raise ValueError(
             f"convergence={convergence!r} is neither a function nor has it update(metrics); use Plateau(...)"

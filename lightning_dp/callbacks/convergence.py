@@ -6,6 +6,7 @@ import math
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -103,10 +104,11 @@ class Plateau:
     num_epochs_without_improvement: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        if self.patience < 1:
-            raise ValueError(f"patience={self.patience} must be at least 1 epoch")
-        if self.min_delta < 0:
-            raise ValueError(f"min_delta={self.min_delta} must not be negative")
+        # Not `patience < 1`, which is False for NaN.
+        if not (isinstance(self.patience, Real) and self.patience >= 1):
+            raise ValueError(f"patience={self.patience!r} must be at least 1 epoch")
+        if not (isinstance(self.min_delta, Real) and self.min_delta >= 0):
+            raise ValueError(f"min_delta={self.min_delta!r} must not be negative or NaN")
         if self.mode not in ("min", "max"):
             raise ValueError(f"mode={self.mode!r} is not known; use 'min' or 'max'")
 

@@ -51,8 +51,8 @@ class RanksAgree(Callback):
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps} must be at least 1")
+        if not (isinstance(every_n_steps, (int, float)) and every_n_steps >= 1):  # NaN is not
+            raise ValueError(f"every_n_steps={every_n_steps!r} must be at least 1")
         self.every_n_steps = every_n_steps
         self._last_step = -1  # of the last comparison
         self._frozen_names: set[str] = set()  # when the strategy had been set up

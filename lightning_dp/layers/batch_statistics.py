@@ -115,6 +115,7 @@ class GlobalBatchNormFunction(torch.autograd.Function):
         counts = gathered[:, -1]
         ctx.save_for_backward(x, weight, mean, invstd, counts)
         ctx.group = group
+        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(mean, unbiased, counts)
         return _normalize(x, to_dtype(weight, dtype), to_dtype(bias, dtype), mean, invstd), mean, unbiased, counts
 
@@ -126,7 +127,7 @@ class GlobalBatchNormFunction(torch.autograd.Function):
         needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad[:3]
         dy = dy.contiguous(memory_format=memory_format_of(x))
         sums = _gradient_sums(dy, x, mean, invstd)
-        dbias = sums[0].to(weight.dtype) if needs_dbias else None
+        dbias = sums[0].to(ctx.bias_dtype) if needs_dbias else None
         dweight = sums[1].to(weight.dtype) if needs_dweight else None
         dx = None
         if needs_dx:

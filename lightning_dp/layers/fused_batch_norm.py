@@ -66,6 +66,7 @@ class FusedGlobalBatchNormFunction(torch.autograd.Function):
         mean, invstd = _combine(gathered, running, eps, momentum, num_own=x.numel() // x.shape[1])
         ctx.save_for_backward(x, weight, mean, invstd, gathered[:, -1].int())
         ctx.group = group
+        ctx.bias_dtype = None if bias is None else bias.dtype
         if x.numel() == 0:
             return torch.empty_like(x)
         return torch.batch_norm_elemt(x, to_dtype(weight, dtype), to_dtype(bias, dtype), mean, invstd, eps)
@@ -93,7 +94,7 @@ class FusedGlobalBatchNormFunction(torch.autograd.Function):
             else:
                 dx = torch.batch_norm_backward_elemt(dy, x, mean, invstd, scale, sum_dy, sum_dy_xmu, counts)
         dweight = dweight.to(weight.dtype) if needs_dweight else None
-        dbias = dbias.to(weight.dtype) if needs_dbias else None
+        dbias = dbias.to(ctx.bias_dtype) if needs_dbias else None
         return dx, dweight, dbias, None, None, None, None, None
 
 

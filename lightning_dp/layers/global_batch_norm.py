@@ -147,12 +147,15 @@ class GlobalBatchNorm(BatchNorm):
                 continue
             # Under torch.compile not every call respects `mark_non_differentiable`. The buffer would then require a
             # gradient, keep the graphs of all steps, and be refused by PyTorch's forward.
-            new = new.detach().to(running.dtype)
+            new = new.detach()
             if is_empty:
                 # All batches may be empty. Reading the counts on the host would wait for the GPU, and a rank that has
                 # data itself need not ask.
                 new = torch.where(counts.sum() > 0, new, running)
-            running.lerp_(new, momentum)
+            if running.dtype == new.dtype:
+                running.lerp_(new, momentum)
+            else:  # as PyTorch does: float16 may hold the sum, but not a variance above 65504
+                running.copy_(running.to(new.dtype).lerp_(new, momentum))
 
     def _check_input(self, input: Tensor) -> None:
         """Raise for input that PyTorch's layer would refuse, or that cannot have global statistics."""

@@ -173,6 +173,36 @@ def test_a_layer_of_another_dtype_than_float32(dtype):
     against_oracle(GlobalBatchNorm2d, SHARDS[2], inputs, dtype=dtype, rtol=50 * epsilon, atol=50 * epsilon)
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.1, 1.0])
+def test_running_statistics_in_float16_are_computed_in_float32(momentum):
+    inputs = [200 * x for x in batches(SHARDS[2], (6, 5), torch.float16, steps=1)[0]]
+
+    def updated(rank: int, group: dist.ProcessGroup | None) -> list[Tensor]:
+        layer = GlobalBatchNorm2d(C, momentum=momentum, group=group).half()
+        layer(torch.cat(inputs) if group is None else inputs[rank])
+        return [layer.running_mean, layer.running_var]
+
+    expected = updated(0, None)
+    assert torch.cat(inputs).double().var((0, 2, 3)).min() > torch.finfo(torch.float16).max
+    assert expected[1].isfinite().all() == (momentum < 1)
+    for buffers in run_threads(2, updated):
+        torch.testing.assert_close(buffers, expected, rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("left_out", ["weight", "bias"])
+def test_a_layer_with_only_one_of_weight_and_bias(left_out):
+    inputs = batches(SHARDS[2], (4, 3))
+
+    def layer(kind: type[nn.BatchNorm2d], **options: Any) -> nn.Module:
+        layer = randomize(kind(C, **options)).double()
+        setattr(layer, left_out, None)
+        return layer
+
+    oracle = run(layer(nn.BatchNorm2d), [torch.cat(step) for step in inputs])
+    ranks = run_threads(2, lambda rank, group: run(layer(GlobalBatchNorm2d, group=group), [x[rank] for x in inputs]))
+    compare(ranks, oracle, **EXACT)
+
+
 def count_collectives(monkeypatch) -> Counter:
     """Count the calls of each collective, and the numbers that batch norm gathers, in all ranks together."""
     calls: Counter = Counter()
