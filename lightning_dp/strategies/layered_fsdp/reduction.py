@@ -223,7 +223,7 @@ class ShardReduction:
         self._communicator = communicator
         self._num_groups = num_groups
         self.compressed = communicator.compressed
-        self.updates = UpdateQueue(module)
+        self.updates = UpdateQueue(module, keeps_gradients=True)
         self._is_accumulating = False
         self._will_release = False
         self._num_submitted = 0  # units in this backward
@@ -348,6 +348,11 @@ class ShardReduction:
         with without_torch_function():
             # What backward leaves out now may have got its gradient earlier in the window. Or it was zeroed since.
             kept = [p for p in unit.kept if p not in unit.ready and p.grad is not None]
+            if any(p.grad is None for p in unit.ready):
+                raise RuntimeError(
+                    f"{unit.name} has lost a gradient before it was summed over the groups: a hook of "
+                    "register_post_accumulate_grad_hook has taken it; step, and zero gradients, when backward has ended"
+                )
         unit.kept.clear()
         buffers = buffers_of([*unit.ready, *kept])
         shard_sum = None if unit.reduce_scatter is None else unit.reduce_scatter.take()

@@ -113,6 +113,21 @@ def check_hooks(module: nn.Module) -> None:
                 )
 
 
+def check_embeddings(module: nn.Module) -> None:
+    """Raise ValueError for an embedding that is trained, and whose forward changes its weight."""
+    for name, part in module.named_modules():
+        if (
+            isinstance(part, (nn.Embedding, nn.EmbeddingBag))
+            and part.max_norm is not None
+            and part.weight.requires_grad
+        ):
+            raise ValueError(
+                f"{name} has max_norm={part.max_norm}, so its forward changes rows of its weight; FSDP2 frees what it "
+                "has gathered, and the change would be lost: build it with max_norm=None, and scale the rows in "
+                "on_train_batch_start"
+            )
+
+
 def _roots(module: LightningModule) -> Iterator[nn.Module]:
     """Yield the modules whose forward begins and ends a pass of FSDP2.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_dp._lightning import BaseFinetuning, ModelParallelStrategy, OwnTrainerOnly
 from lightning_dp._private.lightning_names import DEFAULT_TIMEOUT, give_device_mesh, strategy_timeout
+from lightning_dp._private.torch_names import is_in_backward
 from lightning_dp.collectives.compression.layout import ParameterTable
 from lightning_dp.collectives.compression.options import Compression, PowerSGD, has_error_feedback
 from lightning_dp.collectives.groups import RankTopology, create_groups, destroy_group, resolve_group
@@ -29,6 +30,7 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     OptimizerShards,
     Wrap,
     broadcast_from_rank_0,
+    check_embeddings,
     check_hooks,
     check_wrap,
     load_optimizer,
@@ -70,6 +72,45 @@ def make_mesh(topology: RankTopology, rank: int, device_type: str, timeout: time
 
 # By default group. They live as long as it: sharded parameters use them after a fit, and each fit has the same ones.
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[RankTopology, timedelta], list[Any]]] = WeakKeyDictionary()
+
+
+class RunningSteps:
+    """Knows whether a step of the module runs. Outside of steps a part that has run is freed again.
+
+    A callback may run the module, to log what it makes of a sample. FSDP2 keeps the root gathered until its backward,
+    and other units, too, with ``reshard_after_forward=False``. The module then shows parameters that have no gradients
+    and are not the optimizer's, and what somebody writes to them is lost.
+    """
+
+    def __init__(self) -> None:
+        self._is_running = False
+        self._handles: list[Any] = []
+
+    @contextmanager
+    def running(self) -> Generator[None, None, None]:
+        """Run a step within the context."""
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
+
+    def watch(self, units: Iterable[nn.Module]) -> None:
+        """Free each of ``units`` after its forward outside of a step, until `close`."""
+        self.close()
+        self._handles = [unit.register_forward_hook(self._free) for unit in units]
+
+    def close(self) -> None:
+        """Free nothing more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @torch.compiler.disable
+    def _free(self, unit: nn.Module, *_: object) -> None:
+        if not self._is_running and not is_in_backward():  # in backward it is recomputed
+            assert isinstance(unit, FSDPModule)
+            unit.reshard()
 
 
 class LayeredFSDPStrategy(PostponedUpdates, OwnTrainerOnly, ModelParallelStrategy):
@@ -153,6 +194,7 @@ class LayeredFSDPStrategy(PostponedUpdates, OwnTrainerOnly, ModelParallelStrateg
         self._reshard_after_forward = reshard_after_forward
         self._reduction: ShardReduction | None = None
         self._units: list[FSDPModule] = []
+        self._steps = RunningSteps()
         self._last_residuals: Residuals = {}  # of the fit that has ended, for a checkpoint that is written after it
 
     @property
@@ -187,6 +229,7 @@ class LayeredFSDPStrategy(PostponedUpdates, OwnTrainerOnly, ModelParallelStrateg
         if is_fitting:
             self._check_callbacks(trainer)
             check_layers(module, type(self).__name__)
+            check_embeddings(module)
         if not any(isinstance(part, FSDPModule) for part in module.modules()):
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
@@ -195,6 +238,8 @@ class LayeredFSDPStrategy(PostponedUpdates, OwnTrainerOnly, ModelParallelStrateg
         materialize(module, self.root_device)
         units = sharded_units(module)
         self._units = [unit for _, unit in units if isinstance(unit, FSDPModule)]
+        self._free_gathered()  # the user may have run a part since an earlier fit
+        self._steps.watch(part for _, part in units)
         self._require_all_sharded(module, units)
         self.model_to_device()
         broadcast_from_rank_0([*module.parameters(), *module.buffers()], self._mesh(REPLICATE).get_group())
@@ -258,20 +303,24 @@ class LayeredFSDPStrategy(PostponedUpdates, OwnTrainerOnly, ModelParallelStrateg
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         check_hooks(self.lightning_module)
-        self._free_gathered()  # somebody may have run a part, and changed its parameters since
-        return super().training_step(*args, **kwargs)
+        self._free_gathered()  # somebody may have gathered a part by hand, and changed its parameters since
+        with self._steps.running():
+            return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._then_free(super().validation_step(*args, **kwargs))
+        with self._steps.running():
+            return self._then_free(super().validation_step(*args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._then_free(super().test_step(*args, **kwargs))
+        with self._steps.running():
+            return self._then_free(super().test_step(*args, **kwargs))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._then_free(super().predict_step(*args, **kwargs))
+        with self._steps.running():
+            return self._then_free(super().predict_step(*args, **kwargs))
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -306,6 +355,11 @@ class LayeredFSDPStrategy(PostponedUpdates, OwnTrainerOnly, ModelParallelStrateg
         super().on_train_end()
         self._share_buffers()
         self._last_residuals = {} if self._reduction is None else self._reduction.residuals()
+
+    @override
+    def teardown(self) -> None:
+        self._steps.close()
+        super().teardown()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

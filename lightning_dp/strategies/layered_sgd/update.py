@@ -51,6 +51,8 @@ class UpdateQueue:
 
     Args:
         module: the module that is trained.
+        keeps_gradients: each backward has new memory for gradients (FSDP2), so one that somebody has read may stay
+            where it is. If a copy took its place on the ranks that read it, backward would sum other buffers there.
 
     Attributes:
         lock: held while an update is applied.
@@ -59,10 +61,12 @@ class UpdateQueue:
         early_user: the first function since this was None that had to wait for a sum between two training steps.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, keeps_gradients: bool = False) -> None:
         self.lock = threading.RLock()
         self.is_in_backward = False
         self._module = module
+        self._keeps_gradients = keeps_gradients
+        self._read: set[Tensor] = set()  # parameters whose gradient of the last backward stays, and somebody may keep
         self._sums: dict[Tensor, GradientSum] = {}  # of the last backward pass, by parameter
         self._updates: list[PendingUpdate] = []  # in the order of staging
         self._by_parameter: dict[Tensor, PendingUpdate] = {}
@@ -99,6 +103,7 @@ class UpdateQueue:
         self._of_this_backward.close()  # an earlier backward may have raised
         self.bring_up_to_date()
         self._sums.clear()
+        self._read.clear()
         with self.lock:  # another thread may be about to use a suspect
             self._of_this_backward.enter_context(self._stale_uses.watching(loss, self._module))
         self.is_in_backward = True
@@ -163,7 +168,9 @@ class UpdateQueue:
                 self._apply_for(parameter)
 
     def _is_in_bucket(self, parameter: Tensor) -> bool:
-        """Return whether the gradient lies in its bucket."""
+        """Return whether the gradient lies in its bucket, and nobody but the strategy has it."""
+        if parameter in self._read:
+            return False
         gradient_sum, gradient = self._sums.get(parameter), parameter.grad
         if gradient_sum is None or gradient is None:
             return False
@@ -309,6 +316,9 @@ class UpdateQueue:
 
     def _own_gradient(self, parameter: Tensor) -> None:
         """Give ``parameter`` a gradient of its own, instead of a view of the bucket."""
+        if self._keeps_gradients:
+            self._read.add(parameter)
+            return
         bucket = self._sums[parameter].buffer.untyped_storage().data_ptr()
         with without_torch_function():  # the watch would come here again
             gradient = parameter.grad

@@ -20,7 +20,7 @@ from lightning_dp.strategies.layered_sgd.host_communicator import Communicator
 from tests.ranks import RankError, run_cases, run_processes
 from tests.strategies.layered_fsdp.modules import fit, layered, snapshot, whole
 from tests.strategies.layered_fsdp.user_cases import CASES, Manual, Tied, options_of
-from tests.strategies.modules import Net, assert_same, trainer
+from tests.strategies.modules import FEATURES, Net, assert_same, trainer
 
 LAYERS = [nn.Linear, nn.Conv1d]
 
@@ -224,6 +224,22 @@ def test_ranks_with_the_same_shards_are_compared():
     run_processes(4, compare_ranks)
 
 
+def run_by_hand_and_fit_again(rank):
+    """The user runs the module after a fit, which gathers it; it is sharded all the same when the next fit begins."""
+    results = []
+    for strategy in (DDPStrategy, lambda: layered(wrap=None), lambda: layered(4, wrap=None)):
+        module, _ = fit(strategy(), 4, Tied(), steps=2)
+        module(torch.ones(2, FEATURES, dtype=torch.float64))
+        results.append(snapshot(*fit(strategy(), 4, module, steps=2)))
+    expected, *others = results
+    for actual in others:
+        assert_same(actual, expected)
+
+
+def test_a_module_that_was_run_by_hand_is_fitted_again():
+    run_processes(4, run_by_hand_and_fit_again)
+
+
 class Even(Net):
     """All sizes are multiples of the group's, so that no shard is padded."""
 
@@ -320,8 +336,14 @@ def refuse(rank):
             super().__init__()
             self.table = nn.Embedding(4, 4, sparse=True)
 
+    class Renormalized(Net):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(4, 4, max_norm=1.0)
+
     for strategy, module, options, message in (
         (layered(), Sparse(), {}, "sparse gradients of 'table'"),
+        (layered(), Renormalized(), {}, r"table has max_norm=1\.0"),
         (layered(wrap=[nn.LSTM]), Net(), {}, "finds no part of Net"),
         (layered(), Tied(), {}, "shares a parameter"),
         (layered(), Bare(), {}, "scale belongs to a Bare"),
@@ -350,6 +372,27 @@ def hook(rank):
 
 def test_hooks_that_would_not_be_called_are_refused():
     run_processes(4, hook)
+
+
+class StepsInHook(Callback):
+    """Steps and drops each gradient as soon as it is there."""
+
+    def on_train_start(self, trainer, pl_module):
+        def step(parameter):
+            with torch.no_grad():
+                parameter.add_(parameter.grad, alpha=-0.1)
+            parameter.grad = None
+
+        pl_module.shared.weight.register_post_accumulate_grad_hook(step)
+
+
+def take_a_gradient(rank):
+    with pytest.raises(RuntimeError, match="shared has lost a gradient before it was summed"):
+        fit(layered(1), 2, callbacks=[StepsInHook()])
+
+
+def test_a_hook_that_takes_a_gradient_before_its_sum_is_named():
+    run_processes(2, take_a_gradient)
 
 
 class Differs(Net):

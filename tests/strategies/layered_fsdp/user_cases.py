@@ -163,6 +163,25 @@ class Reader(pl.Callback):
         pl_module.register_buffer("gradients", total + torch.cat(gradients).square().sum())
 
 
+class ZeroedInPlace(Net):
+    """Gradients are zeroed and not dropped, so backward adds to them."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        optimizer.zero_grad(set_to_none=False)
+
+
+class ReadOnOneRank(pl.Callback):
+    """Rank 1 alone looks at gradients, as a logger of rank 0 may do, and changes what it has kept after the step."""
+
+    def on_after_backward(self, trainer, pl_module):
+        gradient = pl_module.first.weight.grad if trainer.global_rank == 1 else None
+        self.kept = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        if self.kept is not None:
+            self.kept.zero_()
+
+
 class UsedEarly(Unused):
     """With accumulation: the layer is used in the first batch of each window, and not in the last one."""
 
@@ -227,6 +246,16 @@ class Look(pl.Callback):
             pl_module(torch.ones(2, FEATURES, dtype=torch.float64))
 
 
+class Clamp(pl.Callback):
+    """Runs the module between two steps, with and without gradients, and then writes to its parameters."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        with torch.set_grad_enabled(batch_idx % 2 == 1):
+            pl_module(torch.ones(2, FEATURES, dtype=torch.float64))
+        for parameter in pl_module.parameters():
+            parameter.data.clamp_(-0.3, 0.3)
+
+
 class SaveFirst(pl.Callback):
     """Looks at the state of optimizers that have none yet."""
 
@@ -268,6 +297,8 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "teacher": (Teacher, {}),
     "swap": (Validated, {"callbacks": [Swap], "max_epochs": 2}),
     "look": (Tied, {"callbacks": [Look]}),
+    "read on one rank": (ZeroedInPlace, {"callbacks": [ReadOnOneRank]}),
+    "clamp": (Tied, {"callbacks": [Clamp]}),
     "save first": (lambda: Net("adamw"), {"callbacks": [SaveFirst]}),
     "transformer": (Transformer, {}),
     "step timer": (Net, {"callbacks": [StepTimer]}),
