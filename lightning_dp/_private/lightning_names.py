@@ -67,6 +67,22 @@ def end_when_stop_check_times_out(trainer: Any) -> Callable[[], None]:
     return lambda: vars(loop).pop("_broadcast_sigterm_tensor", None)
 
 
+def begin_next_epoch(trainer: Any) -> None:
+    """Go on with the epoch after that of a checkpoint, if it was saved at the end of one. Call it in on_train_start.
+
+    With ``max_steps``, Lightning would go through the epoch that has ended once more, without a batch. Then all later
+    epochs and steps had other numbers.
+    """
+    loop = trainer.fit_loop
+    if not loop.restarted_on_epoch_end:
+        return
+    loop.epoch_progress.increment_completed()
+    loop.epoch_loop.restarting = False
+    loop.epoch_loop.update_restart_stage()
+    loop._restarting = False  # the property remains true with max_steps
+    loop.reset_restart_stage()
+
+
 def converts_batch_norm(strategy: Any) -> bool:
     """Return whether ``Trainer(sync_batchnorm=True)`` makes this strategy replace batch norm layers."""
     # A default, because strategies for one device do not have the attribute.

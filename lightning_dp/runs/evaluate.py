@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from pathlib import Path
-from typing import Any
 
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
@@ -51,7 +51,7 @@ def evaluate(
         FileNotFoundError: the checkpoint does not exist, or is not in a run folder.
         ValueError: the file is not a checkpoint, or its model is not that of the configuration.
     """
-    state = read_weights(checkpoint)
+    check_weights(checkpoint)
     if config_dir is not None and not own:
         raise ValueError(f"--config-dir {config_dir} has no effect on the configuration in a run folder; add --own")
     cfg = own_config(overrides, config_dir) if own else config_of_run(checkpoint, overrides)
@@ -64,16 +64,19 @@ def evaluate(
     trainer, model, data = build(config)
     if isinstance(data, ImageDataModule):
         data.check(world_size=1)
+    # Of the callbacks that were there in training, which are not needed.
+    warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
     with naming_another_model(checkpoint):
-        model.load_state_dict(state)
+        # Lightning loads the weights when the module has the layers of its configure_model, and its precision.
+        tested = trainer.test(model, datamodule=data, ckpt_path=str(checkpoint), verbose=False, weights_only=True)
     found: dict[str, float] = {}
-    for metrics in trainer.test(model, datamodule=data, verbose=False):  # by each loader
+    for metrics in tested:  # by each loader
         found |= metrics
     return found
 
 
-def read_weights(path: Path) -> dict[str, Any]:
-    """Return the weights in a checkpoint. No code in the file is executed."""
+def check_weights(path: Path) -> None:
+    """Raise an error unless a file is a whole checkpoint with weights. No code in it is executed."""
     if path.is_dir():
         raise ValueError(
             f"{path} is a folder, as of a sharded checkpoint; make a plain file of it with "
@@ -81,9 +84,8 @@ def read_weights(path: Path) -> dict[str, Any]:
         )
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}; runs keep theirs in RUN_DIR/checkpoints/last.ckpt")
-    state: dict[str, Any] = read_checkpoint(path)["state_dict"]
+    read_checkpoint(path)
     require_intact(path)
-    return state
 
 
 def config_of_run(checkpoint: Path, overrides: list[str]) -> DictConfig:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
+from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
 
 from lightning_dp.planner.plots import COLORS
 from lightning_dp.runs.command_line import argument_parser
-from lightning_dp.runs.resume import CURVES, METRICS, completed_steps
+from lightning_dp.runs.resume import CURVES, METRICS, read_checkpoint
 
 Series = list[tuple[float, float]]  # (epochs trained, value)
 Phase = tuple[float, float, bool]  # start, end (epochs trained), whether statistics were global
@@ -49,6 +51,11 @@ class MetricsFile(Logger):
         self._rows = list(rows)
         self._columns: list[str] = []
         self._hyperparameters: dict[str, Any] = {}
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are."""
+        return len(self._rows)
 
     @property
     def save_dir(self) -> str:
@@ -99,15 +106,42 @@ def _as_yaml(node: Any) -> Any:
     return node if is_plain(node) else str(node)
 
 
+class RowsInCheckpoint(Callback):
+    """Puts into checkpoints how many rows ``metrics.csv`` has.
+
+    A row's step does not tell whether it was logged before: a module may log any number as its step, and loggers count
+    batches where a checkpoint counts the steps of all optimizers.
+    """
+
+    def __init__(self, file: MetricsFile) -> None:
+        self._file = file
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add the number of rows, and the steps that the next rows have that belong to the same batch or epoch."""
+        loop = checkpoint["loops"]["fit_loop"]
+        epoch, num_batches = loop["epoch_progress"]["current"], loop["epoch_loop.state_dict"]["_batches_that_stepped"]
+        # The means of an epoch are logged after its checkpoint, with the step of its last batch or the module's own.
+        is_at_end = epoch["processed"] > epoch["completed"]
+        steps = [num_batches - is_at_end, int(trainer.callback_metrics.get("step", -1))]
+        checkpoint["callbacks"][self.state_key] = {"num_rows": self._file.num_rows, "steps": steps}
+
+
 def rows_before(checkpoint: Path) -> list[dict[str, str]]:
     """Return the rows in the metrics.csv of a checkpoint's run that were logged before it was saved."""
-    path = checkpoint.parents[1] / METRICS
-    if not path.is_file():
+    rows, content = rows_of(checkpoint.parents[1]), read_checkpoint(checkpoint)
+    state = content["callbacks"].get(RowsInCheckpoint.__qualname__)
+    if state is None:  # of version 0.1
+        return [row for row in rows if int(row["step"]) < content["global_step"]]
+    after = rows[state["num_rows"] :]
+    return rows[: state["num_rows"]] + list(takewhile(lambda row: int(row["step"]) in state["steps"], after))
+
+
+def rows_of(run_dir: Path) -> list[dict[str, str]]:
+    """Return the rows of a metrics.csv. A full disk may have cut the last one, which is left out."""
+    if not (run_dir / METRICS).is_file():
         return []
-    num_steps = completed_steps(checkpoint)
-    with open(path, newline="") as file:
-        # A full disk may have cut the last row.
-        rows = [row for row in csv.DictReader(file) if None not in row.values() and int(row["step"]) < num_steps]
+    with open(run_dir / METRICS, newline="") as file:
+        rows = [row for row in csv.DictReader(file) if None not in row.values()]
     return [{name: value for name, value in row.items() if value} for row in rows]
 
 

@@ -24,6 +24,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
+from lightning_dp._private.lightning_names import begin_next_epoch
 from lightning_dp.data.loading import derive_seed
 from lightning_dp.runs.validation import Config
 from lightning_dp.strategies.complete_files import existing, write_file
@@ -321,17 +322,44 @@ class SeedEachEpoch(Callback):
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
+        self._first_epoch = 0  # of this run
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Note the epoch that the run continues with. Some strategies load the checkpoint after `on_fit_start`."""
+        if trainer.state.fn == "fit":
+            self._first_epoch = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+            self._seed_generators(self._first_epoch)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Seed the generators for the first epoch, before the loader's iterator draws from them.
+
+        It draws the seed of its workers, and the order of a RandomSampler; then the dataset draws for the first batch.
+        """
+        self._seed_generators(self._first_epoch)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Do the same in later epochs. In the first one, the iterator has been made by now."""
+        if trainer.current_epoch != self._first_epoch:
+            self._seed_generators(trainer.current_epoch)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Seed the generators at the first batch of an epoch."""
-        # Not at the start of the epoch: the loader's iterator draws a number, before it in the first epoch of a run,
-        # and after it in all others.
-        if batch_idx > 0:
-            return
-        seed = derive_seed(self._seed, trainer.current_epoch)
+        """Seed the generators at the first batch of an epoch: not all epochs draw as much before it."""
+        if batch_idx == 0:
+            self._seed_generators(trainer.current_epoch)
+
+    def _seed_generators(self, epoch: int) -> None:
+        seed = derive_seed(self._seed, epoch)
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
+
+
+class BeginsNextEpoch(Callback):
+    """Lets a run with ``max_steps`` continue with the next epoch, as Lightning does without."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Correct the loop's progress. Called by Lightning when the checkpoint has been loaded."""
+        begin_next_epoch(trainer)
 
 
 class EndsOnce(Callback):

@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning import seed_everything
+from pytorch_lightning.callbacks import WeightAveraging
 from pytorch_lightning.plugins.io import TorchCheckpointIO
+from pytorch_lightning.plugins.precision import DoublePrecision
 
 from lightning_dp.launch import external_rank, launch
 from lightning_dp.runs.command_line import (
@@ -33,17 +35,27 @@ from lightning_dp.runs.command_line import (
     write_configuration,
 )
 from lightning_dp.runs.hydra_versions import instantiate
-from lightning_dp.runs.metrics import MetricsFile, draw_curves, is_plain, last_values, rows_before
+from lightning_dp.runs.metrics import (
+    MetricsFile,
+    RowsInCheckpoint,
+    draw_curves,
+    is_plain,
+    last_values,
+    rows_before,
+    rows_of,
+)
 from lightning_dp.runs.resume import (
     CURVES,
     METRICS,
     OF_A_RUN,
+    BeginsNextEpoch,
     BestCheckpoint,
     CompleteFiles,
     ConfigurationInCheckpoint,
     EndsOnce,
     SeedEachEpoch,
     alone_in,
+    completed_steps,
     find_checkpoint,
     naming_another_model,
 )
@@ -101,7 +113,7 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
     seed_everything(config["seed"], workers=True, verbose=False)
     # Other ranks write no metrics, and must not read a file that rank 0 replaces.
     is_first = not external_rank()
-    rows = rows_before(Path(config["ckpt_path"])) if is_first and config["ckpt_path"] is not None else []
+    rows = first_rows(config) if is_first and config["ckpt_path"] is not None else []
     if is_first:
         Path(config["run_dir"], CURVES).unlink(missing_ok=True)  # the sign of a run that has ended
     trainer, model, data = build(config, loggers=make_loggers(config, rows))
@@ -119,6 +131,9 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
             metrics |= trainer.callback_metrics
         if config["test"]:
             weights = weights_to_test(config, trainer)
+            if weights is not None:
+                # After a fit it would load the weights that it averages over those in the checkpoint, their mean.
+                trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, WeightAveraging)]
             with naming_another_model(weights):
                 tested = trainer.test(model, datamodule=data, ckpt_path=weights, verbose=False)
             for found in tested:  # by each loader
@@ -130,6 +145,14 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
     if trainer.is_global_zero and Path(config["run_dir"], METRICS).exists():
         draw_curves(config["run_dir"])
     return {name: float(value) for name, value in metrics.items()}
+
+
+def first_rows(config: Config) -> list[dict[str, str]]:
+    """Return the rows with which the metrics.csv of a run from a checkpoint begins."""
+    checkpoint, run_dir = Path(config["ckpt_path"]), Path(config["run_dir"])
+    if not config["train"] and run_dir.resolve() in checkpoint.resolve().parents:
+        return rows_of(run_dir)  # the weights of an earlier epoch may be tested, and the run has gone on from there
+    return rows_before(checkpoint)
 
 
 def warn_of_objects(*modules: Any) -> None:
@@ -154,7 +177,9 @@ def weights_to_test(config: Config, trainer: Any) -> str | None:
     if not config["train"]:
         return config["ckpt_path"]
     if config["test"] == "last":
-        return None
+        # Of a run that has ended, Lightning does not put the mean into the model again.
+        path = config["ckpt_path"] if any(isinstance(each, WeightAveraging) for each in trainer.callbacks) else None
+        return path if path is not None and completed_steps(Path(path)) == trainer.global_step else None
     (best,) = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, BestCheckpoint)]
     if not best.best_model_path:
         raise ValueError(
@@ -187,7 +212,12 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     callbacks += [SeedEachEpoch(config["seed"]), ConfigurationInCheckpoint(config), EndsOnce()]
     if config.get("test") == "best" and config["train"]:
         callbacks.insert(0, BestCheckpoint(config))
+    callbacks += [RowsInCheckpoint(logger) for logger in loggers or () if isinstance(logger, MetricsFile)]
+    callbacks.insert(0, BeginsNextEpoch())  # the others see the right epoch
     trainer = instantiate(config["trainer"], callbacks=callbacks, logger=loggers or False, _convert_="all")
+    if isinstance(trainer.precision_plugin, DoublePrecision):
+        # Lightning converts the module after it has loaded a checkpoint, and so rounds the weights in it to 32 bits.
+        model = trainer.precision_plugin.convert_module(model)
     # This package's strategies do the same without it. A user may have chosen another plugin.
     is_plain = type(trainer.strategy.checkpoint_io) is TorchCheckpointIO
     if is_plain and not isinstance(trainer.strategy, BaseStrategy):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import tempfile
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dp._lightning import FRAMEWORK, DDPStrategy, LightningModule, ModelParallelStrategy, Trainer
+from lightning_dp._lightning import FRAMEWORK, Callback, DDPStrategy, LightningModule, ModelParallelStrategy, Trainer
 from lightning_dp._private import lightning_names
 from tests.private_names.contract import contract
 from tests.private_names.torch_contracts import CPU, in_one_process
@@ -131,3 +132,45 @@ def check_the_broadcast_before_a_batch_can_be_replaced_and_drops_its_errors() ->
         made.fit_loop.epoch_loop._broadcast_sigterm_tensor()
     undo()
     made.fit_loop.epoch_loop._broadcast_sigterm_tensor()  # there is no default group, so it fails
+
+
+Loop = importlib.import_module(FRAMEWORK + ".loops.loop")._Loop
+
+
+class Epochs(Callback):
+    """Notes epoch and step of each batch, and saves a checkpoint at the end of the first epoch."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = f"{folder}/first.ckpt"
+        self.seen: list[tuple[int, int]] = []
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        lightning_names.begin_next_epoch(trainer)
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.seen.append((trainer.current_epoch, trainer.global_step))
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+@contract(Loop, "_restarting")
+def check_a_training_of_so_many_steps_continues_with_the_next_epoch() -> None:
+    class Net(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+
+        def training_step(self, batch):
+            return self.layer(batch).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with tempfile.TemporaryDirectory() as folder:
+        whole, continued = Epochs(folder), Epochs(folder)
+        for epochs, path in ((whole, None), (continued, whole.path)):
+            trainer(max_steps=6, callbacks=[epochs]).fit(Net(), torch.ones(2, 1, 1), ckpt_path=path)
+    assert whole.seen == [(0, 0), (0, 1), (1, 2), (1, 3), (2, 4), (2, 5)]
+    assert continued.seen == whole.seen[2:]

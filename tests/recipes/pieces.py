@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pytorch_lightning import Callback, LightningDataModule
+import torch.nn.functional as F
+from pytorch_lightning import Callback, LightningDataModule, LightningModule
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
 from torch.utils.data import DataLoader, Dataset
@@ -91,3 +92,50 @@ class OwnModel(Classifier):
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         super().test_step(batch, batch_idx)
+
+
+class Jitter(Named):
+    """Images that are drawn with torch's own generator, as torchvision's transforms do it."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.images[index] + torch.rand(1), index % 10
+
+
+class JitterData(LightningDataModule):
+    """Shuffled by DataLoader's own sampler."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Jitter(48), 16, shuffle=True)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Jitter(21), 16)
+
+
+class TwoOptimizers(LightningModule):
+    """Manual optimization, and a logger that is used directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(192, 8), torch.nn.Linear(8, 10)])
+
+    def configure_optimizers(self) -> list[Any]:
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in self.layers]
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(self.layers[1](self.layers[0](batch[0].flatten(1))), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        self.log("train/loss", loss, on_step=False, on_epoch=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.logger.log_metrics({"own/seen": float(self.global_step)}, step=self.global_step)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test/acc", -self.loss(batch))

@@ -9,7 +9,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lightning_dp.runs.evaluate import evaluate, main, read_weights
+from lightning_dp.models import Classifier
+from lightning_dp.runs.evaluate import check_weights, evaluate, main
 from tests.recipes.conftest import TINY, metrics
 from tests.recipes.in_process import tiny, train
 
@@ -39,7 +40,7 @@ class Trap:
 def test_nothing_in_a_checkpoint_is_executed(tmp_path):
     torch.save({"state_dict": Trap()}, tmp_path / "last.ckpt")
     with pytest.raises(ValueError, match="holds an object of getattr"):
-        read_weights(tmp_path / "last.ckpt")
+        check_weights(tmp_path / "last.ckpt")
     assert not Trap.sprung
     pickle.loads(pickle.dumps(Trap()))  # noqa: S301  our own
     assert Trap.sprung, "the trap works"
@@ -89,6 +90,29 @@ def test_with_own_the_model_may_be_the_users(tmp_path):
         found = evaluate(Path(checkpoint), ["experiment=my", *TINY[2:6]], own=True, config_dir=tmp_path / "mine")
     (tested,) = [row for row in metrics(tmp_path / "run") if row["test/acc"]]
     assert found["test/acc"] == pytest.approx(float(tested["test/acc"]))
+
+
+class Late(Classifier):
+    """Makes its layers where Lightning asks for large ones."""
+
+    def __init__(self, model, **options):
+        super().__init__(torch.nn.Identity(), **options)
+        self.make = model
+
+    def configure_model(self):
+        if isinstance(self.model, torch.nn.Identity):  # Lightning calls it for each stage
+            self.model = self.make()
+
+
+def test_layers_of_configure_model_are_there_when_weights_are_loaded(tmp_path):
+    config = tiny(tmp_path, "trainer.max_epochs=1")
+    config["model"] |= {"_target_": f"{__name__}.Late"}
+    config["model"]["model"]["_partial_"] = True
+    found = train(config)
+    (tmp_path / ".hydra").mkdir()
+    OmegaConf.save(config, tmp_path / ".hydra" / "config.yaml")
+    again = evaluate(tmp_path / "checkpoints" / "last.ckpt", [])
+    assert again == {name: value for name, value in found.items() if name.startswith("test/")}
 
 
 def test_the_help_says_that_a_configuration_is_a_program(monkeypatch, capsys):

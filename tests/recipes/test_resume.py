@@ -4,6 +4,7 @@ import errno
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 from pathlib import Path
 
@@ -66,6 +67,62 @@ def test_dropout_draws_the_same_after_a_checkpoint_and_continues_in_another_fold
     train(tiny(second, *alexnet, f"ckpt_path={last(first)}"))
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(second).items())
     assert [row["train/loss"] for row in metrics(second)] == [row["train/loss"] for row in metrics(whole)]
+
+
+def whole_and_continued(tmp_path, own, *options, kill_after=5):
+    """A run that was not interrupted, and one that was killed in its second epoch and continued in the same folder."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    options = (*options, "trainer.max_epochs=3")
+    found = train(own(whole, *options))
+    config = own(cut, *options)
+    kill = {"_target_": "tests.recipes.pieces.Kill", "after_steps": kill_after}
+    with pytest.raises(RankError, match="died with exit code -9"):
+        run_processes(1, train_rank, config | {"callbacks": config["callbacks"] | {"kill": kill}}, grace=5)
+    again = train(config | {"ckpt_path": str(last(cut))})
+    assert metrics(cut) == metrics(whole)
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
+    assert again["test/acc"] == found["test/acc"]
+
+
+def test_a_run_of_so_many_steps_continues_with_the_next_epoch(tmp_path):
+    """Lightning would go through the epoch that has ended again, without a batch, and number all others wrongly."""
+    whole_and_continued(tmp_path, tiny, "trainer.max_steps=8")
+
+
+def test_weights_of_64_bits_are_not_rounded_when_they_are_loaded(tmp_path):
+    whole_and_continued(tmp_path, tiny, "trainer.precision=64-true")
+
+
+def own_loop(run_dir, *options):
+    config = tiny(run_dir, *options)
+    config["data"] = {"_target_": "tests.recipes.pieces.JitterData"}
+    config["model"] = {"_target_": "tests.recipes.pieces.TwoOptimizers"}
+    return config
+
+
+def test_rows_are_those_before_the_checkpoint_whatever_their_step(tmp_path):
+    """Two optimizers step for each batch, rows are logged past the end of an epoch, and images are drawn at random."""
+    whole_and_continued(tmp_path, own_loop, kill_after=10)
+    assert len([row for row in metrics(tmp_path / "cut") if row["own/seen"]]) == 3
+
+
+def test_the_mean_of_the_weights_is_tested_of_a_run_that_has_ended(tmp_path):
+    config = tiny(tmp_path, "trainer.max_epochs=1")
+    config["callbacks"]["mean"] = {"_target_": "pytorch_lightning.callbacks.EMAWeightAveraging", "decay": 0.5}
+    found = train(config)
+    again = train(config | {"ckpt_path": str(last(tmp_path))})
+    assert again["test/loss"] == found["test/loss"]
+    assert train(config | {"ckpt_path": str(last(tmp_path)), "train": False})["test/loss"] == found["test/loss"]
+
+
+def test_to_test_an_epoch_again_leaves_the_rows_of_later_ones(tmp_path):
+    steps = "+optim.scheduler.total_steps=6"
+    train(tiny(tmp_path, "trainer.max_epochs=1", steps))
+    first = shutil.copy(last(tmp_path), tmp_path / "checkpoints" / "first.ckpt")
+    train(tiny(tmp_path, f"ckpt_path={last(tmp_path)}", "trainer.max_epochs=2", steps))
+    rows = metrics(tmp_path)
+    train(tiny(tmp_path, f"ckpt_path={first}", "train=false"))
+    assert metrics(tmp_path)[:-1] == rows
 
 
 def find(requested, run_dir, in_sweep=False, launched=False, **values):
