@@ -83,6 +83,21 @@ def begin_next_epoch(trainer: Any) -> None:
     loop.reset_restart_stage()
 
 
+def restart_loader(trainer: Any, epoch: int) -> None:
+    """Let the training loader begin again, with its samplers in ``epoch``. Call it in on_train_start.
+
+    Lightning starts worker processes before it tells the samplers the epoch that a run continues with: they would load
+    the images of epoch 0 in its order.
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    for loader in fetcher.combined_loader.flattened:
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+    iter(fetcher)
+
+
 def converts_batch_norm(strategy: Any) -> bool:
     """Return whether ``Trainer(sync_batchnorm=True)`` makes this strategy replace batch norm layers."""
     # A default, because strategies for one device do not have the attribute.

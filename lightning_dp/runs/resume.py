@@ -24,7 +24,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
-from lightning_dp._private.lightning_names import begin_next_epoch
+from lightning_dp._private.lightning_names import begin_next_epoch, restart_loader
 from lightning_dp.data.loading import derive_seed
 from lightning_dp.runs.validation import Config
 from lightning_dp.strategies.complete_files import existing, write_file
@@ -336,6 +336,12 @@ class SeedEachEpoch(Callback):
         It draws the seed of its workers, and the order of a RandomSampler; then the dataset draws for the first batch.
         """
         self._seed_generators(self._first_epoch)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make the iterator of a run that continues again: it was made for epoch 0."""
+        if self._first_epoch > 0:
+            self._seed_generators(self._first_epoch)
+            restart_loader(trainer, self._first_epoch)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do the same in later epochs. In the first one, the iterator has been made by now."""

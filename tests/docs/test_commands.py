@@ -78,6 +78,7 @@ NOT_RUN = {
     "python benchmarks/layered_sgd_overlap.py": "needs root and network namespaces; arguments parsed only",
     "python benchmarks/layered_sgd_throughput.py": "needs root and network namespaces; arguments parsed only",
     "python benchmarks/planner_choices.py": "needs root and network namespaces; arguments parsed only",
+    "python benchmarks/planner_peaks.py": "minutes; arguments parsed only",
     "python benchmarks/recompute.py": "minutes on a quiet machine; arguments parsed only",
 }
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_dp._lightning import FRAMEWORK, Callback, DDPStrategy, LightningModule, ModelParallelStrategy, Trainer
 from lightning_dp._private import lightning_names
@@ -155,22 +156,44 @@ class Epochs(Callback):
             trainer.save_checkpoint(self.path)
 
 
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def training_step(self, batch):
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 @contract(Loop, "_restarting")
 def check_a_training_of_so_many_steps_continues_with_the_next_epoch() -> None:
-    class Net(LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(1, 1)
-
-        def training_step(self, batch):
-            return self.layer(batch).mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
     with tempfile.TemporaryDirectory() as folder:
         whole, continued = Epochs(folder), Epochs(folder)
         for epochs, path in ((whole, None), (continued, whole.path)):
             trainer(max_steps=6, callbacks=[epochs]).fit(Net(), torch.ones(2, 1, 1), ckpt_path=path)
     assert whole.seen == [(0, 0), (0, 1), (1, 2), (1, 3), (2, 4), (2, 5)]
     assert continued.seen == whole.seen[2:]
+
+
+class Restarts(Callback):
+    """Lets the loader begin again in epoch 3."""
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        lightning_names.restart_loader(trainer, 3)
+
+
+FitLoop = type(trainer().fit_loop)
+
+
+@contract(FitLoop, "_data_fetcher", lambda patch: patch.setattr(FitLoop, "_data_fetcher", property(), raising=False))
+def check_a_loader_begins_again_in_an_epoch() -> None:
+    images = torch.ones(2, 1)
+    loader = DataLoader(images, sampler=DistributedSampler(images, 1, 0))
+    begun = []
+    get_iterator = loader._get_iterator
+    loader._get_iterator = lambda: begun.append(loader.sampler.epoch) or get_iterator()  # type: ignore[method-assign]
+    trainer(max_epochs=1, callbacks=[Restarts()]).fit(Net(), loader)
+    assert begun == [0, 3]

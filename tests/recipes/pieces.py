@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from pytorch_lightning import Callback, LightningDataModule, LightningModule
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
 from lightning_dp.models import Classifier
 
@@ -102,10 +102,16 @@ class Jitter(Named):
 
 
 class JitterData(LightningDataModule):
-    """Shuffled by DataLoader's own sampler."""
+    """Shuffled by DataLoader's own sampler, or by one that knows the epoch."""
+
+    def __init__(self, num_workers: int = 0, knows_epoch: bool = False) -> None:
+        super().__init__()
+        self.num_workers, self.knows_epoch = num_workers, knows_epoch
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Jitter(48), 16, shuffle=True)
+        images = Jitter(48)
+        sampler = DistributedSampler(images, 1, 0) if self.knows_epoch else RandomSampler(images)
+        return DataLoader(images, 16, sampler=sampler, num_workers=self.num_workers)
 
     def test_dataloader(self) -> DataLoader[Any]:
         return DataLoader(Jitter(21), 16)

@@ -106,6 +106,17 @@ def test_rows_are_those_before_the_checkpoint_whatever_their_step(tmp_path):
     assert len([row for row in metrics(tmp_path / "cut") if row["own/seen"]]) == 3
 
 
+@pytest.mark.parametrize("knows_epoch", [True, False])
+def test_workers_load_the_epoch_that_a_run_continues_with(tmp_path, knows_epoch):
+    """Lightning starts them before it tells the sampler the epoch."""
+    data = {"_target_": "tests.recipes.pieces.JitterData", "num_workers": 2, "knows_epoch": knows_epoch}
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train(own_loop(whole, "trainer.max_epochs=3") | {"data": data})
+    train(own_loop(cut, "trainer.max_epochs=1") | {"data": data})
+    train(own_loop(cut, "trainer.max_epochs=3", f"ckpt_path={last(cut)}") | {"data": data})
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
+
+
 def test_the_mean_of_the_weights_is_tested_of_a_run_that_has_ended(tmp_path):
     config = tiny(tmp_path, "trainer.max_epochs=1")
     config["callbacks"]["mean"] = {"_target_": "pytorch_lightning.callbacks.EMAWeightAveraging", "decay": 0.5}

@@ -166,11 +166,13 @@ def with_another_head(rank: int) -> None:
     """The oracle notices a head that computes something else."""
     dist.init_process_group("gloo")
 
-    def of_doubled_features(head: ShardedHead, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        return head._compute(head.layers, 2 * x, None, None)[0]
+    prepared = ShardedHead.prepared
+
+    def doubled(head: ShardedHead, features: Tensor) -> Tensor:
+        return 2 * prepared(head, features)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShardedHead, "__call__", of_doubled_features)
+        patch.setattr(ShardedHead, "prepared", doubled)
         with pytest.raises(AssertionError, match=r"trunk\.0\.weight"):
             hybrid_equals_one_process(rank, "a")
 

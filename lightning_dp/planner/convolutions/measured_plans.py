@@ -145,7 +145,7 @@ def measure_candidates(
     for policy in recompute:
         totals: list[tuple[int, int]] = []
         for size in sorted(set(batch_sizes)):
-            if _extrapolated(totals, size) > room_bytes:
+            if extrapolated(totals, size) > room_bytes:
                 break
             images = resized(batch, size)
             step = unless_out_of_memory(partial(measure_step, model, images, loss, policy, repeats))
@@ -194,7 +194,7 @@ def _check(
             check_policy(policy)
 
 
-def _extrapolated(totals: Sequence[tuple[int, int]], size: int) -> int:
+def extrapolated(totals: Sequence[tuple[int, int]], size: int) -> int:
     """Return the memory at a batch size, on the line through the last two measurements; 0 if there are fewer."""
     if len(totals) < 2:
         return 0

@@ -28,6 +28,9 @@ def make_head() -> nn.Sequential:
     return nn.Sequential(*before, nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5, bias=False), nn.ReLU(), nn.Linear(5, 4))
 
 
+HEAD = make_head()  # not in a rank: ranks are threads here, and share the generator
+
+
 def features(dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(5, 2, 3, dtype=dtype, generator=torch.Generator().manual_seed(1))
 
@@ -38,7 +41,7 @@ def cotangent(dtype: torch.dtype = torch.float64) -> Tensor:
 
 def trained(rank: int, group: Any, scheme: Any, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, dict]:
     """Return logits, the gradients of this rank's features, and those of the whole weights."""
-    head = make_head().to(dtype)
+    head = copy.deepcopy(HEAD).to(dtype)
     sharded = ShardedHead(head, Channel(group))
     parameters = ShardedParameters(sharded)
     parameters.shard(CPU)
@@ -57,7 +60,7 @@ def trained(rank: int, group: Any, scheme: Any, dtype: torch.dtype = torch.float
 @pytest.mark.parametrize("scheme", ["a", "b", "c"])
 def test_it_is_the_whole_product(scheme: str):
     results = run_threads(3, trained, scheme)
-    head = make_head().double()
+    head = copy.deepcopy(HEAD).double()
     x = features().requires_grad_()
     used = x * 1
     expected = copy.deepcopy(head)(used.clone())
