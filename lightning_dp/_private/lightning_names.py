@@ -91,8 +91,9 @@ def restart_loader(trainer: Any, epoch: int) -> None:
     """
     fetcher = trainer.fit_loop._data_fetcher
     for loader in fetcher.combined_loader.flattened:
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
+        batch_sampler: Any = getattr(loader, "batch_sampler", None)
+        samplers: list[Any] = [getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)]
+        for sampler in samplers:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
     iter(fetcher)
