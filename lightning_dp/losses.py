@@ -88,7 +88,6 @@ def sharded_cross_entropy(
         RuntimeError: the gradient is to be differentiated (``create_graph=True``), which this loss cannot.
     """
     _require_known(reduction, "mean", "sum", "none")
-    _require_smoothing(label_smoothing)
     _require_sampling(sample_rate, label_smoothing)
     _require_constant(weight)
     is_sampled = sample_rate < 1 and torch.is_grad_enabled()
@@ -103,13 +102,10 @@ def sharded_cross_entropy(
         return F.cross_entropy(logits, target, None if weight is None else weight.to(logits.dtype), **options)
     if margin is not None:
         layer = _of_unit_features(layer)
-    _require_one_dtype(layer)
-    _require_a_row_each(target, layer)
-    _require_a_weight_each(weight, layer.num_classes)
-    target = target.long()
+    _require_fitting(layer, target, weight)
     counts = target != ignore_index
     _require_classes(target, counts, layer.num_classes)
-    target = torch.where(counts, target, 0)
+    target = torch.where(counts, target.long(), 0)
     columns = _sampled_columns(layer, target[counts], sample_rate) if is_sampled else None
     settings = _Softmax(label_smoothing, weight, margin, chunk_bytes, columns)
     # Gradients of a sample are not in the rows in which its logits would be.
@@ -303,11 +299,6 @@ def _require_constant(weight: Tensor | None) -> None:
         )
 
 
-def _require_smoothing(label_smoothing: float) -> None:
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and at most 1")
-
-
 def _require_a_row_each(target: Tensor, layer: LastLayer) -> None:
     """Raise ValueError unless each sample has a target. `Tensor.gather` would take fewer, and leave samples out."""
     if len(target) != len(layer.x):
@@ -321,12 +312,18 @@ def _require_one_dtype(layer: LastLayer) -> None:
         raise ValueError(f"the features are {x.dtype}, and the last layer's weight is {weight.dtype}; convert one")
 
 
-def _require_a_weight_each(weight: Tensor | None, num_classes: int) -> None:
+def _require_fitting(layer: LastLayer, target: Tensor, weight: Tensor | None) -> None:
+    """Raise ValueError unless there is a target for each sample, a weight for each class, and one dtype."""
+    _require_one_dtype(layer)
+    _require_a_row_each(target, layer)
+    num_classes = layer.num_classes
     if weight is not None and weight.shape != (num_classes,):
         raise ValueError(f"weight has shape {tuple(weight.shape)}; pass one of shape ({num_classes},), for each class")
 
 
 def _require_sampling(sample_rate: float, label_smoothing: float) -> None:
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and at most 1")
     if not 0 < sample_rate <= 1:
         raise ValueError(f"sample_rate={sample_rate} must be above 0 and at most 1")
     if sample_rate < 1 and label_smoothing:

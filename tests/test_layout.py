@@ -26,7 +26,7 @@ ALLOWED = {
     "strategies": {"_lightning", "_private", "collectives", "layers", "losses", "recompute"},
     "callbacks": {"_lightning", "_private", "collectives", "layers", "recompute"},
     "launch": set(),
-    "runs": {"callbacks", "data", "launch", "planner", "strategies"},
+    "runs": {"_private", "callbacks", "data", "launch", "planner", "strategies"},
     "_lightning": set(),
     "__init__": {"_lightning", "strategies", "callbacks"},
 }
