@@ -13,6 +13,7 @@ from lightning_dp.models import resnet20
 from lightning_dp.planner import algorithms_for, apply_algorithms
 from lightning_dp.planner.convolutions.algorithms import convolve
 from lightning_dp.planner.convolutions.measured_plans import convolution_choices
+from lightning_dp.recompute import apply_recompute
 
 LAYERS = {
     "plain": nn.Conv2d(3, 8, 3, padding=1),
@@ -101,6 +102,22 @@ def gradients(model: nn.Module, images: torch.Tensor) -> dict[str, torch.Tensor]
     model.eval()
     model(images).square().mean().backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_a_chosen_convolution_can_be_computed_again():
+    """Memonger keeps what somebody's autograd.Function computes; that of an algorithm is this package's own."""
+    blocks = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(9)]
+    net, x = nn.Sequential(*blocks), torch.randn(2, 4, 8, 8)
+
+    def dropped_bytes(algorithm: str) -> int:
+        applied = apply_algorithms(net, {f"{number}.0": algorithm for number in range(9)})
+        recomputation = apply_recompute(net, "sublinear")
+        net(x).square().mean().backward()
+        recomputation.remove()
+        applied.remove()
+        return recomputation.dropped_bytes
+
+    assert dropped_bytes("im2col") == dropped_bytes("backend") > 0
 
 
 def test_a_copy_of_the_model_uses_its_own_parameters():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
+from lightning_dp._private.torch_names import declare_no_unseen_changes
 from lightning_dp.recompute.apply import is_compiled
 
 BACKEND = "backend"
@@ -124,6 +125,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: _Options, algorithm: str) -> Tensor:
+        declare_no_unseen_changes()
         x, weight = _laid_out(x, algorithm), _laid_out(weight, algorithm)
         ctx.save_for_backward(x, weight)
         ctx.options, ctx.algorithm = options, algorithm
