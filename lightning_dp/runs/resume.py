@@ -328,14 +328,14 @@ class SeedEachEpoch(Callback):
         """Note the epoch that the run continues with. Some strategies load the checkpoint after `on_fit_start`."""
         if trainer.state.fn == "fit":
             self._first_epoch = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
-            self._seed_generators(self._first_epoch)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Seed the generators for the first epoch, before the loader's iterator draws from them.
+        """Seed the generators before the loader is made, for epoch 0 also in a run that continues.
 
-        It draws the seed of its workers, and the order of a RandomSampler; then the dataset draws for the first batch.
+        What makes the loader may draw from them, as `random_split` does. So does its iterator: the seed of its workers,
+        and the order of a RandomSampler; then the dataset draws for the first batch.
         """
-        self._seed_generators(self._first_epoch)
+        self._seed_generators(0)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the iterator of a run that continues again: it was made for epoch 0."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from pytorch_lightning import Callback, LightningDataModule, LightningModule
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, random_split
 
 from lightning_dp.models import Classifier
 
@@ -109,7 +109,7 @@ class JitterData(LightningDataModule):
         self.num_workers, self.knows_epoch = num_workers, knows_epoch
 
     def train_dataloader(self) -> DataLoader[Any]:
-        images = Jitter(48)
+        images, _ = random_split(Jitter(60), [48, 12])  # drawn when the loader is made
         sampler = DistributedSampler(images, 1, 0) if self.knows_epoch else RandomSampler(images)
         return DataLoader(images, 16, sampler=sampler, num_workers=self.num_workers)
 
