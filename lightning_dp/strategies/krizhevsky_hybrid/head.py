@@ -125,6 +125,11 @@ class ShardedHead(SharedOnDeepcopy):
         return list(takewhile(lambda layer: not isinstance(layer, nn.Linear), self.layers))
 
     @cached_property
+    def _from_linear(self) -> list[nn.Module]:
+        """The layers from the first nn.Linear on."""
+        return self.layers[len(self._before_linear) :]
+
+    @cached_property
     def _changes_features(self) -> bool:
         """Whether a layer before the first nn.Linear works in place, perhaps on a view, as nn.Flatten makes it."""
         return any(getattr(layer, "inplace", False) for layer in self._before_linear)
@@ -148,7 +153,8 @@ class ShardedHead(SharedOnDeepcopy):
                 draws for its own columns. The state of the global generator is kept. None: use the global generator.
             gradients: sums the parameters' gradients in backward, in the place of autograd.
         """
-        return self._compute(self.layers, x, seed, gradients)[0]
+        with seeded(seed, x.device):
+            return self._compute(self._from_linear, self.prepared(x), seed, gradients)[0]
 
     def prepared(self, features: Tensor) -> Tensor:
         """Return the output of the layers before the first nn.Linear, for any samples: features (n, *)."""
@@ -171,7 +177,8 @@ class ShardedHead(SharedOnDeepcopy):
         self, x: Tensor, seed: int | None, gradients: ParameterGradients, begun: FinishLinear | None
     ) -> Tensor:
         """Return what a call of the head does, from `prepared` features (N, D) and what `begin` has returned."""
-        return self._compute(self.layers[len(self._before_linear) :], x, seed, gradients, begun)[0]
+        with seeded(seed, x.device):
+            return self._compute(self._from_linear, x, seed, gradients, begun)[0]
 
     def _may_begin(self, x: Tensor) -> bool:
         # Sums of 16 bits would be rounded once more, and autocast chooses dtypes within F.linear.
@@ -182,7 +189,8 @@ class ShardedHead(SharedOnDeepcopy):
         self, x: Tensor, seed: int | None = None, gradients: ParameterGradients | None = None
     ) -> Tensor:
         """Return the input (N, D) of the last layer, an nn.Linear, the same on all ranks. Arguments as for a call."""
-        x, bounds = self._compute(self.layers[:-1], x, seed, gradients)
+        with seeded(seed, x.device):
+            x, bounds = self._compute(self._from_linear[:-1], self.prepared(x), seed, gradients)
         if bounds is None:
             self._require_rows(x)
             return x
@@ -196,25 +204,25 @@ class ShardedHead(SharedOnDeepcopy):
         gradients: ParameterGradients | None,
         begun: FinishLinear | None = None,
     ) -> tuple[Tensor, Bounds | None]:
-        """Return the output of ``layers``, and each rank's columns of it, or None if every rank has all of it."""
+        """Return the output of ``layers``, and each rank's columns of it, or None if every rank has all of it.
+
+        The first of ``layers`` is the first nn.Linear, which ``begun`` finishes.
+        """
         bounds = None
-        if self._changes_features and layers[0] is self.layers[0]:
-            x = x.clone()  # the caller still needs the features
-        with seeded(seed, x.device):
-            for layer in layers:
-                if not isinstance(layer, nn.Linear):
-                    x = layer(x)
-                    continue
-                if bounds is not None:
-                    x, begun = self._gathered_for(layer, x, bounds, gradients)
-                else:
-                    self._require_rows(x)
-                    # From here on x is a slice, and equal masks on all ranks would drop the same columns of each.
-                    if seed is not None:
-                        for generator in generators(x.device):
-                            generator.manual_seed(seed + 1 + self.channel.rank)
-                x = gradients.linear(x, layer, begun) if gradients else F.linear(x, layer.weight, layer.bias)
-                bounds = self._bounds[layer]
+        for layer in layers:
+            if not isinstance(layer, nn.Linear):
+                x = layer(x)
+                continue
+            if bounds is not None:
+                x, begun = self._gathered_for(layer, x, bounds, gradients)
+            else:
+                self._require_rows(x)
+                # From here on x is a slice, and equal masks on all ranks would drop the same columns of each.
+                if seed is not None:
+                    for generator in generators(x.device):
+                        generator.manual_seed(seed + 1 + self.channel.rank)
+            x = gradients.linear(x, layer, begun) if gradients else F.linear(x, layer.weight, layer.bias)
+            bounds = self._bounds[layer]
         return x, bounds
 
     def _gathered_for(
