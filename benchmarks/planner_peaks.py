@@ -12,8 +12,7 @@ results.json and table.md.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,40 +51,28 @@ def batch_of(size: int, image_size: int) -> tuple[Tensor, Tensor]:
 
 def planned_bytes(model: nn.Module, policy: Any, batch_size: int, image_size: int) -> int:
     """Return the peak that the planner expects at a batch size, from two smaller ones."""
-    state_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    momentum_bytes = sum(parameter.nbytes for parameter in model.parameters())
     totals = []
     for size in (batch_size // 4, batch_size // 2):
         step = measure_step(model, batch_of(size, image_size), loss, policy, repeats=1)
         totals.append((size, step.total_bytes))
-    return extrapolated(totals, batch_size) + state_bytes
-
-
-@contextmanager
-def recomputing(model: nn.Module, policy: Any) -> Iterator[None]:
-    """Apply a policy, if it is one."""
-    handle = apply_recompute(model, policy) if policy else None
-    try:
-        yield
-    finally:
-        if handle is not None:
-            handle.remove()
+    return extrapolated(totals, batch_size) + momentum_bytes
 
 
 def measured_bytes(model: nn.Module, policy: Any, batch_size: int, image_size: int) -> int:
-    """Return the peak of a training step."""
+    """Return the peak of a training step. The model recomputes by ``policy`` from then on."""
+    if policy is not None:
+        apply_recompute(model, policy)
     batch = batch_of(batch_size, image_size)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     rise = AllocatorRise()
-    with recomputing(model, policy):
-        loss(model, batch).backward()  # the momentum is allocated in the first step
+    for number in range(3):  # the momentum is allocated in the first step
+        if number > 0:
+            rise.tick()
+        loss(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-        for _ in range(2):
-            rise.tick()
-            loss(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        rise.tick()
+    rise.tick()
     assert rise.num_bytes is not None
     before = [*model.parameters(), *model.buffers(), *batch]
     before += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
