@@ -120,19 +120,10 @@ class ShardedHead(SharedOnDeepcopy):
         return {name: parameter for name, parameter in named if self.owns(parameter)}
 
     @cached_property
-    def _before_linear(self) -> list[nn.Module]:
-        """The layers before the first nn.Linear: a row of their output depends on the same row of their input alone."""
-        return list(takewhile(lambda layer: not isinstance(layer, nn.Linear), self.layers))
-
-    @cached_property
-    def _from_linear(self) -> list[nn.Module]:
-        """The layers from the first nn.Linear on."""
-        return self.layers[len(self._before_linear) :]
-
-    @cached_property
     def _changes_features(self) -> bool:
         """Whether a layer before the first nn.Linear works in place, perhaps on a view, as nn.Flatten makes it."""
-        return any(getattr(layer, "inplace", False) for layer in self._before_linear)
+        before_linear = takewhile(lambda layer: not isinstance(layer, nn.Linear), self.layers)
+        return any(getattr(layer, "inplace", False) for layer in before_linear)
 
     @cached_property
     def flattens(self) -> bool:
@@ -153,90 +144,41 @@ class ShardedHead(SharedOnDeepcopy):
                 draws for its own columns. The state of the global generator is kept. None: use the global generator.
             gradients: sums the parameters' gradients in backward, in the place of autograd.
         """
-        with seeded(seed, x.device):
-            return self._compute(self._from_linear, self.prepared(x), seed, gradients)[0]
-
-    def prepared(self, features: Tensor) -> Tensor:
-        """Return the output of the layers before the first nn.Linear, for any samples: features (n, *)."""
-        x = features.clone() if self._changes_features else features
-        for layer in self._before_linear:
-            x = layer(x)
-        return x
-
-    def begin(self, own: Tensor, first: int) -> FinishLinear | None:
-        """Begin the first nn.Linear with some rows of its input, while the others are on their way.
-
-        Args:
-            own: these rows, (n, D). They are `prepared`.
-            first: number of the first of them.
-        """
-        self._require_rows(own)
-        return begun_with_rows(self.linears[0], own, first) if self._may_begin(own) else None
-
-    def of_prepared(
-        self, x: Tensor, seed: int | None, gradients: ParameterGradients, begun: FinishLinear | None
-    ) -> Tensor:
-        """Return what a call of the head does, from `prepared` features (N, D) and what `begin` has returned."""
-        with seeded(seed, x.device):
-            return self._compute(self._from_linear, x, seed, gradients, begun)[0]
-
-    def _may_begin(self, x: Tensor) -> bool:
-        # Sums of 16 bits would be rounded once more, and autocast chooses dtypes within F.linear.
-        is_wide = x.dtype.itemsize >= 4 and not torch.is_autocast_enabled(x.device.type)
-        return is_wide and self.channel.world_size > 1
+        return self._compute(self.layers, x, seed, gradients)[0]
 
     def input_of_last_layer(
         self, x: Tensor, seed: int | None = None, gradients: ParameterGradients | None = None
     ) -> Tensor:
         """Return the input (N, D) of the last layer, an nn.Linear, the same on all ranks. Arguments as for a call."""
-        with seeded(seed, x.device):
-            x, bounds = self._compute(self._from_linear[:-1], self.prepared(x), seed, gradients)
+        x, bounds = self._compute(self.layers[:-1], x, seed, gradients)
         if bounds is None:
             self._require_rows(x)
             return x
         return gathered_for_local_shards(x, bounds, self.channel, gradients)
 
     def _compute(
-        self,
-        layers: Sequence[nn.Module],
-        x: Tensor,
-        seed: int | None,
-        gradients: ParameterGradients | None,
-        begun: FinishLinear | None = None,
+        self, layers: Sequence[nn.Module], x: Tensor, seed: int | None, gradients: ParameterGradients | None
     ) -> tuple[Tensor, Bounds | None]:
-        """Return the output of ``layers``, and each rank's columns of it, or None if every rank has all of it.
-
-        The first of ``layers`` is the first nn.Linear, which ``begun`` finishes.
-        """
+        """Return the output of ``layers``, and each rank's columns of it, or None if every rank has all of it."""
         bounds = None
-        for layer in layers:
-            if not isinstance(layer, nn.Linear):
-                x = layer(x)
-                continue
-            if bounds is not None:
-                x, begun = self._gathered_for(layer, x, bounds, gradients)
-            else:
-                self._require_rows(x)
-                # From here on x is a slice, and equal masks on all ranks would drop the same columns of each.
-                if seed is not None:
-                    for generator in generators(x.device):
-                        generator.manual_seed(seed + 1 + self.channel.rank)
-            x = gradients.linear(x, layer, begun) if gradients else F.linear(x, layer.weight, layer.bias)
-            bounds = self._bounds[layer]
+        if self._changes_features:
+            x = x.clone()  # the caller still needs the features
+        with seeded(seed, x.device):
+            for layer in layers:
+                if not isinstance(layer, nn.Linear):
+                    x = layer(x)
+                    continue
+                if bounds is not None:
+                    x = gathered_for_local_shards(x, bounds, self.channel, gradients)
+                else:
+                    self._require_rows(x)
+                    # From here on x is a slice, and equal masks on all ranks would drop the same columns of each.
+                    if seed is not None:
+                        for generator in generators(x.device):
+                            generator.manual_seed(seed + 1 + self.channel.rank)
+                x = gradients.linear(x, layer) if gradients else F.linear(x, layer.weight, layer.bias)
+                bounds = self._bounds[layer]
         return x, bounds
-
-    def _gathered_for(
-        self, layer: nn.Linear, own: Tensor, bounds: Bounds, gradients: ParameterGradients | None
-    ) -> tuple[Tensor, FinishLinear | None]:
-        """Return the columns of all ranks, and ``layer`` begun with this rank's while the others were on their way."""
-        begun: list[FinishLinear] = []
-
-        def begin() -> None:
-            if gradients and self._may_begin(own):
-                begun.append(begun_with_columns(layer, own.detach(), bounds[self.channel.rank][0]))
-
-        x = gathered_for_local_shards(own, bounds, self.channel, gradients, meanwhile=begin)
-        return x, begun[0] if begun else None
 
     def by_rows(self, compute: Callable[[Tensor], Tensor], features: Tensor) -> Tensor:
         """Return ``compute(features)``, which gets rows (M, D) of features (N, *, D), as nn.Linear takes them.
@@ -266,35 +208,6 @@ class ShardedHead(SharedOnDeepcopy):
                 f"features of shape {tuple(x.shape)} reach {self.name}'s first nn.Linear; flatten them to (N, features)"
                 " before it, by nn.Flatten() in the head or in the trunk"
             )
-
-
-FinishLinear = Callable[[Tensor], Tensor]
-"""From the whole input (N, in) of a linear layer that was begun with a part of it to its output (N, out)."""
-
-
-def begun_with_rows(layer: nn.Linear, own: Tensor, first: int) -> FinishLinear:
-    """Begin ``layer`` with rows (n, in) of its input, from row ``first`` on; return what does the rest."""
-    output = F.linear(own, layer.weight, layer.bias)
-
-    def finish(x: Tensor) -> Tensor:
-        before, after = x[:first], x[first + len(own) :]
-        outputs = [F.linear(rows, layer.weight, layer.bias) for rows in (before, after)]
-        return torch.cat([outputs[0], output, outputs[1]])
-
-    return finish
-
-
-def begun_with_columns(layer: nn.Linear, own: Tensor, first: int) -> FinishLinear:
-    """Begin ``layer`` with columns (N, d) of its input, from column ``first`` on; return what does the rest."""
-    end = first + own.shape[1]
-    output = F.linear(own, layer.weight[:, first:end], layer.bias)
-
-    def finish(x: Tensor) -> Tensor:
-        for columns in (slice(first), slice(end, None)):
-            output.addmm_(x[:, columns], layer.weight[:, columns].T)
-        return output
-
-    return finish
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
@@ -373,43 +286,29 @@ def summed_in_backward(x: Tensor, channel: Channel) -> Tensor:
 
 
 def gathered_for_local_shards(
-    own: Tensor,
-    bounds: Bounds,
-    channel: Channel,
-    gradients: ParameterGradients | None = None,
-    meanwhile: Callable[[], None] = lambda: None,
+    own: Tensor, bounds: Bounds, channel: Channel, gradients: ParameterGradients | None = None
 ) -> Tensor:
     """Return the columns of all ranks, (N, all columns), for computations of each rank with its local shard.
 
-    It is `summed_in_backward` of `gathered`, but backward sends each rank its columns of the sum only. While messages
-    travel, forward calls ``meanwhile``, and backward computes a part of the postponed ``gradients``.
+    It is `summed_in_backward` of `gathered`, but backward sends each rank its columns of the sum only. Meanwhile a part
+    of the postponed ``gradients`` is computed.
     """
     gather = partial(gather_columns, bounds=bounds, channel=channel, what="hidden activations")
-    scatter = partial(scatter_sum, bounds=bounds, channel=channel, gradients=gradients)
-    return _LinearMap.apply(own, gather, scatter, partial(gather, meanwhile=meanwhile))
+    return _LinearMap.apply(own, gather, partial(scatter_sum, bounds=bounds, channel=channel, gradients=gradients))
 
 
 class _LinearMap(torch.autograd.Function):
-    """A linear function ``run``, whose adjoint is ``run_back``: of any order, because each is the other's backward.
-
-    ``run_now`` does the same as ``run``, in this forward.
-    """
+    """A linear function ``run``, whose adjoint is ``run_back``: of any order, because each is the other's backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        run: Callable[[Tensor], Tensor],
-        run_back: Callable[[Tensor], Tensor],
-        run_now: Callable[[Tensor], Tensor] | None = None,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], run_back: Callable[[Tensor], Tensor]) -> Tensor:
         declare_no_unseen_changes()
         ctx.run, ctx.run_back = run, run_back
-        return (run_now or run)(x)
+        return run(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _LinearMap.apply(gradients[0], ctx.run_back, ctx.run), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _LinearMap.apply(gradients[0], ctx.run_back, ctx.run), None, None
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -446,19 +345,12 @@ def sum_over_ranks(part: Tensor, channel: Channel) -> Tensor:
     return whole
 
 
-def gather_columns(
-    own: Tensor, bounds: Bounds, channel: Channel, what: str, meanwhile: Callable[[], None] = lambda: None
-) -> Tensor:
-    """Return the columns of all ranks, (N, all columns), without a graph. All ranks must call it.
-
-    While the messages travel it calls ``meanwhile``.
-    """
+def gather_columns(own: Tensor, bounds: Bounds, channel: Channel, what: str) -> Tensor:
+    """Return the columns of all ranks, (N, all columns), without a graph. All ranks must call it."""
     # Received tensors must be contiguous, and a block of columns is not. So blocks are received first, then joined.
     blocks = [own.new_empty(len(own), end - begin) for begin, end in bounds]
     blocks[channel.rank] = own.detach()
-    exchange = channel.all_to_all(what, [own] * channel.world_size, blocks)
-    meanwhile()
-    exchange.wait()
+    channel.all_to_all(what, [own] * channel.world_size, blocks).wait()
     return torch.cat(blocks, dim=1)
 
 
@@ -719,17 +611,15 @@ class ParameterGradients:
         self.add(parameter_grads)
         return feature_grads
 
-    def linear(self, x: Tensor, layer: nn.Linear, begun: FinishLinear | None = None) -> Tensor:
+    def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
         """Apply ``layer`` to x, (N, in) to (N, out). In `collect`, this object receives the weight's gradient.
 
         Autograd receives the bias's, which is small.
-
-        ``begun`` finishes the product, if it was begun before all of ``x`` was there.
         """
         # Autocast chooses dtypes within F.linear and keeps 16-bit copies of the weights, so autograd must see it.
         if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
-            return F.linear(x, layer.weight, layer.bias) if begun is None else begun(x)
-        return _Linear.apply(x, layer.weight, layer.bias, self, begun)
+            return F.linear(x, layer.weight, layer.bias)
+        return _Linear.apply(x, layer.weight, layer.bias, self)
 
     def receives(self, weight: Tensor) -> bool:
         """Return whether the gradient of ``weight`` is to be added to its total now.
@@ -861,32 +751,25 @@ def gradients_of(
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        sums: ParameterGradients,
-        begun: FinishLinear | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sums: ParameterGradients) -> Tensor:
         declare_no_unseen_changes()
         ctx.sums = sums
         ctx.weight = weight  # hooks on saved tensors may return another object, and the totals are kept by object
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias) if begun is None else begun(x)
+        return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         (output_grads,) = gradients
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         x_grads = output_grads @ weight.conj() if needs_x else None  # conj() returns real tensors themselves
         weight_grads = None
         if needs_weight and ctx.sums.receives(ctx.weight):
             ctx.sums.postpone(ctx.weight, output_grads, x)
         elif needs_weight:
             weight_grads = output_grads.T @ x.conj()
-        return x_grads, weight_grads, output_grads.sum(0) if needs_bias else None, None, None
+        return x_grads, weight_grads, output_grads.sum(0) if needs_bias else None, None
 
 
 def require_first_derivative() -> None:

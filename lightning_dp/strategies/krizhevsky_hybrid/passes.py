@@ -40,7 +40,6 @@ from lightning_dp.strategies.krizhevsky_hybrid.exchange import (
     sub_passes,
 )
 from lightning_dp.strategies.krizhevsky_hybrid.head import (
-    FinishLinear,
     ParameterGradients,
     ShardedHead,
     SharedOnDeepcopy,
@@ -91,7 +90,7 @@ class HeadPasses(SharedOnDeepcopy):
         """Return the logits (n, *, C) for the features (n, *) of this rank's samples. n may differ, and may be 0."""
         self.num_calls += 1
         require_features(features, f"the argument of {self.head.name!r}")
-        return self.head.by_rows(self._forward_rows, self.head.prepared(features))
+        return self.head.by_rows(self._forward_rows, features)
 
     def _forward_rows(self, features: Tensor) -> Tensor:
         sizes, seed = self.exchange.exchange_batch_sizes(features, needs_seed=self.head.draws_random_numbers)
@@ -592,7 +591,7 @@ class LocalBatch:
         self._gradients = ParameterGradients(passes.head.parameters, factor, passes.gradient_memory)
 
     def __call__(self, features: Tensor, after_trunk: AfterTrunk | None = None) -> Tensor:
-        """Return the logits (n, C) for the `prepared` features (n, D) of this rank, as part of the autograd graph."""
+        """Return the logits (n, C) for the features (n, *) of this rank's samples, as part of the autograd graph."""
         self._after_trunk = after_trunk
         receivers = self._passes.head.parameters if after_trunk is None else [after_trunk.token]
         # Within a Function gradients are always off, so the mode outside is passed in.
@@ -603,21 +602,11 @@ class LocalBatch:
         passes, bounds = self._passes, self._passes.head.output_bounds
         graphs: list[tuple[Tensor, Tensor]] = []
         arriving: list[Finish] = []
-        begun: list[FinishLinear | None] = []
-
-        def assemble(part: SubPass) -> Finish:
-            finish = passes.exchange.assemble(features, part)
-            # The features of the other passes travel while one is computed. Those of the first travel meanwhile.
-            if part is self._plan[0]:
-                begin, end = part.rows[passes.channel.rank]
-                begun.append(passes.head.begin(features[begin:end], part.place_of(passes.channel.rank)[0]))
-            return finish
-
-        for number, (part, x) in enumerate(prefetch_one(assemble, self._plan)):
+        parts = prefetch_one(lambda part: passes.exchange.assemble(features, part), self._plan)
+        for number, (part, x) in enumerate(parts):
             with torch.set_grad_enabled(with_graph), passes.recorded(), _keep_activations():
                 x.requires_grad_(with_graph and needs_gradient)
-                seed = passes.seed_of_pass(self._seed, number)
-                own = passes.head.of_prepared(x, seed, self._gradients, begun.pop() if begun else None)
+                own = passes.head(x, passes.seed_of_pass(self._seed, number), self._gradients)
             graphs.append((x, own))
             # The logits travel to the ranks that have the samples, while the next pass is computed.
             arriving.append(passes.exchange.to_owners(own.detach(), part, bounds))

@@ -126,7 +126,7 @@ class WideStep(Wide, StepNet):
 def _peaks(rank: int, world_size: int, net: type[Wide]) -> dict[str, tuple[int, int]]:
     """Of what autograd keeps for the head, its weights left out; and of that together with the features that arrive."""
     peaks = {}
-    start, call = Channel.all_to_all, ShardedHead._compute
+    start, call = Channel.all_to_all, ShardedHead.__call__
     for scheme in "abc":
         saved, also_arriving = Kept(), Kept()
 
@@ -147,11 +147,11 @@ def _peaks(rank: int, world_size: int, net: type[Wide]) -> dict[str, tuple[int, 
             with saved_tensors_hooks(keep, lambda tensor: tensor):
                 return call(self, *args)
 
-        Channel.all_to_all, ShardedHead._compute = starting, calling
+        Channel.all_to_all, ShardedHead.__call__ = starting, calling
         own = trainer(KrizhevskyHybridStrategy(scheme=scheme), world_size, use_distributed_sampler=False)
         own.fit(net(), uneven([8] * world_size, rank))
         peaks[scheme] = saved.peak, also_arriving.peak
-    Channel.all_to_all, ShardedHead._compute = start, call
+    Channel.all_to_all, ShardedHead.__call__ = start, call
     return peaks
 
 
