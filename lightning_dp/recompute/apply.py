@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import re
 from typing import Any, Literal
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 
 from lightning_dp._private.torch_names import OptimizedModule, has_compiled_forward
 from lightning_dp.recompute.policies import Cheap, Policy, Sublinear, find_blocks, segment_ends
-from lightning_dp.recompute.profile import OutputSizes, Profiler
+from lightning_dp.recompute.profile import Profiler
 from lightning_dp.recompute.tape import Tape
 
 PolicyName = Literal["cheap", "sublinear"]
@@ -119,30 +118,16 @@ class RecomputeHandle:
         # Not earlier: another callback may replace modules after this one is set up.
         ends = segment_ends(self._model) if self.policy.has_segments else frozenset()
         policy = self.policy
-        sizes = OutputSizes() if policy.is_for_one_model and policy is not self._checked else None
+        is_unchecked = policy.is_for_one_model and policy is not self._checked
         # It is for one forward pass: a closure of an optimizer may run several.
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             ends = frozenset(find_blocks(self._model))
-        tape = Tape(policy, self._model, ends, sizes if profiler is None else profiler)
-        try:
-            with tape.recording():
-                result = function(*args, **kwargs)
-        except RuntimeError as error:
-            # "HOP": torch 2.8.
-            if isinstance(error, NotImplementedError) and re.search("HigherOrderOperator|HOP ", str(error)):
-                raise RuntimeError(
-                    f"{self._method} of {type(self._model).__name__}, which recomputes, calls torch.cond or another "
-                    "higher-order operator, which cannot be recorded: use plain Python in its place, or apply "
-                    "recomputation to the other parts of the model"
-                ) from error
-            if "support saved tensor hooks" not in str(error):
-                raise
-            raise RuntimeError(
-                f"{self._method} of {type(self._model).__name__}, which recomputes, calls torch.func.grad, vjp, jacrev "
-                "or hessian. They do not work where tensors that autograd saves are replaced: use torch.autograd.grad "
-                "with create_graph=True, or torch.func.jacfwd, or apply recomputation to the other parts of the model"
-            ) from error
+        elif is_unchecked:
+            profiler = Profiler()
+        tape = Tape(policy, self._model, ends, profiler)
+        with tape.recording():
+            result = function(*args, **kwargs)
         if tape.met_compiled:
             raise ValueError(
                 f"{self._method} of {type(self._model).__name__}, which recomputes, calls a function that torch.compile"
@@ -150,9 +135,10 @@ class RecomputeHandle:
                 "that function, or apply recomputation to the other parts of the model"
             )
         self.dropped_bytes = tape.dropped_bytes
-        if profiler is None and sizes is not None:
+        if is_unchecked and profiler is not None:
             self._checked = policy
-            policy.check(sizes.by_key, f"{type(self._model).__name__}.{self._method}")
+            sizes = {operation.key: operation.num_bytes for operation in profiler.operations}
+            policy.check(sizes, f"{type(self._model).__name__}.{self._method}")
         return result
 
     def start_profiling(self) -> Profiler:

@@ -15,7 +15,7 @@ from torch.backends import cudnn, mkldnn
 from lightning_dp._private.torch_names import flag_reader, mutated_arguments
 
 
-class Kind(enum.Enum):
+class Kind(enum.StrEnum):
     """What recomputation may do with the outputs of an operator."""
 
     VIEW = "view"

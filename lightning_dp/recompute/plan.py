@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,11 @@ from lightning_dp.recompute.apply import apply_recompute, check_budget
 from lightning_dp.recompute.operators import Kind
 from lightning_dp.recompute.policies import Cheap, Policy
 from lightning_dp.recompute.profile import Operation, Profiler
-from lightning_dp.recompute.solvers import Stage, solve_chain, solve_graph
-from lightning_dp.recompute.values import Saved, tensors_in
+from lightning_dp.recompute.solvers import solve_graph
+from lightning_dp.recompute.values import tensors_in
 
 VERSION = 1
-# The time of the dynamic program grows with the third power of the number of stages. A longer chain is planned by the
-# linear program.
-MAX_STAGES = 100
+SOLVER = "graph"
 
 
 @dataclass
@@ -34,12 +32,12 @@ class RecomputePlan(Policy):
 
     Attributes:
         budget_bytes: what it was made for.
-        solver: ``"chain"``, the dynamic program; or ``"graph"``, the integer linear program.
+        solver: ``"graph"``, the integer linear program.
         plain_bytes: kept without recomputation.
         peak_bytes: the most that the plan holds in a step of backward, as planned.
         forward_s: time of the forward pass, as measured.
         recompute_s: time of what runs again, as planned.
-        levels: for the key of each operator, in which run its output is kept: 0 is the forward pass.
+        levels: for the key of each operator, 0 if its output is kept in the forward pass, 1 if it may run again.
         operations: what was measured.
     """
 
@@ -58,7 +56,7 @@ class RecomputePlan(Policy):
     def check(self, sizes: Mapping[str, int], method: str) -> None:
         planned = {operation.key: operation.num_bytes for operation in self.operations}
         found = planned.keys() & sizes.keys()
-        if planned and not found:
+        if planned and sizes and not found:  # a very small batch has no outputs that count
             raise ValueError(
                 f"none of the {len(planned)} operators of the plan ran in {method}: it was made for another model "
                 "or method. Make it with plan_recompute for this one; Memonger records training_step"
@@ -83,15 +81,9 @@ class RecomputePlan(Policy):
     def holds(self, num_bytes: int, kept_bytes: int, spare_bytes: int) -> bool:
         return True  # the plan has weighed it
 
-    @override
-    def retain(self, saved: Saved, length: int) -> bool:
-        key = "" if saved.value is None else saved.value.key
-        return super().retain(saved, length) and saved.num_runs >= self.levels.get(key, 1)
-
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON file."""
-        values = {**vars(self), "operations": [operation.to_json() for operation in self.operations]}
-        Path(path).write_text(json.dumps({"version": VERSION, **values}, indent=1))
+        Path(path).write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1))
 
     @classmethod
     def load(cls, path: str | Path) -> RecomputePlan:
@@ -102,8 +94,8 @@ class RecomputePlan(Policy):
         """
         try:
             values: dict[str, Any] = json.loads(Path(path).read_text())
-            if values.pop("version") != VERSION:
-                raise ValueError("another version")
+            if values.pop("version") != VERSION or values["solver"] != SOLVER:
+                raise ValueError("another version, or another solver")
             operations = [Operation(**operation) for operation in values.pop("operations")]
             return cls(operations=operations, **values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -112,7 +104,8 @@ class RecomputePlan(Policy):
     def frontier(self, num_points: int = 8, time_limit_s: float = 8.0) -> list[RecomputePlan]:
         """Return plans of the same measurements for other budgets, from the least to the bytes of plain training."""
         least = _least_bytes(self.operations, time_limit_s)
-        budgets = [round(least + i * (self.plain_bytes - least) / (num_points - 1)) for i in range(num_points)]
+        step = (self.plain_bytes - least) / max(1, num_points - 1)
+        budgets = [round(least + i * step) for i in range(num_points)]
         return [make_plan(self.operations, self.forward_s, budget, time_limit_s) for budget in budgets]
 
     def plot(self, path: str | Path, num_points: int = 8) -> None:
@@ -142,9 +135,9 @@ def plan_recompute(
 ) -> RecomputePlan:
     """Measure a forward pass of ``model`` and return the plan of least time that holds at most ``budget_bytes``.
 
-    A chain of operators is planned by a dynamic program, any other model by an integer linear program (SciPy). The
-    model, its buffers and the random number generators are afterwards as before. Nothing is recomputed yet: give the
-    plan to `apply_recompute`.
+    It is planned by an integer linear program (SciPy), in which an operator runs again at most once. The model, its
+    buffers and the random number generators are afterwards as before. Nothing is recomputed yet: give the plan to
+    `apply_recompute`.
 
     Args:
         model: as it is trained.
@@ -155,7 +148,7 @@ def plan_recompute(
 
     Raises:
         ValueError: no plan holds so little, none was found in time, or see `apply_recompute`.
-        ModuleNotFoundError: the model is no chain, and SciPy is not installed.
+        ModuleNotFoundError: SciPy is not installed.
     """
     budget_bytes = check_budget(budget_bytes)
     if not time_limit_s > 0:
@@ -183,74 +176,20 @@ def make_plan(
     """Return the plan of least time for these operations; see `plan_recompute`."""
     operations = list(operations)
     plain_bytes = sum(operation.num_bytes for operation in operations if operation.uses)
-    found: tuple[str, list[int], int, float] | None = None
-    chain = _stages(operations)
-    if chain is not None:
-        schedule = solve_chain([stage for stage, _ in chain], budget_bytes)
-        if schedule is not None:
-            levels = [1] * len(operations)
-            for (_, place), level in zip(chain, schedule.levels, strict=True):
-                levels[place] = level
-            found = "chain", levels, min(budget_bytes, plain_bytes), schedule.recompute_s
-    else:
-        solution = solve_graph(operations, budget_bytes, time_limit_s)
-        if solution is not None:
-            levels = [0 if keeps else 1 for keeps in solution.keeps]
-            found = "graph", levels, solution.peak_bytes, solution.recompute_s
-    if found is None:
-        least = _least_bytes(operations, time_limit_s)
+    solution = solve_graph(operations, budget_bytes, time_limit_s)
+    if solution is None:
         raise ValueError(
-            f"budget_bytes={budget_bytes} is less than the {least} bytes that a plan needs (without recomputation: "
-            f"{plain_bytes}); raise it, or use a smaller batch"
+            f"budget_bytes={budget_bytes} is less than the {_least_bytes(operations, time_limit_s)} bytes that a plan "
+            f"needs (without recomputation: {plain_bytes}); raise it, or use a smaller batch"
         )
-    solver, levels, peak_bytes, recompute_s = found
-    by_key = {operation.key: level for operation, level in zip(operations, levels, strict=True)}
-    return RecomputePlan(budget_bytes, solver, plain_bytes, peak_bytes, forward_s, recompute_s, by_key, operations)
-
-
-def _stages(operations: Sequence[Operation]) -> list[tuple[Stage, int]] | None:
-    """Return the stages of a chain, each with the place of the operation that computes its output; None for others.
-
-    Operations whose outputs backward does not ask for are part of the stage of the next one. A view is its input. A
-    chain of more than `MAX_STAGES` is none: its plan would take minutes.
-    """
-    root: dict[int, int] = {}
-    chain: list[int] = []
-    used: set[int] = set()
-    for place, operation in enumerate(operations):
-        sources = {root[source] for source in operation.inputs}
-        if operation.kind == Kind.VIEW.value:
-            root[place] = min(sources, default=place)
-        else:
-            if operation.is_fixed or (chain and sources != {chain[-1]}):
-                return None
-            root[place] = place
-            chain.append(place)
-        if operation.uses:
-            used.add(root[place])
-    stages = []
-    time_s = 0.0
-    for place in chain:
-        time_s += operations[place].time_s
-        if place in used:
-            num_bytes = operations[place].num_bytes
-            stages.append((Stage(time_s, num_bytes, num_bytes), place))
-            time_s = 0.0
-    return stages if 0 < len(stages) <= MAX_STAGES else None
+    levels = {operation.key: int(not keeps) for operation, keeps in zip(operations, solution.keeps, strict=True)}
+    return RecomputePlan(
+        budget_bytes, SOLVER, plain_bytes, solution.peak_bytes, forward_s, solution.recompute_s, levels, operations
+    )
 
 
 def _least_bytes(operations: Sequence[Operation], time_limit_s: float) -> int:
-    """Return the least budget for which there is a plan, up to 1 %."""
-    chain = _stages(operations)
-    if chain is None:
-        solution = solve_graph(operations, None, time_limit_s)
-        assert solution is not None, "to keep everything is a solution"
-        return solution.peak_bytes
-    low, high = 0, sum(stage.saved_bytes for stage, _ in chain)
-    while high - low > max(1, high // 100):
-        middle = (low + high) // 2
-        if solve_chain([stage for stage, _ in chain], middle) is None:
-            low = middle
-        else:
-            high = middle
-    return high
+    """Return the least budget for which there is a plan."""
+    solution = solve_graph(operations, None, time_limit_s)
+    assert solution is not None, "to keep everything is a solution"
+    return solution.peak_bytes

@@ -3,45 +3,15 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_dp.recompute.operators import Kind, is_batch_norm, rerun
 from lightning_dp.recompute.values import Value, outputs_of, tensors_in
-
-
-class Seen(NamedTuple):
-    """One call of an operator, as an observer is told of it."""
-
-    number: int
-    key: str
-    func: Any
-    kind: Kind
-    inputs: list[Value | None]
-    outputs: list[Value | None]
-    segment: int
-    time_s: float
-
-
-class Observer(ABC):
-    """Is told what a tape sees."""
-
-    @abstractmethod
-    def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
-        """Run an operator; return its result and its time (s)."""
-
-    @abstractmethod
-    def on_call(self, seen: Seen) -> None:
-        """An operator has run."""
-
-    @abstractmethod
-    def on_pack(self, value: Value, segment: int) -> None:
-        """Autograd keeps a value for the backward of something in ``segment``."""
 
 
 @dataclass
@@ -50,7 +20,7 @@ class Operation:
 
     Attributes:
         key: module, operator and count; see `policies.Policy.decide`.
-        kind: of the operator, the value of a `Kind`.
+        kind: of the operator, see `Kind`.
         time_s: of running it again.
         num_bytes: of its outputs; 0 for a view.
         inputs: places of the operations whose outputs it needs.
@@ -69,14 +39,10 @@ class Operation:
     @property
     def is_fixed(self) -> bool:
         """Whether it must not run again."""
-        return self.kind == Kind.FIXED.value
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a dictionary of plain values."""
-        return asdict(self)
+        return self.kind == Kind.FIXED
 
 
-class Profiler(Observer):
+class Profiler:
     """Measures each operator of a forward pass, and what autograd keeps.
 
     Attributes:
@@ -88,10 +54,9 @@ class Profiler(Observer):
         self.operations: list[Operation] = []
         self.forward_s = 0.0
         self._place_of: dict[int, int] = {}  # number of a call -> place in `operations`
-        self._large: set[tuple[int, int]] = set()  # call and place of each output that is not small
 
-    @override
     def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
+        """Run an operator; return its result and its time (s)."""
         device = next((tensor.device for tensor in tensors_in([args, kwargs])), torch.device("cpu"))
         result, time_s = _timed(func, args, kwargs, device)
         self.forward_s += time_s
@@ -101,51 +66,33 @@ class Profiler(Observer):
             _, time_s = _timed(rerun, (func, args, kwargs, statistics), {}, device)
         return result, time_s
 
-    @override
-    def on_call(self, seen: Seen) -> None:
-        outputs = [value for value in seen.outputs if value is not None and not value.is_small]
-        if not outputs:
+    def on_call(
+        self,
+        number: int,
+        key: str,
+        kind: Kind,
+        inputs: Sequence[Value | None],
+        outputs: Sequence[Value | None],
+        segment: int,
+        time_s: float,
+    ) -> None:
+        """Add an operator that has run."""
+        large = [value for value in outputs if value is not None and not value.is_small]
+        if not large:
             return
-        self._place_of[seen.number] = len(self.operations)
-        self._large.update((value.number, value.place) for value in outputs)
-        inputs = {self._place_of[v.number] for v in seen.inputs if v is not None and v.number in self._place_of}
-        is_view = seen.kind is Kind.VIEW
-        num_bytes = 0 if is_view else sum(value.num_bytes for value in outputs)
-        time_s = 0.0 if is_view else seen.time_s
-        self.operations.append(
-            Operation(seen.key, seen.kind.value, time_s, num_bytes, sorted(inputs), seen.segment, [])
-        )
+        self._place_of[number] = len(self.operations)
+        places = sorted({self._place_of[v.number] for v in inputs if v is not None and v.number in self._place_of})
+        num_bytes = sum(value.num_bytes for value in large)
+        if kind is Kind.VIEW:
+            time_s, num_bytes = 0.0, 0
+        self.operations.append(Operation(key, kind, time_s, num_bytes, places, segment, []))
 
-    @override
     def on_pack(self, value: Value, segment: int) -> None:
-        if (value.number, value.place) in self._large:
+        """Autograd keeps a value for the backward of something in ``segment``."""
+        if value.number in self._place_of and not value.is_small:
             uses = self.operations[self._place_of[value.number]].uses
             if segment not in uses:
                 uses.append(segment)
-
-
-class OutputSizes(Observer):
-    """Adds up what each call of an operator computes.
-
-    Attributes:
-        by_key: bytes of the outputs that are not small, by the key of the call. A view has none.
-    """
-
-    def __init__(self) -> None:
-        self.by_key: dict[str, int] = {}
-
-    @override
-    def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
-        return func(*args, **kwargs), 0.0
-
-    @override
-    def on_call(self, seen: Seen) -> None:
-        outputs = [value for value in seen.outputs if value is not None and not value.is_small]
-        self.by_key[seen.key] = 0 if seen.kind is Kind.VIEW else sum(value.num_bytes for value in outputs)
-
-    @override
-    def on_pack(self, value: Value, segment: int) -> None:
-        pass
 
 
 def _timed(function: Any, args: Any, kwargs: Any, device: torch.device) -> tuple[Any, float]:

@@ -52,7 +52,7 @@ from lightning_dp.recompute.operators import (
     kind_of,
 )
 from lightning_dp.recompute.policies import Policy
-from lightning_dp.recompute.profile import Observer, Seen
+from lightning_dp.recompute.profile import Profiler
 from lightning_dp.recompute.values import (
     Call,
     Saved,
@@ -79,6 +79,12 @@ class _Memory(NamedTuple):
     values: dict[Any, Value]
 
 
+class _Pause(threading.local):
+    """Whether this thread is not recorded. Others go on: one may run backward while another records."""
+
+    is_on = False
+
+
 class Tape(TorchDispatchMode):
     """Records one forward pass.
 
@@ -86,20 +92,19 @@ class Tape(TorchDispatchMode):
         policy: what is kept.
         model: knows the names of its modules.
         segment_ends: the modules at whose end a new segment of the model begins.
-        observer: is told of each operator, and each value that autograd asks for.
+        profiler: is told of each operator, and each value that autograd asks for.
     """
 
     def __init__(
-        self, policy: Policy, model: nn.Module, segment_ends: frozenset[nn.Module], observer: Observer | None = None
+        self, policy: Policy, model: nn.Module, segment_ends: frozenset[nn.Module], profiler: Profiler | None = None
     ) -> None:
         super().__init__()
         self._location = Location(model, segment_ends)
-        self._key = ""
         self._policy = policy
-        self._observer = observer
+        self._profiler = profiler
         self._memories: dict[int, _Memory] = {}
         self._number = 0
-        self._paused_threads: set[int] = set()
+        self._pause = _Pause()
         self._is_recording = False
         self.dropped_bytes = 0
         """What autograd has asked for and is not kept."""
@@ -123,26 +128,26 @@ class Tape(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_paused() or not hasattr(func, "overloadpacket"):
+        if self._pause.is_on or not hasattr(func, "overloadpacket"):
             return func(*args, **kwargs)
         if torch.is_inference_mode_enabled() or (is_in_backward() and not torch.is_grad_enabled()):
             self._prepare_changes(func, args, kwargs)
             return func(*args, **kwargs)
         kind = kind_of(func)
-        self._key = self._location.next_key(func)
-        decision = self._policy.decide(kind, self._key)
+        key = self._location.next_key(func)
+        decision = self._policy.decide(kind, key)
         is_kept = decision in _SAVES or kind is Kind.FIXED or (kind is not Kind.VIEW and is_in_function_forward())
         call = None if is_kept else self._make_call(func, args, kwargs)
-        observer = self._observer
-        inputs = [] if observer is None else [self._find(tensor) for tensor in tensors_in([args, kwargs])]
+        profiler = self._profiler
+        inputs = [] if profiler is None else [self._find(tensor) for tensor in tensors_in([args, kwargs])]
         changed = self._prepare_changes(func, args, kwargs)
-        if observer is None:
+        if profiler is None:
             result = func(*args, **kwargs)
         else:
-            result, time_s = observer.run(func, args, kwargs)
+            result, time_s = profiler.run(func, args, kwargs)
         outputs = self._add_outputs(func, args, outputs_of(result), call, changed)
-        if observer is not None:
-            observer.on_call(Seen(self._number, self._key, func, kind, inputs, outputs, self._location.segment, time_s))
+        if profiler is not None:
+            profiler.on_call(self._number, key, kind, inputs, outputs, self._location.segment, time_s)
         self._number += 1
         return result
 
@@ -184,7 +189,7 @@ class Tape(TorchDispatchMode):
         if isinstance(argument, Tensor):
             value = self._find(argument)
             if value is None:
-                value = self._enter(Value(argument, version_of(argument), segment=self._location.segment), argument)
+                value = self._enter(Value(argument, version_of(argument), self._location.segment), argument)
             if value.is_small or value.is_state:
                 # Computing it again would bring in what it was computed from, which may be large.
                 saved = value.save()
@@ -205,7 +210,7 @@ class Tape(TorchDispatchMode):
         # place not the version that it gets.
         base = args[0] if args and _is_view(func) else None  # a number, where a function of numbers is one of tensors
         view_version = version_of(base) if isinstance(base, Tensor) and not base.is_inference() else None
-        for place, tensor in enumerate(results):
+        for tensor in results:
             if not isinstance(tensor, Tensor) or not is_plain(tensor):
                 outputs.append(None)
                 continue
@@ -214,7 +219,7 @@ class Tape(TorchDispatchMode):
             if self._values_at(tensor).get(position_of(tensor, version)) is not None:
                 outputs.append(None)
                 continue
-            value = Value(tensor, version, call, place, self._number, self._location.segment, self._key)
+            value = Value(tensor, version, self._location.segment, call, self._number)
             if changed or view_version is not None:
                 value.is_small = False  # a plan counts it: what it is a view of, or was changed from, may be large
             outputs.append(self._enter(value, tensor))
@@ -240,7 +245,7 @@ class Tape(TorchDispatchMode):
 
     def _enter(self, value: Value, tensor: Tensor) -> Value:
         """Let the tape find the value where ``tensor`` is; return it."""
-        self._values_at(tensor)[position_of(tensor, value.version)] = value
+        self._values_at(tensor)[value.position] = value
         return value
 
     def _values_at(self, tensor: Tensor) -> dict[Any, Value]:
@@ -278,8 +283,8 @@ class Tape(TorchDispatchMode):
         with self._paused():
             saved = self._save(tensor, is_foreign)
             saved.num_uses += 1
-            if self._observer is not None and saved.value is not None:
-                self._observer.on_pack(saved.value, self._location.segment)
+            if self._profiler is not None and saved.value is not None:
+                self._profiler.on_pack(saved.value, self._location.segment)
             return saved
 
     def _save(self, tensor: Tensor, is_foreign: bool) -> Saved:
@@ -288,7 +293,7 @@ class Tape(TorchDispatchMode):
         if not is_plain(tensor) or (is_small(tensor) if value is None else root_of(value).is_state):
             return Saved(None).hold(tensor)
         if value is None:
-            value = self._enter(Value(tensor, version_of(tensor), segment=self._location.segment), tensor)
+            value = self._enter(Value(tensor, version_of(tensor), self._location.segment), tensor)
         saved = value.saved
         if saved is not None and saved.tensor is not None:
             if saved.num_uses == 0:  # held for others until now
@@ -380,21 +385,14 @@ class Tape(TorchDispatchMode):
         with self._paused():  # backward may run within the forward pass
             return saved.take(lambda target: compute(target, self._policy.retain))
 
-    def _is_paused(self) -> bool:
-        return bool(self._paused_threads) and threading.get_ident() in self._paused_threads
-
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """Record nothing that this thread does inside. Others go on: one may run backward while another records."""
-        thread = threading.get_ident()
-        if thread in self._paused_threads:
-            yield
-            return
-        self._paused_threads.add(thread)
+        """Record nothing that this thread does inside."""
+        before, self._pause.is_on = self._pause.is_on, True
         try:
             yield
         finally:
-            self._paused_threads.discard(thread)
+            self._pause.is_on = before
 
 
 def _is_held(value: Value) -> bool:

@@ -31,37 +31,23 @@ class Value:
 
     Attributes:
         call: how to compute it again; None for a value that cannot be, and for one whose tensor is saved.
-        place: of this output among those of the operator.
         number: of the operator in the forward pass; -1 for a tensor from outside.
-        key: of the call of the operator, see `policies.Policy.decide`.
         segment: part of the model in which it was computed.
         num_bytes: size of the tensor.
-        version: of the tensor, at which it is this value.
-        position: in memory, see `position_of`.
+        position: in memory and at which version, see `position_of`.
         is_small: not worth an operator.
         is_state: small and from outside, without gradient. It may be a running statistic, which batch norm moves
             without a new version, so every reader copies it.
     """
 
     __slots__ = (
-        *("call", "place", "number", "key", "segment", "num_bytes", "version", "is_small", "is_state"),
-        *("device_type", "position", "_weak", "_storage", "_saved", "__weakref__"),
+        *("call", "number", "segment", "num_bytes", "is_small", "is_state", "device_type", "position"),
+        *("_weak", "_storage", "_saved", "__weakref__"),
     )
 
-    def __init__(
-        self,
-        tensor: Tensor,
-        version: int,
-        call: Call | None = None,
-        place: int = 0,
-        number: int = -1,
-        segment: int = 0,
-        key: str = "",
-    ) -> None:
+    def __init__(self, tensor: Tensor, version: int, segment: int, call: Call | None = None, number: int = -1) -> None:
         self.call = call
-        self.place = place
         self.number = number
-        self.key = key
         self.segment = segment
         self.num_bytes = tensor.numel() * tensor.element_size()
         self.device_type = tensor.device.type
@@ -70,7 +56,6 @@ class Value:
         self.is_state: bool = is_view_of_state or (number < 0 and _has_few_bytes(tensor) and not tensor.requires_grad)
         self._weak: TensorWeakRef | None = TensorWeakRef(tensor)
         self._storage = ref(tensor.untyped_storage())
-        self.version = version
         self.position = position_of(tensor, version)
         self._saved: ReferenceType[Saved] | None = None
 
@@ -118,11 +103,10 @@ class Saved:
         original: the leaf that ``tensor`` shows, if it is one. Backward gets that, as in plain training.
         needs: what it is computed from.
         num_uses: how often backward will still ask for it.
-        num_runs: how often it was computed again.
         is_own: ``tensor`` was computed again, and may be dropped after its last use.
     """
 
-    __slots__ = ("__weakref__", "_version", "is_own", "needs", "num_runs", "num_uses", "original", "tensor", "value")
+    __slots__ = ("__weakref__", "_version", "is_own", "needs", "num_uses", "original", "tensor", "value")
 
     def __init__(self, value: Value | None) -> None:
         self.value = value
@@ -130,7 +114,6 @@ class Saved:
         self.original: Tensor | None = None
         self.needs: Sequence[Saved] = ()
         self.num_uses = 0
-        self.num_runs = 0
         self.is_own = False
         self._version = 0
 
@@ -360,7 +343,6 @@ def compute(saved: Saved, retain: Retain) -> Tensor:
                 needed = output.saved
                 is_kept = False
                 if needed is not None:
-                    needed.num_runs += 1
                     is_kept = needed.num_uses > 0 if output is target else retain(needed, length)
                     if is_kept:
                         needed.hold_own(tensor)

@@ -372,5 +372,5 @@ def plan_of(seed: int, skipped: frozenset[int]) -> RecomputePlan:
     if plain_bytes and draw.random() < 0.4:
         with suppress(ValueError):  # less than any plan needs
             return make_plan(operations, 1.0, int(plain_bytes * draw.uniform(0.4, 1)))
-    levels = {operation.key: draw.randrange(3) for operation in operations}
+    levels = {operation.key: draw.randrange(2) for operation in operations}
     return RecomputePlan(plain_bytes, DRAWN, plain_bytes, plain_bytes, 1.0, 1.0, levels, operations)

@@ -237,10 +237,3 @@ def test_a_plan_that_is_not_found_in_time_is_refused_by_name():
     model = build("residual")
     with pytest.raises(ValueError, match=r"no plan of \d+ operators was found within time_limit_s=1e-09"):
         plan_recompute(model, batch()[0], 50_000, time_limit_s=1e-9)
-
-
-def test_a_chain_that_is_too_long_for_the_dynamic_program_is_planned_by_the_linear_one():
-    pytest.importorskip("scipy")
-    model = nn.Sequential(nn.Linear(16, 16), *(nn.Sigmoid() for _ in range(110)))
-    plan = plan_recompute(model, numbers(0, 8, 16), 10**6)
-    assert plan.solver == "graph"
