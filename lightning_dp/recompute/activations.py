@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_dp._private.torch_names import TorchDispatchMode
 from lightning_dp.recompute.operators import name_of
+from lightning_dp.recompute.tape import Location
 from lightning_dp.recompute.values import is_plain, tensors_in
 
 
@@ -87,7 +87,7 @@ def activation_bytes(model: nn.Module, batch: Any, method: str = "forward") -> A
     seen = _Seen(model, [*model.parameters(), *model.buffers(), *tensors_in(batch)])
     arguments = batch if isinstance(batch, tuple) else (batch,)
     with unchanged(model), unchanged_parameters(model), torch.enable_grad():
-        with seen.recording():
+        with seen.location.followed(), seen:
             outputs = list(tensors_in(getattr(model, method)(*arguments)))
         graph = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
         if not graph:
@@ -104,29 +104,10 @@ class _Seen(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, known: Sequence[Tensor]) -> None:
         super().__init__()
-        self._names = {module: name for name, module in model.named_modules()}
-        self._kinds = {name: type(module).__name__ for module, name in self._names.items()}
+        self.location = Location(model, frozenset())
+        self._kinds = {name: type(module).__name__ for name, module in model.named_modules()}
         self._known = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in known}
-        self._stack: list[str] = [""]
         self._found: dict[int, tuple[StorageWeakRef, int, str, str]] = {}
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        hooks = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
-        try:
-            with self:
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if module in self._names:
-            self._stack.append(self._names[module])
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module in self._names:
-            self._stack.pop()
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -136,7 +117,7 @@ class _Seen(TorchDispatchMode):
             reference = StorageWeakRef(storage)
             # The first operator has allocated the memory; later ones are views, or change it in place.
             if reference.cdata not in self._known and reference.cdata not in self._found:
-                self._found[reference.cdata] = reference, storage.nbytes(), self._stack[-1], name_of(func)
+                self._found[reference.cdata] = reference, storage.nbytes(), self.location.module, name_of(func)
         return result
 
     def rows(self) -> tuple[ActivationRow, ...]:

@@ -453,29 +453,35 @@ class Location:
     def followed(self) -> Iterator[None]:
         """Follow what runs inside."""
         # Hooks on all modules, not on those of the model: they leave nothing behind in them.
-        hooks = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
+        hooks = [
+            register_module_forward_pre_hook(self._enter),
+            # Also after an exception, which the model may catch.
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
+    @property
+    def module(self) -> str:
+        """The name of the module whose forward runs."""
+        return self._path[-1]
+
     def next_key(self, func: Any) -> str:
         """Return the key of a call of ``func``, the same in each forward pass."""
-        name = f"{self._path[-1]}:{func.name()}"
+        name = f"{self.module}:{func.name()}"
         count = self._counts[name] = self._counts.get(name, -1) + 1
         return f"{name}:{count}"
+
+    # The hooks see the modules that other threads run, too.
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if module in self._modules and threading.get_ident() == self._thread:
             self._path.append(self._modules[module])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() != self._thread:
-            return  # the hooks see the modules that other threads run, too
-        name = self._modules.get(module)
-        if name in self._path[1:]:
-            while self._path.pop() != name:
-                pass  # modules that were left by an exception, which somebody has caught
-        if module in self._segment_ends:
-            self.segment += 1
+        if module in self._modules and threading.get_ident() == self._thread:
+            self._path.pop()
+            self.segment += module in self._segment_ends

@@ -42,6 +42,28 @@ def test_rows_are_sorted_and_name_the_module_that_computed():
     assert found["1.2.bn1"].num_bytes == 2 * 8 * 4
 
 
+class Refused(nn.Module):
+    def forward(self, x):
+        raise KeyError
+
+
+class Recovering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bad, self.good = Refused(), nn.Linear(30, 30)
+
+    def forward(self, x):
+        try:
+            self.bad(x)
+        except KeyError:
+            return self.good(x).exp() * 2
+
+
+def test_a_module_that_raised_computes_nothing_afterwards():
+    rows = activation_bytes(Recovering(), torch.ones(50, 30)).rows
+    assert [(row.module, row.operators) for row in rows] == [("", ("exp",))]
+
+
 def test_it_shows_what_recomputation_leaves():
     model = build("residual")
     before = activation_bytes(model, IMAGES)
