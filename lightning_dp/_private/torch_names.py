@@ -52,7 +52,6 @@ __all__ = [
     "has_modes",
     "has_tensor_hooks",
     "ignore_in_ddp",
-    "inside_function_transform",
     "is_in_backward",
     "is_in_function_forward",
     "is_in_operator",
@@ -152,11 +151,6 @@ def check_input_dim(layer: BatchNorm, input: Tensor) -> None:
 def has_compiled_forward(module: nn.Module) -> bool:
     """Return whether ``module.compile()`` was called."""
     return module._compiled_call_impl is not None
-
-
-def inside_function_transform() -> bool:
-    """Return whether this code runs inside ``torch.func.grad``, ``torch.vmap`` or another function transform."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

@@ -10,44 +10,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_dp._private.torch_names import BatchNorm, check_input_dim, inside_function_transform
+from lightning_dp._private.torch_names import BatchNorm, check_input_dim
 from lightning_dp.collectives.groups import group_size
 from lightning_dp.layers.batch_statistics import GlobalBatchNormFunction
 from lightning_dp.layers.fused_batch_norm import FusedGlobalBatchNormFunction, uses_fused_kernels
 
 
-class _Group:
-    """Reference to a process group inside a module.
+class _Reference:
+    """A module's reference to an object that is not its child: a process group, or another layer. A pickle loses it.
 
-    A process group can neither be deep-copied nor pickled. A deep copy of the module shares the group. A pickled module
-    loses it.
+    Args:
+        target: the object.
+        is_kept_in_copies: whether a deep copy of the module refers to the same object, or to none.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
+    def __init__(self, target: Any = None, is_kept_in_copies: bool = False) -> None:
+        self.target = target
+        self.is_kept_in_copies = is_kept_in_copies
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Group:
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Reference:
+        return self if self.is_kept_in_copies else _Reference()
 
-    def __reduce__(self) -> tuple[type[_Group], tuple[()]]:
-        return _Group, ()
-
-
-class _Origin:
-    """Reference to the layer that a global layer was converted from. Copies and pickles of the global layer lose it.
-
-    A module attribute would be a child of the global layer. A copy that kept the reference would take over the layer of
-    another model when it is reverted.
-    """
-
-    def __init__(self, layer: BatchNorm | None = None) -> None:
-        self.layer = layer
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Origin:
-        return _Origin()
-
-    def __reduce__(self) -> tuple[type[_Origin], tuple[()]]:
-        return _Origin, ()
+    def __reduce__(self) -> tuple[type[_Reference], tuple[()]]:
+        return _Reference, ()
 
 
 class GlobalBatchNorm(BatchNorm):
@@ -59,7 +44,8 @@ class GlobalBatchNorm(BatchNorm):
     all-gather, a backward another. In all other cases the layer calls PyTorch's forward and does not communicate.
 
     A batch that is empty on all ranks leaves the running statistics as they are, as in PyTorch. Input that PyTorch's
-    layer refuses is refused, too, with one exception: a rank may have a single value per channel.
+    layer refuses is refused, too, with two exceptions: a rank may have a single value per channel, and the input may
+    have another dtype than the layer.
 
     Parameters, buffers and state_dict keys are those of PyTorch's layer. The gradients of weight and bias are those of
     this rank's part of the loss. Data-parallel training averages them over the ranks.
@@ -75,8 +61,8 @@ class GlobalBatchNorm(BatchNorm):
             do not accept.
 
     Raises:
-        ValueError: in a global forward: number of channels or dtype of the input do not fit the layer.
-        NotImplementedError: in a global forward inside ``torch.func.grad``, ``torch.vmap`` or another transform.
+        ValueError: in a global forward: the number of channels of the input does not fit the layer.
+        RuntimeError: in a global forward inside ``torch.func.grad``, ``torch.vmap`` or another transform, by PyTorch.
     """
 
     def __init__(self, *args: Any, group: dist.ProcessGroup | None = None, **kwargs: Any) -> None:
@@ -84,25 +70,26 @@ class GlobalBatchNorm(BatchNorm):
         self.is_global = True
         self.had_single_value = False
         self.group = group
-        self._origin = _Origin()
+        self._origin = _Reference()
 
     def set_origin(self, layer: BatchNorm | None) -> None:
         """Remember the layer that this one was converted from, which `revert_global_batch_norm` puts back."""
-        self._origin = _Origin(layer)
+        # A copy that kept it would take over the layer of another model when it is reverted.
+        self._origin = _Reference(layer)
 
     @property
     def origin(self) -> BatchNorm | None:
         """The layer that this one was converted from, or None: it was built, copied or loaded as a global layer."""
-        return self._origin.layer
+        return self._origin.target
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The ranks that share statistics. None is the default group."""
-        return self._group.group
+        return self._group.target
 
     @group.setter
     def group(self, group: dist.ProcessGroup | None) -> None:
-        self._group = _Group(group)
+        self._group = _Reference(group, is_kept_in_copies=True)
 
     @override
     def forward(self, input: Tensor) -> Tensor:
@@ -160,35 +147,15 @@ class GlobalBatchNorm(BatchNorm):
     def _check_input(self, input: Tensor) -> None:
         """Raise for input that PyTorch's layer would refuse, or that cannot have global statistics."""
         check_input_dim(self, input)
-        if torch.compiler.is_compiling():
-            if input.shape[0] == 0:
-                _refuse_empty_batch()
-        elif inside_function_transform():
-            raise NotImplementedError(
-                f"{type(self).__name__} cannot share statistics inside torch.func.grad, torch.vmap and other "
-                "transforms, which cannot pass through a collective; set is_global=False, or use torch.autograd"
-            )
+        if torch.compiler.is_compiling() and input.shape[0] == 0:
+            _refuse_empty_batch()
         for name, values in (("weight", self.weight), ("running_mean", self.running_mean)):
-            if values is None:
-                continue
             # Without this check a single channel would be broadcast to all channels of the layer.
-            if input.shape[1] != values.shape[0]:
+            if values is not None and input.shape[1] != values.shape[0]:
                 raise ValueError(
                     f"{type(self).__name__}: the input of shape {list(input.shape)} has {input.shape[1]} channels, but "
                     f"{name} has {values.shape[0]}"
                 )
-            if input.numel() and not _accepts(values.dtype, input.dtype):
-                # Global statistics could be computed, but training would fail when they become local.
-                raise ValueError(
-                    f"{type(self).__name__}: the input is {input.dtype} and {name} is {values.dtype}, which PyTorch's "
-                    "batch norm does not accept; cast the input, or keep the layer in torch.float32"
-                )
-
-
-def _accepts(parameter: torch.dtype, input: torch.dtype) -> bool:
-    """Return whether PyTorch's batch norm accepts input of this dtype for parameters or buffers of the other."""
-    is_half = input in (torch.float16, torch.bfloat16)
-    return parameter == input or (parameter == torch.float32 and is_half)
 
 
 @torch.compiler.disable  # an exception inside a traced function would not be raised

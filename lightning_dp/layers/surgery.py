@@ -17,16 +17,12 @@ from lightning_dp.layers.global_batch_norm import (
     GlobalBatchNorm3d,
 )
 
-_GLOBAL: dict[type[nn.Module], type[GlobalBatchNorm]] = {
+_GLOBAL: dict[type[BatchNorm], type[GlobalBatchNorm]] = {
     nn.BatchNorm1d: GlobalBatchNorm1d,
     nn.BatchNorm2d: GlobalBatchNorm2d,
     nn.BatchNorm3d: GlobalBatchNorm3d,
 }
-_PLAIN: dict[type[nn.Module], type[BatchNorm]] = {
-    GlobalBatchNorm1d: nn.BatchNorm1d,
-    GlobalBatchNorm2d: nn.BatchNorm2d,
-    GlobalBatchNorm3d: nn.BatchNorm3d,
-}
+_PLAIN = {new: old for old, new in _GLOBAL.items()}
 # The attributes that a global layer has beside those of PyTorch's layer.
 _GLOBAL_ATTRIBUTES = vars(GlobalBatchNorm1d(1)).keys() - vars(nn.BatchNorm1d(1)).keys()
 
@@ -130,15 +126,8 @@ def _check_convertible(name: str, module: nn.Module) -> None:
         for _, child in child_entries(module):
             if isinstance(child, BatchNorm):
                 raise ValueError(_refusal("convert", name, child, _COMPILED))
-    if not isinstance(module, BatchNorm) or isinstance(module, GlobalBatchNorm):
-        return
-    if isinstance(module, nn.SyncBatchNorm):
-        remedy = "it shares statistics already and cannot be switched; build the model with plain BatchNorm layers"
-        raise ValueError(_refusal("convert", name, module, remedy))
-    if isinstance(module, nn.modules.lazy.LazyModuleMixin):
-        remedy = "its number of channels is not known yet; run one batch through the model first"
-        raise ValueError(_refusal("convert", name, module, remedy))
-    _require_replaceable(name, module, _GLOBAL, "convert")
+    if isinstance(module, BatchNorm) and not isinstance(module, GlobalBatchNorm):
+        _require_replaceable(name, module, _GLOBAL, "convert")
 
 
 _COMPILED = "it is compiled on its own, and the compiled code would keep calling the old layer; compile the whole model"
@@ -147,7 +136,10 @@ _COMPILED = "it is compiled on its own, and the compiled code would keep calling
 def _require_replaceable(name: str, module: nn.Module, kinds: Collection[type[nn.Module]], action: str) -> None:
     """Raise ValueError if replacing ``module`` would lose its behavior, or not take effect."""
     if type(module) not in kinds or "forward" in vars(module):
-        remedy = "its own forward would be lost; replace it by a plain BatchNorm layer or by GlobalBatchNorm1d/2d/3d"
+        remedy = (
+            "its own forward would be lost; replace it by a plain BatchNorm layer or by GlobalBatchNorm1d/2d/3d. (A "
+            "lazy layer becomes a plain one in its first forward)"
+        )
     elif has_compiled_forward(module):
         remedy = _COMPILED
     elif name == "":
