@@ -47,7 +47,7 @@ class RanksAgree(Callback):
     Raises:
         ValueError: ``every_n_steps`` is less than 1. In ``fit``: the strategy does not tell what it shards.
         RuntimeError: in ``fit``, on all ranks: the parameters differ. The message names the step, the first parameter
-            that differs, the ranks that disagree, and the remedy.
+            that differs, the ranks that disagree, and possible causes.
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:
@@ -55,7 +55,6 @@ class RanksAgree(Callback):
             raise ValueError(f"every_n_steps={every_n_steps!r} must be at least 1")
         self.every_n_steps = every_n_steps
         self._last_step = -1  # of the last comparison
-        self._frozen_names: set[str] = set()  # when the strategy had been set up
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -77,10 +76,6 @@ class RanksAgree(Callback):
                 "DDPStrategy or a subclass of it, or give the strategy an attribute sharded_parameter_names or "
                 "num_parameter_shards"
             )
-
-    @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._frozen_names = {name for name, value in pl_module.named_parameters() if not value.requires_grad}
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -119,31 +114,24 @@ class RanksAgree(Callback):
         own = {name: (_describe(parameters[name]), int(c)) for name, c in zip(parameters, checksums, strict=True)}
         by_rank: list[Checksums] = [{}] * trainer.world_size
         dist.all_gather_object(by_rank, own)
-        trained = {name for name, value in pl_module.named_parameters() if value.requires_grad}
-        unfrozen_names = self._frozen_names & parameters.keys() & trained
         ranks = range(shard, trainer.world_size, num_shards)
-        compared = [by_rank[rank] for rank in ranks]
-        raise RuntimeError(disagreement_message(compared, trainer.global_step, unfrozen_names, ranks))
+        raise RuntimeError(disagreement_message([by_rank[rank] for rank in ranks], trainer.global_step, ranks))
 
 
-def disagreement_message(
-    by_rank: list[Checksums], step: int, unfrozen_names: set[str], ranks: Sequence[int] | None = None
-) -> str:
+def disagreement_message(by_rank: list[Checksums], step: int, ranks: Sequence[int]) -> str:
     """Return the error message for parameters that differ between ranks.
 
     Args:
         by_rank: the parameters of each of ``ranks``. At least one differs.
         step: number of optimizer steps taken.
-        unfrozen_names: the parameters that were frozen at the beginning of training and are trained now.
-        ranks: that were compared. None: all.
+        ranks: that were compared.
     """
-    ranks = ranks or range(len(by_rank))
     names = dict.fromkeys(name for checksums in by_rank for name in checksums)
     differing = [name for name in names if len({checksums.get(name) for checksums in by_rank}) > 1]
     if not differing:
         return (
             f"the ranks do not have the same parameters after step {step}: they are in another order, in which "
-            f"DistributedDataParallel averages them. {_OTHER_CAUSES}"
+            f"DistributedDataParallel averages them. {_CAUSES}"
         )
     name = differing[0]
     values = [checksums.get(name) for checksums in by_rank]
@@ -156,22 +144,16 @@ def disagreement_message(
         for words in dict.fromkeys(descriptions)
     ]
     details = f" ({', '.join(found)})" if len(found) > 1 else ""
-    remedy = _UNFROZEN if name in unfrozen_names else _OTHER_CAUSES
     return (
         f"the ranks do not have the same parameters after step {step}: {name!r} differs on {_ranks(deviating)} "
-        f"from the other ranks{details}; {len(differing)} of {len(names)} parameters differ. {remedy}"
+        f"from the other ranks{details}; {len(differing)} of {len(names)} parameters differ. {_CAUSES}"
     )
 
 
-_UNFROZEN = (
-    "It was frozen when the strategy was set up and is trained now, so that DistributedDataParallel does not reduce "
-    "its gradient (Lightning issue #20340). Keep it trainable from the beginning, with a learning rate of 0 until you "
-    "want to train it, or unfreeze it between two calls of fit"
-)
-_OTHER_CAUSES = (
+_CAUSES = (
     "Look for code that changes parameters on some ranks only, or with random numbers that differ between ranks, and "
     "for gradients that are not reduced because a parameter was created, replaced or unfrozen after the strategy was "
-    "set up"
+    "set up (Lightning issue #20340)"
 )
 
 
