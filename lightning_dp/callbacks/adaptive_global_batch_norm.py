@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
@@ -21,13 +20,12 @@ from lightning_dp._private.lightning_names import (
     end_when_stop_check_times_out,
     strategy_timeout,
 )
-from lightning_dp._private.torch_names import ignore_in_ddp, stop_ignoring_in_ddp, tree_leaves
+from lightning_dp._private.torch_names import ignore_in_ddp, stop_ignoring_in_ddp
 from lightning_dp.callbacks.convergence import Convergence, Monitor, ask
 from lightning_dp.collectives.groups import RankTopology, create_groups, destroy_group
 from lightning_dp.collectives.small_all_gather import small_all_gather
 from lightning_dp.layers import (
     GlobalBatchNorm,
-    NoEffectWarning,
     apply_global_batch_norm,
     average_running_statistics,
     global_batch_norm_layers,
@@ -336,48 +334,37 @@ def local_batch_size(batch: Any) -> int:
     Raises:
         ValueError: ``batch`` holds no tensor with at least one dimension, or a list of tensors that may be images.
     """
-    kind = type(batch).__name__
-    batch = _with_opened_dataclasses(batch)
-    siblings = _list_of_first_tensor(batch)
-    if len(siblings) > 1 and all(isinstance(each, Tensor) and _may_be_image(each) for each in siblings):
+    size = _first_length(batch)
+    if size is None:
         raise ValueError(
-            f"max_batch_size needs the size of the batch, but a list of {len(siblings)} tensors of shapes such as "
-            f"{tuple(siblings[0].shape)} may hold single images, whose length is their number of channels; stack them "
-            "to one tensor in the collate function, or leave max_batch_size out"
+            f"max_batch_size needs the size of the batch, but a {type(batch).__name__} without tensors does not have "
+            "one; return tensors from the collate function, or leave max_batch_size out"
         )
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return leaf.shape[0]
-    raise ValueError(
-        f"max_batch_size needs the size of the batch, but a {kind} without tensors does not have one; "
-        "return tensors from the collate function, or leave max_batch_size out"
-    )
+    return size
 
 
-def _with_opened_dataclasses(batch: Any) -> Any:
-    """Return ``batch`` with a dictionary of its fields in place of each dataclass; Lightning accepts these, too."""
-    if is_dataclass(batch) and not isinstance(batch, type):
-        return {field.name: _with_opened_dataclasses(getattr(batch, field.name)) for field in fields(batch)}
-    if isinstance(batch, dict):
-        return {key: _with_opened_dataclasses(value) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return [_with_opened_dataclasses(value) for value in batch]
-    return batch
+def _first_length(batch: Any) -> int | None:
+    """Return the length of the first tensor in ``batch``, None if there is none with a dimension."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.dim() > 0 else None
+    if is_dataclass(batch) and not isinstance(batch, type):  # Lightning accepts these, too
+        batch = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    if isinstance(batch, Mapping):
+        batch = batch.values()
+    elif not isinstance(batch, (list, tuple)):
+        return None
+    elif len(batch) > 1 and all(map(_may_be_image, batch)):
+        raise ValueError(
+            f"max_batch_size needs the size of the batch, but a list of {len(batch)} tensors of shapes such as "
+            f"{tuple(batch[0].shape)} may hold single images, whose length is their number of channels; stack them to "
+            "one tensor in the collate function, or leave max_batch_size out"
+        )
+    return next((size for size in map(_first_length, batch) if size is not None), None)
 
 
-def _may_be_image(tensor: Tensor) -> bool:
-    """Whether ``tensor`` may be (C, H, W). A sequence of signals, (N, C, L), is taken for one only if N is so small."""
-    return tensor.dim() == 3 and tensor.shape[0] in (1, 3, 4)
-
-
-def _list_of_first_tensor(batch: Any) -> Sequence[Any]:
-    """Return the innermost list or tuple that begins with the first tensor of ``batch``; an empty one if none does."""
-    while isinstance(batch, (list, tuple, dict)) and batch:
-        first = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
-        if isinstance(first, Tensor):
-            return () if isinstance(batch, dict) else batch
-        batch = first
-    return ()
+def _may_be_image(value: Any) -> bool:
+    """Whether ``value`` may be (C, H, W). A sequence of signals, (N, C, L), is taken for one only if N is so small."""
+    return isinstance(value, Tensor) and value.dim() == 3 and value.shape[0] in (1, 3, 4)
 
 
 def single_value_error(names_by_rank: list[list[str]]) -> str:
@@ -440,17 +427,15 @@ class BatchNormConversion:
         # The user may have built global layers. They are not converted back, but get their group and switch back.
         own_layers = [(layer, layer.group, layer.is_global) for layer in global_batch_norm_layers(model)]
         names = unconverted_layer_names(model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NoEffectWarning)
-            apply_global_batch_norm(model)
-        self._converted_names = names
-        self._own_layers = own_layers
-        layers = global_batch_norm_layers(model)
-        if not layers:
+        if not (own_layers or names):
             raise ValueError(
                 f"{type(model).__name__} has no BatchNorm1d, 2d or 3d for {self._owner} to work on; build the layers "
                 "in __init__ (setup and configure_model come too late), or remove the callback"
             )
+        apply_global_batch_norm(model)
+        self._converted_names = names
+        self._own_layers = own_layers
+        layers = global_batch_norm_layers(model)
         # DDP would replace the running statistics of all ranks by those of rank 0 in each forward. A layer that is
         # registered at two places has two names, and DDP may use either.
         ours = {id(buffer) for layer in layers for buffer in layer.buffers()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,13 +100,15 @@ def test_local_batch_size():
     assert local_batch_size({"name": "x", "scale": torch.tensor(2.0), "x": (images, None)}) == 5
     assert local_batch_size(torch.zeros(0, 3)) == 0
     assert local_batch_size([Pair("x", images)]) == local_batch_size(Pair({"x": images}, None)) == 5
+    assert local_batch_size([UserDict(name="x", pixels=images)]) == 5  # as Hugging Face's BatchEncoding
     with pytest.raises(ValueError, match="a list without tensors does not have one"):
         local_batch_size([1, 2])
 
 
 def test_a_list_of_images_does_not_tell_its_size_by_its_channels():
     images = [torch.zeros(3, 8, 8), torch.zeros(3, 9, 8)]  # as for detection
-    for batch in (images, (images, [{"boxes": torch.zeros(2, 4)}]), {"images": images}):
+    boxes = [{"boxes": torch.zeros(2, 4)}]
+    for batch in (images, (images, boxes), {"images": images}, ("name", images), (torch.tensor(2.0), images)):
         with pytest.raises(ValueError, match=r"2 tensors of shapes such as \(3, 8, 8\) may hold single images"):
             local_batch_size(batch)
     noisy_and_clean = [torch.zeros(8, 2, 100), torch.zeros(8, 2, 100)]
