@@ -193,11 +193,10 @@ def trunk_and_head_groups(
         "trunk": ([p for p in model.parameters() if p not in in_head], trunk_batch_scale),
         "head": (list(modules[head].parameters()), head_batch_scale),
     }
-    for name, (parameters, _) in parts.items():
-        if not parameters:
-            raise ValueError(f"with head={head!r}, the {name} of {type(model).__name__} has no parameters")
     groups = []
     for name, (parameters, scale) in parts.items():
+        if not parameters:
+            raise ValueError(f"with head={head!r}, the {name} of {type(model).__name__} has no parameters")
         new_lr, new_weight_decay = scale_for_batch_size(lr, weight_decay, scale, rule)
         groups.append({"params": parameters, "name": name, "lr": new_lr, "weight_decay": new_weight_decay})
     return groups
