@@ -21,7 +21,15 @@ def times_every_step(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-class StepTimer(Callback):
+class _OwnCallback(Callback):
+    """A callback that tells in `setup` whether it comes from the Trainer's Lightning package."""
+
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Check that callback and Trainer come from the same Lightning package."""
+        require_own_trainer(self, trainer)
+
+
+class StepTimer(_OwnCallback):
     """Log the time of a training step and its parts: the mean over the steps of each epoch, in seconds.
 
     The logger receives the times of rank 0. ``trainer.callback_metrics`` of each rank holds those of that rank, so that
@@ -48,10 +56,6 @@ class StepTimer(Callback):
         self._begin_s = 0.0
         self._waited_before_s = 0.0
         self._last_reduction: int | None = None
-
-    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Check that callback and Trainer come from the same Lightning package."""
-        require_own_trainer(self, trainer)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Say in the log if the communication of this strategy cannot be timed."""
@@ -125,7 +129,7 @@ class StepTimer(Callback):
 # --- Training speed in images per second, beside what the loader alone could deliver.
 
 
-class ImagesPerSecond(Callback):
+class ImagesPerSecond(_OwnCallback):
     """Log images per second in each epoch, over all ranks, and print the last ones at the end of training.
 
     - ``images_per_s/train``: training, without the first batch of an epoch (starting the loader's workers) and without
@@ -143,10 +147,6 @@ class ImagesPerSecond(Callback):
         self._pause_s = 0.0
         self._num_images = 0
         self._last: dict[str, float] = {}
-
-    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Check that callback and Trainer come from the same Lightning package."""
-        require_own_trainer(self, trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Reset the count. The clock starts at the end of the first batch."""
@@ -195,7 +195,7 @@ class ImagesPerSecond(Callback):
 # --- How long training takes to reach a given accuracy.
 
 
-class TimeToAccuracy(Callback):
+class TimeToAccuracy(_OwnCallback):
     """Print and log the time from the start of training to the first validation with a given accuracy.
 
     The time includes validation and checkpoints. It does not include what comes before the first step: starting
@@ -220,10 +220,6 @@ class TimeToAccuracy(Callback):
         self._before_s = 0.0  # of the runs that this one continues
         self._start_s: float | None = None
 
-    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Check that callback and Trainer come from the same Lightning package."""
-        require_own_trainer(self, trainer)
-
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._start_s = time.perf_counter()
@@ -238,7 +234,7 @@ class TimeToAccuracy(Callback):
                 f"TimeToAccuracy: monitor={self.monitor!r} was not logged; there are {', '.join(sorted(metrics))}"
             )
         accuracy = float(metrics[self.monitor])
-        if accuracy < self.threshold:
+        if not accuracy >= self.threshold:  # NaN is not
             return
         self.reached_s = self._elapsed_s()
         for logger in trainer.loggers:

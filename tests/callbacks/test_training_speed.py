@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -131,9 +132,10 @@ def test_the_time_to_an_accuracy_is_printed_and_logged_once(clock, capsys, tmp_p
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
-def test_a_threshold_that_is_not_reached_leaves_no_time(clock, capsys):
+@pytest.mark.parametrize("accuracy", [0.75, math.nan])
+def test_a_threshold_that_is_not_reached_leaves_no_time(clock, capsys, accuracy):
     callback = TimeToAccuracy(0.9)
-    trainer(callback).fit(Net(clock), loader(), loader(3))
+    trainer(callback, max_epochs=1).fit(Net(clock, (accuracy,)), loader(), loader(3))
     assert callback.reached_s is None
     assert "reached" not in capsys.readouterr().out
 
