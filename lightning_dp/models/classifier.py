@@ -81,9 +81,10 @@ class Classifier(LightningModule):
         """Return the mean loss over this rank's images (N, C, H, W) and labels (N,)."""
         x, y = batch
         logits = self(x)
-        loss = self.compute_loss(logits, y, label_smoothing=self.label_smoothing)
+        loss = self.compute_loss(logits, y, _reduction_of(y), self.label_smoothing)
         self.train_loss.update(loss.detach() * len(y), len(y))
-        self.train_acc.update(logits.detach(), y)
+        if len(y) > 0:
+            self.train_acc.update(logits.detach(), y)
         self._log_training(loss, {"train/loss": self.train_loss, "train/acc": self.train_acc})
         return loss
 
@@ -178,6 +179,11 @@ class MeanLoss(Metric):
         return self.total / self.count
 
 
+def _reduction_of(target: Tensor) -> Literal["mean", "sum"]:
+    """Return how a loss over the images of a batch is reduced. The mean over none is NaN, and the sum is 0."""
+    return "mean" if len(target) > 0 else "sum"
+
+
 def _accuracy(num_classes: int, top_k: int = 1) -> Metric:
     # Validating the arguments would make every step wait for the device.
     return MulticlassAccuracy(num_classes, average="micro", top_k=top_k, validate_args=False)
@@ -260,13 +266,14 @@ class SplitClassifier(Classifier):
         # A subclass may have a loss of its own, which is computed from the logits.
         if self.train_accuracy or type(self).compute_loss is not SplitClassifier.compute_loss:
             logits = self.model.head(features)
-            loss = self.compute_loss(logits, target, label_smoothing=self.label_smoothing)
-            if self.train_accuracy:
+            loss = self.compute_loss(logits, target, _reduction_of(target), self.label_smoothing)
+            if self.train_accuracy and len(target) > 0:
                 self.train_acc.update(logits.detach(), target)
         elif self.loss == "cross_entropy":
-            loss = sharded_cross_entropy(self.model.head, features, target, self.label_smoothing)
+            reduction = _reduction_of(target)
+            loss = sharded_cross_entropy(self.model.head, features, target, self.label_smoothing, reduction=reduction)
         else:
-            loss = sharded_binary_cross_entropy(self.model.head, features, target, "sum") / len(target)
+            loss = sharded_binary_cross_entropy(self.model.head, features, target, "sum") / max(1, len(target))
         self.train_loss.update(loss.detach() * len(target), len(target))
         return loss
 

@@ -105,6 +105,20 @@ def test_the_training_loss_is_weighted_by_batch_size_and_alone_is_smoothed():
     assert {"train/acc", "val/acc"} <= set(logged)
 
 
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
+def test_an_empty_training_batch_counts_nothing(label_smoothing):
+    """As on a rank that has no image left: it must neither raise there alone, nor make the loss of the epoch NaN."""
+    model = classifier(label_smoothing=label_smoothing)
+    model.log = lambda *_, **__: None
+    model.training_step(batch(5, 1), 0)
+    before = model.train_loss.compute(), model.train_acc.compute()
+    loss = model.training_step(batch(0, 2), 1)
+    loss.backward()
+    assert loss == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    assert (model.train_loss.compute(), model.train_acc.compute()) == before
+
+
 @pytest.mark.parametrize(
     ("scheduler", "interval", "rates"),
     [

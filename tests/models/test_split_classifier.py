@@ -194,7 +194,9 @@ def test_the_loss_is_one_that_can_keep_logits_sharded(loss, monkeypatch):
     for name in ("sharded_cross_entropy", "sharded_binary_cross_entropy"):
         function = getattr(classifier, name)
         monkeypatch.setattr(
-            classifier, name, lambda *args, name=name, function=function: (seen.append(name), function(*args))[1]
+            classifier,
+            name,
+            lambda *args, name=name, function=function, **options: (seen.append(name), function(*args, **options))[1],
         )
     x, y = batch(5, 1)
     for options in ({}, {"train_accuracy": True}):
@@ -215,6 +217,22 @@ def test_a_loss_of_a_subclass_is_used():
     losses[1].load_state_dict(losses[0].state_dict())
     whole, half = (model.head_step(model.model.trunk(x), y) for model in losses)
     torch.testing.assert_close(half, whole / 2)
+
+
+@pytest.mark.parametrize("kind", [SplitClassifier, Halved])
+@pytest.mark.parametrize("train_accuracy", [False, True])
+@pytest.mark.parametrize("loss", ["logistic", "cross_entropy"])
+def test_an_empty_training_batch_counts_nothing(loss, train_accuracy, kind):
+    """As on a rank that has no image left."""
+    model = kind(network(), CLASSES, SGD_PARTIAL, loss=loss, train_accuracy=train_accuracy)
+    model.log = lambda *_, **__: None
+    model.training_step(batch(5, 1), 0)
+    before = model.train_loss.compute()
+    empty = model.training_step(batch(0, 2), 1)
+    empty.backward()
+    assert empty == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    assert model.train_loss.compute() == before
 
 
 def test_accuracy_in_training_is_counted_only_when_asked_for():
