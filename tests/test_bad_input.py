@@ -252,6 +252,13 @@ WITH_FILES = [
         lambda _: command(plan.main, "trainer=cpu hydra.run.dir=old"),
         old_run,
     ),
+    Bad(
+        "plan: the hybrid",
+        "Diagnose cannot measure the layers of a head that KrizhevskyHybridStrategy shards ... strategy=ddp",
+        lambda _: command(
+            plan.main, "trainer=cpu trainer.devices=2 model=cifar_alexnet optim=krizhevsky strategy=krizhevsky_hybrid"
+        ),
+    ),
     # The folder in which the command is called is the run folder.
     recipe("trainer=cpu hydra.run.dir=. data.batch_size=0", "data.batch_size=0 is smaller than the number of ranks"),
 ]

@@ -76,7 +76,9 @@ class ImageNet(ByteImageDataModule):
         num_workers: int | None = None,
         drop_last: bool = True,
     ) -> None:
-        super().__init__(batch_size, eval_batch_size, seed, _workers(num_workers), drop_last)
+        workers = _cores_of_rank(None) if num_workers is None else num_workers
+        super().__init__(batch_size, eval_batch_size, seed, workers, drop_last)
+        self._shares_cores = num_workers is None
         if crop is not None and crop not in CROPS:
             raise ValueError(f"crop={crop!r} must be one of {', '.join(map(repr, CROPS))}, or null for no augmentation")
         if on_broken not in ("raise", "skip"):
@@ -85,9 +87,7 @@ class ImageNet(ByteImageDataModule):
             raise ValueError("on_broken='skip' needs decoder='auto': DALI decodes a whole batch or none of it")
         begin, end = resize_between
         if not 0 <= begin <= end <= 1:
-            raise ValueError(
-                f"resize_between={resize_between} must be two fractions of the epochs, the first not greater"
-            )
+            raise ValueError(f"resize_between={resize_between} must be two fractions of the epochs, in ascending order")
         self.root = Path(root)
         self.num_classes = num_classes
         self.image_size = image_size
@@ -103,6 +103,12 @@ class ImageNet(ByteImageDataModule):
         self._datasets: dict[str, ImageFiles | EncodedFiles] = {}
         # By process and device. The parent's stays here after a fork: freeing it would wait for threads that are gone.
         self._dali: dict[tuple[int, torch.device], DaliDecoder] = {}
+
+    def setup(self, stage: str | None = None) -> None:
+        """Divide the cores among the Trainer's ranks, if ``num_workers`` is None. See `ImageDataModule.setup`."""
+        if self._shares_cores:
+            self.num_workers = _cores_of_rank(self.trainer)
+        super().setup(stage)
 
     def check(self, world_size: int) -> None:
         """Check also that there is a decoder. See `ImageDataModule.check`."""
@@ -166,7 +172,7 @@ class ImageNet(ByteImageDataModule):
         """Return what DALI makes of the images, in a decoder of this process: its threads do not survive a fork."""
         key = os.getpid(), device
         if key not in self._dali:
-            self._dali[key] = DaliDecoder(device, _workers(None))
+            self._dali[key] = DaliDecoder(device, _cores_of_rank(self.trainer))
         try:
             return self._dali[key](images)
         except BrokenFileError as error:
@@ -214,11 +220,10 @@ def image_size_at(epoch: int, first: float, last: float, start_size: int, end_si
     return round((start_size + (end_size - start_size) * share) / 32) * 32
 
 
-def _workers(num_workers: int | None) -> int:
-    """Return the number of workers: as given, or a fair share of this machine's cores, at least 1."""
-    if num_workers is not None:
-        return num_workers
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+def _cores_of_rank(trainer: Any) -> int:
+    """Return a fair share of this machine's cores, at least 1 and at most `MAX_AUTO_WORKERS`."""
+    # Lightning's own launcher does not set the variable that torchrun sets.
+    ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1 if trainer is None else trainer.num_devices)
     return max(1, min(MAX_AUTO_WORKERS, len(os.sched_getaffinity(0)) // ranks))
 
 

@@ -173,18 +173,11 @@ class EvaluationSampler(DistributedSampler[BatchSlice]):
         batch_size: number of images in a global batch, over all ranks. At least ``world_size``.
         rank: this rank.
         world_size: number of ranks.
-
-    Raises:
-        ValueError: there are fewer images than ranks.
     """
 
     def __init__(self, dataset: Dataset[Any], batch_size: int, rank: int = 0, world_size: int = 1) -> None:
         super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=False)
         num_images = len(dataset)  # type: ignore[arg-type]
-        if num_images < world_size:
-            raise ValueError(
-                f"{num_images} images cannot be divided among {world_size} ranks; use {num_images} or fewer"
-            )
         self.num_batches = min(math.ceil(num_images / batch_size), num_images // world_size)
 
     def __len__(self) -> int:

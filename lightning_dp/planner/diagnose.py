@@ -97,6 +97,17 @@ class Diagnose(StepTimer):
         self._folder = None if folder is None else Path(folder)
         self._start()
 
+    @override
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Check the callback's package, and that the strategy leaves the model whole.
+
+        Raises:
+            ValueError: the strategy shards the model's head.
+        """
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            require_whole_model(trainer.strategy)
+
     def _start(self) -> None:
         """Forget what an earlier fit has measured."""
         self.why_none = ""
@@ -311,6 +322,15 @@ class Diagnose(StepTimer):
     def _stop_recording(self) -> None:
         self._layers.stop()
         self._recomputation.stop()
+
+
+def require_whole_model(strategy: Any) -> None:
+    """Raise ValueError for a strategy that shards the model's head: the layers would be those of one rank's part."""
+    if hasattr(strategy, "gather_head"):
+        raise ValueError(
+            f"Diagnose cannot measure the layers of a head that {type(strategy).__name__} shards; measure with "
+            "strategy='ddp' (in a recipe strategy=ddp), whose table has the rows of the hybrid, too"
+        )
 
 
 PHASES = ("load_s", "forward_s", "backward_s", "update_s")

@@ -16,6 +16,7 @@ from lightning_dp.collectives.compression import Compression, make_compressor
 from lightning_dp.collectives.compression.layout import BucketShard, ParameterTable, whole_shard
 from lightning_dp.collectives.compression.wire import Exchange, Transport
 from lightning_dp.collectives.groups import create_groups, destroy_group
+from lightning_dp.planner.convolutions.measure import measure_time_s
 from lightning_dp.planner.formulas import require_count
 from lightning_dp.planner.network import Link, Network
 from lightning_dp.planner.simulation import COMPRESSORS
@@ -55,10 +56,8 @@ def probe_network(
         )
     bounds = (4 * num_elements, 4 * num_elements) if num_elements else (64 * SMALLEST_BYTES, LARGEST_BYTES)
     all_ranks = _measure(None, bounds, device, repeats)
-    if per_node == world_size:
+    if per_node in (1, world_size):
         return Network(all_ranks, all_ranks, per_node)
-    if per_node == 1:
-        return Network(all_ranks, all_ranks, 1)
     nodes = [range(first, first + per_node) for first in range(0, world_size, per_node)]
     own = create_groups(nodes, dist.get_rank())
     inner = _measure(own, bounds, device, repeats)
@@ -90,15 +89,9 @@ def _measure(
 def _all_reduce_s(group: dist.ProcessGroup | None, num_bytes: int, device: torch.device | str, repeats: int) -> float:
     """Return the time of one all-reduce: the mean over the ranks of their medians, which all of them get."""
     message = torch.zeros(num_bytes // 4, device=device)
-    measured = []
-    for _ in range(repeats + 1):
-        _synchronize_ranks(device)
-        begin_s = time.perf_counter()
-        dist.all_reduce(message, group=group)
-        _synchronize_ranks(device)
-        measured.append(time.perf_counter() - begin_s)
-    # The first one sets connections up, and takes what the link lets pass at once.
-    shared = torch.tensor(median(measured[1:]), dtype=torch.float64, device=device)
+    # The call that does not count sets connections up, and takes what the link lets pass at once.
+    time_s = measure_time_s(lambda: dist.all_reduce(message, group=group), device, repeats)
+    shared = torch.tensor(time_s, dtype=torch.float64, device=device)
     dist.all_reduce(shared, group=group)
     return shared.item() / dist.get_world_size(group)
 
@@ -109,11 +102,6 @@ def _slowest(link: Link, device: torch.device | str) -> Link:
     dist.all_reduce(values, dist.ReduceOp.MAX)
     latency_s, seconds_per_byte = values.tolist()
     return Link(latency_s, 1 / seconds_per_byte)
-
-
-def _synchronize_ranks(device: torch.device | str) -> None:
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # Compressors: the time in which one rank encodes and decodes the job's gradients, without sending them.

@@ -299,16 +299,16 @@ def make_diagnosis(
         ValueError: the job or the recipes do not have the method.
     """
     size = profile.world_size if world_size is None else world_size
-    is_alone = network is None or size == 1
-    links = ALONE if network is None or is_alone else network
-    size = 1 if is_alone else size
+    if network is None or size == 1:
+        network, size = ALONE, 1
+    is_alone = size == 1
     workload = profile.workload()
-    names = ["ddp"] if is_alone else _methods_for(workload, links, size)
+    names = ["ddp"] if is_alone else _methods_for(workload, network, size)
     has_plan = [name for name in names if overrides_of(name, profile, size)]
     if method is not None and (is_alone or method not in has_plan):
         raise ValueError(f"there is no plan for method={method!r}; use one of {', '.join(has_plan)}")
     usable = [name for name in has_plan if METHODS[name].is_exact] if method is None else [method]
-    now = simulate(workload, links, size, "ddp")
+    now = simulate(workload, network, size, "ddp")
     is_present_job = (is_probed or is_alone) and size == profile.world_size
     # No prediction is surer than that of the step which was measured.
     is_tested = is_present_job and profile.strategy == "DDPStrategy"
@@ -317,16 +317,16 @@ def make_diagnosis(
     def error_of(name: str) -> float:
         return max(least_error, expected_error(name, profile.cores_per_rank))
 
-    plan = choose_plan(workload, links, size, changes_for(profile, links, size), usable, error_of)
+    plan = choose_plan(workload, network, size, changes_for(profile, network, size), usable, error_of)
     predictions = []
     for name in () if is_alone else names:
-        time = simulate(plan.workload, links, size, name)
-        predictions.append(Prediction(name, time, reason(name, plan.workload, links, size, time), error_of(name)))
-    why = reason(plan.method, plan.workload, links, size, plan.time)
-    advice = advice_of(plan, workload, links, size, why, overrides_of(plan.method, profile, size) or [])
+        time = simulate(plan.workload, network, size, name)
+        predictions.append(Prediction(name, time, reason(name, plan.workload, network, size, time), error_of(name)))
+    why = reason(plan.method, plan.workload, network, size, plan.time)
+    advice = advice_of(plan, workload, network, size, why, overrides_of(plan.method, profile, size) or [])
     rows = tuple(sorted(predictions, key=lambda p: -p.time.images_per_s))
-    gain = larger_batch_gain(plan, links, size)
-    return Diagnosis(profile, None if is_alone else links, size, rows, plan, advice, now, is_present_job, gain)
+    gain = larger_batch_gain(plan, network, size)
+    return Diagnosis(profile, None if is_alone else network, size, rows, plan, advice, now, is_present_job, gain)
 
 
 def _methods_for(workload: Workload, network: Network, world_size: int) -> list[str]:

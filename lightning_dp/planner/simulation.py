@@ -6,7 +6,7 @@ import heapq
 import math
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_dp.collectives.compression.compressors import FLOAT_BYTES, message_bytes
 from lightning_dp.collectives.compression.options import Compression, PowerSGD
@@ -121,7 +121,13 @@ class _Job:
         if method.family == "hybrid" and workload.head is None:
             raise ValueError("the workload has no head to shard; give Workload(head=Head(...)), or another method")
         if method.family == "layered_sgd" and num_nodes == 1:
-            method = METHODS["ddp"]  # as the strategy does it: a single group has nothing to layer
+            # As the strategy does it: a single group has nothing to layer. The batches stay those of the method.
+            method = replace(
+                METHODS["ddp"],
+                accumulate=method.accumulate,
+                global_batch_norm=method.global_batch_norm,
+                recompute=method.recompute,
+            )
         if method.recompute:
             workload = workload.recomputed(larger_batch=method.recompute == LARGER_BATCH)
         self.workload = workload if method.family == "hybrid" else workload.whole()

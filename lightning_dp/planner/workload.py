@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
+
+from typing_extensions import override
 
 from lightning_dp.planner.formulas import require_count, require_not_negative, require_positive
 
@@ -30,6 +32,10 @@ class Block:
             if name != "shapes":
                 require_not_negative(name, value)
 
+    def larger(self, factor: int) -> Self:
+        """Return the block with ``factor`` times the batch. Its gradients stay as large."""
+        return replace(self, forward_s=factor * self.forward_s, backward_s=factor * self.backward_s)
+
 
 @dataclass(frozen=True)
 class Head(Block):
@@ -44,6 +50,11 @@ class Head(Block):
 
     feature_bytes: float
     hidden_bytes: float
+
+    @override
+    def larger(self, factor: int) -> Self:
+        longer = super().larger(factor)
+        return replace(longer, feature_bytes=factor * self.feature_bytes, hidden_bytes=factor * self.hidden_bytes)
 
 
 @dataclass(frozen=True)
@@ -161,12 +172,27 @@ class Workload:
         last = Block(head.num_bytes, head.forward_s, head.backward_s, shapes=head.shapes)
         return replace(self, blocks=(*self.blocks, last), head=None)
 
+    def larger(self, factor: int) -> Workload:
+        """Return the step with ``factor`` times the batch.
+
+        Compute and loading take that many times as long. Gradients, the update and batch norm's messages stay as they
+        are. `recomputation` is that of another batch, and is left out.
+        """
+        return replace(
+            self,
+            blocks=tuple(block.larger(factor) for block in self.blocks),
+            head=self.head and self.head.larger(factor),
+            batch_size=factor * self.batch_size,
+            load_s=factor * self.load_s,
+            recomputation=None,
+        )
+
     def recomputed(self, larger_batch: bool) -> Workload:
         """Return the step as data parallelism with `Memonger` does it.
 
         Args:
-            larger_batch: whether the batch grows by `Recomputation.batch_factor`. Loading, compute and recomputation
-                take that many times as long; the update, the gradients and recording stay as they are.
+            larger_batch: whether the batch grows by `Recomputation.batch_factor`. Recomputation then takes that many
+                times as long, and recording as long as before.
 
         Raises:
             ValueError: there is no `recomputation`.
@@ -174,27 +200,18 @@ class Workload:
         if self.recomputation is None:
             raise ValueError("the workload has no recomputation; give Workload(recomputation=...), or another method")
         factor = self.recomputation.batch_factor if larger_batch else 1
-        blocks = self.whole().blocks
-        forward_s = sum(block.forward_s for block in blocks)
-        # What runs again are parts of the forward: each block's share is that of its forward.
-        shares = [block.forward_s / forward_s if forward_s else 1 / len(blocks) for block in blocks]
-        again = [share * self.recomputation.recompute_s for share in shares]
-        recorded = [share * self.recomputation.record_s for share in shares]
-        return replace(
-            self,
-            blocks=tuple(
-                replace(
-                    block,
-                    forward_s=factor * block.forward_s + record_s,
-                    backward_s=factor * (block.backward_s + again_s),
-                )
-                for block, again_s, record_s in zip(blocks, again, recorded, strict=True)
-            ),
-            batch_size=factor * self.batch_size,
-            load_s=factor * self.load_s,
-            head=None,
-            recomputation=None,
-        )
+        step = self.whole().larger(factor)
+        record_s = self.recomputation.record_s
+        again_s = factor * self.recomputation.recompute_s
+        total_s = sum(block.forward_s for block in step.blocks)
+        blocks = []
+        for block in step.blocks:
+            # What runs again are parts of the forward: each block's share is that of its forward.
+            share = block.forward_s / total_s if total_s else 1 / len(step.blocks)
+            forward_s = block.forward_s + share * record_s
+            backward_s = block.backward_s + share * again_s
+            blocks.append(replace(block, forward_s=forward_s, backward_s=backward_s))
+        return replace(step, blocks=tuple(blocks))
 
 
 def fill_buckets(blocks: Sequence[Block], bucket_bytes: float, first_bucket_bytes: float) -> list[Block]:
@@ -344,15 +361,9 @@ class StepProfile:
         first = self._head_begins()
         head = None
         if first is not None:
-            parts, layers = blocks[first:], self.layers[first:]
-            head = Head(
-                sum(part.num_bytes for part in parts),
-                sum(part.forward_s for part in parts),
-                sum(part.backward_s for part in parts),
-                layers[0].input_bytes,
-                sum(layer.input_bytes for layer in layers[1:]),
-                shapes=join_shapes(parts),
-            )
+            feature_bytes, *hidden_bytes = (layer.input_bytes for layer in self.layers[first:])
+            joined = vars(_joined(blocks[first:]))
+            head = Head(**joined, feature_bytes=feature_bytes, hidden_bytes=sum(hidden_bytes))
             blocks = blocks[:first]
         return Workload(
             tuple(blocks),

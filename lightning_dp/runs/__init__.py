@@ -5,53 +5,15 @@ The functions here are the console commands. The scripts in ``recipes/`` call th
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 __all__ = ["compare_command", "curves_command", "evaluate_command", "plan_command", "train_command"]
 
 NEEDED = {"hydra": "hydra-core", "matplotlib": "matplotlib", "sklearn": "scikit-learn"}  # module -> what pip installs
-
-
-def train_command() -> None:
-    """``lightning-dp-train``: train and test one configuration or, with ``--multirun``, several."""
-    _prepare()
-    from lightning_dp.runs.train import main
-
-    main()
-
-
-def evaluate_command() -> None:
-    """``lightning-dp-evaluate``: test a checkpoint."""
-    _prepare()
-    from lightning_dp.runs.evaluate import main
-
-    main()
-
-
-def compare_command() -> None:
-    """``lightning-dp-compare``: compare the jobs of a sweep."""
-    _prepare()
-    from lightning_dp.runs.compare import main
-
-    main()
-
-
-def curves_command() -> None:
-    """``recipes/curves.py``: plot a run again."""
-    _prepare()
-    from lightning_dp.runs.metrics import main
-
-    main()
-
-
-def plan_command() -> None:
-    """``lightning-dp-plan``: say where a training step goes, and which strategy to use."""
-    _prepare()
-    from lightning_dp.runs.plan import main
-
-    main()
 
 
 def _prepare() -> None:
@@ -61,3 +23,26 @@ def _prepare() -> None:
     # Python puts a script's folder first in the path. There, recipes/train.py would hide a `train.py` of the user's.
     scripts = Path(__file__).resolve().parents[2] / "recipes"
     sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != scripts]
+
+
+def _command(module: str, about: str) -> Callable[[], None]:
+    """Return the function that runs ``main`` of a module in this folder, with a docstring.
+
+    It imports the module when it is called: the library alone does not have the packages for it.
+    """
+
+    def command() -> None:
+        _prepare()
+        importlib.import_module(f"{__name__}.{module}").main()
+
+    command.__doc__ = about
+    return command
+
+
+train_command = _command(
+    "train", "``lightning-dp-train``: train and test one configuration or, with ``--multirun``, several."
+)
+evaluate_command = _command("evaluate", "``lightning-dp-evaluate``: test a checkpoint.")
+compare_command = _command("compare", "``lightning-dp-compare``: compare the jobs of a sweep.")
+curves_command = _command("metrics", "``recipes/curves.py``: plot a run again.")
+plan_command = _command("plan", "``lightning-dp-plan``: say where a training step goes, and which strategy to use.")

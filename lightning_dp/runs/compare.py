@@ -11,7 +11,6 @@ trust, use --metrics-only: then nothing is built.
 
 from __future__ import annotations
 
-import csv
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from omegaconf import OmegaConf
 
 from lightning_dp.planner.plots import colors_of
 from lightning_dp.runs.command_line import argument_parser, message_of
+from lightning_dp.runs.metrics import rows_of
 from lightning_dp.runs.resume import CURVES, METRICS
 from lightning_dp.runs.traffic import bytes_per_step
 
@@ -128,15 +128,12 @@ def result_column(folder: Path, metric: str) -> str:
 
 def _logged(folder: Path) -> set[str]:
     """Return the names of the metrics that any job has logged."""
-    return {name for path in _job_folders(folder) for row in _rows(path) for name, value in row.items() if value}
+    return {name for path in _job_folders(folder) for row in _rows(path) for name in row}
 
 
 def _rows(folder: Path) -> list[dict[str, str]]:
-    """Return the rows of a job's metrics.csv. Of a job that was killed, the last one may be cut."""
-    if not (folder / METRICS).exists():
-        return []
-    with naming_damage(folder / METRICS), open(folder / METRICS, newline="") as file:
-        return [row for row in csv.DictReader(file) if None not in row.values()]
+    with naming_damage(folder / METRICS):
+        return rows_of(folder)
 
 
 def _overrides(folder: Path) -> list[str]:
@@ -162,7 +159,7 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
     rows = _rows(folder)
 
     def values(name: str) -> dict[int, float]:
-        return {int(row["step"]): float(row[name]) for row in rows if row.get(name)}
+        return {int(row["step"]): float(row[name]) for row in rows if name in row}
 
     # The plot is drawn at the end of a run, and removed where a run begins or continues.
     finished = (folder / CURVES).exists()

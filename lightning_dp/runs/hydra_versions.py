@@ -16,8 +16,8 @@ _ANY_TARGET: Any = getattr(hydra.utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
 MAIN_OPTIONS = VERSION_BASE if _ANY_TARGET is None else {**VERSION_BASE, "execution_whitelist": _ANY_TARGET}
 
 
-def instantiate(config: Any, **arguments: Any) -> Any:
+def instantiate(config: Any, *positional: Any, **arguments: Any) -> Any:
     """Build the object that ``config`` describes, as `hydra.utils.instantiate` does."""
     if _ANY_TARGET is not None:
         arguments["_execution_whitelist_"] = _ANY_TARGET
-    return hydra.utils.instantiate(config, **arguments)
+    return hydra.utils.instantiate(config, *positional, **arguments)

@@ -137,7 +137,10 @@ def rows_before(checkpoint: Path) -> list[dict[str, str]]:
 
 
 def rows_of(run_dir: Path) -> list[dict[str, str]]:
-    """Return the rows of a metrics.csv. A full disk may have cut the last one, which is left out."""
+    """Return the rows of a metrics.csv, with the values that each has. The last one is left out if it was cut.
+
+    A full disk cuts it, or the end of a job that is killed.
+    """
     if not (run_dir / METRICS).is_file():
         return []
     with open(run_dir / METRICS, newline="") as file:
@@ -150,16 +153,18 @@ def last_values(rows: Sequence[dict[str, str]]) -> dict[str, float]:
     return {name: float(value) for row in rows for name, value in row.items() if name not in ("epoch", "step")}
 
 
-def read_metrics(path: Path) -> dict[str, Series]:
-    """Return each column as a series. The file has one row for each time of logging, with gaps. Steps count from 0."""
-    with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
-    ends = [(int(row["step"]) + 1, float(row["epoch"]) + 1) for row in rows if row.get("train/loss")]
+def read_metrics(run_dir: Path) -> dict[str, Series]:
+    """Return each column of metrics.csv as a series.
+
+    The file has one row for each time of logging, with gaps. Steps count from 0.
+    """
+    rows = rows_of(run_dir)
+    ends = [(int(row["step"]) + 1, float(row["epoch"]) + 1) for row in rows if "train/loss" in row]
     steps_per_epoch = ends[-1][0] / ends[-1][1] if ends else 1.0
     series: dict[str, Series] = {}
     for row in rows:
         for name, value in row.items():
-            if value and name not in ("epoch", "step"):
+            if name not in ("epoch", "step"):
                 series.setdefault(name, []).append(((int(row["step"]) + 1) / steps_per_epoch, float(value)))
     return series
 
@@ -186,7 +191,7 @@ def draw_curves(run_dir: str | Path, file: str = CURVES) -> Path:
     folder = Path(run_dir).resolve()
     if not (folder / METRICS).is_file():
         raise FileNotFoundError(f"{folder} has no metrics.csv; give the folder of a run")
-    series = read_metrics(folder / METRICS)
+    series = read_metrics(folder)
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     loss, accuracy = figure.subplots(1, 2)
     for axes, metric, title in ((loss, "loss", "loss"), (accuracy, "acc", "accuracy")):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from pytorch_lightning import Callback, seed_everything
 
 from lightning_dp.launch import external_rank, launch
 from lightning_dp.planner import Diagnose, Link, Network
+from lightning_dp.planner.diagnose import require_whole_model
 from lightning_dp.planner.formulas import require_not_negative, require_positive
 from lightning_dp.runs.command_line import (
     check_mode,
@@ -40,9 +40,10 @@ from lightning_dp.runs.command_line import (
     run,
     write_configuration,
 )
+from lightning_dp.runs.hydra_versions import instantiate
 from lightning_dp.runs.resume import require_unused
 from lightning_dp.runs.train import build, configure_logging
-from lightning_dp.runs.validation import Config, fits, resolved, spelled, validate
+from lightning_dp.runs.validation import Config, check_arguments, naming_keys, resolved, validate
 
 
 def main() -> None:
@@ -57,36 +58,58 @@ def job(cfg: DictConfig) -> None:
         config = resolved(cfg, "plan", "verify")
         check_plan(config, list(map(key_of, HydraConfig.get().overrides.task)))
         num_processes = validate(config)
+        require_whole_model(instantiate(config["strategy"]))
         check_verify(config, num_processes * config["trainer"]["num_nodes"])
         require_unused(Path(cfg.run_dir), None, "hydra.run.dir")  # else the configuration there would be replaced
     except Exception as error:
         raise config_error(error) from error
-    if external_rank() in (None, 0):
+    is_first = external_rank() in (None, 0)
+    if is_first:
         write_configuration(cfg)
     try:
         num_nodes = config["trainer"]["num_nodes"]
         text = launch(measure, config, job_logging(), num_processes=num_processes, num_nodes=num_nodes)
-        plan_file = Path(cfg.run_dir, "plan.yaml")
-        if config["verify"] and plan_file.exists():
-            plan = json.loads(plan_file.read_text())
-            overrides = [*without(HydraConfig.get().overrides.task, plan["overrides"]), *plan["overrides"]]
-            planned = resolved(compose("plan", overrides), "plan", "verify")
-            validate(planned)
-            sides = {PRESENT: config, PLANNED: planned}
-            times = launch(time_steps, sides, job_logging(), num_processes=num_processes, num_nodes=num_nodes)
-            text += f"\n\n{verified_text(times, sides, plan)}"
-            Path(cfg.run_dir, "plan.md").write_text(f"{text}\n")
+        if is_first:
+            print(text, flush=True)
+        if config["verify"] and Path(cfg.run_dir, PLAN_FILE).exists():
+            verified = verify(config, num_processes)
+            print(f"\n{verified}", flush=True)
+            Path(cfg.run_dir, "plan.md").write_text(f"{text}\n\n{verified}\n")
     except Exception as error:
         raise job_error(cfg.run_dir, error, config) from error
-    if external_rank() in (None, 0):
-        print(text, flush=True)
 
 
-TYPES: dict[str, Any] = {  # of the values under ``plan``
-    **{"num_steps": int, "max_s": float, "method": str | None, "memonger": bool, "world_size": int | None},
-    **{"gbit_per_s": float | None, "ranks_per_node": int, "latency_s": float},
-    **{"intra_gbit_per_s": float, "intra_latency_s": float},
-}
+def make_callback(
+    run_dir: str,
+    num_steps: int,
+    max_s: float,
+    method: str | None,
+    memonger: bool,
+    world_size: int | None,
+    ranks_per_node: int,
+    gbit_per_s: float | None,
+    latency_s: float,
+    intra_gbit_per_s: float,
+    intra_latency_s: float,
+) -> Diagnose:
+    """Make the callback that measures. The arguments but the first are the keys under ``plan``.
+
+    Raises:
+        ValueError: a value makes no sense.
+    """
+    # A link would name its own arguments, and there is none where the network is measured.
+    require_not_negative("latency_s", latency_s)
+    require_not_negative("intra_latency_s", intra_latency_s)
+    require_positive("intra_gbit_per_s", intra_gbit_per_s)
+    network = None
+    if gbit_per_s is not None:
+        require_positive("gbit_per_s", gbit_per_s)
+        inter = Link(latency_s, 1e9 / 8 * gbit_per_s)
+        intra = Link(intra_latency_s, 1e9 / 8 * intra_gbit_per_s)
+        network = Network(inter, intra, ranks_per_node)
+    return Diagnose(num_steps, max_s, network, world_size, run_dir, stop=True, method=method, memonger=memonger)
+
+
 OF_THE_NETWORK = [f"plan.{key}" for key in ("ranks_per_node", "latency_s", "intra_gbit_per_s", "intra_latency_s")]
 
 
@@ -97,51 +120,19 @@ def check_plan(config: Config, given: Sequence[str]) -> None:
         config: the whole configuration.
         given: the keys of the command line.
     """
-    plan = config["plan"]
-    for key, value in plan.items():
-        if key not in TYPES:
-            raise ValueError(f"nothing reads the key plan.{key}; there are {', '.join(TYPES)}")
-        if not fits(value, TYPES[key]):
-            raise ValueError(f"plan.{key}={value} must be {spelled(TYPES[key])}")
-        if key.endswith("gbit_per_s") and value is not None:
-            require_positive(f"plan.{key}", value)
-        if key.endswith("latency_s"):
-            require_not_negative(f"plan.{key}", value)
+    check_arguments("plan", config["plan"])
+    with naming_keys("plan", config):
+        instantiate(config["plan"], config["run_dir"])
     unread = [key for key in OF_THE_NETWORK if key in given]
-    if unread and plan["gbit_per_s"] is None:
+    if unread and config["plan"]["gbit_per_s"] is None:
         raise ValueError(f"{unread[0]} has no effect on a network that is measured; give plan.gbit_per_s as well")
-    try:
-        make_callback(config)
-    except (TypeError, ValueError) as error:  # it has the names of arguments, and the command line those of keys
-        raise ValueError(re.sub(rf"(?<![\w.])({'|'.join(TYPES)})=", r"plan.\1=", str(error))) from error
-
-
-def make_callback(config: Config) -> Any:
-    """Make the callback that measures, from the values under ``plan``."""
-    plan = config["plan"]
-    network = None
-    if plan["gbit_per_s"] is not None:
-        inter = Link(plan["latency_s"], 1e9 / 8 * plan["gbit_per_s"])
-        intra = Link(plan["intra_latency_s"], 1e9 / 8 * plan["intra_gbit_per_s"])
-        network = Network(inter, intra, plan["ranks_per_node"])
-    return Diagnose(
-        plan["num_steps"],
-        plan["max_s"],
-        network,
-        plan["world_size"],
-        config["run_dir"],
-        stop=True,
-        method=plan["method"],
-        memonger=plan["memonger"],
-    )
 
 
 def measure(config: Config, logging_config: Config | None) -> str:
     """Train on this rank for as long as the callback measures, and return the diagnosis."""
-    if logging_config is not None:
-        configure_logging(logging_config, external_rank() or 0)
+    configure_logging(logging_config)
     seed_everything(config["seed"], workers=True, verbose=False)
-    callback = make_callback(config)
+    callback: Diagnose = instantiate(config["plan"], config["run_dir"])
     with leaving_no_groups():
         run_steps(config, callback)
     return str(callback.diagnosis or f"there is no plan: {callback.why_none}")
@@ -175,6 +166,7 @@ def leaving_no_groups() -> Iterator[None]:
 
 # With verify=true: steps of the present and of the planned configuration, in turn.
 
+PLAN_FILE = "plan.yaml"
 PRESENT, PLANNED = "present", "plan"
 ROUNDS = 3
 NUM_STEPS = 8  # of a round, after the first ones
@@ -197,10 +189,31 @@ def check_verify(config: Config, world_size: int) -> None:
         raise ValueError("verify=true starts the processes of both configurations itself; use python, not torchrun")
 
 
+def verify(config: Config, num_processes: int) -> str:
+    """Run steps of the present configuration and of the planned one, and return a table of their times."""
+    plan = json.loads(Path(config["run_dir"], PLAN_FILE).read_text())
+    overrides = [*without(HydraConfig.get().overrides.task, plan["overrides"]), *plan["overrides"]]
+    planned = resolved(compose("plan", overrides), "plan", "verify")
+    validate(planned)
+    sides = {PRESENT: config, PLANNED: planned}
+    times = launch(time_steps, sides, job_logging(), num_processes=num_processes)
+    return verified_text(times, sides, plan)
+
+
 def without(overrides: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Return the overrides of the command line but those whose key the plan sets."""
+    """Return the overrides of the command line but those of keys that the plan sets, and of options below them.
+
+    With a group, such as ``strategy``, the plan chooses another file, which may not have the options of the present
+    one. Options that the command line adds (``+``) are in neither file, and stay.
+    """
     keys = {key_of(override) for override in others}
-    return [override for override in overrides if key_of(override) not in keys]
+
+    def is_replaced(override: str) -> bool:
+        key = key_of(override)
+        is_below = any(key.startswith(f"{other}.") for other in keys)
+        return key in keys or (is_below and not override.startswith("+"))
+
+    return [override for override in overrides if not is_replaced(override)]
 
 
 class StepClock(Callback):
@@ -226,8 +239,7 @@ class StepClock(Callback):
 
 def time_steps(configs: Mapping[str, Config], logging_config: Config | None) -> dict[str, list[float]]:
     """Train each configuration in turn on this rank, `ROUNDS` times; return the seconds of a step in each round."""
-    if logging_config is not None:
-        configure_logging(logging_config, external_rank() or 0)
+    configure_logging(logging_config)
     times: dict[str, list[float]] = {name: [] for name in configs}
     with leaving_no_groups():
         for name, config in ROUNDS * list(configs.items()):

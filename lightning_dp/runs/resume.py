@@ -50,9 +50,10 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
     """Return the checkpoint that ``ckpt_path`` stands for, or None to start from the beginning.
 
     - A path: that checkpoint, whatever its configuration.
-    - ``"last"`` or ``"best"``: that of the run folder. If it has none: of a single run, that of the newest run of the
-      same name and configuration beside it. None where a run had not come to its first checkpoint: in a folder with
-      metrics, of ranks that torchrun or SLURM has started, and of a job in a sweep that another job has begun.
+    - ``"last"`` or ``"best"``: that of the run folder. If it has none, a single run takes that of the newest run of the
+      same name and configuration beside it. These start from the beginning instead, since they may have been killed
+      before their first checkpoint: a run whose folder has metrics, a job of a sweep in which any job has metrics, and
+      ranks that torchrun or SLURM has started.
 
     Args:
         config: the whole configuration.
@@ -297,6 +298,10 @@ class ConfigurationInCheckpoint(Callback):
         self._config = config
         self._has_read = False
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Do what the next epoch would have begun with, for a run of one epoch."""
+        self.on_train_epoch_start(trainer, pl_module)
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn of a checkpoint that no run can continue from now, and not when a run is to be continued."""
         path = Path(self._config["run_dir"], OF_A_RUN["last"])
@@ -360,19 +365,16 @@ class SeedEachEpoch(Callback):
         torch.manual_seed(seed)
 
 
-class BeginsNextEpoch(Callback):
-    """Lets a run with ``max_steps`` continue with the next epoch, as Lightning does without."""
+class ContinuesAfterCheckpoint(Callback):
+    """Continues with the epoch after that of the checkpoint, or not at all where EarlyStopping had stopped the run.
+
+    With ``max_steps`` Lightning would go through the epoch that has ended again, and after EarlyStopping train another.
+    The callback comes before the others, so that they see the right epoch.
+    """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Correct the loop's progress. Called by Lightning when the checkpoint has been loaded."""
+        """Correct the loop. Called by Lightning when the checkpoint has been loaded."""
         begin_next_epoch(trainer)
-
-
-class EndsOnce(Callback):
-    """Trains nothing more where EarlyStopping had stopped the run of a checkpoint. Lightning would train an epoch."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop at once. Called by Lightning when the checkpoint has been loaded."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         stoppers = [callback for callback in callbacks if isinstance(callback, EarlyStopping)]
         if any(each.stopped_epoch > 0 or each.wait_count >= max(1, each.patience) for each in stoppers):

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_dp.planner.traffic import half_ring_cost, hierarchical_cost, hybrid_cost, ring_cost
+from lightning_dp.callbacks import AdaptiveGlobalBatchNorm
+from lightning_dp.planner.traffic import half_ring_cost, head_traffic, hierarchical_cost, ring_cost
 from lightning_dp.runs.hydra_versions import instantiate
 from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredFSDPStrategy, LayeredSGDStrategy
 
@@ -19,8 +20,10 @@ def bytes_per_step(config: dict[str, Any], global_share: float = 0.0) -> float |
     """Return the bytes that a rank sends in a training step, the mean over the ranks.
 
     It counts 32-bit gradients, the features and activations of a sharded head, and the statistics of global batch norm.
-    All-reduces are taken to be rings. Parameters that are not trained are counted, too. None with compression, and if
-    the configuration does not say how many ranks there were, or for the hybrid how many images.
+    All-reduces are taken to be rings. Parameters that are not trained are counted, too. A step with several batches
+    (``accumulate_grad_batches``) sends what belongs to a batch in each of them. None with compression, and if the
+    configuration does not say how many ranks there were, for the hybrid how many images, or for global statistics how
+    many ranks share them.
 
     Args:
         config: the configuration of a run, resolved.
@@ -40,10 +43,27 @@ def bytes_per_step(config: dict[str, Any], global_share: float = 0.0) -> float |
     gradients = mean(
         _gradient_bytes(module, strategy, config, rank, (num_nodes, devices)) for rank in range(world_size)
     )
+    if not global_share:
+        return gradients
+    num_sharing = _ranks_that_share_statistics(config, world_size)
+    if num_sharing is None:
+        return None
     channels = [layer.num_features for layer in module.modules() if isinstance(layer, BATCH_NORM)]
-    # Each rank sends its 2C + 1 numbers in the forward and 2C in the backward to each other rank.
-    statistics = sum(4 * count + 1 for count in channels) * ELEMENT_BYTES * (world_size - 1)
-    return gradients + global_share * statistics
+    # Each rank sends its 2C + 1 numbers in the forward and 2C in the backward to each rank that it shares them with.
+    statistics = sum(4 * count + 1 for count in channels) * ELEMENT_BYTES * (num_sharing - 1)
+    return gradients + global_share * _batches_per_step(config) * statistics
+
+
+def _batches_per_step(config: dict[str, Any]) -> int:
+    return config["trainer"].get("accumulate_grad_batches") or 1
+
+
+def _ranks_that_share_statistics(config: dict[str, Any], world_size: int) -> int | None:
+    """Return the size of the groups of `AdaptiveGlobalBatchNorm`; None if statistics are global by something else."""
+    for node in (config.get("callbacks") or {}).values():
+        if node is not None and node["_target_"].endswith(f".{AdaptiveGlobalBatchNorm.__name__}"):
+            return node.get("group_size") or world_size
+    return None
 
 
 def _ranks_per_node(devices: Any) -> int | None:
@@ -74,7 +94,8 @@ def _gradient_bytes(module: nn.Module, strategy: Any, config: dict[str, Any], ra
         # Parameters are gathered where gradients would be, and once more for backward.
         is_gathered_again = config["strategy"].get("reshard_after_forward", True)
         again = half_ring_cost(num_elements, ELEMENT_BYTES, size, sent_by).bytes_sent if is_gathered_again else 0
-        return cost.bytes_sent + again
+        # Within the group in each batch, between groups once in a step.
+        return cost.inter_group_bytes + _batches_per_step(config) * (cost.intra_group_bytes + again)
     return ring_cost(num_elements, ELEMENT_BYTES, world_size, rank).bytes_sent
 
 
@@ -88,4 +109,6 @@ def _hybrid_bytes(module: nn.Module, config: dict[str, Any], num_elements: int, 
     num_passes = options.get("num_passes")
     scheme: Any = options.get("scheme") or ("c" if num_passes or options.get("variable_batch") else "a")
     loss: Any = config["model"].get("loss", "cross_entropy") if hasattr(module, "head_step") else "own"
-    return hybrid_cost(trunk_elements, widths, batch_sizes, ELEMENT_BYTES, scheme, loss, rank, num_passes).bytes_sent
+    head_cost = head_traffic(widths, batch_sizes, ELEMENT_BYTES, scheme, loss, rank, num_passes=num_passes)
+    trunk_bytes = ring_cost(trunk_elements, ELEMENT_BYTES, world_size, rank).bytes_sent
+    return trunk_bytes + _batches_per_step(config) * sum(cost.bytes_sent for cost in head_cost.values())

@@ -39,7 +39,6 @@ from lightning_dp.runs.metrics import (
     MetricsFile,
     RowsInCheckpoint,
     draw_curves,
-    is_plain,
     last_values,
     rows_before,
     rows_of,
@@ -48,11 +47,10 @@ from lightning_dp.runs.resume import (
     CURVES,
     METRICS,
     OF_A_RUN,
-    BeginsNextEpoch,
     BestCheckpoint,
     CompleteFiles,
     ConfigurationInCheckpoint,
-    EndsOnce,
+    ContinuesAfterCheckpoint,
     SeedEachEpoch,
     alone_in,
     completed_steps,
@@ -106,8 +104,7 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
         config: configuration of the job, resolved, in plain dicts and lists.
         logging_config: argument of ``logging.config.dictConfig``, or None to leave logging as it is.
     """
-    if logging_config is not None:
-        configure_logging(logging_config, external_rank() or 0)
+    configure_logging(logging_config)
     # Lightning calls a function that newer versions of torch deprecate.
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec")
     seed_everything(config["seed"], workers=True, verbose=False)
@@ -120,7 +117,6 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
     for logger in trainer.loggers:
         # The whole configuration, so that loggers can compare the runs of a sweep.
         logger.log_hyperparams(config)
-    warn_of_objects(model, data)
     metrics: dict[str, Any] = {}
     try:
         if config["train"]:
@@ -155,17 +151,6 @@ def first_rows(config: Config) -> list[dict[str, str]]:
     return rows_before(checkpoint)
 
 
-def warn_of_objects(*modules: Any) -> None:
-    """Warn of hyperparameters with which Lightning's checkpoints cannot be read again without running their code."""
-    for module in modules:
-        names = [name for name, value in module.hparams.items() if not is_plain(value)]
-        if names:
-            log.warning(
-                "%s keeps objects as hyperparameters (%s), so no run can continue from its checkpoints; leave them "
-                "out with save_hyperparameters(ignore=%s)", type(module).__name__, ", ".join(names), names
-            )  # fmt: skip
-
-
 def make_loggers(config: Config, rows: list[dict[str, str]]) -> list[Any]:
     """Return the loggers: always that of metrics.csv, which begins with ``rows``, and those of the group ``logger``."""
     chosen = [instantiate(node) for node in config["logger"].values() if node is not None]
@@ -195,9 +180,11 @@ def weights_to_test(config: Config, trainer: Any) -> str | None:
     return str(path)
 
 
-def configure_logging(config: Config, rank: int) -> None:
-    """Configure logging on this rank. Only rank 0 logs to the file."""
-    if rank:
+def configure_logging(config: Config | None) -> None:
+    """Configure logging on this rank, or leave it as it is for None. Only rank 0 logs to the file."""
+    if config is None:
+        return
+    if external_rank():
         config = config | {"root": config["root"] | {"handlers": ["console"]}}
         config["handlers"] = {"console": config["handlers"]["console"]}
     logging.config.dictConfig(config)
@@ -209,11 +196,11 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     torch.set_float32_matmul_precision(config.get("matmul_precision", "highest"))
     model, data = instantiate(config["model"]), instantiate(config["data"])
     callbacks = [instantiate(node) for node in without_contradictions(config)["callbacks"].values()]
-    callbacks += [SeedEachEpoch(config["seed"]), ConfigurationInCheckpoint(config), EndsOnce()]
+    callbacks += [SeedEachEpoch(config["seed"]), ConfigurationInCheckpoint(config)]
     if config.get("test") == "best" and config["train"]:
         callbacks.insert(0, BestCheckpoint(config))
     callbacks += [RowsInCheckpoint(logger) for logger in loggers or () if isinstance(logger, MetricsFile)]
-    callbacks.insert(0, BeginsNextEpoch())  # the others see the right epoch
+    callbacks.insert(0, ContinuesAfterCheckpoint())
     trainer = instantiate(config["trainer"], callbacks=callbacks, logger=loggers or False, _convert_="all")
     if isinstance(trainer.precision_plugin, DoublePrecision):
         # Lightning converts the module after it has loaded a checkpoint, and so rounds the weights in it to 32 bits.

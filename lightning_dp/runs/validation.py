@@ -81,38 +81,40 @@ def validate(config: Config) -> int:
     Raises:
         ValueError, OSError, ImportError: the message has the given value, the rule and the remedy.
     """
-    check_top_level_types(config)
-    # The model refers to optim, whose keys are those that the command line takes.
-    for path, node in sorted(targets(config), key=lambda found: not found[0].startswith("optim.")):
-        with naming_optim(config):
+    with naming_optim(config):
+        check_top_level_types(config)
+        for path, node in targets(config):
             check_arguments(path, node)
-    for group in ("callbacks", "logger"):
-        check_have_targets(group, config[group])
-    check_together(config)
-    trainer = config["trainer"]
-    num_processes = count_processes(
-        trainer["accelerator"], trainer["devices"], num_gpus=torch.cuda.device_count(), num_cores=os.cpu_count() or 1
-    )
-    check_ranks(num_processes, trainer["num_nodes"])
-    with naming_keys("strategy", config):
-        strategy = instantiate(config["strategy"])
-        if hasattr(strategy, "topology_of"):
-            strategy.topology_of(trainer["num_nodes"], num_processes)
-    # Each rank builds these again. Here they are built for the errors of their constructors.
-    with naming_keys("trainer", config):
-        # In a SLURM job with one task, whose processes we start, Lightning would ask for as many tasks as devices.
-        alone = {"devices": 1, "num_nodes": 1, "strategy": "auto"} if external_rank() is None else {}
-        instantiate(trainer | alone, logger=False, _convert_="all")
-    for group, kind in (("callbacks", Callback), ("logger", Logger)):
-        for name, node in config[group].items():
-            if node is not None:
-                with naming_keys(f"{group}.{name}", config):
-                    _require_kind(instantiate(node), kind, f"{group}.{name}", node)
-    _check_optimizer(config)
-    _check_model(config)
-    with naming_keys("data", config):
-        _check_data(instantiate(config["data"]), config, num_processes * trainer["num_nodes"])
-    return num_processes
+        for group in ("callbacks", "logger"):
+            check_have_targets(group, config[group])
+        check_together(config)
+        trainer = config["trainer"]
+        num_processes = count_processes(
+            trainer["accelerator"],
+            trainer["devices"],
+            num_gpus=torch.cuda.device_count(),
+            num_cores=os.cpu_count() or 1,
+        )
+        check_ranks(num_processes, trainer["num_nodes"])
+        with naming_keys("strategy", config):
+            strategy = instantiate(config["strategy"])
+            if hasattr(strategy, "topology_of"):
+                strategy.topology_of(trainer["num_nodes"], num_processes)
+        # Each rank builds these again. Here they are built for the errors of their constructors.
+        with naming_keys("trainer", config):
+            # In a SLURM job with one task, whose processes we start, Lightning would ask for as many tasks as devices.
+            alone = {"devices": 1, "num_nodes": 1, "strategy": "auto"} if external_rank() is None else {}
+            instantiate(trainer | alone, logger=False, _convert_="all")
+        for group, kind in (("callbacks", Callback), ("logger", Logger)):
+            for name, node in config[group].items():
+                if node is not None:
+                    with naming_keys(f"{group}.{name}", config):
+                        _require_kind(instantiate(node), kind, f"{group}.{name}", node)
+        _check_optimizer(config)
+        _check_model(config)
+        with naming_keys("data", config):
+            _check_data(instantiate(config["data"]), config, num_processes * trainer["num_nodes"])
+        return num_processes
 
 
 def _require_kind(made: Any, kind: type, path: str, node: Config) -> None:
@@ -127,9 +129,7 @@ def _check_optimizer(config: Config) -> None:
         node = config["model"].get(name)
         if not (isinstance(node, dict) and node.get("_partial_")):
             return
-        # The keys of the command line; a model of the user's may have no group `optim`.
-        path = f"optim.{name}" if (config.get("optim") or {}).get(name) == node else f"model.{name}"
-        with naming_keys(path, config):
+        with naming_keys(f"model.{name}", config):
             make = instantiate(node)
             if made is not None:
                 has_end = "total_steps" in _parameters(node["_target_"])
@@ -147,10 +147,10 @@ def _check_model(config: Config) -> None:
     # A model of the user's may load weights, or need another device.
     if not all(str(name).startswith("lightning_dp.") for name in made_of):
         return
-    with naming_optim(config), naming_keys("model", config), torch.device("meta"):
+    with naming_keys("model", config), torch.device("meta"):
         module = instantiate(config["model"])
     if getattr(module, "parameter_groups", None) is not None:
-        with naming_optim(config), naming_keys("model.parameter_groups", config):
+        with naming_keys("model.parameter_groups", config):
             list(module.parameter_groups(module.model))
     if config["strategy"]["_target_"] == "lightning_dp.KrizhevskyHybridStrategy":
         with naming_keys("strategy", config):

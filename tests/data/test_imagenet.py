@@ -248,6 +248,17 @@ def test_a_rank_has_a_worker_for_each_of_its_cores_up_to_16(root, monkeypatch, c
     assert ImageNet(root, **{**OPTIONS, "num_workers": None}).num_workers == workers
 
 
+def test_the_cores_are_divided_among_ranks_that_lightning_starts(root, monkeypatch):
+    """Its launcher does not set torchrun's variable."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for given, workers in ((None, 4), (3, 3)):
+        module = ImageNet(root, **{**OPTIONS, "num_workers": given})
+        module.trainer = Trainer(accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
+        module.setup("fit")
+        assert module.train_dataloader().num_workers == workers
+
+
 def test_synthetic_images_stand_in_for_imagenet():
     module = SyntheticImageNet(num_train=60, num_val=9, **OPTIONS)
     module.check(2)

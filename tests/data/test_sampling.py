@@ -112,11 +112,6 @@ def test_evaluation_is_exact_with_equally_many_batches_on_all_ranks(world_size, 
     assert torch.equal(together, torch.arange(num_images))
 
 
-def test_fewer_evaluation_images_than_ranks_is_an_error():
-    with pytest.raises(ValueError, match="4 images cannot be divided among 5 ranks; use 4 or fewer"):
-        EvaluationSampler(dataset(4), 100, 0, 5)
-
-
 def test_an_index_of_a_single_image_is_refused():
     with pytest.raises(TypeError, match="overfit_batches"):
         dataset(4)[0]

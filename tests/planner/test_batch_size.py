@@ -81,9 +81,9 @@ def test_of_equal_rates_the_smaller_batch_wins():
     assert choose_batch_size(sizes).batch_size == 8
 
 
-def test_candidates_without_a_solution_are_refused_with_the_missing_bytes():
+def test_candidates_without_a_solution_are_refused():
     layers = {"conv": [Choice("gemm", 1.0, 30, 5), Choice("fft", 0.5, 90)]}
-    with pytest.raises(ValueError, match=r"none of the batch sizes \[8, 16\] fits into memory: .* lacks 15 bytes"):
+    with pytest.raises(ValueError, match=r"none of the batch sizes \[8, 16\] fits into memory; add smaller ones, or"):
         choose_batch_size([Candidate(16, layers, 10), Candidate(8, layers, 20)])
     with pytest.raises(ValueError, match=r"candidates=\[\] must be different batch sizes"):
         choose_batch_size([])

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp.planner import Diagnose, Link, Network, probe_network
 from lightning_dp.planner.diagnose import WARM_UP
 from tests.planner.test_rows import PROFILE
@@ -206,6 +207,15 @@ def test_a_short_training_is_diagnosed_from_the_steps_that_it_has(caplog):
 def test_bad_arguments_are_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):
         Diagnose(**options)
+
+
+def test_a_head_that_is_sharded_is_not_measured():
+    callback = Diagnose()
+    strategy = KrizhevskyHybridStrategy()
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
+    with pytest.raises(ValueError, match=r"head that KrizhevskyHybridStrategy shards; .*strategy='ddp'"):
+        callback.setup(trainer, Net(), "fit")
+    callback.setup(trainer, Net(), "validate")
 
 
 def distributed_fit(rank):

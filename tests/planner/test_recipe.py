@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import warnings
 from typing import Any
 
@@ -11,8 +13,9 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from lightning_dp.planner import Diagnose
 from lightning_dp.runs import plan as recipe
-from lightning_dp.runs.hydra_versions import VERSION_BASE
+from lightning_dp.runs.hydra_versions import VERSION_BASE, instantiate
 from tests.docs.pages import ROOT
 from tests.ranks import run_processes
 from tests.recipes.in_process import run_script
@@ -24,6 +27,10 @@ def composed(*overrides: str) -> dict[str, Any]:
     with initialize_config_dir(str(ROOT / "conf"), **VERSION_BASE):
         config = compose("plan", [*TINY, "trainer=cpu", "run_dir=run", "callbacks=agbn", *overrides])
     return OmegaConf.to_container(config, resolve=True)
+
+
+def made(config: dict[str, Any]) -> Diagnose:
+    return instantiate(config["plan"], config["run_dir"])
 
 
 def test_a_run_says_what_to_use_and_leaves_its_files(tmp_path):
@@ -46,17 +53,17 @@ def test_a_run_says_what_to_use_and_leaves_its_files(tmp_path):
 
 def test_a_network_is_made_from_the_configuration():
     config = composed("plan.gbit_per_s=2", "plan.ranks_per_node=2", "plan.world_size=8", "plan.latency_s=0.001")
-    callback = recipe.make_callback(config)
+    callback = made(config)
     assert callback._network.inter.bytes_per_s == pytest.approx(2.5e8)
     assert callback._network.inter.latency_s == 0.001
     assert callback._network.num_nodes(8) == 4
-    assert recipe.make_callback(composed())._network is None
+    assert made(composed())._network is None
 
 
 def test_a_method_is_asked_for_and_memonger_left_out():
-    callback = recipe.make_callback(composed("plan.method=layered_sgd_step_int8", "plan.memonger=false"))
+    callback = made(composed("plan.method=layered_sgd_step_int8", "plan.memonger=false"))
     assert (callback._method, callback._memonger) == ("layered_sgd_step_int8", False)
-    assert recipe.make_callback(composed())._memonger
+    assert made(composed())._memonger
 
 
 @pytest.mark.parametrize(
@@ -77,7 +84,9 @@ def test_a_method_is_asked_for_and_memonger_left_out():
             "plan.method=ddp_bf16",
             "plan.method='ddp_bf16' is no method of the recipes: no plan can be for it; use one of ddp, ",
         ),
-        ("+plan.methods=ddp", "nothing reads the key plan.methods; there are num_steps, "),
+        ("+plan.methods=ddp", "plan.methods is not an argument of lightning_dp.runs.plan.make_callback; there are "),
+        ("+plan.run_dir=here", "plan: TypeError: .* multiple values for argument 'run_dir'"),
+        ("~plan.max_s", "plan: TypeError: .* missing 1 required positional argument: 'max_s'"),
         ("plan.latency_s=1e-3", "plan.latency_s has no effect on a network that is measured; give plan.gbit_per_s"),
     ],
 )
@@ -120,6 +129,40 @@ def test_steps_of_the_plan_are_run_beside_those_of_the_present_configuration(mon
     assert text.endswith("Images/s of the plan over those at present: 1.00, predicted 1.25.")
     disturbed = recipe.verified_text({"present": [0.04], "plan": [0.04]}, sides, plan)
     assert disturbed.endswith("other work has disturbed one of the two: run it again.")
+
+
+def test_options_of_the_present_file_of_a_group_go_with_it():
+    given = ["strategy=layered_sgd", "strategy.group_size=1", "~strategy.overlap", "data.num_workers=1", "seed=3"]
+    assert recipe.without(given, ["strategy=ddp", "data.num_workers=2"]) == ["seed=3"]
+    added = "+strategy.find_unused_parameters=true"
+    assert recipe.without([added, "strategy.group_size=1"], ["strategy=layered_sgd"]) == [added]
+
+
+def test_the_diagnosis_is_printed_before_it_is_verified(tmp_path, monkeypatch, capsys):
+    """It must not be lost where the plan cannot be run."""
+    sides: list[dict[str, Any]] = []
+
+    def launched(function: Any, config: dict[str, Any], *_: Any, **__: Any) -> str:
+        if function is recipe.measure:
+            (tmp_path / "run" / "plan.yaml").write_text(json.dumps({"overrides": ["strategy=ddp"]}))
+            return "what was measured"
+        sides.append(config)
+        raise ConnectionError("a rank is gone")
+
+    monkeypatch.setattr(recipe, "launch", launched)
+    arguments = (*TINY, "trainer=cpu", "trainer.devices=2", "strategy=layered_sgd", "strategy.group_size=1")
+    monkeypatch.setattr("sys.argv", ["plan.py", *arguments, "verify=true", "hydra.run.dir=run"])
+    handlers, level = list(logging.root.handlers), logging.root.level
+    with pytest.raises(SystemExit, match="a rank is gone"):
+        recipe.main()
+    for handler in set(logging.root.handlers) - set(handlers):
+        handler.close()
+    logging.root.handlers[:], logging.root.level = handlers, level
+    assert "what was measured" in capsys.readouterr().out
+    assert {name: side["strategy"]["_target_"].rpartition(".")[2] for name, side in sides[0].items()} == {
+        "present": "LayeredSGDStrategy",
+        "plan": "DDPStrategy",
+    }
 
 
 def test_runs_that_are_verified_share_one_process_group(monkeypatch):

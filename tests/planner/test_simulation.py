@@ -148,6 +148,17 @@ def test_on_one_node_layered_sgd_is_ddp():
         assert step_s(ONE_BLOCK, name, 4, network) == step_s(ONE_BLOCK, "ddp", 4, network)
 
 
+@pytest.mark.parametrize(
+    "options", [{"accumulate": 4}, {"global_batch_norm": True}, {"recompute": "same_batch"}], ids=["4", "agbn", "again"]
+)
+def test_on_one_node_layered_sgd_keeps_the_batches_of_the_method(options):
+    network = Network(SLOW, FAST, ranks_per_node=4)
+    workload = replace(ONE_BLOCK, num_batch_norms=10, recomputation=Recomputation(9e6, 3e6, 0.02))
+    layered = simulate(workload, network, 4, Method("layered_sgd", **options))
+    assert layered == simulate(workload, network, 4, Method(**options))
+    assert layered != simulate(workload, network, 4, Method())
+
+
 def test_loading_in_the_background_counts_only_where_it_is_the_slowest():
     workload = replace(ONE_BLOCK, loads_in_background=True)
     assert step_s(workload, "ddp", 1) == pytest.approx(0.31)

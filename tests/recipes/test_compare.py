@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 
 from lightning_dp.runs import compare
 from lightning_dp.runs.compare import common_accuracy, main, read_sweep, table
-from lightning_dp.runs.hydra_versions import VERSION_BASE
+from lightning_dp.runs.hydra_versions import VERSION_BASE, instantiate
 from lightning_dp.runs.metrics import CURVES
 from lightning_dp.runs.traffic import bytes_per_step
 from tests.recipes.in_process import composed
@@ -176,7 +176,34 @@ def test_bytes_are_those_of_the_strategys_formula(tmp_path):
         assert num_bytes(tmp_path, *four, "strategy=layered_fsdp", "strategy.reshard_after_forward=false") == single
     channels = [16] * 7 + [32] * 6 + [64] * 6
     statistics = sum(4 * count + 1 for count in channels) * 4
-    assert num_bytes(tmp_path, "trainer.devices=2", share=0.5) == 4 * elements + statistics / 2
+    assert num_bytes(tmp_path, "trainer.devices=2", "callbacks=agbn", share=0.5) == 4 * elements + statistics / 2
+    assert num_bytes(tmp_path, "trainer.devices=2", share=0.5) is None, "who shares them is not known"
+
+
+def test_statistics_travel_within_their_group_and_in_each_batch(tmp_path):
+    agbn = ("trainer.devices=4", "callbacks=agbn")
+    group = "callbacks.adaptive_global_batch_norm.group_size"
+    gradients = num_bytes(tmp_path, *agbn)
+    of_all = num_bytes(tmp_path, *agbn, share=1.0) - gradients
+    assert num_bytes(tmp_path, *agbn, f"{group}=1", share=1.0) == gradients
+    assert num_bytes(tmp_path, *agbn, f"{group}=2", share=1.0) == gradients + of_all / 3
+    four = "trainer.accumulate_grad_batches=4"
+    assert num_bytes(tmp_path, *agbn, four) == gradients, "once in a step"
+    assert num_bytes(tmp_path, *agbn, four, share=1.0) == gradients + 4 * of_all
+
+
+def test_features_and_shards_travel_in_each_batch(tmp_path):
+    four = "trainer.accumulate_grad_batches=4"
+    alexnet = ("trainer.devices=2", "model=cifar_alexnet", "optim=krizhevsky", "strategy=krizhevsky_hybrid")
+    one, accumulated = num_bytes(tmp_path, *alexnet), num_bytes(tmp_path, *alexnet, four)
+    head = (accumulated - one) / 3
+    module = instantiate(composed(tmp_path, *alexnet)["model"])
+    trunk = sum(value.numel() for name, value in module.named_parameters() if not name.startswith("model.head."))
+    assert one - head == 4 * trunk, "its gradients travel once in a step"
+    if torch.__version__ >= (2, 10):
+        nodes = ("trainer.devices=2", "trainer.num_nodes=2", "strategy=layered_fsdp")
+        # Half for each of reduce-scatter and two gathers inside the group, and half around the ring between groups.
+        assert num_bytes(tmp_path, *nodes, four) == 4 * 269_722 * (4 * 1.5 + 0.5)
 
 
 def test_a_sharded_head_sends_less_than_its_gradients(tmp_path):

@@ -18,10 +18,16 @@ ROWS = (
 
 def test_columns_become_series_over_epochs(tmp_path):
     (tmp_path / "metrics.csv").write_text(HEADER + "".join(ROWS))
-    series = read_metrics(tmp_path / "metrics.csv")
+    series = read_metrics(tmp_path)
     assert series["train/loss"] == [(1.0, 1.5), (2.0, 0.5), (3.0, 0.2)]
     assert series["val/acc"] == [(1.0, 0.3)]
     assert series["lr-SGD"] == [(0.2, 0.1), (1.2, 0.05)]
+
+
+def test_a_last_row_that_was_cut_is_not_drawn(tmp_path):
+    (tmp_path / "metrics.csv").write_text("epoch,lr-SGD,step,train/loss\n0,0.1,3,1.0\n1,0.1")
+    assert read_metrics(tmp_path) == {"lr-SGD": [(1.0, 0.1)], "train/loss": [(1.0, 1.0)]}
+    assert draw_curves(tmp_path).exists()
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,26 @@ def test_workers_load_the_epoch_that_a_run_continues_with(tmp_path, knows_epoch)
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
 
 
+class Draws(Callback):
+    def on_train_epoch_start(self, trainer, module):
+        torch.rand(trainer.current_epoch + 1)
+
+
+def test_what_a_callback_draws_when_an_epoch_begins_leaves_the_order_of_the_images(tmp_path):
+    """The workers have been given the order of a continued epoch before the callback's turn."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    data = {"_target_": "tests.recipes.pieces.JitterData", "num_workers": 2}
+    for run_dir, *options in (
+        (whole, "trainer.max_epochs=2"),
+        (cut, "trainer.max_epochs=1"),
+        (cut, "trainer.max_epochs=2", f"ckpt_path={last(cut)}"),
+    ):
+        config = own_loop(run_dir, *options) | {"data": data}
+        config["callbacks"]["draws"] = {"_target_": f"{__name__}.Draws"}
+        train(config)
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
+
+
 def test_the_mean_of_the_weights_is_tested_of_a_run_that_has_ended(tmp_path):
     config = tiny(tmp_path, "trainer.max_epochs=1")
     config["callbacks"]["mean"] = {"_target_": "pytorch_lightning.callbacks.EMAWeightAveraging", "decay": 0.5}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,16 +52,6 @@ def algorithms_for(module: nn.Conv2d, device: torch.device | str | None = None) 
     return tuple(name for name in DESCRIPTIONS[device.type] if name != "fft" or has_fft)
 
 
-@dataclass(frozen=True)
-class _Options:
-    """Arguments of a convolution, as torch's operator takes them."""
-
-    stride: list[int]
-    padding: list[int]
-    dilation: list[int]
-    groups: int
-
-
 def convolve(module: nn.Conv2d, x: Tensor, algorithm: str) -> Tensor:
     """Return ``module(x)`` for images ``x``, (N, C, H, W) or (C, H, W), computed with this algorithm, also in backward.
 
@@ -85,7 +74,8 @@ def convolve(module: nn.Conv2d, x: Tensor, algorithm: str) -> Tensor:
         bias = None if bias is None else _as_in_autocast(bias)
     if algorithm == "fft":
         return fft_convolution(x, weight, bias, module.stride, module.padding)
-    options = _Options(list(module.stride), list(module.padding), list(module.dilation), module.groups)
+    # As torch's operators take them; False and [0, 0] are those of a transposed convolution.
+    options = (list(module.stride), list(module.padding), list(module.dilation), False, [0, 0], module.groups)
     return _Convolution.apply(x, weight, bias, options, algorithm)
 
 
@@ -124,27 +114,25 @@ class _Convolution(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: _Options, algorithm: str) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: tuple[Any, ...], algorithm: str
+    ) -> Tensor:
         declare_no_unseen_changes()
         x, weight = _laid_out(x, algorithm), _laid_out(weight, algorithm)
         ctx.save_for_backward(x, weight)
         ctx.options, ctx.algorithm = options, algorithm
         ctx.bias_sizes = None if bias is None else list(bias.shape)
-        o = options
         with _switched(x.device, algorithm):
-            return torch.ops.aten.convolution(x, weight, bias, o.stride, o.padding, o.dilation, False, [0, 0], o.groups)
+            return torch.ops.aten.convolution(x, weight, bias, *options)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        o = ctx.options
         needed = [bool(need) for need in ctx.needs_input_grad[:3]]
         grad = _laid_out(grad, ctx.algorithm)
         with _switched(x.device, ctx.algorithm):
-            grads = torch.ops.aten.convolution_backward(
-                grad, x, weight, ctx.bias_sizes, o.stride, o.padding, o.dilation, False, [0, 0], o.groups, needed
-            )
+            grads = torch.ops.aten.convolution_backward(grad, x, weight, ctx.bias_sizes, *ctx.options, needed)
         return (*grads, None, None)
 
 

@@ -319,7 +319,8 @@ def convolution_choices(
 ) -> dict[str, list[Choice]]:
     """Measure all algorithms of all Conv2d layers of ``model`` at the batch size of ``batch``.
 
-    Layers of equal sizes are measured once. A layer that is called several times has the sum of its calls. Algorithms
+    Layers of equal sizes are measured once. A layer that is called several times has the sum of its calls. The gradient
+    of a layer's input is part of it only if an earlier layer is trained: else backward does not compute it. Algorithms
     that there is not enough memory for are left out, and so are layers whose ``forward`` is replaced or that only the
     backend can compute.
 

@@ -202,10 +202,9 @@ def choose_batch_size(candidates: Sequence[Candidate]) -> BatchPlan:
             )
         )
     if not plans:
-        lacking = min(-c.bound_bytes + _least_bytes(c.layers) for c in candidates)
         raise ValueError(
-            f"none of the batch sizes {sorted({size for size, _ in keys})} fits into memory: the smallest need lacks "
-            f"{lacking} bytes; add smaller batch sizes, or use recomputation"
+            f"none of the batch sizes {sorted({size for size, _ in keys})} fits into memory; add smaller ones, or use "
+            "recomputation"
         )
     return fastest(plans)
 
@@ -223,18 +222,3 @@ def fastest(plans: Sequence[BatchPlan]) -> BatchPlan:
     rates = {(plan.batch_size, plan.recompute): plan.batch_size / plan.step_s for plan in plans}
     best = max(plans, key=lambda plan: rates[plan.batch_size, plan.recompute])
     return replace(best, images_per_s=rates)
-
-
-def _least_bytes(layers: Layers) -> int:
-    """Return the least memory that any choice of algorithms holds."""
-    workspaces = sorted({choice.workspace_bytes for choices in layers.values() for choice in choices}) or [0]
-    least = []
-    for workspace in workspaces:
-        # What each layer keeps at least, if it may use no more workspace than this.
-        kept = [
-            min((choice.num_bytes for choice in choices if choice.workspace_bytes <= workspace), default=None)
-            for choices in layers.values()
-        ]
-        if None not in kept:
-            least.append(workspace + sum(num_bytes for num_bytes in kept if num_bytes is not None))
-    return min(least)
