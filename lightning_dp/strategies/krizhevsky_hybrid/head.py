@@ -25,6 +25,7 @@ from lightning_dp._private.torch_names import (
 )
 from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.collectives.ring import chunk_bounds
+from lightning_dp.losses import add_product
 
 Bounds = list[tuple[int, int]]
 """Begin and end of each rank's part of the features."""
@@ -663,19 +664,6 @@ class ParameterGradients:
             memory = self._memory[weight] = torch.empty_like(weight)
         return memory.detach()  # another tensor of this memory: while it is there, the memory is shared
 
-    def add_product(self, total: Tensor, beta: float, output_grads: Tensor, x: Tensor) -> None:
-        """Write to (rows of) ``total`` beta times itself plus the gradient of a weight.
-
-        That is the gradient of the layer's output (N, out), transposed, times the input x (N, in).
-        """
-        if output_grads.dtype == total.dtype:
-            # With beta=0 torch ignores what is in the memory.
-            torch.addmm(total, output_grads.T, x.conj(), beta=beta, alpha=self._factor, out=total)
-        elif beta:  # a product of 16 bits
-            total.add_(output_grads.T @ x, alpha=self._factor)
-        else:
-            total.copy_(output_grads.T @ x).mul_(self._factor)
-
     def postpone(self, weight: Tensor, output_grads: Tensor, x: Tensor) -> None:
         """Add a weight's gradient later. Its factors, (N, out) and (N, in), must not change until then."""
         self._postponed.append(_Product(weight, output_grads, x, (version_of(output_grads), version_of(x))))
@@ -697,7 +685,7 @@ class ParameterGradients:
         product.total = product.total or self.total_of(product.weight)
         total, beta = product.total
         rows = slice(product.begin, product.begin + max(1, _BLOCK_NUMEL // max(1, total.shape[1])))
-        self.add_product(total[rows], beta, product.output_grads[:, rows], product.x)
+        add_product(total[rows], beta, product.output_grads[:, rows], product.x, self._factor)
         product.begin = rows.stop
         if product.begin >= len(total):
             self._postponed.popleft()
