@@ -677,9 +677,8 @@ class FeatureGradients:
 
     def __init__(self, exchange: FeatureExchange) -> None:
         self._exchange = exchange
-        self._arrived: list[
-            Tensor | int
-        ] = []  # of each finished pass: its rows, or how many there are without gradient
+        # Of each finished pass: its rows, or how many there are without gradient.
+        self._arrived: list[Tensor | int] = []
         self._in_flight: Finish | None = None
 
     def send_back(self, gradient: Tensor | None, part: SubPass, is_partial: bool = True) -> None:
