@@ -34,10 +34,11 @@ STRATEGY = "KrizhevskyHybridStrategy"
 
 _ALLOW_NO_BATCHES = "allow_zero_length_dataloader_with_multiple_devices"
 
-UNEQUAL_LOADERS = (
-    "Ranks whose loaders have different numbers of batches do so, too: give each rank as many batches as the others"
+LIKELY_REASONS = (
+    "Ranks whose loaders have different numbers of batches do so, too: give each rank as many batches as the others. "
+    "So do hooks on the features in head_step, or on the head, that one rank alone has"
 )
-"""The most likely reason why one rank begins a step while another gathers the head or saves a checkpoint."""
+"""Why one rank most likely begins a step while another gathers the head, or sends what another does not expect."""
 
 HEAD_STEP_EXAMPLE = """
     def head_step(self, features, target):  # -> the mean loss of these samples

@@ -94,7 +94,10 @@ class FeatureExchange:
         """
         call = str([(tuple(tensor.shape[1:]), tensor.dtype) for tensor in (features, *targets)])
         call += f" with {constants}" if constants else ""
-        call += "" if torch.is_grad_enabled() else " without gradients"
+        if not torch.is_grad_enabled():
+            call += " without gradients"
+        elif not features.requires_grad:
+            call += " where the features need no gradient"  # then this rank expects none from the others
         # Messages of NCCL have no labels. With this number, a call that one rank has made alone is found here.
         call += f" as exchange {self.channel.num_exchanges}"
         seed = int(torch.randint(2**62, ()).item()) if needs_seed else -1

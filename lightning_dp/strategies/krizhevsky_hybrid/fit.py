@@ -120,13 +120,13 @@ class HybridFitState(SharedOnDeepcopy):
         with unbound_default_group(None):
             groups = [dist.new_group(timeout=timeout) for _ in range(2)]
         host = _make_host_group(groups[0], self._device, timeout)
-        hidden = Channel(groups[0], on_stage, checks.UNEQUAL_LOADERS)
-        features = Channel(groups[1], on_stage, checks.UNEQUAL_LOADERS, host)
+        hidden = Channel(groups[0], on_stage, checks.LIKELY_REASONS)
+        features = Channel(groups[1], on_stage, checks.LIKELY_REASONS, host)
         self.channels = [features, hidden]
         # Parameters and checks travel in the features' group. If one rank gathers the head while another begins a step,
         # each receives a message that it does not expect, and raises at once. In two groups both would wait.
-        control = Channel(features.group, hint=checks.UNEQUAL_LOADERS)
-        self._places = Channel(host or features.group, hint=checks.UNEQUAL_LOADERS)  # see `meet`
+        control = Channel(features.group, hint=checks.LIKELY_REASONS)
+        self._places = Channel(host or features.group, hint=checks.LIKELY_REASONS)  # see `meet`
         self.head = ShardedHead(layers, hidden, options.head, control)
         self._parameters = ShardedParameters(self.head)
         self._passes = HeadPasses(self.head, options.scheme, features, options.num_passes)

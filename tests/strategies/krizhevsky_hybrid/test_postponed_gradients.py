@@ -98,7 +98,7 @@ def events_of_rank_0(monkeypatch: pytest.MonkeyPatch, uses_head_step: bool, begi
 def test_products_come_while_messages_travel_and_after_the_trunk(monkeypatch):
     assert events_of_rank_0(monkeypatch, uses_head_step=True) == [
         *("2 x 7", "hidden gradients", "2 x 8", "hidden gradients", "2 x 8", "feature gradients"),
-        *("agreement", "trunk", "3 x 6", "1 x 6"),
+        *("trunk", "3 x 6", "1 x 6"),
     ]
 
 
