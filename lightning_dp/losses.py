@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -184,9 +184,6 @@ class GradientSums(Protocol):
     def total_of(self, weight: Tensor) -> tuple[Tensor, float]:
         """Return the memory of a weight's total, and the factor of its content. Ends a loan of that memory."""
 
-    def add_product(self, total: Tensor, beta: float, output_grads: Tensor, x: Tensor) -> None:
-        """Add a weight's gradient to rows of a total."""
-
 
 @dataclass(frozen=True)
 class LastLayer:
@@ -211,10 +208,6 @@ class LastLayer:
     all_gather: Callable[[Tensor], Tensor]
     sums: GradientSums | None = None
     is_of_pass: bool = False
-
-    def with_input(self, x: Tensor) -> LastLayer:
-        """Return the same layer with another input."""
-        return LastLayer(**{**vars(self), "x": x})
 
 
 @runtime_checkable
@@ -343,7 +336,7 @@ def _no_layer_for(option: str) -> ValueError:
 def _of_unit_features(layer: LastLayer) -> LastLayer:
     if layer.bias is not None:
         raise ValueError("a margin is one of an angle, and a bias has none; use nn.Linear(..., bias=False)")
-    return layer.with_input(F.normalize(layer.x))
+    return replace(layer, x=F.normalize(layer.x))
 
 
 def _require_classes(target: Tensor, counts: Tensor, num_classes: int) -> None:
@@ -450,11 +443,7 @@ class _Blocks:
         return z if self._scale is None else (z * self._inverse_norms(begin, end)).mul_(self._scale)
 
     def backward(
-        self,
-        gradient_of: Callable[[Tensor, int, int], Tensor],
-        total: Tensor | None,
-        beta: float,
-        add_product: AddProduct,
+        self, gradient_of: Callable[[Tensor, int, int], Tensor], total: Tensor | None, beta: float
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of x and of the bias, and add that of the weight to ``total``, if there is one.
 
@@ -462,7 +451,6 @@ class _Blocks:
             gradient_of: maps columns of the logits, which it leaves as they are, to their gradient.
             total: (own columns, D).
             beta: 0 if the content of ``total`` is not to be read, else 1.
-            add_product: see `GradientSums`.
         """
         x_grads = torch.zeros(self.x.shape, dtype=self.wide, device=self.x.device)
         bias_grads = torch.zeros(len(self._weight), dtype=self.wide, device=self.x.device)
@@ -496,15 +484,20 @@ class _Blocks:
         return x_grads, bias_grads
 
 
-AddProduct = Callable[[Tensor, float, Tensor, Tensor], None]
+def add_product(total: Tensor, beta: float, output_grads: Tensor, x: Tensor, alpha: float = 1.0) -> None:
+    """Write to (rows of) ``total`` beta times itself plus alpha times a weight's gradient. beta is 0 or 1.
 
-
-def _add_product(total: Tensor, beta: float, output_grads: Tensor, x: Tensor) -> None:
-    """Write to ``total`` a weight's gradient: that of the output (N, out), transposed, times the input x (N, D)."""
+    The gradient is that of the layer's output (N, out), transposed, times the layer's input x (N, in).
+    """
     if output_grads.dtype == total.dtype:
-        torch.addmm(total, output_grads.T, x, beta=beta, out=total)
+        # With beta=0 torch ignores what is in the memory.
+        torch.addmm(total, output_grads.T, x.conj(), beta=beta, alpha=alpha, out=total)
+    elif beta:  # a product of 16 bits
+        total.add_(output_grads.T @ x, alpha=alpha)
     else:
         total.copy_(output_grads.T @ x)
+        if alpha != 1.0:
+            total.mul_(alpha)
 
 
 def _product_dtype(weight: Tensor) -> torch.dtype:
@@ -553,17 +546,16 @@ def _gradients(
         ctx.kept = None  # as autograd frees what is saved
     if lent is not None and sums is not None and not sums.lends(weight, lent):
         blocks.kept = None  # another gradient is there
-    total, beta, add_product, weight_grads = None, 0.0, _add_product, None
+    total, beta, weight_grads = None, 0.0, None
     if needs_weight and sums is not None and sums.receives(weight):
         total, beta = sums.total_of(weight)
-        add_product = sums.add_product
     elif needs_weight and sums is None and lent is not None:
         total = weight_grads = lent
         ctx.lent = ctx.kept = None  # a second backward computes the logits again
     elif needs_weight:
         total = weight_grads = torch.empty_like(weight)
     with torch.autocast(x.device.type, enabled=False):
-        x_grads, bias_grads = blocks.backward(gradient_of, total, beta, add_product)
+        x_grads, bias_grads = blocks.backward(gradient_of, total, beta)
     return x_grads.to(x.dtype) if needs_x else None, weight_grads, bias_grads.to(weight.dtype) if needs_bias else None
 
 

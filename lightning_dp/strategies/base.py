@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_dp._lightning import DDPStrategy, OwnTrainerOnly
+from lightning_dp._lightning import DDPStrategy
 from lightning_dp._private.lightning_names import is_compiled_by_lightning
 from lightning_dp._private.torch_names import OptimizedModule, has_compiled_forward, local_part, without_torch_function
 from lightning_dp.strategies import complete_files
 
 
-class BaseStrategy(OwnTrainerOnly, DDPStrategy):
-    """DDPStrategy with two changes.
+class BaseStrategy(DDPStrategy):
+    """DDPStrategy with three changes.
+
+    It refuses options that neither it nor DistributedDataParallel has. They would find out in the ranks, long after.
 
     It refuses a job with another number of ranks than the Trainer knows of: groups and samplers are made for those.
     Lightning's own environment takes the number of ranks from the Trainer. Others, like Ray's, take it from the job and
@@ -26,9 +31,25 @@ class BaseStrategy(OwnTrainerOnly, DDPStrategy):
     Checkpoints that Lightning would write as local files are written by `complete_files.write_file`: one that was
     complete stays until the next one is. An error of one that is read names it.
 
+    Args:
+        **options: options of DDPStrategy and DistributedDataParallel.
+
     Raises:
-        ValueError: in the Trainer's constructor.
+        TypeError: neither of them has such an option.
+        ValueError: in the Trainer's constructor, the number of ranks differs.
     """
+
+    def __init__(self, **options: Any) -> None:
+        known = {*_parameters(type(self)), *_parameters(DDPStrategy), *_parameters(DistributedDataParallel)}
+        known -= {"self", "module", "device_ids"}
+        for name in options.keys() - known:
+            similar = difflib.get_close_matches(name, sorted(known), n=1)
+            suggestion = f"; did you mean {similar[0]}?" if similar else "."
+            raise TypeError(
+                f"{type(self).__name__} has no option {name}{suggestion} Its options are its own and those of "
+                "DDPStrategy and DistributedDataParallel"
+            )
+        super().__init__(**options)
 
     @override
     def set_world_ranks(self) -> None:
@@ -54,6 +75,12 @@ class BaseStrategy(OwnTrainerOnly, DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         with complete_files.naming_checkpoint(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
+
+
+def _parameters(of: type) -> list[str]:
+    """Return the names of a constructor's arguments, except ``**kwargs``."""
+    parameters = inspect.signature(of.__init__).parameters  # type: ignore[misc]
+    return [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
 
 
 # --- Optimizers that update a part of a parameter as they would update it within the whole.

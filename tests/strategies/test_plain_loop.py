@@ -166,13 +166,13 @@ def with_another_head(rank: int) -> None:
     """The oracle notices a head that computes something else."""
     dist.init_process_group("gloo")
 
-    prepared = ShardedHead.prepared
+    compute = ShardedHead.__call__
 
-    def doubled(head: ShardedHead, features: Tensor) -> Tensor:
-        return 2 * prepared(head, features)
+    def doubled(head: ShardedHead, *args: Any) -> Tensor:
+        return 2 * compute(head, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShardedHead, "prepared", doubled)
+        patch.setattr(ShardedHead, "__call__", doubled)
         with pytest.raises(AssertionError, match=r"trunk\.0\.weight"):
             hybrid_equals_one_process(rank, "a")
 

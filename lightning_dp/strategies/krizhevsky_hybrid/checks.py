@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import zip_longest
 from types import MethodType
 from typing import Any
@@ -26,7 +26,7 @@ from lightning_dp.strategies.base import (
     overlapping_parameters,
 )
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import SCHEMES
-from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, divisible_layers, require_whole_layer
+from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, divisible_layers, replaced, require_whole_layer
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +34,11 @@ STRATEGY = "KrizhevskyHybridStrategy"
 
 _ALLOW_NO_BATCHES = "allow_zero_length_dataloader_with_multiple_devices"
 
-UNEQUAL_LOADERS = (
-    "Ranks whose loaders have different numbers of batches do so, too: give each rank as many batches as the others"
+LIKELY_REASONS = (
+    "Ranks whose loaders have different numbers of batches do so, too: give each rank as many batches as the others. "
+    "So do hooks on the features in head_step, or on the head, that one rank alone has"
 )
-"""The most likely reason why one rank begins a step while another gathers the head or saves a checkpoint."""
+"""Why one rank most likely begins a step while another gathers the head, or sends what another does not expect."""
 
 HEAD_STEP_EXAMPLE = """
     def head_step(self, features, target):  # -> the mean loss of these samples
@@ -122,18 +123,22 @@ def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_na
             f"gather the head {head_name!r}; give each rank a batch, even an empty one, and set it to False"
         )
     for callback in trainer.callbacks:
-        if any("WeightAveraging" in base.__name__ for base in type(callback).__mro__):
+        if is_a(callback, "WeightAveraging", "StochasticWeightAveraging"):
             raise ValueError(
                 f"{type(callback).__name__} keeps copies of the parameters, and each rank holds only a part of the "
                 f"head's; remove it, or use another strategy than {STRATEGY}"
             )
-        is_pruning = any(base.__name__ == "ModelPruning" for base in type(callback).__mro__)
-        if is_pruning and set(pruned_layers(callback)).intersection(head.modules()):
+        if is_a(callback, "ModelPruning") and set(pruned_layers(callback)).intersection(head.modules()):
             raise ValueError(
                 f"{type(callback).__name__} compares the parameters of the head {head_name!r}, of which each rank "
                 "holds a part, so that ranks would prune by different thresholds; pass it parameters_to_prune=[...] "
                 "without the head"
             )
+
+
+def is_a(callback: object, *names: str) -> bool:
+    """Return whether a class of ``callback`` has one of these names. Both Lightning packages have such classes."""
+    return any(base.__name__ in names for base in type(callback).__mro__)
 
 
 def _check_ties(module: nn.Module, head: nn.Module, head_name: str) -> None:
@@ -306,18 +311,10 @@ def _metrics(module: nn.Module) -> Iterator[tuple[str, Metric]]:
                 yield from ((name, metric) for each in inner for metric in each.modules() if isinstance(metric, Metric))
 
 
-@contextmanager
-def _no_logged_sums(module: LightningModule) -> Iterator[None]:
-    """Raise ValueError if ``module`` logs a sum within."""
-    if "log" in vars(module):  # the user has replaced it
-        yield
-        return
-    # Past __setattr__, which is slow. A method, because torch.compile would take a new function for new code.
-    vars(module)["log"] = MethodType(_log, module)
-    try:
-        yield
-    finally:
-        del vars(module)["log"]
+def _no_logged_sums(module: LightningModule) -> AbstractContextManager[None]:
+    """Raise ValueError if ``module`` logs a sum within, unless the user has replaced ``log``."""
+    # A method, because torch.compile would take a new function for new code.
+    return nullcontext() if "log" in vars(module) else replaced(module, "log", MethodType(_log, module))
 
 
 def _log(module: LightningModule, *args: Any, **kwargs: Any) -> None:

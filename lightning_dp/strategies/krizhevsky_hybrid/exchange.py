@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_dp._private.torch_names import tree_flatten, tree_unflatten
+from lightning_dp._private.torch_names import tree_flatten, tree_leaves, tree_unflatten
 from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.collectives.ring import chunk_bounds
 from lightning_dp.strategies.krizhevsky_hybrid.head import Bounds, sum_in_order
@@ -94,7 +94,10 @@ class FeatureExchange:
         """
         call = str([(tuple(tensor.shape[1:]), tensor.dtype) for tensor in (features, *targets)])
         call += f" with {constants}" if constants else ""
-        call += "" if torch.is_grad_enabled() else " without gradients"
+        if not torch.is_grad_enabled():
+            call += " without gradients"
+        elif not features.requires_grad:
+            call += " where the features need no gradient"  # then this rank expects none from the others
         # Messages of NCCL have no labels. With this number, a call that one rank has made alone is found here.
         call += f" as exchange {self.channel.num_exchanges}"
         seed = int(torch.randint(2**62, ()).item()) if needs_seed else -1
@@ -215,30 +218,24 @@ class StepArguments:
         arguments: the arguments of ``head_step``, without the features.
         num_samples: number of samples in this rank's batch.
 
+    Attributes:
+        tensors: all tensors, (n, *), in order.
+        constants: everything that is not a tensor, with the name of its argument.
+
     Raises:
         ValueError: a tensor has another number of rows, or requires a gradient, or an object is neither a tensor nor a
             number nor text.
     """
 
     def __init__(self, arguments: Mapping[str, Any], num_samples: int) -> None:
-        flat = {name: tree_flatten(value) for name, value in arguments.items()}
-        self._leaves: dict[str, list[Any]] = {name: leaves for name, (leaves, _) in flat.items()}
-        self._structures = {name: structure for name, (_, structure) in flat.items()}
-        for name, leaves in self._leaves.items():
-            for leaf in leaves:
-                _require_rows_or_constant(name, leaf, num_samples)
+        self._leaves, self._structure = tree_flatten(dict(arguments))
+        names = [name for name, value in arguments.items() for _ in tree_leaves(value)]
+        named = list(zip(names, self._leaves, strict=True))
+        for name, leaf in named:
+            _require_rows_or_constant(name, leaf, num_samples)
+        self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self.constants = [(name, leaf) for name, leaf in named if not isinstance(leaf, Tensor)]
         self._of_ranks: list[list[Tensor]] = []  # for each tensor, those of all ranks
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors, (n, *), in order."""
-        return [leaf for leaves in self._leaves.values() for leaf in leaves if isinstance(leaf, Tensor)]
-
-    @property
-    def constants(self) -> list[tuple[str, Any]]:
-        """Everything that is not a tensor, with the name of its argument."""
-        pairs = [(name, leaf) for name, leaves in self._leaves.items() for leaf in leaves]
-        return [(name, leaf) for name, leaf in pairs if not isinstance(leaf, Tensor)]
 
     def gather(self, exchange: FeatureExchange, batch_sizes: list[int]) -> None:
         """Receive the rows of all ranks. All ranks must call it."""
@@ -247,10 +244,8 @@ class StepArguments:
     def of_pass(self, part: SubPass) -> dict[str, Any]:
         """Return the arguments for one pass, in the structure in which the module has passed them."""
         rows = iter(part.rows_of(of_ranks) for of_ranks in self._of_ranks)
-        arguments = {}
-        for name, leaves in self._leaves.items():
-            of_part = [next(rows) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            arguments[name] = tree_unflatten(of_part, self._structures[name])
+        leaves = [next(rows) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        arguments: dict[str, Any] = tree_unflatten(leaves, self._structure)
         return arguments
 
 

@@ -1,7 +1,7 @@
 """One run of ``fit``: what exists from set-up to teardown, and what is replaced meanwhile.
 
-`HybridFitState` is the life of it. `FitPatches` are the replacements, and how each is undone. What a call of the head
-means depends on when it comes, and is set by replacing its ``forward``, never by a flag:
+`HybridFitState` is the life of it. What a call of the head means depends on when it comes, and is set by replacing its
+``forward``, never by a flag:
 
 - in ``training_step``, and in backward: `HeadPasses.forward_local_batch`. All ranks must call it;
 - in ``head_step``: `MicroBatch`. All ranks call it with the same features;
@@ -17,7 +17,7 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
-from lightning_dp._lightning import Callback, LightningModule
-from lightning_dp._private.lightning_names import end_when_stop_check_times_out
+from lightning_dp._lightning import Callback, DDPStrategy, LightningModule
+from lightning_dp._private.lightning_names import end_when_stop_check_times_out, strategy_timeout
 from lightning_dp._private.torch_names import (
     backend_name,
     ignore_in_ddp,
@@ -48,7 +48,7 @@ from lightning_dp.losses import LastLayer, ShardedForward
 from lightning_dp.strategies.krizhevsky_hybrid import checkpoint, checks
 from lightning_dp.strategies.krizhevsky_hybrid.checks import no_counting
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import Scheme, require_features
-from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, SharedOnDeepcopy
+from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, SharedOnDeepcopy, replaced
 from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses
 from lightning_dp.strategies.krizhevsky_hybrid.state import (
     GatheredHead,
@@ -80,68 +80,76 @@ class Options:
     state_dict_type: Literal["full", "sharded"]
 
 
-@dataclass(frozen=True)
-class FitEnvironment:
-    """What a run of ``fit`` needs of Lightning's strategy."""
-
-    device: torch.device
-    precision_plugin: Any
-    timeout: timedelta  # of process groups
-    on_stage: OnStage  # called with name, start and end of each stage
-    optimizers: Callable[[], list[Optimizer]]  # they do not exist before set-up ends
-    broadcast: Callable[[Any], Any]  # returns rank 0's value
-
-
 class HybridFitState(SharedOnDeepcopy):
     """Shards the head of ``module`` for one run of ``fit``, and makes it whole again. All ranks must construct it.
+
+    From construction to the end of the run, these are replaced:
+
+    - The head's ``forward``, and in training steps the module's ``head_step``: they run passes through the head.
+    - ``state_dict``, ``load_state_dict`` and ``copy.deepcopy`` of the head: see `StateDictHooks`.
+    - The precision plugin's clipping by norm, and its gradient scaler: both must take all ranks' shards into account.
+    - DDP's list of parameters: the head's are left out.
 
     A run ends with one of three methods: `fail` if set-up fails, `abandon` after an exception, otherwise `finish`.
 
     Args:
         options: the user's arguments.
         module: on the device where it was built, usually the CPU.
-        environment: of Lightning's strategy.
+        strategy: the Trainer's. Its optimizers need not exist yet.
+        on_stage: called with name, start and end of each stage.
 
     Raises:
         ValueError: the module, its head or the Trainer has something that does not work with a sharded head.
     """
 
-    def __init__(self, options: Options, module: LightningModule, environment: FitEnvironment) -> None:
+    def __init__(self, options: Options, module: LightningModule, strategy: DDPStrategy, on_stage: OnStage) -> None:
         self._options = options
         self._module = module
-        self._environment = environment
+        self._strategy = strategy
+        self._device = strategy.root_device
         self._num_steps = 0
+        self._gathered: GatheredHead | None = None  # until the next training step
         # Of each optimizer, how many trainable parameters its groups had when it was checked.
         self._checked: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
         layers = checks.find_head(module, options.head)
         checks.check_module(module, module.trainer, layers, options.head, options.variable_batch)
-        checks.check_precision(environment.precision_plugin, options.variable_batch)
+        checks.check_precision(strategy.precision_plugin, options.variable_batch)
         # Two groups, because features travel while the head exchanges activations, and the messages of one group must
         # start in the same order on all ranks.
+        timeout = strategy_timeout(strategy)
         with unbound_default_group(None):
-            groups = [dist.new_group(timeout=environment.timeout) for _ in range(2)]
-        host = _make_host_group(groups[0], environment.device, environment.timeout)
-        hidden = Channel(groups[0], environment.on_stage, checks.UNEQUAL_LOADERS)
-        features = Channel(groups[1], environment.on_stage, checks.UNEQUAL_LOADERS, host)
+            groups = [dist.new_group(timeout=timeout) for _ in range(2)]
+        host = _make_host_group(groups[0], self._device, timeout)
+        hidden = Channel(groups[0], on_stage, checks.LIKELY_REASONS)
+        features = Channel(groups[1], on_stage, checks.LIKELY_REASONS, host)
         self.channels = [features, hidden]
         # Parameters and checks travel in the features' group. If one rank gathers the head while another begins a step,
         # each receives a message that it does not expect, and raises at once. In two groups both would wait.
-        control = Channel(features.group, hint=checks.UNEQUAL_LOADERS)
-        self._places = Channel(host or features.group, hint=checks.UNEQUAL_LOADERS)  # see `_meet`
+        control = Channel(features.group, hint=checks.LIKELY_REASONS)
+        self._places = Channel(host or features.group, hint=checks.LIKELY_REASONS)  # see `meet`
         self.head = ShardedHead(layers, hidden, options.head, control)
         self._parameters = ShardedParameters(self.head)
+        self._passes = HeadPasses(self.head, options.scheme, features, options.num_passes)
+        self._state_dict_hooks = StateDictHooks(self.head, lambda: self._gathered)
         # If anything in here raises, what was done is undone, the last first, and the user's module is as it was. Where
         # all goes well, `pop_all` keeps the callbacks of ``stack`` for the end, and forgets those of ``undo_all``.
         with ExitStack() as undo_all, ExitStack() as stack:
             undo_all.callback(self._parameters.restore)
             stack.callback(self._destroy_groups)
-            self._parameters.shard(environment.device)
-            passes = self._passes = HeadPasses(self.head, options.scheme, features, options.num_passes)
-            self.patches = FitPatches(module, passes, environment, options.variable_batch)
-            stack.callback(self.patches.undo)
-            stack.callback(end_when_stop_check_times_out(module.trainer))
+            self._parameters.shard(self._device)
+            self._replace(stack)
             self._stack = stack.pop_all()
             undo_all.pop_all()
+
+    def _replace(self, stack: ExitStack) -> None:
+        """Replace what the class lists. ``stack`` undoes it, the last first."""
+        module, plugin = self._module, self._strategy.precision_plugin
+        stack.enter_context(self.head.forwarding_to(_OutsideSteps(self._current_head)))
+        stack.enter_context(self._state_dict_hooks.installed())
+        stack.enter_context(replaced(plugin, "clip_grad_by_norm", self._clip_grad_by_norm))
+        stack.enter_context(_sharded_scaler(plugin))
+        stack.enter_context(_ignored_in_ddp(module, list(self.head.names_in(module))))
+        stack.callback(end_when_stop_check_times_out(module.trainer))
 
     @property
     def bytes_sent(self) -> dict[str, int]:
@@ -161,17 +169,14 @@ class HybridFitState(SharedOnDeepcopy):
         """
         self._check_optimizers()
         # If set-up has failed on another rank, this call fails, while `fail` can still restore the module.
-        self.head.control.all_gather("end of set-up", torch.zeros(1, device=self._environment.device))
+        self.head.control.all_gather("end of set-up", torch.zeros(1, device=self._device))
         self._parameters.keep()
-        for optimizer in self._environment.optimizers():
+        for optimizer in self._strategy.optimizers:
             shard_state(optimizer, self.head)
-        gather = self._meet
-        if self._options.evaluation == "gathered":
-            self.patches.gather_head()
-            gather = self.gather
-        callback = GatherHead(gather, self.gather_if_changed, self._meet)
-        self._stack.enter_context(callback.installed(self._module))
-        self._stack.enter_context(_in_summaries(self._module.trainer, self.patches.shown_whole))
+        if self._gathers:
+            self._gather_now()
+        self._stack.enter_context(GatherHead(self).installed(self._module))
+        self._stack.enter_context(_in_summaries(self._module.trainer, self._shown_whole))
 
     def fail(self) -> None:
         """Restore the module after set-up has failed on this rank. No other rank is needed."""
@@ -190,7 +195,7 @@ class HybridFitState(SharedOnDeepcopy):
 
     def finish(self) -> None:
         """Make the head and its optimizer states whole again on every rank, in host memory. All ranks must call it."""
-        self._meet()
+        self.meet()
         if self._keeps_shards:
             log.warning(
                 f"state_dict_type='sharded': rank {self.head.channel.rank} holds only its local shard of "
@@ -198,26 +203,45 @@ class HybridFitState(SharedOnDeepcopy):
                 "lightning_dp.strategies.consolidate_checkpoint, and load it into a new module"
             )
         else:
-            # The gathered values were copies. Free them first, because what follows is the peak of memory: each rank
-            # ends with the whole weights and optimizer states.
-            self.patches.forget_gathered_head()
-            self.patches.free_gradient_memory()
-            for optimizer in self._environment.optimizers():
+            # The gathered values were copies. Free them and the memory of gradients first, because what follows is the
+            # peak of memory: each rank ends with the whole weights and optimizer states.
+            self._gathered = None
+            self._passes.gradient_memory.clear()
+            for optimizer in self._strategy.optimizers:
                 make_whole(optimizer, self.head)
             self._parameters.unshard()
         self._stack.close()
+
+    def _destroy_groups(self) -> None:
+        for channel in self.channels:
+            destroy_group(channel.host_group)
+            dist.destroy_process_group(channel.group)
 
     # --- Steps ---
 
     @contextmanager
     def training_step(self) -> Iterator[None]:
-        """Run a training step within the context, see `FitPatches.training_step`."""
+        """Run a training step within the context: calls of the head and of ``head_step`` are collective.
+
+        Raises:
+            ValueError: ``variable_batch`` is on, and ``head_step`` was not called.
+        """
         self._check_optimizers()  # before head_step, which may update the head
         here = torch.zeros(1, dtype=torch.uint8)
         arriving = [torch.empty_like(here) for _ in range(self._places.world_size)]
-        said = self._places.all_to_all("training step", [here] * len(arriving), arriving)  # see `_meet`
-        with self.patches.training_step():
+        said = self._places.all_to_all("training step", [here] * len(arriving), arriving)  # see `meet`
+        passes = self._passes
+        num_steps = passes.num_steps
+        passes.begin_training_step(self._module)
+        checks.check_hooks(self.head)
+        self._gathered = None  # the local shard is about to change
+        with self._running_passes():
             yield
+        if self._options.variable_batch and passes.num_steps == num_steps:
+            raise ValueError(
+                "variable_batch=True updates the head within head_step, and training_step did not call it; call "
+                f"self.head_step(features, target) instead of self.{self.head.name}(features)"
+            )
         said.wait()
         self._num_steps += 1
         if self._num_steps.bit_count() == 1:  # 1, 2, 4, 8, ...: most mistakes show at once, and later it costs nothing
@@ -225,23 +249,73 @@ class HybridFitState(SharedOnDeepcopy):
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
-        """Run backward of ``loss`` within the context, see `FitPatches.backward`."""
-        with self.patches.backward(loss):
+        """Run backward of ``loss`` within the context, in which it may call the head (`torch.utils.checkpoint`).
+
+        Raises:
+            ValueError: the loss leaves out what the head has returned, or there are wrong gradients in the head.
+        """
+        # Manual optimization may have several losses, of which only some go through the head.
+        if self._module.automatic_optimization:
+            self._passes.require_part_in(loss)
+        with self._running_passes():
             yield
+        self._check_gradients()
         self._check_optimizers()  # again, because on_after_backward may have changed them
 
-    @contextmanager
-    def validation_step(self) -> Iterator[None]:
+    def validation_step(self) -> AbstractContextManager[None]:
         """Run a validation step within the context. If the head is never gathered, its calls are collective there."""
-        with self.patches.exchanging() if self._options.evaluation == "sharded" else nullcontext():
+        return nullcontext() if self._gathers else self._exchanging()
+
+    def _exchanging(self) -> AbstractContextManager[None]:
+        """Make calls of the head collective within the context: all ranks must make the same calls."""
+        return self.head.forwarding_to(self._passes.forward_local_batch)
+
+    @contextmanager
+    def _running_passes(self) -> Iterator[None]:
+        """Make calls of the head and of ``head_step`` collective within the context."""
+        module = self._module
+        with ExitStack() as stack:
+            stack.enter_context(self._exchanging())
+            if hasattr(module, "head_step"):
+                stack.enter_context(replaced(module, "head_step", self._with_passes(cast(HeadStep, module.head_step))))
             yield
+
+    def _check_gradients(self) -> None:
+        """Raise ValueError if backward has left wrong gradients in the head.
+
+        With ``variable_batch``, ``head_step`` has consumed all gradients of the head. A gradient that is left comes
+        from elsewhere, for example from a penalty on the weights. The optimizer would make an additional update of the
+        head with that gradient alone.
+        """
+        head = self.head
+        if not any(p.grad is not None for p in head.parameters):
+            return
+        if self._options.variable_batch:
+            raise ValueError(
+                f"{head.name!r} got a gradient outside of head_step, where variable_batch=True updates it; compute "
+                "everything that trains the head (a penalty on its weights, too) within head_step"
+            )
+        if self._passes.num_calls == 0:
+            raise ValueError(
+                f"{head.name!r} got a gradient, but training_step never called it: it seems to read the "
+                f"weights of {head.name!r} directly, as F.normalize(self.{head.name}.weight) does. During fit, rank "
+                f"{head.channel.rank} holds only its local shard of them. Call the head as a module, or pass "
+                "another submodule as head=..."
+            )
 
     # --- The whole head, between steps ---
 
     def gather(self) -> None:
         """Gather the head, so that each rank can call it alone until the next training step. All ranks must call it."""
-        self._meet()
-        self.patches.gather_head()
+        self.meet()
+        self._gather_now()
+
+    def gather_for_evaluation(self) -> None:
+        """Gather the head, or only `meet` if it is never gathered. All ranks must call it."""
+        if self._gathers:
+            self.gather()
+        else:
+            self.meet()
 
     def gather_if_changed(self) -> None:
         """Gather the head unless what was gathered is still the same on all ranks. All ranks must call it.
@@ -249,14 +323,24 @@ class HybridFitState(SharedOnDeepcopy):
         At the start of a validation this comes after the hooks of all callbacks. A callback may have put averaged
         weights into the module. `GatherHead` may be missing: Lightning's tuner removes callbacks.
         """
-        self._meet()
-        if self._options.evaluation != "gathered":
+        self.meet()
+        if not self._gathers:
             return
-        is_changed = torch.tensor([float(not self.patches.has_current_head)], device=self._environment.device)
+        gathered = self._gathered
+        is_current = gathered is not None and gathered.is_current and gathered.has_same_shard
+        is_changed = torch.tensor([float(not is_current)], device=self._device)
         if self.head.control.all_gather("is changed", is_changed).any():
-            self.patches.gather_head()
+            self._gather_now()
 
-    def _meet(self) -> None:
+    def _gather_now(self) -> None:
+        self._gathered = None  # free the old one first, or two whole heads would be in memory
+        self._gathered = GatheredHead(self.head)
+
+    @property
+    def _gathers(self) -> bool:
+        return self._options.evaluation == "gathered"
+
+    def meet(self) -> None:
         """Raise CallMismatchError if a rank is in another batch, instead of waiting for it. All ranks must call it.
 
         A rank whose loader has ended comes here, while the others begin another batch. Each rank says so at the begin
@@ -264,7 +348,7 @@ class HybridFitState(SharedOnDeepcopy):
         """
         # Before a batch, Lightning broadcasts from rank 0 whether the job was told to stop, in the default group: 0 or
         # 1, one integer. The ranks that wait for that number get it from here, and go on to their training step.
-        go_on = torch.zeros(1, dtype=torch.int64, device=self._environment.device)
+        go_on = torch.zeros(1, dtype=torch.int64, device=self._device)
         try:
             dist.broadcast(go_on, src=0)
         except RuntimeError as error:
@@ -273,12 +357,46 @@ class HybridFitState(SharedOnDeepcopy):
             raise peer_error(group, "reach", 0 if dist.get_rank() else 1, error) from error
         self._places.all_gather("between training steps", torch.zeros(1, dtype=torch.uint8))
 
+    def _current_head(self) -> GatheredHead:
+        """Return the gathered head, or raise RuntimeError if there is none, or the shard has changed since."""
+        name, rank = self.head.name, self.head.channel.rank
+        if self._gathered is None:
+            raise RuntimeError(
+                f"{name!r} was called on rank {rank} outside of a training step, but the whole head has not been "
+                f"gathered: the rank holds only its local shard. Call {name!r} in validation (evaluation='gathered' "
+                "gathers it there), or have all ranks call trainer.strategy.gather_head() first"
+            )
+        if not self._gathered.is_current:
+            raise RuntimeError(
+                f"the parameters of {name!r} were changed on rank {rank} after they had been gathered from all ranks; "
+                "have all ranks call trainer.strategy.gather_head() again, then call the head"
+            )
+        return self._gathered
+
+    @contextmanager
+    def _shown_whole(self) -> Iterator[None]:
+        """Give the parameters their whole shapes within the context, for Lightning's summary, and no values."""
+        head = self.head
+
+        def of_its_shape(features: Tensor) -> Tensor:
+            return head.by_rows(lambda x: x.new_zeros(len(x), head.output_bounds[-1][1]), features)
+
+        shards = {p: p.data for p in head.parameters}
+        with head.forwarding_to(of_its_shape if self._gathered is None else self._gathered.forward):
+            for p, shard in shards.items():
+                p.data = shard.new_empty(1).expand(head.whole_shape(p))  # one number in memory
+            try:
+                yield
+            finally:
+                for p, shard in shards.items():
+                    p.data = shard
+
     # --- Checkpoints ---
 
     def module_state(self, state_dict: Callable[[], State]) -> State:
         """Return the module's state for a checkpoint: whole on rank 0, or the local shard. All ranks must call it."""
-        self._meet()
-        with self.patches.state_dict_hooks.leaving_shards():
+        self.meet()
+        with self._state_dict_hooks.leaving_shards():
             state = state_dict()
         require_one_trunk(self._module, self.head)
         if self._keeps_shards:
@@ -294,7 +412,7 @@ class HybridFitState(SharedOnDeepcopy):
     def own_states(self, states: list[State]) -> list[State]:
         """Return the optimizers' states of a checkpoint, cut to the local shard."""
         # Lightning, too, ignores states without an optimizer.
-        both = zip(self._environment.optimizers(), states, strict=False)
+        both = zip(self._strategy.optimizers, states, strict=False)
         return [own_optimizer_state(optimizer, state, self.head) for optimizer, state in both]
 
     def writes_folder(self, is_plain: bool) -> bool:
@@ -315,196 +433,14 @@ class HybridFitState(SharedOnDeepcopy):
 
     def write_folder(self, content: State, path: Path) -> None:
         """Write a checkpoint to which each rank contributes its local shard. All ranks must call it."""
-        optimizers, broadcast = self._environment.optimizers(), self._environment.broadcast
-        checkpoint.write_folder(content, path, self._module, optimizers, self.head, broadcast)
+        strategy = self._strategy
+        checkpoint.write_folder(content, path, self._module, strategy.optimizers, self.head, strategy.broadcast)
 
     @property
     def _keeps_shards(self) -> bool:
         return self._options.state_dict_type == "sharded"
 
-    def _check_optimizers(self) -> None:
-        """Check those that are new, or train other parameters: callbacks add groups, and replace optimizers."""
-        for optimizer in self._environment.optimizers():
-            sizes = [sum(p.requires_grad for p in group["params"]) for group in optimizer.param_groups]
-            if self._checked.get(optimizer) != sizes:
-                checks.check_optimizers([optimizer], self.head)
-                self._checked[optimizer] = sizes
-
-    def _destroy_groups(self) -> None:
-        for channel in self.channels:
-            destroy_group(channel.host_group)
-            dist.destroy_process_group(channel.group)
-
-
-def _make_host_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Return a gloo group for numbers that the host needs, or None if ``group`` has one. All ranks must call it."""
-    if device.type == "cpu" or backend_name(group, device) == "gloo":
-        return None
-    return create_groups([list(range(dist.get_world_size()))], dist.get_rank(), timeout, "gloo")
-
-
-class FitPatches(SharedOnDeepcopy):
-    """What is replaced for one run of ``fit``, from construction to `undo`.
-
-    - The head's ``forward``, and in training steps the module's ``head_step``: they run passes through the head.
-    - ``state_dict``, ``load_state_dict`` and ``copy.deepcopy`` of the head: see `StateDictHooks`.
-    - The precision plugin's clipping by norm, and its gradient scaler: both must take all ranks' shards into account.
-    - DDP's list of parameters: the head's are left out.
-
-    Args:
-        module: the user's module, whose head is sharded.
-        passes: the passes through that head.
-        environment: of Lightning's strategy.
-        variable_batch: whether the head is updated after each pass.
-    """
-
-    def __init__(
-        self, module: LightningModule, passes: HeadPasses, environment: FitEnvironment, variable_batch: bool
-    ) -> None:
-        self._module = module
-        self._passes = passes
-        self._plugin = plugin = environment.precision_plugin
-        self._optimizers = environment.optimizers
-        self._variable_batch = variable_batch
-        self._gathered: GatheredHead | None = None  # from `gather_head` to the next training step
-        self.state_dict_hooks = StateDictHooks(passes.head, lambda: self._gathered)
-        # If one of these raises, the block undoes those before it. The user's module must not keep half of them.
-        with ExitStack() as stack:
-            stack.enter_context(passes.head.forwarding_to(_OutsideSteps(self._current_head)))
-            stack.enter_context(self.state_dict_hooks.installed())
-            stack.enter_context(replaced(plugin, "clip_grad_by_norm", self._clip_grad_by_norm))
-            stack.enter_context(_sharded_scaler(plugin))
-            stack.enter_context(_ignored_in_ddp(module, list(passes.head.names_in(module))))
-            self._stack = stack.pop_all()
-
-    def undo(self) -> None:
-        """Put everything back, the last replacement first. A second call does nothing."""
-        self._stack.close()
-
-    @property
-    def has_current_head(self) -> bool:
-        """Whether the head was gathered, and the local shard is still the one that was gathered."""
-        return self._gathered is not None and self._gathered.is_current and self._gathered.has_same_shard
-
-    def gather_head(self) -> None:
-        """Gather the head, so that each rank can call it alone until the next training step. All ranks must call it."""
-        self._gathered = None  # free the old one first, or two whole heads would be in memory
-        self._gathered = GatheredHead(self._passes.head)
-
-    def free_gradient_memory(self) -> None:
-        """Free the memory in which the next step would have written the gradients of the head."""
-        self._passes.gradient_memory.clear()
-
-    def forget_gathered_head(self) -> None:
-        """Free the gathered head: the local shard is about to change, or the head is no longer needed."""
-        self._gathered = None
-
-    @contextmanager
-    def exchanging(self) -> Iterator[None]:
-        """Make calls of the head collective within the context: all ranks must make the same calls."""
-        with self._passes.head.forwarding_to(self._passes.forward_local_batch):
-            yield
-
-    @contextmanager
-    def shown_whole(self) -> Iterator[None]:
-        """Give the parameters their whole shapes within the context, for Lightning's summary, and no values."""
-        head = self._passes.head
-
-        def of_its_shape(features: Tensor) -> Tensor:
-            return head.by_rows(lambda x: x.new_zeros(len(x), head.output_bounds[-1][1]), features)
-
-        shards = {p: p.data for p in head.parameters}
-        with head.forwarding_to(of_its_shape if self._gathered is None else self._gathered.forward):
-            for p, shard in shards.items():
-                p.data = shard.new_empty(1).expand(head.whole_shape(p))  # one number in memory
-            try:
-                yield
-            finally:
-                for p, shard in shards.items():
-                    p.data = shard
-
-    @contextmanager
-    def training_step(self) -> Iterator[None]:
-        """Run a training step within the context: calls of the head and of ``head_step`` are collective.
-
-        Raises:
-            ValueError: ``variable_batch`` is on, and ``head_step`` was not called.
-        """
-        passes, module = self._passes, self._module
-        num_steps = passes.num_steps
-        passes.begin_training_step(module)
-        checks.check_hooks(passes.head)
-        self.forget_gathered_head()
-        with self._running_passes():
-            yield
-        if self._variable_batch and passes.num_steps == num_steps:
-            raise ValueError(
-                "variable_batch=True updates the head within head_step, and training_step did not call it; call "
-                f"self.head_step(features, target) instead of self.{passes.head.name}(features)"
-            )
-
-    @contextmanager
-    def backward(self, loss: Tensor) -> Iterator[None]:
-        """Run backward of ``loss`` within the context, in which it may call the head (`torch.utils.checkpoint`).
-
-        Raises:
-            ValueError: the loss leaves out what the head has returned, or there are wrong gradients in the head.
-        """
-        # Manual optimization may have several losses, of which only some go through the head.
-        if self._module.automatic_optimization:
-            self._passes.require_part_in(loss)
-        with self._running_passes():
-            yield
-        self._check_gradients()
-
-    @contextmanager
-    def _running_passes(self) -> Iterator[None]:
-        """Make calls of the head and of ``head_step`` collective within the context."""
-        module = self._module
-        with ExitStack() as stack:
-            stack.enter_context(self.exchanging())
-            if hasattr(module, "head_step"):
-                stack.enter_context(replaced(module, "head_step", self._with_passes(cast(HeadStep, module.head_step))))
-            yield
-
-    def _check_gradients(self) -> None:
-        """Raise ValueError if backward has left wrong gradients in the head.
-
-        With ``variable_batch``, ``head_step`` has consumed all gradients of the head. A gradient that is left comes
-        from elsewhere, for example from a penalty on the weights. The optimizer would make an additional update of the
-        head with that gradient alone.
-        """
-        head = self._passes.head
-        if not any(p.grad is not None for p in head.parameters):
-            return
-        if self._variable_batch:
-            raise ValueError(
-                f"{head.name!r} got a gradient outside of head_step, where variable_batch=True updates it; compute "
-                "everything that trains the head (a penalty on its weights, too) within head_step"
-            )
-        if self._passes.num_calls == 0:
-            raise ValueError(
-                f"{head.name!r} got a gradient, but training_step never called it: it seems to read the "
-                f"weights of {head.name!r} directly, as F.normalize(self.{head.name}.weight) does. During fit, rank "
-                f"{head.channel.rank} holds only its local shard of them. Call the head as a module, or pass "
-                "another submodule as head=..."
-            )
-
-    def _current_head(self) -> GatheredHead:
-        """Return the gathered head, or raise RuntimeError if there is none, or the shard has changed since."""
-        name = self._passes.head.name
-        if self._gathered is None:
-            raise RuntimeError(
-                f"{name!r} was called on rank {self._passes.channel.rank} outside of a training step, but the whole "
-                f"head has not been gathered: the rank holds only its local shard. Call {name!r} in validation "
-                "(evaluation='gathered' gathers it there), or have all ranks call trainer.strategy.gather_head() first"
-            )
-        if not self._gathered.is_current:
-            raise RuntimeError(
-                f"the parameters of {name!r} were changed on rank {self._passes.channel.rank} after they had been "
-                "gathered from all ranks; have all ranks call trainer.strategy.gather_head() again, then call the head"
-            )
-        return self._gathered
+    # --- What a call of ``head_step`` does ---
 
     def _with_passes(self, head_step: HeadStep) -> HeadStep:
         """Return what replaces ``head_step``: it runs the user's on the samples of all ranks, pass by pass."""
@@ -531,22 +467,23 @@ class FitPatches(SharedOnDeepcopy):
 
     def _step(self, features: Tensor, arguments: dict[str, Any], head_step: HeadStep) -> Tensor:
         passes, trainer = self._passes, self._module.trainer
-        if self._variable_batch and is_in_backward():
+        is_variable = self._options.variable_batch
+        if is_variable and is_in_backward():
             raise RuntimeError(
                 "torch.utils.checkpoint runs head_step again in backward, and with variable_batch=True it would update "
                 "the head again; use checkpoint around the trunk alone"
             )
-        scaler = getattr(self._plugin, "scaler", None)
+        scaler = getattr(self._strategy.precision_plugin, "scaler", None)
         scale = {} if scaler is None else {"scale": scaler.scale}
         named = self._module.named_parameters()
-        others = {name: p for name, p in named if p.requires_grad and not passes.head.owns(p)}
+        others = {name: p for name, p in named if p.requires_grad and not self.head.owns(p)}
         # With variable_batch the head's updates are done when backward begins. Whatever the user multiplies the loss by
         # afterwards reaches the trunk alone, so it may only be what Lightning itself divides by. On GPUs it is checked
         # in the first step only: reading the factor waits.
         only_factor = None
-        if self._variable_batch and not (features.is_cuda and passes.num_steps):
+        if is_variable and not (features.is_cuda and passes.num_steps):
             only_factor = 1 / trainer.accumulate_grad_batches
-        update = self._update_head if self._variable_batch else None
+        update = self._update_head if is_variable else None
         self._forget_old_gradients()
         with no_counting(self._module, passes.channel.world_size):
             return passes.step(features, arguments, head_step, update, others=others, only_factor=only_factor, **scale)
@@ -558,19 +495,37 @@ class FitPatches(SharedOnDeepcopy):
         """
         module, trainer = self._module, self._module.trainer
         accumulates = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches > 0
-        optimizers = self._optimizers()
+        optimizers = self._strategy.optimizers
         is_seen = _sees_old_gradients(module, optimizers)
         if module.automatic_optimization and not (accumulates or is_in_backward() or is_seen):
             # Lightning keeps those of parameters that the user trains with an optimizer of his own.
             zeroed = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-            for p in zeroed.intersection(self._passes.head.parameters):
+            for p in zeroed.intersection(self.head.parameters):
                 p.grad = None
 
     def _update_head(self, gradients: Any) -> None:
-        update_head(self._module, self._plugin, self._optimizers(), self._passes.head, gradients)
+        strategy = self._strategy
+        update_head(self._module, strategy.precision_plugin, strategy.optimizers, self.head, gradients)
+
+    # --- Optimizers ---
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        clip_by_global_norm(self._plugin.main_params(optimizer), clip_val, self._passes.head)
+        clip_by_global_norm(self._strategy.precision_plugin.main_params(optimizer), clip_val, self.head)
+
+    def _check_optimizers(self) -> None:
+        """Check those that are new, or train other parameters: callbacks add groups, and replace optimizers."""
+        for optimizer in self._strategy.optimizers:
+            sizes = [sum(p.requires_grad for p in group["params"]) for group in optimizer.param_groups]
+            if self._checked.get(optimizer) != sizes:
+                checks.check_optimizers([optimizer], self.head)
+                self._checked[optimizer] = sizes
+
+
+def _make_host_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Return a gloo group for numbers that the host needs, or None if ``group`` has one. All ranks must call it."""
+    if device.type == "cpu" or backend_name(group, device) == "gloo":
+        return None
+    return create_groups([list(range(dist.get_world_size()))], dist.get_rank(), timeout, "gloo")
 
 
 def _sees_old_gradients(module: LightningModule, optimizers: Sequence[Optimizer]) -> bool:
@@ -596,22 +551,6 @@ class _OutsideSteps(ShardedForward, SharedOnDeepcopy):
     def last_layer(self, features: Tensor) -> LastLayer | None:
         """See `ShardedForward`."""
         return self._current_head().last_layer(features)
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within the context, give the instance ``owner`` another value of an attribute."""
-    was_set = name in vars(owner)
-    before = vars(owner).get(name)
-    # Past __setattr__, with which a module would register the value as a submodule or parameter.
-    object.__setattr__(owner, name, value)
-    try:
-        yield
-    finally:
-        if was_set:
-            object.__setattr__(owner, name, before)
-        else:
-            object.__delattr__(owner, name)
 
 
 @contextmanager
@@ -650,7 +589,7 @@ def _in_summaries(trainer: Any, shown_whole: Callable[[], Any]) -> Iterator[None
 
     with ExitStack() as stack:
         for callback in trainer.callbacks:
-            if any(base.__name__ == "ModelSummary" for base in type(callback).__mro__):
+            if checks.is_a(callback, "ModelSummary"):
                 stack.enter_context(replaced(callback, "on_fit_start", partial(summarize, callback.on_fit_start)))
         yield
 
@@ -664,44 +603,35 @@ class GatherHead(SharedOnDeepcopy, Callback):
     It is a callback because Lightning calls the hooks of callbacks first, then those of the module, and those of the
     strategy last. From a hook of the strategy, the gather would come after the ``on_validation_start`` and
     ``on_train_end`` of all others, which may call the head.
-
-    Args:
-        gather: gathers the head. All ranks must call it.
-        gather_if_changed: gathers it, unless what was gathered before is still the same. All ranks must call it.
-        meet: raises if a rank is in another batch. All ranks must call it.
     """
 
-    def __init__(
-        self, gather: Callable[[], None], gather_if_changed: Callable[[], None], meet: Callable[[], None]
-    ) -> None:
-        self._gather = gather
-        self._gather_if_changed = gather_if_changed
-        self._meet = meet
+    def __init__(self, fitting: HybridFitState) -> None:
+        self._fitting = fitting
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Gather if something has changed the local shard since set-up. Lightning calls this on all ranks.
 
         A checkpoint may have been loaded, or a callback has put other weights in for the sanity check and back.
         """
-        self._gather_if_changed()
+        self._fitting.gather_if_changed()
 
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Gather. Lightning calls this on all ranks, also on those without a batch."""
-        self._gather()
+        self._fitting.gather_for_evaluation()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Meet, before Lightning reduces the metrics of the epoch, in which ranks would wait for those in a batch."""
-        self._meet()
+        self._fitting.meet()
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Gather. Lightning calls this on all ranks."""
-        self._gather()
+        self._fitting.gather_for_evaluation()
 
     @contextmanager
     def installed(self, module: LightningModule) -> Iterator[None]:
         """Be the first of the Trainer's callbacks within the context, and gather after ``on_validation_epoch_start``.
 
-        In that hook, Lightning's callbacks of averaged weights put these in. The module's comes after all callbacks'.
+        In that hook, callbacks and the module may put in other weights, such as averages. The module's comes last.
         """
         trainer: Any = module.trainer
         own = module.on_validation_epoch_start
@@ -711,7 +641,7 @@ class GatherHead(SharedOnDeepcopy, Callback):
                 type(each).on_validation_epoch_start(each)
                 return
             own()
-            self._gather_if_changed()
+            self._fitting.gather_if_changed()
 
         # A new list each time, because Lightning may be iterating over the old one.
         trainer.callbacks = [self, *trainer.callbacks]

@@ -6,7 +6,7 @@ import gc
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import takewhile
@@ -25,6 +25,7 @@ from lightning_dp._private.torch_names import (
 )
 from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.collectives.ring import chunk_bounds
+from lightning_dp.losses import add_product
 
 Bounds = list[tuple[int, int]]
 """Begin and end of each rank's part of the features."""
@@ -189,18 +190,9 @@ class ShardedHead(SharedOnDeepcopy):
             return compute(features)
         return compute(features.flatten(0, -2)).unflatten(0, features.shape[:-1])
 
-    @contextmanager
-    def forwarding_to(self, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    def forwarding_to(self, function: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
         """Let ``head(x)`` call ``function(x)`` within the context. Hooks of the head run as usual. May be nested."""
-        before = vars(self.head).get("forward")  # that of the instance, which hides the one of the class
-        vars(self.head)["forward"] = function
-        try:
-            yield
-        finally:
-            if before is None:
-                del vars(self.head)["forward"]
-            else:
-                vars(self.head)["forward"] = before
+        return replaced(self.head, "forward", function)
 
     def _require_rows(self, x: Tensor) -> None:
         if x.dim() != 2:
@@ -208,6 +200,21 @@ class ShardedHead(SharedOnDeepcopy):
                 f"features of shape {tuple(x.shape)} reach {self.name}'s first nn.Linear; flatten them to (N, features)"
                 " before it, by nn.Flatten() in the head or in the trunk"
             )
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within the context, give the instance ``owner`` another value of an attribute. May be nested."""
+    was_set = name in vars(owner)
+    before = vars(owner).get(name)
+    vars(owner)[name] = value  # past __setattr__, with which a module would register it as a submodule or parameter
+    try:
+        yield
+    finally:
+        if was_set:
+            vars(owner)[name] = before
+        else:
+            vars(owner).pop(name, None)
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
@@ -426,19 +433,14 @@ def _walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         yield name, module
 
 
-def _own_forwards(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
+def _require_no_own_forward(module: nn.Module, name: str) -> None:
     for path, part in module.named_modules(prefix=name):
         forward = vars(part).get("forward")
-        if forward is not None and not isinstance(forward, Refusal):  # the strategy's own
-            yield f"{path}.forward", forward
-
-
-def _require_no_own_forward(module: nn.Module, name: str) -> None:
-    for path, _ in _own_forwards(module, name):
-        raise ValueError(
-            f"{path.removesuffix('.forward')} has a forward that was set on the instance, which a sharded head would "
-            f"not call; remove it (del module.{path}), and do what it adds where the module calls the head"
-        )
+        if forward is not None and not isinstance(forward, Refusal):  # which is the strategy's own
+            raise ValueError(
+                f"{path} has a forward that was set on the instance, which a sharded head would not call; remove it "
+                f"(del module.{path}.forward), and do what it adds where the module calls the head"
+            )
 
 
 def require_whole_layer(layer: nn.Linear, path: str) -> None:
@@ -483,18 +485,13 @@ def refused_inner_calls(head: ShardedHead) -> Iterator[None]:
     `ShardedHead` computes these layers without calling them. So a call while they are sharded comes from the user, who
     would get this rank's columns, and a gradient of this rank's samples alone.
     """
-    refused: list[nn.Module] = []
-    if head.channel.world_size > 1:  # otherwise the shard is the whole layer
-        for path, layer in head.head.named_modules(prefix=head.name):
-            # A head that is an nn.Linear itself has its ``forward`` replaced as any head.
-            if layer is not head.head and type(layer) is nn.Linear:
-                vars(layer)["forward"] = Refusal(head, layer, path)
-                refused.append(layer)
-    try:
+    with ExitStack() as stack:
+        if head.channel.world_size > 1:  # otherwise the shard is the whole layer
+            for path, layer in head.head.named_modules(prefix=head.name):
+                # A head that is an nn.Linear itself has its ``forward`` replaced as any head.
+                if layer is not head.head and type(layer) is nn.Linear:
+                    stack.enter_context(replaced(layer, "forward", Refusal(head, layer, path)))
         yield
-    finally:
-        for layer in refused:
-            vars(layer).pop("forward", None)
 
 
 class Refusal:
@@ -663,19 +660,6 @@ class ParameterGradients:
             memory = self._memory[weight] = torch.empty_like(weight)
         return memory.detach()  # another tensor of this memory: while it is there, the memory is shared
 
-    def add_product(self, total: Tensor, beta: float, output_grads: Tensor, x: Tensor) -> None:
-        """Write to (rows of) ``total`` beta times itself plus the gradient of a weight.
-
-        That is the gradient of the layer's output (N, out), transposed, times the input x (N, in).
-        """
-        if output_grads.dtype == total.dtype:
-            # With beta=0 torch ignores what is in the memory.
-            torch.addmm(total, output_grads.T, x.conj(), beta=beta, alpha=self._factor, out=total)
-        elif beta:  # a product of 16 bits
-            total.add_(output_grads.T @ x, alpha=self._factor)
-        else:
-            total.copy_(output_grads.T @ x).mul_(self._factor)
-
     def postpone(self, weight: Tensor, output_grads: Tensor, x: Tensor) -> None:
         """Add a weight's gradient later. Its factors, (N, out) and (N, in), must not change until then."""
         self._postponed.append(_Product(weight, output_grads, x, (version_of(output_grads), version_of(x))))
@@ -697,7 +681,7 @@ class ParameterGradients:
         product.total = product.total or self.total_of(product.weight)
         total, beta = product.total
         rows = slice(product.begin, product.begin + max(1, _BLOCK_NUMEL // max(1, total.shape[1])))
-        self.add_product(total[rows], beta, product.output_grads[:, rows], product.x)
+        add_product(total[rows], beta, product.output_grads[:, rows], product.x, self._factor)
         product.begin = rows.stop
         if product.begin >= len(total):
             self._postponed.popleft()

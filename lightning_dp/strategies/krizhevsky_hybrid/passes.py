@@ -83,6 +83,7 @@ class HeadPasses(SharedOnDeepcopy):
         self.gradient_memory: dict[Tensor, Tensor] = {}
         self._results: list[Any] = []  # nodes of the graph: what this training step has got from the head
         self._after_trunk: AfterTrunk | None = None  # of this training step, until a call of the head takes it
+        self._first_factor: Tensor | None = None  # of the loss of the first step, until the ranks compare it
         self._has_warned_of_weights = False
         self._has_warned_of_logits = False
 
@@ -124,8 +125,8 @@ class HeadPasses(SharedOnDeepcopy):
 
         Raises:
             ValueError: ``head_step`` does not return a single number, or calls backward, or uses one of the
-                ``others``; in the first step, it returns different losses on the ranks, or they are multiplied by
-                different factors before backward; or the factor is not ``only_factor``. See also `StepArguments`.
+                ``others``; in the first step, it returns different losses on the ranks. In backward: the loss was
+                multiplied by another factor than ``only_factor``. See also `StepArguments`.
         """
         is_first = self.num_steps == 0
         own = StepArguments(arguments, len(features))
@@ -147,8 +148,10 @@ class HeadPasses(SharedOnDeepcopy):
         self.num_steps += 1
 
         def check_factor(factor: Tensor) -> None:
+            # The ranks compare it when the next training step begins, where all of them come. One rank may have run a
+            # backward of its own before this one, to look at a gradient.
             if is_first and self.channel.world_size > 1:
-                _require_same_factor(self.head.control.all_gather("agreement", factor.detach().double()))
+                self._first_factor = factor.detach().double()
             if only_factor is not None:
                 _require_factor(factor.item(), only_factor)
 
@@ -167,7 +170,11 @@ class HeadPasses(SharedOnDeepcopy):
 
         Raises:
             RuntimeError: the head of ``module`` has been changed since set-up.
+            ValueError: the ranks have multiplied the loss of the first `step` by different factors before backward.
         """
+        if self._first_factor is not None:
+            _require_same_factor(self.head.control.all_gather("agreement", self._first_factor))
+            self._first_factor = None
         self._results.clear()
         require_unchanged(module, self.head)
         self._after_trunk = AfterTrunk(self.head.parameters)
@@ -389,7 +396,9 @@ class MicroBatch(ShardedForward, SharedOnDeepcopy):
         x = self.features
         is_read = has_tensor_hooks(x) or x.retains_grad or x.grad_fn is not self._origin
         if is_read or not self._sums.is_collecting or torch.is_grad_enabled():
-            return summed(gradient, self._head.channel)
+            # In the features' group: there a rank without such a hook begins `FeatureGradients.send_back`, so that both
+            # raise. In the head's group each would wait for a message of the other.
+            return summed(gradient, self._passes.channel)
         self._has_partial_gradients = True
         # DDP divides the trunk's gradients by K, so the features' gradients, summed over the K ranks, must be K times
         # the gradient of the loss. What ``head_step`` computes from the features directly, such as a penalty on them,
@@ -677,9 +686,8 @@ class FeatureGradients:
 
     def __init__(self, exchange: FeatureExchange) -> None:
         self._exchange = exchange
-        self._arrived: list[
-            Tensor | int
-        ] = []  # of each finished pass: its rows, or how many there are without gradient
+        # Of each finished pass: its rows, or how many there are without gradient.
+        self._arrived: list[Tensor | int] = []
         self._in_flight: Finish | None = None
 
     def send_back(self, gradient: Tensor | None, part: SubPass, is_partial: bool = True) -> None:

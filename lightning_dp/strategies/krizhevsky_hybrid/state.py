@@ -27,7 +27,13 @@ from torch.optim import Optimizer
 from lightning_dp._lightning import LightningModule
 from lightning_dp._private.torch_names import has_forward_hooks, tree_leaves, tree_map_only, version_of
 from lightning_dp.losses import LastLayer
-from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, SharedOnDeepcopy, refused_inner_calls, seeded
+from lightning_dp.strategies.krizhevsky_hybrid.head import (
+    ShardedHead,
+    SharedOnDeepcopy,
+    refused_inner_calls,
+    replaced,
+    seeded,
+)
 
 log = logging.getLogger(__name__)
 
@@ -395,14 +401,10 @@ class StateDictHooks(SharedOnDeepcopy):
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Have the hooks in place within the context."""
-        attributes = vars(self._head.head)
-        self._register()
-        attributes["__deepcopy__"] = self._deepcopy  # copy.deepcopy looks it up on the instance
-        try:
+        # copy.deepcopy looks it up on the instance.
+        with replaced(self._head.head, "__deepcopy__", self._deepcopy), self._registered:
+            self._register()
             yield
-        finally:
-            attributes.pop("__deepcopy__", None)
-            self._registered.close()
 
     @contextmanager
     def leaving_shards(self) -> Iterator[None]:

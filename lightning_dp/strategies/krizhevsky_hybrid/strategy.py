@@ -14,13 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dp._private.lightning_names import strategy_timeout, wrap_in_ddp
+from lightning_dp._private.lightning_names import wrap_in_ddp
 from lightning_dp.collectives.groups import OnStage
 from lightning_dp.strategies import complete_files
 from lightning_dp.strategies.base import BaseStrategy
 from lightning_dp.strategies.krizhevsky_hybrid import checkpoint as files
 from lightning_dp.strategies.krizhevsky_hybrid import checks
-from lightning_dp.strategies.krizhevsky_hybrid.fit import FitEnvironment, HybridFitState, Options
+from lightning_dp.strategies.krizhevsky_hybrid.fit import HybridFitState, Options
 from lightning_dp.strategies.unfreezing import ReducedParameters
 
 
@@ -153,15 +153,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         module = self.lightning_module
         assert module is not None
         if module.trainer.state.fn == "fit":
-            environment = FitEnvironment(
-                device=self.root_device,
-                precision_plugin=self.precision_plugin,
-                timeout=strategy_timeout(self),
-                on_stage=self._record_stage,
-                optimizers=lambda: self.optimizers,
-                broadcast=self.broadcast,
-            )
-            self._fitting = HybridFitState(self._options, module, environment)
+            self._fitting = HybridFitState(self._options, module, self, self._record_stage)
         else:
             checks.require_whole(module, self._options.head)
         super().model_to_device()

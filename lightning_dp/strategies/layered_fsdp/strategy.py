@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dp._lightning import BaseFinetuning, ModelParallelStrategy, OwnTrainerOnly
+from lightning_dp._lightning import BaseFinetuning, ModelParallelStrategy
 from lightning_dp._private.lightning_names import DEFAULT_TIMEOUT, give_device_mesh, strategy_timeout
 from lightning_dp._private.torch_names import is_in_backward
 from lightning_dp.collectives.compression.layout import ParameterTable
@@ -113,7 +113,7 @@ class RunningSteps:
             unit.reshard()
 
 
-class LayeredFSDPStrategy(PostponedUpdates, OwnTrainerOnly, ModelParallelStrategy):
+class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     """Parameters sharded inside groups of ranks by FSDP2; the all-reduce between groups is hidden, as in layered SGD.
 
     The parameters are those of HSDP (``fully_shard`` with a mesh of two dimensions) and of DDP, up to rounding in

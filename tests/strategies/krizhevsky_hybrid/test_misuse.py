@@ -269,3 +269,108 @@ def test_a_call_on_one_rank_alone_in_a_step_is_named():
         assert all("made a call that the other has not" in text or "could not receive from" in text for text in said)
     first, _ = run_processes(2, _one_rank_more)
     assert all("made a call that the other has not" in text for text in first)
+
+
+class FeatureHook(StepNet):
+    """Rank 0 looks at the gradient of the features. The other ranks do not know, and have no sum for it."""
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        if self.global_rank == 0:
+            features.register_hook(lambda gradient: None)
+        return super().head_step(features, target)
+
+
+class RetainedGradient(StepNet):
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        loss = super().head_step(features, target)
+        if self.global_rank == 0:
+            features.retain_grad()
+        return loss
+
+
+class HookOfHead(NamedNet):
+    """Rank 0 has a hook that sees whole logits, which the loss of the other ranks does not gather."""
+
+    def on_train_start(self) -> None:
+        if self.global_rank == 0:
+            self.head.register_forward_hook(lambda module, args, output: None)
+
+
+class Detached(HybridNet):
+    """The trunk of rank 0 is not to learn from its batch."""
+
+    def features_of(self, x: Tensor) -> Tensor:
+        features = self.trunk(x)
+        return features.detach() if self.global_rank == 0 else features
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.cost(self.head(self.features_of(batch[0])), batch[1])
+
+
+class DetachedInStep(Detached, StepNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.head_step(self.features_of(batch[0]), batch[1])
+
+
+ON_RANK_0: dict[type[HybridNet], str] = {
+    FeatureHook: "So do hooks on the features in head_step, or on the head, that one rank alone has",
+    RetainedGradient: "So do hooks on the features in head_step, or on the head, that one rank alone has",
+    HookOfHead: "So do hooks on the features in head_step, or on the head, that one rank alone has",
+    Detached: "the ranks pass different things to the head",
+    DetachedInStep: "the ranks pass different things to the head",
+}
+
+
+def _on_rank_0(rank: int) -> list[str]:
+    said = []
+    for net in ON_RANK_0:
+        strategy = KrizhevskyHybridStrategy(timeout=timedelta(seconds=10), find_unused_parameters=True)
+        with pytest.raises((RuntimeError, ValueError)) as error:
+            fit_with(batches(rank, 2), strategy, 2, net, {})
+        said.append(str(error.value))
+    return said
+
+
+def test_what_rank_0_alone_does_and_the_others_cannot_follow():
+    for said in run_processes(2, _on_rank_0):
+        for text, message in zip(said, ON_RANK_0.values(), strict=True):
+            assert message in text
+
+
+class GradientOfFeatures(StepNet):
+    """Rank 0 takes a gradient of its own, and looks at that of the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        logits = self.head(features)
+        if self.global_rank == 0 and logits.requires_grad:
+            logits.retain_grad()
+            logits.register_hook(lambda gradient: self.norms.append(gradient.norm().item()))
+        return self.cost(logits, target)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        features = self.trunk(batch[0])
+        loss = self.head_step(features, batch[1])
+        if self.global_rank == 0:
+            (gradient,) = torch.autograd.grad(loss, features, retain_graph=True)
+            self.norms.append(gradient.norm().item())
+        return loss
+
+
+def _looking(rank: int) -> Any:
+    # Lightning divides the loss before backward, and not before the gradient that rank 0 takes.
+    options = {"accumulate_grad_batches": 2}
+    strategies = [KrizhevskyHybridStrategy(timeout=timedelta(seconds=10)) for _ in range(2)]
+    return [
+        fit_with(batches(rank, 2), strategy, 2, net, options)
+        for strategy, net in zip(strategies, (StepNet, GradientOfFeatures), strict=True)
+    ]
+
+
+def test_what_rank_0_alone_may_look_at():
+    for plain, looking in run_processes(2, _looking):
+        for name, value in plain.items():
+            assert torch.equal(looking[name], value), name

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_dp.collectives.all_to_all import AllToAll, Channel
 from lightning_dp.losses import sharded_cross_entropy
 from lightning_dp.strategies.krizhevsky_hybrid import head as head_module
-from lightning_dp.strategies.krizhevsky_hybrid.head import ParameterGradients, ShardedHead
+from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
 from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses
 from lightning_dp.strategies.krizhevsky_hybrid.state import CPU, ShardedParameters
 from tests.ranks import run_threads
@@ -76,17 +76,17 @@ def traced(rank: int, group: Any, uses_head_step: bool, begins: bool, events: di
 
 def events_of_rank_0(monkeypatch: pytest.MonkeyPatch, uses_head_step: bool, begins: bool = True) -> list[str]:
     events: defaultdict[int, list[str]] = defaultdict(list)  # by thread
-    add_product, wait = ParameterGradients.add_product, AllToAll.wait
+    add_product, wait = head_module.add_product, AllToAll.wait
 
-    def recorded_product(self: ParameterGradients, total: Tensor, *args: Any) -> None:
+    def recorded_product(total: Tensor, *args: Any) -> None:
         events[threading.get_ident()].append(f"{total.shape[0]} x {total.shape[1]}")
-        add_product(self, total, *args)
+        add_product(total, *args)
 
     def recorded_wait(self: AllToAll) -> None:
         events[threading.get_ident()].append(self._name)
         wait(self)
 
-    monkeypatch.setattr(ParameterGradients, "add_product", recorded_product)
+    monkeypatch.setattr(head_module, "add_product", recorded_product)
     monkeypatch.setattr(AllToAll, "wait", recorded_wait)
     of_rank_0 = run_threads(2, traced, uses_head_step, begins, events)[0]
     forward = ("sizes", "targets", "features", "hidden activations", "logits", "loss of a pass")
@@ -98,7 +98,7 @@ def events_of_rank_0(monkeypatch: pytest.MonkeyPatch, uses_head_step: bool, begi
 def test_products_come_while_messages_travel_and_after_the_trunk(monkeypatch):
     assert events_of_rank_0(monkeypatch, uses_head_step=True) == [
         *("2 x 7", "hidden gradients", "2 x 8", "hidden gradients", "2 x 8", "feature gradients"),
-        *("agreement", "trunk", "3 x 6", "1 x 6"),
+        *("trunk", "3 x 6", "1 x 6"),
     ]
 
 
