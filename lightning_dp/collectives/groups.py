@@ -244,32 +244,7 @@ OnStage = Callable[[str, float, float], None]
 #
 # PyTorch 2.13 has deprecated ``reduce_scatter_tensor`` and ``all_gather_into_tensor`` in favor of ``*_single``.
 
-_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def reduce_scatter_single(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum chunk k of ``input`` into ``output`` on group rank k.
-
-    Args:
-        output: (n,). It may be this rank's chunk of ``input``.
-        input: (ranks * n,).
-        group: all its ranks must call this function.
-    """
-    _reduce_scatter_single(output, input, group=group)
-
-
-def all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
-    """Put ``input`` of group rank k into chunk k of ``output``, on all ranks.
-
-    Args:
-        output: (ranks * n,).
-        input: (n,). It may be this rank's chunk of ``output``.
-        group: all its ranks must call this function.
-    """
-    _all_gather_single(output, input, group=group)
-
-
-def start_all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start what `all_gather_single` does, and return the handle to wait for."""
-    return _all_gather_single(output, input, group=group, async_op=True)
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Sum chunk k of the input, (ranks * n,), into the output, (n,), on group rank k. The output may be that chunk."""
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Put the input of group rank k, (n,), into chunk k of the output, (ranks * n,). The input may be that chunk."""

@@ -197,14 +197,14 @@ class DeviceAllReduce:
         group = self._intra_group
         if group is not None:
             if shard_numel:
-                groups.reduce_scatter_single(shard, even, group)
+                groups.reduce_scatter_single(shard, even, group=group)
             if rest.numel():
                 dist.reduce(rest, group=group, group_dst=last)
         if carried.numel():  # the same number on all ranks of this inter-group all-reduce
             dist.all_reduce(carried, group=self._inter_group)
         if group is not None:
             if shard_numel:
-                groups.all_gather_single(even, shard, group)
+                groups.all_gather_single(even, shard, group=group)
             if rest.numel():
                 dist.broadcast(rest, group=group, group_src=last)
 
