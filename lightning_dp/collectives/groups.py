@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -48,7 +47,6 @@ def create_groups(
     rank: int,
     timeout: timedelta | None = None,
     backend: str | None = None,
-    make_options: Callable[[], Any] | None = None,
 ) -> dist.ProcessGroup | None:
     """Create one process group per list of global ranks. Every rank of the job must call it, with the same lists.
 
@@ -57,20 +55,13 @@ def create_groups(
         rank: global rank of this process.
         timeout: of every collective. None is the default of the backend.
         backend: None is the backend of the default group.
-        make_options: makes new options of the backend for each group. None: the backend's defaults.
 
     Returns:
         The group of this rank, or None if it is in none.
     """
-    make_options = make_options or (lambda: None)
-    with unbound_default_group(backend), warnings.catch_warnings():
-        # PyTorch warns that `timeout` takes the place of the options' own timeout, which nobody has given.
-        warnings.filterwarnings("ignore", "backend_options._timeout was specified")
+    with unbound_default_group(backend):
         # torch.distributed requires that every rank creates every group, and in the same order.
-        groups = [
-            dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=make_options())
-            for ranks in partition
-        ]
+        groups = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in partition]
     return next((group for ranks, group in zip(partition, groups, strict=True) if rank in ranks), None)
 
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -156,7 +155,6 @@ class DeviceAllReduce:
         topology: division of the ranks into groups.
         rank: global rank of this process.
         timeout: of every collective. None: the backend's default.
-        make_options: makes the backend's options of the group between groups. None: its defaults.
         of_shards: a buffer is this rank's shard alone, and holds the sum over its group already, as after FSDP2's
             reduce-scatter: only the all-reduce between groups is left.
     """
@@ -166,7 +164,6 @@ class DeviceAllReduce:
         topology: RankTopology,
         rank: int,
         timeout: timedelta | None = None,
-        make_options: Callable[[], Any] | None = None,
         of_shards: bool = False,
     ) -> None:
         self.topology = topology
@@ -176,7 +173,7 @@ class DeviceAllReduce:
         inter_group = [topology.peers(member) for member in range(size)]
         self._of_shards = of_shards
         self._intra_group = create_groups(intra_group, rank, timeout) if size > 1 and not of_shards else None
-        self._inter_group = create_groups(inter_group, rank, timeout, make_options=make_options)
+        self._inter_group = create_groups(inter_group, rank, timeout)
 
     def all_reduce(self, buffer: Tensor) -> None:
         """Replace ``buffer``, (numel,), by its sum over all ranks, in place."""
@@ -225,7 +222,6 @@ class DeviceAllReduce:
 # them, if ``NCCL_LAUNCH_ORDER_IMPLICIT`` is set.
 
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
-FIRST_VERSION_WITH_ORDER = (2, 26)
 
 
 def request_launch_order() -> bool:
@@ -238,25 +234,6 @@ def request_launch_order() -> bool:
     return is_early
 
 
-def why_order_may_differ() -> str | None:
-    """Say why NCCL need not run kernels in the order in which the host issues them, with the remedy; None if it does.
-
-    Call it on ranks that use NCCL.
-    """
-    version = torch.cuda.nccl.version()
-    if version[:2] < FIRST_VERSION_WITH_ORDER:
-        wanted = ".".join(map(str, FIRST_VERSION_WITH_ORDER))
-        return (
-            f"NCCL {'.'.join(map(str, version))} does not order the kernels of several communicators; install a "
-            f"PyTorch with NCCL {wanted} or newer"
-        )
-    if os.environ.get(LAUNCH_ORDER, "0") == "0":
-        return f"{LAUNCH_ORDER} is 0; set it to 1"
-    return None
-
-
-def limited_options(max_ctas: int) -> Any:
-    """Return options of an NCCL group whose kernels occupy at most ``max_ctas`` blocks of the device."""
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = max_ctas
-    return options
+def keeps_launch_order() -> bool:
+    """Return whether NCCL runs kernels in the order in which the host issues them."""
+    return os.environ.get(LAUNCH_ORDER, "0") != "0"
