@@ -34,7 +34,7 @@ class DeviceSum:
         on_stage: called with name, start and end of the time that `wait` takes on the host.
     """
 
-    def __init__(self, index: int, buffer: Tensor, on_stage: OnStage | None = None) -> None:
+    def __init__(self, index: int, buffer: Tensor, on_stage: OnStage = lambda *_: None) -> None:
         self.index = index
         self.buffer = buffer
         self._on_stage = on_stage
@@ -82,8 +82,7 @@ class DeviceSum:
         if self._delivered is not None:
             # In each call, not only in the first: the current stream may be another one.
             streams.current_stream(self.buffer.device).wait_event(self._delivered)
-        if self._on_stage is not None:
-            self._on_stage(WAIT, start_s, time.perf_counter())
+        self._on_stage(WAIT, start_s, time.perf_counter())
 
 
 class DeviceCommunicator:
@@ -105,7 +104,7 @@ class DeviceCommunicator:
         collective: DeviceAllReduce,
         early: bool,
         device: torch.device,
-        on_stage: OnStage | None = None,
+        on_stage: OnStage = lambda *_: None,
     ) -> None:
         self._collective = collective
         self._early = early
