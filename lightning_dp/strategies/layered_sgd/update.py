@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import os
 import sys
 import sysconfig
@@ -23,6 +24,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +43,8 @@ from lightning_dp._private.torch_names import (
 )
 from lightning_dp.strategies.layered_sgd.gradient_sum import GradientSum
 from lightning_dp.strategies.layered_sgd.parameter_watch import AutogradPosition, ParameterWatch, StaleUseDetector
+
+log = logging.getLogger(__name__)
 
 
 class UpdateQueue:
@@ -77,6 +81,7 @@ class UpdateQueue:
         self._is_stepping = False
         self.is_in_training_step = False
         self.early_user: str | None = None
+        _queues.add(self)
 
     def __bool__(self) -> bool:
         return bool(self._updates)
@@ -332,6 +337,7 @@ class UpdateQueue:
 
     def close(self) -> None:
         """Give up what is pending."""
+        _queues.discard(self)
         self._of_this_backward.close()
         with self.lock:
             self._watch.remove([*self._sums, *self._stale_uses.suspects, *self._by_parameter])
@@ -596,3 +602,27 @@ class GuardedState(MutableMapping[Any, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._up_to_date().__reduce_ex__(protocol)
+
+
+# --- A forked process, such as a loader's worker, starts with everything up to date: it has no communicator.
+
+_queues: WeakSet[UpdateQueue] = WeakSet()  # that are not closed
+_locks = ExitStack()
+
+
+def _before_fork() -> None:
+    for queue in list(_queues):
+        # Held during the fork: the child lacks the other threads, and would find a lock of theirs taken for ever.
+        _locks.enter_context(queue.lock)
+        try:
+            queue.bring_up_to_date()
+        except Exception as error:  # Python would only print it, and fork
+            log.warning(f"a process is forked while an update is pending that failed: {error}")
+
+
+def _after_fork() -> None:
+    _locks.close()
+
+
+if hasattr(os, "register_at_fork"):  # there is no fork on Windows
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
