@@ -21,9 +21,9 @@ import sysconfig
 import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import takewhile
+from itertools import count, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -60,14 +60,12 @@ class UpdateQueue:
 
     Attributes:
         lock: held while an update is applied.
-        is_in_backward: whether this is between `begin_backward` and `end_backward`.
         is_in_training_step: whether this is within ``training_step``, which may wait for sums.
         early_user: the first function since this was None that had to wait for a sum between two training steps.
     """
 
     def __init__(self, module: nn.Module, keeps_gradients: bool = False) -> None:
         self.lock = threading.RLock()
-        self.is_in_backward = False
         self._module = module
         self._keeps_gradients = keeps_gradients
         self._read: set[Tensor] = set()  # parameters whose gradient of the last backward stays, and somebody may keep
@@ -97,10 +95,6 @@ class UpdateQueue:
         with self.lock:  # another thread's step is waited for
             return self._is_stepping
 
-    def parameters(self) -> list[Tensor]:
-        """Return the parameters that have a pending update."""
-        return list(self._by_parameter)
-
     # Backward: sums begin.
 
     def begin_backward(self, loss: Tensor) -> None:
@@ -111,7 +105,6 @@ class UpdateQueue:
         self._read.clear()
         with self.lock:  # another thread may be about to use a suspect
             self._of_this_backward.enter_context(self._stale_uses.watching(loss, self._module))
-        self.is_in_backward = True
 
     def add_sum(self, parameters: Sequence[Tensor], gradient_sum: GradientSum) -> None:
         """Note that the gradients of ``parameters`` are being summed."""
@@ -121,7 +114,6 @@ class UpdateQueue:
     def end_backward(self) -> None:
         """End what `begin_backward` has begun."""
         self._of_this_backward.close()
-        self.is_in_backward = False
 
     # The optimizer's step: it is staged.
 
@@ -252,23 +244,24 @@ class UpdateQueue:
         self._is_stepping = True  # from here on: a signal handler does not see what is taken and not yet applied
         try:
             part = update.take(buckets)
-            if part is None:
+            if not part:
                 return []
+            parameters = [staged.parameter for staged in part]
             # Before the step, not after it: the step itself uses the parameters.
             if update.is_done and update in self._updates:
                 self._updates.remove(update)
-            for parameter in part.parameters:
+            for parameter in parameters:
                 self._by_parameter.pop(parameter, None)
             if update.staged_at.is_of_this_thread:
-                self._watch.remove(part.parameters)
-            contexts = as_after_backward(part.gradients[0].device.type)
+                self._watch.remove(parameters)
+            contexts = as_after_backward(part[0].gradient.device.type)
             if not update.staged_at.is_of_this_thread:
                 # They stay watched: the thread that trains may use one of them meanwhile, and then waits for the lock.
                 contexts.enter_context(without_torch_function())
-            self._stale_uses.note_updated(part.parameters, update.staged_at)
+            self._stale_uses.note_updated(parameters, update.staged_at)
             with contexts:
                 update.step(part)
-            return part.parameters
+            return parameters
         finally:
             self._is_stepping = was_stepping
 
@@ -369,6 +362,22 @@ def _user_on_stack() -> str:
     return FRAMEWORK
 
 
+class Staged(NamedTuple):
+    """A parameter whose update is pending.
+
+    Attributes:
+        place: in the order of the optimizer's groups.
+        group: index of its group.
+        parameter: the parameter.
+        gradient: the one that was staged.
+    """
+
+    place: int
+    group: int
+    parameter: Tensor
+    gradient: Tensor
+
+
 class PendingUpdate:
     """One step of one optimizer, with the gradients and hyperparameters of the moment it was staged.
 
@@ -394,20 +403,14 @@ class PendingUpdate:
         self.staged_at = AutogradPosition.now()
         self._sums = sums
         # In the order of the optimizer's parameters, which is about that in which the forward needs the buckets.
-        self._parts: dict[GradientSum | None, StagedPart] = {}
-        # All parts in the order of the optimizer's groups: a norm over all gradients depends on the order of summation.
-        self._whole = StagedPart()
+        self._parts: dict[GradientSum | None, list[Staged]] = {}
+        places = count()
         with without_torch_function():  # the watch would wait for the gradients
             for index, group in enumerate(optimizer.param_groups):
                 for parameter in group["params"]:
-                    gradient = parameter.grad
-                    if gradient is not None:
-                        bucket = sums.get(parameter)
-                        if bucket not in self._parts:
-                            self._parts[bucket] = StagedPart()
-                        self._parts[bucket].add(index, parameter, gradient)
-                        self._whole.add(index, parameter, gradient)
-        self._num_parts = len(self._parts)
+                    if (gradient := parameter.grad) is not None:
+                        staged = Staged(next(places), index, parameter, gradient)
+                        self._parts.setdefault(sums.get(parameter), []).append(staged)
         # Schedules and users change the groups afterwards, tensors in place. Plain values cannot change.
         self._groups = [
             {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
@@ -423,7 +426,7 @@ class PendingUpdate:
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters that are still to be updated."""
-        return [parameter for part in self._parts.values() for parameter in part.parameters]
+        return [staged.parameter for part in self._parts.values() for staged in part]
 
     def needed_for(self, parameter: Tensor) -> list[GradientSum | None]:
         """Wait for the bucket of ``parameter``. Return it, and all buckets that have arrived.
@@ -448,10 +451,10 @@ class PendingUpdate:
         _wait_for(buckets)
         return buckets
 
-    def take(self, buckets: list[GradientSum | None]) -> StagedPart | None:
+    def take(self, buckets: list[GradientSum | None]) -> list[Staged]:
         """Take the parameters of ``buckets`` out of the update.
 
-        A signal handler may have taken some or all of them while the caller waited; None if nothing is left.
+        A signal handler may have taken some or all of them while the caller waited.
         """
         if self.whole_step is not None:
             # At once: a signal handler in between would apply the rest by itself, with a norm of those gradients alone.
@@ -459,16 +462,18 @@ class PendingUpdate:
             parts = list(taken.values())
         else:
             parts = [part for bucket in buckets if (part := self._parts.pop(bucket, None)) is not None]
-        if not parts:
-            return None
-        return self._whole if len(parts) == self._num_parts else parts[0].joined_with(parts[1:])
+        # In the order of the optimizer: a norm over all gradients depends on the order of summation.
+        return sorted((staged for part in parts for staged in part), key=lambda staged: staged.place)
 
-    def step(self, part: StagedPart) -> None:
+    def step(self, part: list[Staged]) -> None:
         """Update the parameters of ``part``."""
+        by_group: dict[int, list[Tensor]] = {}
+        for staged in part:
+            by_group.setdefault(staged.group, []).append(staged.parameter)
         stepping = shallow_copy_of(self.optimizer)
-        stepping.param_groups = [{**self._groups[index], "params": each} for index, each in part.by_group.items()]
+        stepping.param_groups = [{**self._groups[index], "params": each} for index, each in by_group.items()]
         stepping.state = self._state
-        with part.with_staged_gradients():
+        with _with_staged_gradients(part):
             if self.whole_step is not None:
                 self.whole_step(stepping)
             else:
@@ -481,52 +486,20 @@ def _wait_for(buckets: Iterable[GradientSum | None]) -> None:
             bucket.wait()
 
 
-class StagedPart:
-    """Some parameters of an optimizer, with the gradients that were staged. They are updated in one step.
-
-    Attributes:
-        parameters: the parameters.
-        gradients: the gradient of each.
-        by_group: the parameters again, by the index of their group.
-    """
-
-    def __init__(self) -> None:
-        self.parameters: list[Tensor] = []
-        self.gradients: list[Tensor] = []
-        self.by_group: dict[int, list[Tensor]] = {}
-
-    def add(self, group: int, parameter: Tensor, gradient: Tensor) -> None:
-        """Add a parameter of the group with this index."""
-        self.parameters.append(parameter)
-        self.gradients.append(gradient)
-        self.by_group.setdefault(group, []).append(parameter)
-
-    def joined_with(self, others: list[StagedPart]) -> StagedPart:
-        """Return a part with the parameters of this one and those of ``others``."""
-        if not others:
-            return self
-        joined = StagedPart()
-        for part in (self, *others):
-            joined.parameters += part.parameters
-            joined.gradients += part.gradients
-            for group, parameters in part.by_group.items():
-                joined.by_group.setdefault(group, []).extend(parameters)
-        return joined
-
-    @contextmanager
-    def with_staged_gradients(self) -> Iterator[None]:
-        """Within the context, give the parameters their staged gradients, also those that were zeroed since."""
-        others = []
-        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
-            present = parameter.grad
-            if present is not gradient:
-                others.append((parameter, present))
-                parameter.grad = gradient
-        try:
-            yield
-        finally:
-            for parameter, present in others:
-                parameter.grad = present
+@contextmanager
+def _with_staged_gradients(part: Iterable[Staged]) -> Iterator[None]:
+    """Within the context, give the parameters their staged gradients, also those that were zeroed since."""
+    others = []
+    for each in part:
+        present = each.parameter.grad
+        if present is not each.gradient:
+            others.append((each.parameter, present))
+            each.parameter.grad = each.gradient
+    try:
+        yield
+    finally:
+        for parameter, present in others:
+            parameter.grad = present
 
 
 def as_after_backward(device_type: str) -> ExitStack:

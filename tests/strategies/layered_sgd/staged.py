@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from lightning_dp.strategies.layered_sgd.parameter_watch import plain_class
 from lightning_dp.strategies.layered_sgd.update import UpdateQueue
+
+
+def is_watched(parameter: torch.Tensor) -> bool:
+    return type(parameter) is not plain_class(type(parameter))
 
 
 class Bucket:
