@@ -156,13 +156,16 @@ class PostponedUpdates(_Base):
         output = closure()
         step_at_once = super().optimizer_step
 
-        def whole_step(optimizer: Optimizer) -> None:
+        def step(optimizer: Optimizer) -> None:
             # The precision plugin unscales, clips and steps, in Lightning's own order. The closure returns the loss:
             # None would mean that there was no backward.
             step_at_once(optimizer, lambda: output, model, **kwargs)
 
         by_bucket = postponement.goes_by_bucket and not kwargs
-        updates.stage(optimizer, None if by_bucket else postponement.with_present_clipping(whole_step))
+        if by_bucket and not postponement.clips:
+            updates.stage(optimizer)
+        else:
+            updates.stage(optimizer, postponement.with_present_clipping(step), by_bucket)
         return output
 
     def finish_update(self) -> None:

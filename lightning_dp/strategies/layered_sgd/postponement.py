@@ -106,13 +106,18 @@ class Postponement:
         if self._before_forward:
             return False
         has_scaler = getattr(self._trainer.precision_plugin, "scaler", None) is not None  # an overflow skips the step
-        if not self._trainer.gradient_clip_val and not has_scaler:
+        if not _clips_by_norm(self._trainer) and not has_scaler:
             return True
         self._warn_once(
             "clipping by the norm and gradient scalers need all gradients, so each update is applied as a whole before "
             "the forward, as with overlap='load'"
         )
         return False
+
+    @property
+    def clips(self) -> bool:
+        """Whether the Trainer clips gradients, by their norm or value."""
+        return bool(self._trainer.gradient_clip_val)
 
     def with_present_clipping(self, step: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
         """Return ``step`` with the clipping that the Trainer has now. Callbacks may change it before ``step`` runs."""
@@ -233,11 +238,15 @@ def why_step_is_not_postponed(optimizer: Optimizer, precision_plugin: Any = None
 
 def why_shards_are_not_postponed(optimizer: Optimizer, trainer: Any) -> str | None:
     """Name what needs the shards of other ranks in a step, or return None: all ranks must take it at the same time."""
-    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm in (None, "norm"):
+    if _clips_by_norm(trainer):
         return "clipping by the norm of gradients that are sharded"
     if not is_elementwise(type(optimizer)):
         return f"{type(optimizer).__name__}, which may compute with whole parameters,"
     return None
+
+
+def _clips_by_norm(trainer: Any) -> bool:
+    return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm")
 
 
 def _is_known_code(function: Any) -> bool:

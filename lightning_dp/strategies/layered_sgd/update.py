@@ -87,7 +87,7 @@ class UpdateQueue:
     @property
     def are_whole(self) -> bool:
         """Whether a pending update must be applied to all its parameters in one step."""
-        return any(update.whole_step is not None for update in self._updates)
+        return any(not update.by_bucket for update in self._updates)
 
     @property
     def is_interrupted(self) -> bool:
@@ -136,7 +136,9 @@ class UpdateQueue:
         for handle in self._load_hooks.pop(optimizer, ()):
             handle.remove()
 
-    def stage(self, optimizer: Optimizer, whole_step: Callable[[Optimizer], Any] | None = None) -> None:
+    def stage(
+        self, optimizer: Optimizer, step: Callable[[Optimizer], Any] | None = None, by_bucket: bool = True
+    ) -> None:
         """Postpone a step of ``optimizer`` until its parameters are used; see `PendingUpdate`.
 
         What is pending for the optimizer, or for one of its parameters, is applied first.
@@ -148,7 +150,7 @@ class UpdateQueue:
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
                         self._apply_for(parameter)
-            update = PendingUpdate(optimizer, dict(self._sums), whole_step)
+            update = PendingUpdate(optimizer, dict(self._sums), step, by_bucket)
             # A schedule warns if it steps before its optimizer has. Here the step is only postponed.
             mark_stepped(optimizer)
             parameters = update.parameters()
@@ -387,19 +389,25 @@ class PendingUpdate:
     Args:
         optimizer: the optimizer. It is not changed; a shallow copy of it takes the step.
         sums: the bucket that carries each parameter's gradient. Must not change afterwards.
-        whole_step: performs the step of the copy it is given, once all gradients are there. None if the optimizer may
-            step some parameters before others, and has no step hooks: then the buckets are applied as they arrive and
-            are needed. A hook that is registered later would not have seen this step if it had not been postponed.
+        step: performs the step of the copy that it is given. None: the optimizer's own, below its hooks: it has none,
+            and a hook that is registered later would not have seen this step if it had not been postponed.
+        by_bucket: the step may update some parameters before others, so the buckets are applied as they arrive and are
+            needed. Else it needs all gradients.
 
     Attributes:
         staged_at: when the update was staged.
     """
 
     def __init__(
-        self, optimizer: Optimizer, sums: dict[Tensor, GradientSum], whole_step: Callable[[Optimizer], Any] | None
+        self,
+        optimizer: Optimizer,
+        sums: dict[Tensor, GradientSum],
+        step: Callable[[Optimizer], Any] | None,
+        by_bucket: bool,
     ) -> None:
         self.optimizer = optimizer
-        self.whole_step = whole_step
+        self.by_bucket = by_bucket
+        self._step = step
         self.staged_at = AutogradPosition.now()
         self._sums = sums
         # In the order of the optimizer's parameters, which is about that in which the forward needs the buckets.
@@ -434,7 +442,7 @@ class PendingUpdate:
         Raises:
             RuntimeError: a sum failed. Nothing has changed then.
         """
-        if self.whole_step is not None:
+        if not self.by_bucket:
             return self.all_arrived()
         needed = self._sums.get(parameter)
         _wait_for([needed])  # before the others are asked, because they may arrive meanwhile
@@ -456,7 +464,7 @@ class PendingUpdate:
 
         A signal handler may have taken some or all of them while the caller waited.
         """
-        if self.whole_step is not None:
+        if not self.by_bucket:
             # At once: a signal handler in between would apply the rest by itself, with a norm of those gradients alone.
             taken, self._parts = self._parts, {}
             parts = list(taken.values())
@@ -474,8 +482,8 @@ class PendingUpdate:
         stepping.param_groups = [{**self._groups[index], "params": each} for index, each in by_group.items()]
         stepping.state = self._state
         with _with_staged_gradients(part):
-            if self.whole_step is not None:
-                self.whole_step(stepping)
+            if self._step is not None:
+                self._step(stepping)
             else:
                 step_below_hooks(stepping)()
 
