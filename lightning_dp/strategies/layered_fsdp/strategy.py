@@ -398,7 +398,7 @@ class LayeredFSDPStrategy(PostponedUpdates, OwnTrainerOnly, ModelParallelStrateg
     def _add_residuals(self, checkpoint: dict[str, Any]) -> None:
         """Add what compression has left out, of each rank. All ranks call it; a file that is resumed needs all."""
         own = self._last_residuals if self._reduction is None else self._reduction.residuals()
-        group = dist.new_group(backend="gloo")
+        group = dist.new_group(timeout=strategy_timeout(self), backend="gloo")
         ranks: list[Residuals] | None = [{}] * self.world_size if self.is_global_zero else None
         dist.gather_object(own, ranks, group=group)
         dist.destroy_process_group(group)
