@@ -84,7 +84,7 @@ class PostponedUpdates(_Base):
         devices = self.parallel_devices or []
         self._options.check_job(devices, self.precision_plugin)
         if self.topology.num_groups > 1:  # raises where the groups would not be equal
-            self._options.prepare_environment(devices, self.process_group_backend)
+            self._options.prepare_environment(devices, self.process_group_backend, type(self).__name__)
 
     def _postpone(self, reduction: Reduction, trainer: Any, of_shards: bool = False) -> None:
         """Begin to postpone the updates of a fit. ``of_shards`` is `Postponement`'s."""

@@ -86,18 +86,19 @@ class CommunicatorOptions:
                 "compression='fp16' or 'bf16'"
             )
 
-    def prepare_environment(self, devices: Sequence[torch.device], backend: str | None) -> None:
+    def prepare_environment(self, devices: Sequence[torch.device], backend: str | None, strategy_name: str) -> None:
         """Set ``NCCL_LAUNCH_ORDER_IMPLICIT`` if NCCL reduces gradients, even if only within a node.
 
         Args:
             devices: of this node's ranks.
             backend: of the default process group; None if the user leaves the choice to Lightning.
+            strategy_name: for messages.
         """
         on_gpus = any(device.type == "cuda" for device in devices)
         uses_nccl = on_gpus and "nccl" in (backend or "nccl")
         if uses_nccl and not device_communicator.request_launch_order():
             log.warning(
-                f"LayeredSGDStrategy: a process group exists already, so NCCL may not read "
+                f"{strategy_name}: a process group exists already, so NCCL may not read "
                 f"{device_communicator.LAUNCH_ORDER} any more, and ranks may wait for each other for ever; set it to 1 "
                 "before the process starts"
             )

@@ -159,7 +159,7 @@ GPUS = [torch.device("cuda", index) for index in range(2)]
 )
 def test_the_launch_order_is_requested_where_nccl_takes_part(options, devices, backend, expected, monkeypatch):
     monkeypatch.delenv(device_communicator.LAUNCH_ORDER, raising=False)
-    LayeredSGDStrategy(**options)._options.prepare_environment(devices, backend)
+    LayeredSGDStrategy(**options)._options.prepare_environment(devices, backend, "LayeredSGDStrategy")
     assert os.environ.get(device_communicator.LAUNCH_ORDER) == expected
 
 
@@ -177,10 +177,10 @@ def test_a_launch_order_that_comes_too_late_is_warned_of(monkeypatch, caplog):
     prepare = LayeredSGDStrategy()._options.prepare_environment
     with monkeypatch.context() as patch:
         patch.setattr(dist, "is_initialized", lambda: True)
-        prepare(GPUS, None)
-    assert "NCCL may not read NCCL_LAUNCH_ORDER_IMPLICIT any more" in caplog.text
+        prepare(GPUS, None, "LayeredFSDPStrategy")
+    assert "LayeredFSDPStrategy: a process group exists already, so NCCL may not read NCCL_LAUNCH" in caplog.text
     caplog.clear()
-    prepare(GPUS, None)
+    prepare(GPUS, None, "LayeredFSDPStrategy")
     assert not caplog.text
 
 
