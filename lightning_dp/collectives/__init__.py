@@ -1,7 +1,8 @@
 """Collective operations built on torch.distributed alone."""
 
 from lightning_dp.collectives.comm_hooks import RingState, ring_all_reduce_hook
-from lightning_dp.collectives.compression import CompressionState, PowerSGD, compression_hook
+from lightning_dp.collectives.compression.options import PowerSGD
+from lightning_dp.collectives.compression.stages import CompressionState, compression_hook
 from lightning_dp.collectives.point_to_point import PeerError
 from lightning_dp.collectives.ring import (
     chunk_bounds,

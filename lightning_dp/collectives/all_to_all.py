@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dp.collectives.groups import OnStage, dense, needs_host_copy
-from lightning_dp.collectives.point_to_point import Message, Transfer, peer_error
+from lightning_dp.collectives.point_to_point import Message, Transfer, start_message
 from lightning_dp.collectives.small_all_gather import gather_on_device
 
 HEADER_BYTES = 64
@@ -198,9 +198,9 @@ class AllToAll:
                 call = Call(self._name, self._number, tensor.nbytes)
                 is_inline = call.num_bytes <= INLINE_BYTES
                 frame = torch.cat([call.header, _bytes_of(tensor)]) if is_inline else call.header
-                self._transfers.append(self._send(frame, peer, _FRAME_TAG))
+                self._transfers.append(start_message(group, "send to", (frame, peer), _FRAME_TAG))
                 if not is_inline:
-                    self._transfers.append(self._send(tensor, peer, call.tag))
+                    self._transfers.append(start_message(group, "send to", (tensor, peer), call.tag))
 
     def _start_together(self, incoming: Sequence[Message], outgoing: Sequence[Message]) -> None:
         """Start all messages in one call of the backend. It sends nothing where a tensor is empty."""
@@ -217,16 +217,17 @@ class AllToAll:
         self._transfers.append(Transfer(group, "exchange messages with", (first, neighbor), [work]))
 
     def _expect(self, tensor: Tensor, peer: int, call: Call) -> None:
+        group = self._channel.group
         # Every frame has room for the longest one: gloo ends the process when a message is longer than its buffer, and
         # takes a shorter one without a word.
         frame = torch.empty(HEADER_BYTES + INLINE_BYTES, dtype=torch.uint8)
-        self._frames.append((peer, call, frame, self._receive(frame, peer, _FRAME_TAG)))
+        self._frames.append((peer, call, frame, start_message(group, "receive from", (frame, peer), _FRAME_TAG)))
         if call.num_bytes <= INLINE_BYTES:
             self._inline.append((tensor, frame[HEADER_BYTES : HEADER_BYTES + call.num_bytes]))
         else:
             # A large payload travels while other work goes on, so its buffer cannot wait for the header to be checked.
             # Its tag keeps any other message out of it.
-            self._transfers.append(self._receive(tensor, peer, call.tag))
+            self._transfers.append(start_message(group, "receive from", (tensor, peer), call.tag))
 
     def wait(self) -> None:
         """Block until all messages have arrived. The receive tensors may then be read and the sent ones changed.
@@ -255,24 +256,6 @@ class AllToAll:
                 f"rank {self._channel.rank} of the group is in {call}, and rank {peer} in {theirs}: one of them has "
                 f"made a call that the other has not. Make the same calls on all ranks, in the same order{hint}"
             )
-
-    def _receive(self, tensor: Tensor, peer: int, tag: int) -> Transfer:
-        group = self._channel.group
-        try:
-            work = dist.irecv(tensor, group=group, group_src=peer, tag=tag)
-        except RuntimeError as error:
-            raise peer_error(group, "receive from", peer, error) from error
-        assert work is not None, "a rank outside the group came here"
-        return Transfer(group, "receive from", (tensor, peer), [work])
-
-    def _send(self, tensor: Tensor, peer: int, tag: int) -> Transfer:
-        group = self._channel.group
-        try:
-            work = dist.isend(tensor, group=group, group_dst=peer, tag=tag)
-        except RuntimeError as error:
-            raise peer_error(group, "send to", peer, error) from error
-        assert work is not None, "a rank outside the group came here"
-        return Transfer(group, "send to", (tensor, peer), [work])
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -48,7 +47,6 @@ def create_groups(
     rank: int,
     timeout: timedelta | None = None,
     backend: str | None = None,
-    make_options: Callable[[], Any] | None = None,
 ) -> dist.ProcessGroup | None:
     """Create one process group per list of global ranks. Every rank of the job must call it, with the same lists.
 
@@ -57,20 +55,13 @@ def create_groups(
         rank: global rank of this process.
         timeout: of every collective. None is the default of the backend.
         backend: None is the backend of the default group.
-        make_options: makes new options of the backend for each group. None: the backend's defaults.
 
     Returns:
         The group of this rank, or None if it is in none.
     """
-    make_options = make_options or (lambda: None)
-    with unbound_default_group(backend), warnings.catch_warnings():
-        # PyTorch warns that `timeout` takes the place of the options' own timeout, which nobody has given.
-        warnings.filterwarnings("ignore", "backend_options._timeout was specified")
+    with unbound_default_group(backend):
         # torch.distributed requires that every rank creates every group, and in the same order.
-        groups = [
-            dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=make_options())
-            for ranks in partition
-        ]
+        groups = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in partition]
     return next((group for ranks, group in zip(partition, groups, strict=True) if rank in ranks), None)
 
 
@@ -244,32 +235,7 @@ OnStage = Callable[[str, float, float], None]
 #
 # PyTorch 2.13 has deprecated ``reduce_scatter_tensor`` and ``all_gather_into_tensor`` in favor of ``*_single``.
 
-_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def reduce_scatter_single(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum chunk k of ``input`` into ``output`` on group rank k.
-
-    Args:
-        output: (n,). It may be this rank's chunk of ``input``.
-        input: (ranks * n,).
-        group: all its ranks must call this function.
-    """
-    _reduce_scatter_single(output, input, group=group)
-
-
-def all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
-    """Put ``input`` of group rank k into chunk k of ``output``, on all ranks.
-
-    Args:
-        output: (ranks * n,).
-        input: (n,). It may be this rank's chunk of ``output``.
-        group: all its ranks must call this function.
-    """
-    _all_gather_single(output, input, group=group)
-
-
-def start_all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start what `all_gather_single` does, and return the handle to wait for."""
-    return _all_gather_single(output, input, group=group, async_op=True)
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Sum chunk k of the input, (ranks * n,), into the output, (n,), on group rank k. The output may be that chunk."""
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Put the input of group rank k, (n,), into chunk k of the output, (ranks * n,). The input may be that chunk."""

@@ -1,7 +1,7 @@
 """Point-to-point messages within a group.
 
-Ring, star, all-to-all and `require_same_call` send every message through `post`. That gives one place where bytes can
-be counted and one place where an unresponsive peer is named.
+Ring, star and `require_same_call` send every message through `post`, all-to-all through `start_message`. That gives one
+place where an unresponsive peer is named.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -89,20 +90,23 @@ def post(
         )
     # Receives first, so that a peer that is ready to send finds the buffer posted.
     return (
-        [_start(group, "receive from", message) for message in receives],
-        [_start(group, "send to", message) for message in sends],
+        [start_message(group, "receive from", message) for message in receives],
+        [start_message(group, "send to", message) for message in sends],
     )
 
 
-def _start(group: dist.ProcessGroup, action: str, message: Message) -> Transfer:
+def start_message(
+    group: dist.ProcessGroup, action: Literal["send to", "receive from"], message: Message, tag: int = 0
+) -> Transfer:
+    """Start one message, from host memory. gloo matches messages between two ranks by ``tag``, and then by order."""
     tensor, peer = message
     if not tensor.numel():
         return Transfer(group, action, message, [])
     try:
         if action == "send to":
-            work = dist.isend(tensor, group=group, group_dst=peer)
+            work = dist.isend(tensor, group=group, group_dst=peer, tag=tag)
         else:
-            work = dist.irecv(tensor, group=group, group_src=peer)
+            work = dist.irecv(tensor, group=group, group_src=peer, tag=tag)
     except RuntimeError as error:
         raise peer_error(group, action, peer, error) from error
     assert work is not None, "this rank is not a member of the group"

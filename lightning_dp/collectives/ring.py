@@ -33,7 +33,7 @@ def ring_all_reduce(
 
     Every rank of the group must call it. It blocks until the result is there; on CUDA, until the work is queued. The
     result is bitwise identical on all ranks. Before the data, each rank sends N-1 headers of
-    `same_call.HEADER_BYTES`, with which the ranks verify that they make the same call.
+    `point_to_point.HEADER_BYTES`, with which the ranks verify that they make the same call.
 
     Only one thread may use a group at a time. A second thread gets a RuntimeError.
 

@@ -83,7 +83,7 @@ def gather_on_device(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling() or backend_name(group, tensor.device) == "gloo":
         return all_gather(tensor, group)
     gathered = tensor.new_empty(group.size(), *tensor.shape)
-    groups.all_gather_single(gathered.view(-1), dense(tensor).view(-1), group)
+    groups.all_gather_single(gathered.view(-1), dense(tensor).view(-1), group=group)
     return gathered
 
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dp.collectives.compression import Compression, make_compressor
+from lightning_dp.collectives.compression.compressors import make_compressor
 from lightning_dp.collectives.compression.layout import BucketShard, ParameterTable, whole_shard
+from lightning_dp.collectives.compression.options import Compression
 from lightning_dp.collectives.compression.wire import Exchange, Transport
 from lightning_dp.collectives.groups import create_groups, destroy_group
 from lightning_dp.planner.convolutions.measure import measure_time_s

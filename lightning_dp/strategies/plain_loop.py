@@ -74,7 +74,7 @@ class LayeredSGDLoop:
         check_ddp_options(ddp_options)
         check_layers(model, name)
         device, backend = next(model.parameters()).device, dist.get_backend()
-        options.prepare_environment([device], backend)
+        options.prepare_environment([device], backend, name)
         communicator_of_rank = options.make_communicator(
             topology, dist.get_rank(), device, backend, group_timeout(resolve_group(None), device),
             lambda *_: None, model, bool(ddp_options.get("find_unused_parameters")), name,

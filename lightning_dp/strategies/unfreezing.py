@@ -37,7 +37,8 @@ class ReducedParameters:
 
     def __init__(self, module: nn.Module, others: Collection[Tensor] = ()) -> None:
         self._module = module
-        own = [parameter for parameter in module.parameters() if parameter not in set(others)]
+        left_out = set(others)
+        own = [parameter for parameter in module.parameters() if parameter not in left_out]
         self._reduced = [parameter for parameter in own if parameter.requires_grad]
         self._frozen = [parameter for parameter in own if not parameter.requires_grad]
 

@@ -21,9 +21,9 @@ def count_messages(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[Message]]:
     sent: dict[int, list[Message]] = defaultdict(list)
     original = dist.isend
 
-    def isend(tensor: torch.Tensor, *, group: dist.ProcessGroup, group_dst: int) -> dist.Work | None:
+    def isend(tensor: torch.Tensor, *, group: dist.ProcessGroup, group_dst: int, tag: int) -> dist.Work | None:
         sent[group.rank()].append(Message(group_dst, tensor.nbytes, tensor.dtype))
-        return original(tensor, group=group, group_dst=group_dst)
+        return original(tensor, group=group, group_dst=group_dst, tag=tag)
 
     monkeypatch.setattr(dist, "isend", isend)
     return sent

@@ -20,6 +20,22 @@ from tests.strategies.modules import SMALL_BUCKETS_MB, Net, assert_same, data, s
 EPOCHS, STEPS = 4, 6
 
 
+class Counted(list):
+    num_iterations = 0
+
+    def __iter__(self):
+        self.num_iterations += 1
+        return super().__iter__()
+
+
+def test_what_others_take_care_of_is_looked_through_once():
+    """Not once for each parameter of the module."""
+    module = Net()
+    others = Counted(module.first.parameters())
+    ReducedParameters(module, others)
+    assert others.num_iterations == 1
+
+
 class FrozenAtFirst(Net):
     """The first two layers are frozen until epoch 2; the optimizer has held them from the start."""
 

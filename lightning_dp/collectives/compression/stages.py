@@ -1,6 +1,7 @@
 """The compressed all-reduce between groups, its state in checkpoints, and the same as a communication hook of DDP."""
 
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from itertools import accumulate
 from typing import Any
 
@@ -235,12 +236,16 @@ class OwnState:
             if others := compressor.state_of(info):
                 self._others[info.name] = others
 
-    def gather(self) -> State:
-        """Gather the residuals on rank 0, as `gather_state` does. Every rank of the job must call it."""
+    def gather(self, timeout: timedelta) -> State:
+        """Gather the residuals on rank 0, as `gather_state` does. Every rank of the job must call it.
+
+        Args:
+            timeout: of each collective.
+        """
         state: State = {"residuals": {}, "others": self._others}
         if not self._residuals:
             return state
-        group = dist.new_group(backend="gloo")
+        group = dist.new_group(timeout=timeout, backend="gloo")
         for info, residual in self._residuals:
             of_groups = residual.new_zeros(self._topology.num_groups, info.numel)
             of_groups[self._topology.group_of(self._rank)] = residual

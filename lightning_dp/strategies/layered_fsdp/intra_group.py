@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_dp._private.torch_names import local_part, version_of, without_torch_function
-from lightning_dp.collectives.groups import start_all_gather_single
+from lightning_dp.collectives.groups import all_gather_single
 
 # Sums of units that may be under way before backward waits for the first of them. Each holds the gradients of its unit
 # twice: a rank that is ahead of the others must not fill its memory.
@@ -37,7 +37,7 @@ class StartedAllGather(_Allocates):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work:
         """Gather ``input_tensor``, (n,), into ``output_tensor``, (ranks * n,)."""
-        return start_all_gather_single(output_tensor, input_tensor, group)
+        return all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
 
 
 class ShardSum:

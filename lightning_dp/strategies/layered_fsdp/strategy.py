@@ -234,7 +234,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
             broadcast_from_rank_0([*module.parameters(), *module.buffers()])
-            shard(module, self._mesh(SHARD), self._wrap, self._reshard_after_forward, self._mixed_precision)
+            shard(module, self.device_mesh[SHARD], self._wrap, self._reshard_after_forward, self._mixed_precision)
         materialize(module, self.root_device)
         units = sharded_units(module)
         self._units = [unit for _, unit in units if isinstance(unit, FSDPModule)]
@@ -242,7 +242,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         self._steps.watch(part for _, part in units)
         self._require_all_sharded(module, units)
         self.model_to_device()
-        broadcast_from_rank_0([*module.parameters(), *module.buffers()], self._mesh(REPLICATE).get_group())
+        broadcast_from_rank_0([*module.parameters(), *module.buffers()], self.device_mesh[REPLICATE].get_group())
         self.barrier()
         if is_fitting:
             self.setup_optimizers(trainer)
@@ -260,12 +260,9 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
                     "made in on_train_start"
                 )
 
-    def _mesh(self, name: str) -> DeviceMesh:
-        return self.device_mesh[name]
-
     def _require_all_sharded(self, module: nn.Module, units: list[tuple[str, nn.Module]]) -> None:
         for name, parameter in module.named_parameters():
-            if getattr(parameter, "device_mesh", None) != self._mesh(SHARD):
+            if getattr(parameter, "device_mesh", None) != self.device_mesh[SHARD]:
                 raise ValueError(
                     f"{name} is not sharded over the ranks of its group: configure_model must call fully_shard with "
                     f'mesh=self.device_mesh["{SHARD}"] for every part that has parameters'
@@ -401,7 +398,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     def _add_residuals(self, checkpoint: dict[str, Any]) -> None:
         """Add what compression has left out, of each rank. All ranks call it; a file that is resumed needs all."""
         own = self._last_residuals if self._reduction is None else self._reduction.residuals()
-        group = dist.new_group(backend="gloo")
+        group = dist.new_group(timeout=strategy_timeout(self), backend="gloo")
         ranks: list[Residuals] | None = [{}] * self.world_size if self.is_global_zero else None
         dist.gather_object(own, ranks, group=group)
         dist.destroy_process_group(group)

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +34,7 @@ class DeviceSum:
         on_stage: called with name, start and end of the time that `wait` takes on the host.
     """
 
-    def __init__(self, index: int, buffer: Tensor, on_stage: OnStage | None = None) -> None:
+    def __init__(self, index: int, buffer: Tensor, on_stage: OnStage = lambda *_: None) -> None:
         self.index = index
         self.buffer = buffer
         self._on_stage = on_stage
@@ -83,8 +82,7 @@ class DeviceSum:
         if self._delivered is not None:
             # In each call, not only in the first: the current stream may be another one.
             streams.current_stream(self.buffer.device).wait_event(self._delivered)
-        if self._on_stage is not None:
-            self._on_stage(WAIT, start_s, time.perf_counter())
+        self._on_stage(WAIT, start_s, time.perf_counter())
 
 
 class DeviceCommunicator:
@@ -106,7 +104,7 @@ class DeviceCommunicator:
         collective: DeviceAllReduce,
         early: bool,
         device: torch.device,
-        on_stage: OnStage | None = None,
+        on_stage: OnStage = lambda *_: None,
     ) -> None:
         self._collective = collective
         self._early = early
@@ -156,7 +154,6 @@ class DeviceAllReduce:
         topology: division of the ranks into groups.
         rank: global rank of this process.
         timeout: of every collective. None: the backend's default.
-        make_options: makes the backend's options of the group between groups. None: its defaults.
         of_shards: a buffer is this rank's shard alone, and holds the sum over its group already, as after FSDP2's
             reduce-scatter: only the all-reduce between groups is left.
     """
@@ -166,7 +163,6 @@ class DeviceAllReduce:
         topology: RankTopology,
         rank: int,
         timeout: timedelta | None = None,
-        make_options: Callable[[], Any] | None = None,
         of_shards: bool = False,
     ) -> None:
         self.topology = topology
@@ -176,7 +172,7 @@ class DeviceAllReduce:
         inter_group = [topology.peers(member) for member in range(size)]
         self._of_shards = of_shards
         self._intra_group = create_groups(intra_group, rank, timeout) if size > 1 and not of_shards else None
-        self._inter_group = create_groups(inter_group, rank, timeout, make_options=make_options)
+        self._inter_group = create_groups(inter_group, rank, timeout)
 
     def all_reduce(self, buffer: Tensor) -> None:
         """Replace ``buffer``, (numel,), by its sum over all ranks, in place."""
@@ -197,14 +193,14 @@ class DeviceAllReduce:
         group = self._intra_group
         if group is not None:
             if shard_numel:
-                groups.reduce_scatter_single(shard, even, group)
+                groups.reduce_scatter_single(shard, even, group=group)
             if rest.numel():
                 dist.reduce(rest, group=group, group_dst=last)
         if carried.numel():  # the same number on all ranks of this inter-group all-reduce
             dist.all_reduce(carried, group=self._inter_group)
         if group is not None:
             if shard_numel:
-                groups.all_gather_single(even, shard, group)
+                groups.all_gather_single(even, shard, group=group)
             if rest.numel():
                 dist.broadcast(rest, group=group, group_src=last)
 
@@ -225,7 +221,6 @@ class DeviceAllReduce:
 # them, if ``NCCL_LAUNCH_ORDER_IMPLICIT`` is set.
 
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
-FIRST_VERSION_WITH_ORDER = (2, 26)
 
 
 def request_launch_order() -> bool:
@@ -238,25 +233,6 @@ def request_launch_order() -> bool:
     return is_early
 
 
-def why_order_may_differ() -> str | None:
-    """Say why NCCL need not run kernels in the order in which the host issues them, with the remedy; None if it does.
-
-    Call it on ranks that use NCCL.
-    """
-    version = torch.cuda.nccl.version()
-    if version[:2] < FIRST_VERSION_WITH_ORDER:
-        wanted = ".".join(map(str, FIRST_VERSION_WITH_ORDER))
-        return (
-            f"NCCL {'.'.join(map(str, version))} does not order the kernels of several communicators; install a "
-            f"PyTorch with NCCL {wanted} or newer"
-        )
-    if os.environ.get(LAUNCH_ORDER, "0") == "0":
-        return f"{LAUNCH_ORDER} is 0; set it to 1"
-    return None
-
-
-def limited_options(max_ctas: int) -> Any:
-    """Return options of an NCCL group whose kernels occupy at most ``max_ctas`` blocks of the device."""
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = max_ctas
-    return options
+def keeps_launch_order() -> bool:
+    """Return whether NCCL runs kernels in the order in which the host issues them."""
+    return os.environ.get(LAUNCH_ORDER, "0") != "0"

@@ -84,7 +84,7 @@ class PostponedUpdates(_Base):
         devices = self.parallel_devices or []
         self._options.check_job(devices, self.precision_plugin)
         if self.topology.num_groups > 1:  # raises where the groups would not be equal
-            self._options.prepare_environment(devices, self.process_group_backend)
+            self._options.prepare_environment(devices, self.process_group_backend, type(self).__name__)
 
     def _postpone(self, reduction: Reduction, trainer: Any, of_shards: bool = False) -> None:
         """Begin to postpone the updates of a fit. ``of_shards`` is `Postponement`'s."""
@@ -156,13 +156,16 @@ class PostponedUpdates(_Base):
         output = closure()
         step_at_once = super().optimizer_step
 
-        def whole_step(optimizer: Optimizer) -> None:
+        def step(optimizer: Optimizer) -> None:
             # The precision plugin unscales, clips and steps, in Lightning's own order. The closure returns the loss:
             # None would mean that there was no backward.
             step_at_once(optimizer, lambda: output, model, **kwargs)
 
         by_bucket = postponement.goes_by_bucket and not kwargs
-        updates.stage(optimizer, None if by_bucket else postponement.with_present_clipping(whole_step))
+        if by_bucket and not postponement.clips:
+            updates.stage(optimizer)
+        else:
+            updates.stage(optimizer, postponement.with_present_clipping(step), by_bucket)
         return output
 
     def finish_update(self) -> None:

@@ -71,7 +71,7 @@ class Communicator:
         timeout: timedelta,
         device: torch.device,
         on_host: bool = False,
-        on_stage: OnStage | None = None,
+        on_stage: OnStage = lambda *_: None,
         compressed: CompressedAllReduce | None = None,
     ) -> None:
         self._collective = collective
@@ -161,8 +161,6 @@ class Communicator:
                 del bucket  # its buffer may be of the size of the model
         except BaseException as error:
             self._fail(error)
-        else:
-            self._fail_what_is_left()
         self._to_finish.put(None)
 
     def _finish(self) -> None:
@@ -173,8 +171,6 @@ class Communicator:
                 del bucket  # as in `_run`
         except BaseException as error:
             self._fail(error)
-        else:
-            self._fail_what_is_left()
 
     def _next(self, choice: Choice | None) -> BucketReduction | None:
         """Wait for the bucket whose turn it is. Return None when the communicator is closed."""
@@ -253,13 +249,6 @@ class Communicator:
             self._begun.remove(bucket)
             self._changed.notify_all()
 
-    def _fail_what_is_left(self) -> None:
-        """Fail what waits for a thread that has ended, though the communicator is not closed."""
-        with self._changed:
-            is_missed = not self._closed
-        if is_missed:
-            self._fail(RuntimeError("the thread that sums gradients has ended; this is a bug in lightning_dp"))
-
     def _fail(self, error: BaseException) -> None:
         """Fail all buckets that are begun or ready. `release` fails those that are submitted later."""
         with self._changed:
@@ -279,40 +268,27 @@ INTRA_GROUP_BROADCAST = "intra-group broadcast"
 
 
 class Stage(enum.Enum):
-    """What has happened to a bucket. `BucketReduction` moves through the members in this order."""
+    """How far a bucket has come. It settles and is delivered, or it fails."""
 
-    SUBMITTED = enum.auto()
-    """Backward has filled the buffer, or on a GPU has launched the kernels that fill it and the copy to the host."""
-    REDUCED = enum.auto()
-    """Each carrier (the leader, or every member its shard) has the sum over its group."""
-    INTER_GROUP = enum.auto()
-    """The last messages between the groups are under way, or have arrived."""
-    SUMMED = enum.auto()
-    """Each carrier has the sum over all ranks."""
-    BROADCASTING = enum.auto()
-    """The broadcast is under way, and the communicator is done. `wait` waits for the rest."""
+    UNDER_WAY = enum.auto()
+    """The communicator has to take it through the collectives."""
+    SETTLED = enum.auto()
+    """The broadcast, the last collective, is under way, and the communicator is done. `wait` waits for the rest."""
     DELIVERED = enum.auto()
     """The buffer holds the sum over all ranks."""
     FAILED = enum.auto()
-    """A stage has raised, and `wait` raises the error."""
+    """A collective has raised, and `wait` raises the error."""
 
 
-_FOLLOWS = {
-    Stage.REDUCED: Stage.SUBMITTED,
-    Stage.INTER_GROUP: Stage.REDUCED,
-    Stage.SUMMED: Stage.INTER_GROUP,
-    Stage.BROADCASTING: Stage.SUMMED,
-    Stage.DELIVERED: Stage.BROADCASTING,
-}
-_COLLECTIVES_DONE = (Stage.BROADCASTING, Stage.DELIVERED)
+_HAS_SETTLED = (Stage.SETTLED, Stage.DELIVERED)
 
 
 class BucketReduction:
     """The sum of one gradient bucket over all ranks: three collectives, started on one thread and awaited on another.
 
     The training thread calls the constructor, every thread that needs the sum `wait`, and the communicator's threads
-    the other methods: one after the other, but one may call `fail` while another works on the bucket. So only
-    `_advance` and `fail` change the stage, under a lock.
+    the other methods: one after the other, but one may call `fail` while another works on the bucket. So the stage
+    changes under a lock.
 
     Args:
         index: DDP's number of the bucket; the highest index holds the layers nearest the input.
@@ -335,14 +311,14 @@ class BucketReduction:
         stream: streams.Stream | None = None,
         on_host: bool = False,
         release: Callable[[], None] | None = None,
-        on_stage: OnStage | None = None,
+        on_stage: OnStage = lambda *_: None,
         fills: Sequence[Pending] = (),
         changed: threading.Condition | None = None,
     ) -> None:
         assert not fills or (stream is None and not on_host), "a copy would be made before the buffer is filled"
         self.index = index
         self.buffer = buffer
-        self.stage = Stage.SUBMITTED
+        self.stage = Stage.UNDER_WAY
         self._collective = collective
         self._stream = stream
         self._release = release
@@ -369,12 +345,6 @@ class BucketReduction:
         """What the collectives change: the buffer, or its copy in host memory."""
         return self.buffer if self._host_copy is None else self._host_copy.tensor
 
-    def _advance(self, stage: Stage) -> None:
-        with self._stage_changed:
-            assert self.stage is _FOLLOWS[stage], f"bucket {self.index} cannot go from {self.stage} to {stage}"
-            self.stage = stage
-            self._stage_changed.notify_all()
-
     def _reduce_on_device(self, buffer: Tensor) -> slice:
         with self._named("inside"):
             return self._collective.reduce_on_device(buffer)
@@ -396,16 +366,13 @@ class BucketReduction:
             self.wait_for_copy()
             self._works = [*self._collective.intra_group_reduce(self._payload)]
         self._wait_for_works()
-        if self._on_stage is not None:
-            self._on_stage(INTRA_GROUP_REDUCE, start_s, time.perf_counter())
-        self._advance(Stage.REDUCED)
+        self._on_stage(INTRA_GROUP_REDUCE, start_s, time.perf_counter())
 
     def start_inter_group(self) -> bool:
         """Begin to sum this rank's shard over the groups. Return whether messages are still under way."""
         self._inter_group_since_s = time.perf_counter()
         with self._named("between"):
             self._rest = self._collective.inter_group_all_reduce(self._payload)
-        self._advance(Stage.INTER_GROUP)
         return self._rest is not None
 
     def finish_inter_group(self) -> None:
@@ -414,24 +381,26 @@ class BucketReduction:
             with self._named("between"):
                 complete(self._rest)
             self._rest = None
-        if self._on_stage is not None:
-            self._on_stage(INTER_GROUP_ALL_REDUCE, self._inter_group_since_s, time.perf_counter())
-        self._advance(Stage.SUMMED)
+        self._on_stage(INTER_GROUP_ALL_REDUCE, self._inter_group_since_s, time.perf_counter())
 
     def start_broadcast(self) -> None:
         """Start the broadcast of the sum within the group. Not awaited: the next bucket's all-reduce runs meanwhile."""
         start_s = time.perf_counter()
         works = self._collective.intra_group_broadcast(self._payload)
         self._works = [*works]
-        if works and (on_stage := self._on_stage) is not None:
+        if works:
+            on_stage = self._on_stage
             done = works[-1].get_future()
             done.add_done_callback(lambda _: on_stage(INTRA_GROUP_BROADCAST, start_s, time.perf_counter()))
-        self._advance(Stage.BROADCASTING)
+        with self._stage_changed:
+            assert self.stage is Stage.UNDER_WAY, f"bucket {self.index} cannot settle: it is {self.stage}"
+            self.stage = Stage.SETTLED
+            self._stage_changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Raise ``error`` in the threads that wait for the bucket. Once it has settled they get their sum."""
         with self._stage_changed:
-            if self.stage in _COLLECTIVES_DONE:
+            if self.stage in _HAS_SETTLED:
                 return
             self.stage = Stage.FAILED
             self._error = error
@@ -442,7 +411,7 @@ class BucketReduction:
         """Whether `wait` would return immediately."""
         if self.stage is Stage.DELIVERED:
             return True
-        return self.stage is Stage.BROADCASTING and all(work.is_completed() for work in self._works)
+        return self.stage is Stage.SETTLED and all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
         """Return when ``buffer`` holds the sum over all ranks; on a GPU, when the current stream will see it.
@@ -451,7 +420,7 @@ class BucketReduction:
             RuntimeError: a stage failed; the message names the bucket, the stage and the ranks that took part.
         """
         start_s = time.perf_counter()
-        if self.stage not in _COLLECTIVES_DONE:
+        if self.stage not in _HAS_SETTLED:
             if self._release is not None:
                 self._release()
             self._wait_until_ended()
@@ -461,14 +430,13 @@ class BucketReduction:
             if self._delivered is not None:
                 # In each call, not only in the first: the current stream may be another one.
                 streams.current_stream(self.buffer.device).wait_event(self._delivered)
-            if self.stage is Stage.BROADCASTING:
+            if self.stage is Stage.SETTLED:
                 self._finish_delivery()
-        if self._on_stage is not None:
-            self._on_stage(WAIT, start_s, time.perf_counter())
+        self._on_stage(WAIT, start_s, time.perf_counter())
 
     def _wait_until_ended(self, timeout_s: float | None = None) -> bool:
         with self._stage_changed:
-            return self._stage_changed.wait_for(lambda: self.stage in (*_COLLECTIVES_DONE, Stage.FAILED), timeout_s)
+            return self._stage_changed.wait_for(lambda: self.stage is not Stage.UNDER_WAY, timeout_s)
 
     def _finish_delivery(self) -> None:
         self._wait_for_works()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -27,8 +27,6 @@ from lightning_dp.strategies.layered_sgd.host_communicator import Communicator, 
 
 log = logging.getLogger(__name__)
 
-# Blocks of the GPU that the all-reduce between groups may occupy while it waits for the network. Not tuned yet.
-MAX_CTAS = 4
 ALL_REDUCES: dict[str, AllReduce] = {"native": native_all_reduce, "ring": ring_all_reduce}
 
 
@@ -88,18 +86,19 @@ class CommunicatorOptions:
                 "compression='fp16' or 'bf16'"
             )
 
-    def prepare_environment(self, devices: Sequence[torch.device], backend: str | None) -> None:
+    def prepare_environment(self, devices: Sequence[torch.device], backend: str | None, strategy_name: str) -> None:
         """Set ``NCCL_LAUNCH_ORDER_IMPLICIT`` if NCCL reduces gradients, even if only within a node.
 
         Args:
             devices: of this node's ranks.
             backend: of the default process group; None if the user leaves the choice to Lightning.
+            strategy_name: for messages.
         """
         on_gpus = any(device.type == "cuda" for device in devices)
         uses_nccl = on_gpus and "nccl" in (backend or "nccl")
         if uses_nccl and not device_communicator.request_launch_order():
             log.warning(
-                f"LayeredSGDStrategy: a process group exists already, so NCCL may not read "
+                f"{strategy_name}: a process group exists already, so NCCL may not read "
                 f"{device_communicator.LAUNCH_ORDER} any more, and ranks may wait for each other for ever; set it to 1 "
                 "before the process starts"
             )
@@ -142,13 +141,14 @@ class CommunicatorOptions:
         """
         prioritized = self.overlap == "step"
         if self.sums_on_device(backend):
-            make_options = self._nccl_options(rank, strategy_name) if "nccl" in str(backend) else None
-            if make_options is None and device.type != "cpu":
+            if "nccl" in str(backend):
+                self._warn_of_nccl(rank, strategy_name)
+            elif device.type != "cpu":
                 log.warning(
                     f"{strategy_name}: on GPUs, backend {backend!r} makes the host wait for each sum, so nothing is "
                     "hidden; use communicator_device='cpu'"
                 )
-            on_device = DeviceAllReduce(topology, rank, timeout, make_options, shards is not None)
+            on_device = DeviceAllReduce(topology, rank, timeout, shards is not None)
             # Backward fills the buckets of unused parameters at times that differ between ranks. A collective in
             # backward, such as that of a batch norm layer, would come before a bucket on one rank and after it on
             # another.
@@ -181,19 +181,17 @@ class CommunicatorOptions:
         table = shards or _compressible(module, self.compression)
         return CompressedAllReduce(collective, make_compressor(self.compression), table)
 
-    def _nccl_options(self, rank: int, strategy_name: str) -> Callable[[], Any]:
-        reason = device_communicator.why_order_may_differ()
-        if rank == 0 and reason is not None:
+    def _warn_of_nccl(self, rank: int, strategy_name: str) -> None:
+        if rank == 0 and not device_communicator.keeps_launch_order():
             log.warning(
-                f"{strategy_name}: ranks may wait for each other for ever, because {reason}, or use "
-                "communicator_device='cpu'"
+                f"{strategy_name}: ranks may wait for each other for ever, because {device_communicator.LAUNCH_ORDER} "
+                "is 0; set it to 1, or use communicator_device='cpu'"
             )
         if rank == 0 and self.communicator == "leader":
             log.info(
                 f"{strategy_name}: sums on GPUs, where every rank carries its shard between the groups; "
                 "communicator='leader' concerns sums in host memory"
             )
-        return lambda: device_communicator.limited_options(MAX_CTAS)
 
 
 def _may_reduce_on_device(backend: str | None, find_unused_parameters: bool) -> bool:
@@ -201,7 +199,7 @@ def _may_reduce_on_device(backend: str | None, find_unused_parameters: bool) -> 
 
     NCCL must keep the order in which the hook issues the sums, and this order must be the same on all ranks.
     """
-    return "nccl" in str(backend) and not find_unused_parameters and device_communicator.why_order_may_differ() is None
+    return "nccl" in str(backend) and not find_unused_parameters and device_communicator.keeps_launch_order()
 
 
 def _compressible(module: nn.Module, compression: Compression) -> ParameterTable:

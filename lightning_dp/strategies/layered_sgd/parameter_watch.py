@@ -23,6 +23,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -231,11 +232,6 @@ def _caller() -> FrameType:
     return frame
 
 
-def is_watched(parameter: Tensor) -> bool:
-    """Return whether `ParameterWatch.add` was called for ``parameter`` and `ParameterWatch.remove` was not."""
-    return isinstance(parameter, _Watched)
-
-
 # What the watch does not see is found in backward.
 
 
@@ -311,9 +307,9 @@ class StaleUseDetector:
         Raises:
             StaleUseError: out of backward, before the gradient is accumulated or reduced.
         """
-        reads = _Reads(loss)
+        readers = cache(partial(_readers_in_graph, loss))  # searched once, for the first hook that asks
         handles = [
-            parameter.register_hook(_Check(parameter, stale, reads, module))
+            parameter.register_hook(partial(_require_fresh, parameter, stale, readers, module))
             for parameter, stale in self._suspects.items()
             if parameter.requires_grad
         ]
@@ -325,34 +321,28 @@ class StaleUseDetector:
                 handle.remove()
 
 
-class _Check:
-    """The hook on one parameter: called with its gradient.
+def _require_fresh(
+    parameter: Tensor, stale: range, readers: Callable[[], Readers], module: nn.Module, gradient: Tensor
+) -> None:
+    """Raise if a node that was made while the update of ``parameter`` was pending has read it. The hook on it.
 
     Args:
-        parameter: the parameter.
+        parameter: gets a gradient.
         stale: the numbers of the nodes that were made while its update was pending.
-        reads: finds the nodes that read it.
+        readers: returns which nodes have read which parameters.
         module: knows its name.
+        gradient: its gradient.
     """
-
-    def __init__(self, parameter: Tensor, stale: range, reads: _Reads, module: nn.Module) -> None:
-        self._parameter = parameter
-        self._stale = stale
-        self._reads = reads
-        self._module = module
-
-    def __call__(self, gradient: Tensor) -> None:
-        numbers = self._reads.of(self._parameter)
-        # Without any node the graph has been changed by somebody: then a gradient is not to be trusted either.
-        if numbers and not any(number in self._stale for number in numbers):
-            return
-        name = next((name for name, p in self._module.named_parameters() if p is self._parameter), "a parameter")
-        raise StaleUseError(
-            f"{name} was used in this forward without its last update, by a function that PyTorch does not show: "
-            "torch.jit.script or trace, a C++ extension, an alias of its storage, or a torch.func transform. Nothing "
-            'was updated with that gradient. Use LayeredSGDStrategy(overlap="load"), which applies the whole update '
-            "before the forward"
-        )
+    numbers = readers().get(parameter, set())
+    # Without any node the graph has been changed by somebody: then a gradient is not to be trusted either.
+    if numbers and not any(number in stale for number in numbers):
+        return
+    name = next((name for name, p in module.named_parameters() if p is parameter), "a parameter")
+    raise StaleUseError(
+        f"{name} was used in this forward without its last update, by a function that PyTorch does not show: "
+        "torch.jit.script or trace, a C++ extension, an alias of its storage, or a torch.func transform. Nothing "
+        'was updated with that gradient. Use overlap="load", which applies the whole update before the forward'
+    )
 
 
 # Nodes that return an alias and read no value. The value is read by the node that uses their output.
@@ -362,36 +352,26 @@ _VIEWS = re.compile(
 )
 
 
-class _Reads:
-    """The nodes of a graph that read each parameter, directly or through views of it.
+Readers = dict[Tensor, set[float]]
+"""The sequence numbers of the nodes of a graph that read the value of each parameter, directly or through views."""
 
-    The graph is searched once, for all parameters, when somebody asks for the first.
-    """
 
-    def __init__(self, loss: Tensor) -> None:
-        self._loss = loss
-        self._numbers: dict[Tensor, set[float]] | None = None
-
-    def of(self, parameter: Tensor) -> set[float]:
-        """Return the sequence numbers of the nodes that read the value of ``parameter``."""
-        if self._numbers is None:
-            self._numbers = {}
-            self._search(self._numbers)
-        return self._numbers.get(parameter, set())
-
-    def _search(self, numbers: dict[Tensor, set[float]]) -> None:
-        to_visit: list[tuple[Any, float]] = [(self._loss.grad_fn, math.inf)]
-        seen = set(to_visit)
-        while to_visit:
-            node, number_of_reader = to_visit.pop()
-            if node is None:
-                continue
-            if not _VIEWS.match(node.name()):
-                number_of_reader = sequence_number(node)
-            for following, _ in node.next_functions:
-                variable = getattr(following, "variable", None)
-                if variable is not None:
-                    numbers.setdefault(variable, set()).add(number_of_reader)
-                elif following is not None and (following, number_of_reader) not in seen:
-                    seen.add((following, number_of_reader))
-                    to_visit.append((following, number_of_reader))
+def _readers_in_graph(loss: Tensor) -> Readers:
+    """Search the graph that backward from ``loss`` walks through."""
+    numbers: Readers = {}
+    to_visit: list[tuple[Any, float]] = [(loss.grad_fn, math.inf)]
+    seen = set(to_visit)
+    while to_visit:
+        node, number_of_reader = to_visit.pop()
+        if node is None:
+            continue
+        if not _VIEWS.match(node.name()):
+            number_of_reader = sequence_number(node)
+        for following, _ in node.next_functions:
+            variable = getattr(following, "variable", None)
+            if variable is not None:
+                numbers.setdefault(variable, set()).add(number_of_reader)
+            elif following is not None and (following, number_of_reader) not in seen:
+                seen.add((following, number_of_reader))
+                to_visit.append((following, number_of_reader))
+    return numbers

@@ -16,6 +16,7 @@ from lightning_dp._lightning import FRAMEWORK, Callback, LightningModule
 from lightning_dp._private.torch_names import (
     file_of,
     has_any_step_hooks,
+    is_in_backward,
     on_compile_start,
     step_function,
     without_torch_function,
@@ -62,9 +63,9 @@ class Postponement:
         if self._is_use_hidden:
             self._stop_within_forward("a part of the module is compiled or scripted")
         self._look_for_shared_memory()
-        self._forbidden = None if of_shards else why_module_is_not_postponed(module)
-        if self._forbidden is not None:
-            self._warn_at_once(self._forbidden)
+        self._forbidden: str | None = None
+        if self.uses_gradients_unseen:
+            self._forbid(f"{type(module).__name__}.training_step, which is compiled and steps its optimizers itself,")
         self.close = on_compile_start(self._on_compile_start)
 
     def is_allowed(self, optimizer: Optimizer) -> bool:
@@ -105,13 +106,18 @@ class Postponement:
         if self._before_forward:
             return False
         has_scaler = getattr(self._trainer.precision_plugin, "scaler", None) is not None  # an overflow skips the step
-        if not self._trainer.gradient_clip_val and not has_scaler:
+        if not _clips_by_norm(self._trainer) and not has_scaler:
             return True
         self._warn_once(
             "clipping by the norm and gradient scalers need all gradients, so each update is applied as a whole before "
             "the forward, as with overlap='load'"
         )
         return False
+
+    @property
+    def clips(self) -> bool:
+        """Whether the Trainer clips gradients, by their norm or value."""
+        return bool(self._trainer.gradient_clip_val)
 
     def with_present_clipping(self, step: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
         """Return ``step`` with the clipping that the Trainer has now. Callbacks may change it before ``step`` runs."""
@@ -155,15 +161,14 @@ class Postponement:
 
     def _on_compile_start(self, *_: Any) -> None:  # later versions of torch pass an argument
         """Dynamo is about to trace a function. It must find plain parameters, now and in every later step."""
-        if self._updates.is_in_backward or self._of_shards:
+        if is_in_backward() or self._of_shards:
             return
         was_pending = bool(self._updates)
         self._updates.bring_up_to_date()
         if self._updates.is_in_training_step:
             self._stop_within_forward("training_step runs compiled code")
         elif was_pending and self._forbidden is None:
-            self._forbidden = "compiled code that runs between two training steps"
-            self._warn_at_once(self._forbidden)
+            self._forbid("compiled code that runs between two training steps")
 
     def _stop_within_forward(self, reason: str) -> None:
         if not self._before_forward:
@@ -172,6 +177,10 @@ class Postponement:
                 f"{self._strategy_name}: {reason}, so a use of parameters can go unseen: each update is applied as a "
                 "whole before the forward, as with overlap='load'"
             )
+
+    def _forbid(self, reason: str) -> None:
+        self._forbidden = reason
+        self._warn_at_once(reason)
 
     def _warn_at_once(self, reason: str) -> None:
         self._warn_once(
@@ -189,13 +198,6 @@ class Postponement:
 _KNOWN_OPTIMIZERS = ("torch.optim.", "lightning_dp.optim.")
 # Where the code of their steps and of its wrappers is.
 _KNOWN_FOLDERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}")
-
-
-def why_module_is_not_postponed(module: LightningModule) -> str | None:
-    """Name what the module does that makes postponing visible, or return None."""
-    if hides_parameter_use(module) and not module.automatic_optimization:
-        return f"{type(module).__name__}.training_step, which is compiled and steps its optimizers itself,"
-    return None
 
 
 def why_hooks_are_not_postponed(trainer: Any, module: LightningModule) -> str | None:
@@ -236,11 +238,15 @@ def why_step_is_not_postponed(optimizer: Optimizer, precision_plugin: Any = None
 
 def why_shards_are_not_postponed(optimizer: Optimizer, trainer: Any) -> str | None:
     """Name what needs the shards of other ranks in a step, or return None: all ranks must take it at the same time."""
-    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm in (None, "norm"):
+    if _clips_by_norm(trainer):
         return "clipping by the norm of gradients that are sharded"
     if not is_elementwise(type(optimizer)):
         return f"{type(optimizer).__name__}, which may compute with whole parameters,"
     return None
+
+
+def _clips_by_norm(trainer: Any) -> bool:
+    return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm")
 
 
 def _is_known_code(function: Any) -> bool:

@@ -1,11 +1,6 @@
 """How gradient buckets leave DDP: the communication hook, and what surrounds a backward pass."""
 
-import logging
-import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -18,8 +13,6 @@ from lightning_dp.strategies.layered_sgd.gradient_sum import GradientCommunicato
 from lightning_dp.strategies.layered_sgd.update import UpdateQueue
 
 # No `from __future__ import annotations`: DDP checks the communication hook's annotations as objects.
-
-log = logging.getLogger(__name__)
 
 
 class LayeredReduction:
@@ -42,7 +35,6 @@ class LayeredReduction:
         self._will_release = False
         self.compressed = communicator.compressed
         self.updates = UpdateQueue(module)
-        self._fork_guard = ForkGuard(self.updates.lock, self.updates.bring_up_to_date)
 
     def feed_from(self, model: DistributedDataParallel) -> None:
         """Take the gradient buckets of ``model`` from now on."""
@@ -92,48 +84,5 @@ class LayeredReduction:
 
     def close(self) -> None:
         """Give up what is pending, and stop the communicator."""
-        self._fork_guard.close()
         self.updates.close()
         self._communicator.close()
-
-
-class ForkGuard:
-    """From its construction to `close`, calls ``bring_up_to_date`` before this process forks (a loader's worker, say).
-
-    The child starts with everything up to date: it has no communicator that it could wait for.
-
-    Args:
-        lock: held during the fork, so that no thread is in the middle of an update then: the child has no such thread,
-            and would find the lock taken for ever.
-        bring_up_to_date: leaves nothing pending.
-    """
-
-    def __init__(self, lock: AbstractContextManager[object], bring_up_to_date: Callable[[], None]) -> None:
-        self.lock = lock
-        self.bring_up_to_date = bring_up_to_date
-        _guards.add(self)
-
-    def close(self) -> None:
-        """Stop guarding."""
-        _guards.discard(self)
-
-
-_guards: WeakSet[ForkGuard] = WeakSet()
-_locks = ExitStack()
-
-
-def _before_fork() -> None:
-    for guard in list(_guards):
-        _locks.enter_context(guard.lock)
-        try:
-            guard.bring_up_to_date()
-        except Exception as error:  # Python would only print it, and fork
-            log.warning(f"a process is forked while an update is pending that failed: {error}")
-
-
-def _after_fork() -> None:
-    _locks.close()
-
-
-if hasattr(os, "register_at_fork"):  # there is no fork on Windows
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

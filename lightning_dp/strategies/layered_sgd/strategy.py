@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -89,7 +90,7 @@ class LayeredSGDStrategy(PostponedUpdates, BaseStrategy):
         self._group_size = group_size
         self._reduced: ReducedParameters | None = None  # only while fitting
         self._reduction: LayeredReduction | None = None
-        self._compression_checkpoint = CompressionCheckpoint(compression, type(self).__name__)
+        self._compression_checkpoint = CompressionCheckpoint(compression, type(self).__name__, strategy_timeout(self))
 
     @override
     def _configure_launcher(self) -> None:
@@ -192,11 +193,13 @@ class CompressionCheckpoint:
     Args:
         compression: what the user has asked for.
         strategy_name: for messages.
+        timeout: of each collective that gathers after a fit.
     """
 
-    def __init__(self, compression: Compression | None, strategy_name: str) -> None:
+    def __init__(self, compression: Compression | None, strategy_name: str, timeout: timedelta) -> None:
         self._compression = compression
         self._strategy_name = strategy_name
+        self._timeout = timeout
         self._loaded: State | None = None
         self._last: OwnState | None = None  # of the fit that has ended, for a checkpoint that is written after it
 
@@ -219,7 +222,7 @@ class CompressionCheckpoint:
         if compressed is not None:
             state = gather_state(compressed, residuals=not interrupted)
         elif self._last is not None:
-            state = self._last.gather()
+            state = self._last.gather(self._timeout)
         if state is not None and any(state.values()):
             checkpoint[KEY] = state
         if interrupted and compressed is not None and has_error_feedback(self._compression):

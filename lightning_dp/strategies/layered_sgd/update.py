@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import os
 import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import takewhile
+from itertools import count, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +44,8 @@ from lightning_dp._private.torch_names import (
 from lightning_dp.strategies.layered_sgd.gradient_sum import GradientSum
 from lightning_dp.strategies.layered_sgd.parameter_watch import AutogradPosition, ParameterWatch, StaleUseDetector
 
+log = logging.getLogger(__name__)
+
 
 class UpdateQueue:
     """Gradient sums that are under way, and the updates that wait for them. Any thread may call its methods.
@@ -56,14 +60,12 @@ class UpdateQueue:
 
     Attributes:
         lock: held while an update is applied.
-        is_in_backward: whether this is between `begin_backward` and `end_backward`.
         is_in_training_step: whether this is within ``training_step``, which may wait for sums.
         early_user: the first function since this was None that had to wait for a sum between two training steps.
     """
 
     def __init__(self, module: nn.Module, keeps_gradients: bool = False) -> None:
         self.lock = threading.RLock()
-        self.is_in_backward = False
         self._module = module
         self._keeps_gradients = keeps_gradients
         self._read: set[Tensor] = set()  # parameters whose gradient of the last backward stays, and somebody may keep
@@ -77,6 +79,7 @@ class UpdateQueue:
         self._is_stepping = False
         self.is_in_training_step = False
         self.early_user: str | None = None
+        _queues.add(self)
 
     def __bool__(self) -> bool:
         return bool(self._updates)
@@ -84,17 +87,13 @@ class UpdateQueue:
     @property
     def are_whole(self) -> bool:
         """Whether a pending update must be applied to all its parameters in one step."""
-        return any(update.whole_step is not None for update in self._updates)
+        return any(not update.by_bucket for update in self._updates)
 
     @property
     def is_interrupted(self) -> bool:
         """Whether the calling thread is in the middle of a step: the caller is a signal handler."""
         with self.lock:  # another thread's step is waited for
             return self._is_stepping
-
-    def parameters(self) -> list[Tensor]:
-        """Return the parameters that have a pending update."""
-        return list(self._by_parameter)
 
     # Backward: sums begin.
 
@@ -106,7 +105,6 @@ class UpdateQueue:
         self._read.clear()
         with self.lock:  # another thread may be about to use a suspect
             self._of_this_backward.enter_context(self._stale_uses.watching(loss, self._module))
-        self.is_in_backward = True
 
     def add_sum(self, parameters: Sequence[Tensor], gradient_sum: GradientSum) -> None:
         """Note that the gradients of ``parameters`` are being summed."""
@@ -116,7 +114,6 @@ class UpdateQueue:
     def end_backward(self) -> None:
         """End what `begin_backward` has begun."""
         self._of_this_backward.close()
-        self.is_in_backward = False
 
     # The optimizer's step: it is staged.
 
@@ -139,7 +136,9 @@ class UpdateQueue:
         for handle in self._load_hooks.pop(optimizer, ()):
             handle.remove()
 
-    def stage(self, optimizer: Optimizer, whole_step: Callable[[Optimizer], Any] | None = None) -> None:
+    def stage(
+        self, optimizer: Optimizer, step: Callable[[Optimizer], Any] | None = None, by_bucket: bool = True
+    ) -> None:
         """Postpone a step of ``optimizer`` until its parameters are used; see `PendingUpdate`.
 
         What is pending for the optimizer, or for one of its parameters, is applied first.
@@ -151,7 +150,7 @@ class UpdateQueue:
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
                         self._apply_for(parameter)
-            update = PendingUpdate(optimizer, dict(self._sums), whole_step)
+            update = PendingUpdate(optimizer, dict(self._sums), step, by_bucket)
             # A schedule warns if it steps before its optimizer has. Here the step is only postponed.
             mark_stepped(optimizer)
             parameters = update.parameters()
@@ -247,23 +246,24 @@ class UpdateQueue:
         self._is_stepping = True  # from here on: a signal handler does not see what is taken and not yet applied
         try:
             part = update.take(buckets)
-            if part is None:
+            if not part:
                 return []
+            parameters = [staged.parameter for staged in part]
             # Before the step, not after it: the step itself uses the parameters.
             if update.is_done and update in self._updates:
                 self._updates.remove(update)
-            for parameter in part.parameters:
+            for parameter in parameters:
                 self._by_parameter.pop(parameter, None)
             if update.staged_at.is_of_this_thread:
-                self._watch.remove(part.parameters)
-            contexts = as_after_backward(part.gradients[0].device.type)
+                self._watch.remove(parameters)
+            contexts = as_after_backward(part[0].gradient.device.type)
             if not update.staged_at.is_of_this_thread:
                 # They stay watched: the thread that trains may use one of them meanwhile, and then waits for the lock.
                 contexts.enter_context(without_torch_function())
-            self._stale_uses.note_updated(part.parameters, update.staged_at)
+            self._stale_uses.note_updated(parameters, update.staged_at)
             with contexts:
                 update.step(part)
-            return part.parameters
+            return parameters
         finally:
             self._is_stepping = was_stepping
 
@@ -332,6 +332,7 @@ class UpdateQueue:
 
     def close(self) -> None:
         """Give up what is pending."""
+        _queues.discard(self)
         self._of_this_backward.close()
         with self.lock:
             self._watch.remove([*self._sums, *self._stale_uses.suspects, *self._by_parameter])
@@ -363,6 +364,22 @@ def _user_on_stack() -> str:
     return FRAMEWORK
 
 
+class Staged(NamedTuple):
+    """A parameter whose update is pending.
+
+    Attributes:
+        place: in the order of the optimizer's groups.
+        group: index of its group.
+        parameter: the parameter.
+        gradient: the one that was staged.
+    """
+
+    place: int
+    group: int
+    parameter: Tensor
+    gradient: Tensor
+
+
 class PendingUpdate:
     """One step of one optimizer, with the gradients and hyperparameters of the moment it was staged.
 
@@ -372,36 +389,36 @@ class PendingUpdate:
     Args:
         optimizer: the optimizer. It is not changed; a shallow copy of it takes the step.
         sums: the bucket that carries each parameter's gradient. Must not change afterwards.
-        whole_step: performs the step of the copy it is given, once all gradients are there. None if the optimizer may
-            step some parameters before others, and has no step hooks: then the buckets are applied as they arrive and
-            are needed. A hook that is registered later would not have seen this step if it had not been postponed.
+        step: performs the step of the copy that it is given. None: the optimizer's own, below its hooks: it has none,
+            and a hook that is registered later would not have seen this step if it had not been postponed.
+        by_bucket: the step may update some parameters before others, so the buckets are applied as they arrive and are
+            needed. Else it needs all gradients.
 
     Attributes:
         staged_at: when the update was staged.
     """
 
     def __init__(
-        self, optimizer: Optimizer, sums: dict[Tensor, GradientSum], whole_step: Callable[[Optimizer], Any] | None
+        self,
+        optimizer: Optimizer,
+        sums: dict[Tensor, GradientSum],
+        step: Callable[[Optimizer], Any] | None,
+        by_bucket: bool,
     ) -> None:
         self.optimizer = optimizer
-        self.whole_step = whole_step
+        self.by_bucket = by_bucket
+        self._step = step
         self.staged_at = AutogradPosition.now()
         self._sums = sums
         # In the order of the optimizer's parameters, which is about that in which the forward needs the buckets.
-        self._parts: dict[GradientSum | None, StagedPart] = {}
-        # All parts in the order of the optimizer's groups: a norm over all gradients depends on the order of summation.
-        self._whole = StagedPart()
+        self._parts: dict[GradientSum | None, list[Staged]] = {}
+        places = count()
         with without_torch_function():  # the watch would wait for the gradients
             for index, group in enumerate(optimizer.param_groups):
                 for parameter in group["params"]:
-                    gradient = parameter.grad
-                    if gradient is not None:
-                        bucket = sums.get(parameter)
-                        if bucket not in self._parts:
-                            self._parts[bucket] = StagedPart()
-                        self._parts[bucket].add(index, parameter, gradient)
-                        self._whole.add(index, parameter, gradient)
-        self._num_parts = len(self._parts)
+                    if (gradient := parameter.grad) is not None:
+                        staged = Staged(next(places), index, parameter, gradient)
+                        self._parts.setdefault(sums.get(parameter), []).append(staged)
         # Schedules and users change the groups afterwards, tensors in place. Plain values cannot change.
         self._groups = [
             {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
@@ -417,7 +434,7 @@ class PendingUpdate:
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters that are still to be updated."""
-        return [parameter for part in self._parts.values() for parameter in part.parameters]
+        return [staged.parameter for part in self._parts.values() for staged in part]
 
     def needed_for(self, parameter: Tensor) -> list[GradientSum | None]:
         """Wait for the bucket of ``parameter``. Return it, and all buckets that have arrived.
@@ -425,7 +442,7 @@ class PendingUpdate:
         Raises:
             RuntimeError: a sum failed. Nothing has changed then.
         """
-        if self.whole_step is not None:
+        if not self.by_bucket:
             return self.all_arrived()
         needed = self._sums.get(parameter)
         _wait_for([needed])  # before the others are asked, because they may arrive meanwhile
@@ -442,29 +459,31 @@ class PendingUpdate:
         _wait_for(buckets)
         return buckets
 
-    def take(self, buckets: list[GradientSum | None]) -> StagedPart | None:
+    def take(self, buckets: list[GradientSum | None]) -> list[Staged]:
         """Take the parameters of ``buckets`` out of the update.
 
-        A signal handler may have taken some or all of them while the caller waited; None if nothing is left.
+        A signal handler may have taken some or all of them while the caller waited.
         """
-        if self.whole_step is not None:
+        if not self.by_bucket:
             # At once: a signal handler in between would apply the rest by itself, with a norm of those gradients alone.
             taken, self._parts = self._parts, {}
             parts = list(taken.values())
         else:
             parts = [part for bucket in buckets if (part := self._parts.pop(bucket, None)) is not None]
-        if not parts:
-            return None
-        return self._whole if len(parts) == self._num_parts else parts[0].joined_with(parts[1:])
+        # In the order of the optimizer: a norm over all gradients depends on the order of summation.
+        return sorted((staged for part in parts for staged in part), key=lambda staged: staged.place)
 
-    def step(self, part: StagedPart) -> None:
+    def step(self, part: list[Staged]) -> None:
         """Update the parameters of ``part``."""
+        by_group: dict[int, list[Tensor]] = {}
+        for staged in part:
+            by_group.setdefault(staged.group, []).append(staged.parameter)
         stepping = shallow_copy_of(self.optimizer)
-        stepping.param_groups = [{**self._groups[index], "params": each} for index, each in part.by_group.items()]
+        stepping.param_groups = [{**self._groups[index], "params": each} for index, each in by_group.items()]
         stepping.state = self._state
-        with part.with_staged_gradients():
-            if self.whole_step is not None:
-                self.whole_step(stepping)
+        with _with_staged_gradients(part):
+            if self._step is not None:
+                self._step(stepping)
             else:
                 step_below_hooks(stepping)()
 
@@ -475,52 +494,20 @@ def _wait_for(buckets: Iterable[GradientSum | None]) -> None:
             bucket.wait()
 
 
-class StagedPart:
-    """Some parameters of an optimizer, with the gradients that were staged. They are updated in one step.
-
-    Attributes:
-        parameters: the parameters.
-        gradients: the gradient of each.
-        by_group: the parameters again, by the index of their group.
-    """
-
-    def __init__(self) -> None:
-        self.parameters: list[Tensor] = []
-        self.gradients: list[Tensor] = []
-        self.by_group: dict[int, list[Tensor]] = {}
-
-    def add(self, group: int, parameter: Tensor, gradient: Tensor) -> None:
-        """Add a parameter of the group with this index."""
-        self.parameters.append(parameter)
-        self.gradients.append(gradient)
-        self.by_group.setdefault(group, []).append(parameter)
-
-    def joined_with(self, others: list[StagedPart]) -> StagedPart:
-        """Return a part with the parameters of this one and those of ``others``."""
-        if not others:
-            return self
-        joined = StagedPart()
-        for part in (self, *others):
-            joined.parameters += part.parameters
-            joined.gradients += part.gradients
-            for group, parameters in part.by_group.items():
-                joined.by_group.setdefault(group, []).extend(parameters)
-        return joined
-
-    @contextmanager
-    def with_staged_gradients(self) -> Iterator[None]:
-        """Within the context, give the parameters their staged gradients, also those that were zeroed since."""
-        others = []
-        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
-            present = parameter.grad
-            if present is not gradient:
-                others.append((parameter, present))
-                parameter.grad = gradient
-        try:
-            yield
-        finally:
-            for parameter, present in others:
-                parameter.grad = present
+@contextmanager
+def _with_staged_gradients(part: Iterable[Staged]) -> Iterator[None]:
+    """Within the context, give the parameters their staged gradients, also those that were zeroed since."""
+    others = []
+    for each in part:
+        present = each.parameter.grad
+        if present is not each.gradient:
+            others.append((each.parameter, present))
+            each.parameter.grad = each.gradient
+    try:
+        yield
+    finally:
+        for parameter, present in others:
+            parameter.grad = present
 
 
 def as_after_backward(device_type: str) -> ExitStack:
@@ -596,3 +583,27 @@ class GuardedState(MutableMapping[Any, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._up_to_date().__reduce_ex__(protocol)
+
+
+# --- A forked process, such as a loader's worker, starts with everything up to date: it has no communicator.
+
+_queues: WeakSet[UpdateQueue] = WeakSet()  # that are not closed
+_locks = ExitStack()
+
+
+def _before_fork() -> None:
+    for queue in list(_queues):
+        # Held during the fork: the child lacks the other threads, and would find a lock of theirs taken for ever.
+        _locks.enter_context(queue.lock)
+        try:
+            queue.bring_up_to_date()
+        except Exception as error:  # Python would only print it, and fork
+            log.warning(f"a process is forked while an update is pending that failed: {error}")
+
+
+def _after_fork() -> None:
+    _locks.close()
+
+
+if hasattr(os, "register_at_fork"):  # there is no fork on Windows
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

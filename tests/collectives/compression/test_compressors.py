@@ -8,16 +8,17 @@ import pytest
 import torch
 from support.local_wire import local_wires, run_ranks
 
-from lightning_dp.collectives.compression import PowerSGD, make_compressor
 from lightning_dp.collectives.compression.compressors import (
     LARGEST,
     Int8,
     PowerSGDCompressor,
     Residuals,
+    make_compressor,
     message_bytes,
     quantize,
 )
 from lightning_dp.collectives.compression.layout import BLOCK, ParameterTable, ParamSlice, cut, whole_shard
+from lightning_dp.collectives.compression.options import PowerSGD
 from lightning_dp.collectives.compression.wire import complete
 from tests.collectives.compression import oracle
 

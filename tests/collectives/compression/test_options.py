@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dp.collectives.compression import PowerSGD, check_compression, has_error_feedback
+from lightning_dp.collectives.compression.options import PowerSGD, check_compression, has_error_feedback
 
 
 @pytest.mark.parametrize("compression", [None, "bf16", "fp16", "int8", PowerSGD(), PowerSGD(rank=1, start_step=100)])

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dp.collectives.compression import PowerSGD, make_compressor
-from lightning_dp.collectives.compression.compressors import Int8
+from lightning_dp.collectives.compression.compressors import Int8, make_compressor
 from lightning_dp.collectives.compression.layout import ParameterTable
+from lightning_dp.collectives.compression.options import PowerSGD
 from lightning_dp.collectives.compression.stages import CompressedAllReduce, CompressedStages, gather_state, load_state
 from lightning_dp.collectives.compression.wire import complete
 from lightning_dp.collectives.groups import RankTopology

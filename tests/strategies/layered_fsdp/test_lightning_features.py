@@ -20,6 +20,7 @@ from lightning_dp.strategies.layered_sgd.host_communicator import Communicator
 from tests.ranks import RankError, run_cases, run_processes
 from tests.strategies.layered_fsdp.modules import fit, layered, snapshot, whole
 from tests.strategies.layered_fsdp.user_cases import CASES, Manual, Tied, options_of
+from tests.strategies.layered_sgd.staged import is_watched
 from tests.strategies.modules import FEATURES, Net, assert_same, trainer
 
 LAYERS = [nn.Linear, nn.Conv1d]
@@ -64,7 +65,7 @@ class Uses(Callback):
         self.after_step: list[int] = []
 
     def on_train_batch_end(self, trainer, pl_module, *args):
-        self.after_step.append(len(trainer.strategy._reduction.updates.parameters()))
+        self.after_step.append(sum(map(is_watched, pl_module.parameters())))
 
 
 def see_that_updates_wait(rank):

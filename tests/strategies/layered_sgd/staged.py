@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from lightning_dp.strategies.layered_sgd.parameter_watch import plain_class
 from lightning_dp.strategies.layered_sgd.update import UpdateQueue
+
+
+def is_watched(parameter: torch.Tensor) -> bool:
+    return type(parameter) is not plain_class(type(parameter))
 
 
 class Bucket:
@@ -35,11 +40,14 @@ class Staged:
         self.stage(whole)
 
     def stage(self, whole: bool = False) -> None:
+        self.run_backward()
+        self.updates.stage(self.optimizer, self.step_whole if whole else None, by_bucket=not whole)
+
+    def run_backward(self) -> None:
         self.fill_buckets()
         self.before = [parameter.detach().clone() for parameter in self.parameters]
         for layer, bucket in zip(self.layers, self.buckets, strict=True):
             self.updates.add_sum(list(layer.parameters()), bucket)
-        self.updates.stage(self.optimizer, self.step_whole if whole else None)
 
     def step_whole(self, optimizer: torch.optim.Optimizer) -> None:
         """Take a step that needs all gradients, such as one with clipping by the norm."""

@@ -178,6 +178,7 @@ USERS = [
     ([ReadsRarely], {}, []),
     ([], {}, []),
     ([], {"gradient_clip_val": 0.1}, ["clipping by the norm"]),
+    ([], {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}, []),
 ]
 
 

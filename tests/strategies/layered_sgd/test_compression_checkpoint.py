@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
 
 import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 
-from lightning_dp.strategies import PowerSGD
+from lightning_dp._private.torch_names import group_timeout
+from lightning_dp.strategies import LayeredFSDPStrategy, LayeredSGDStrategy, PowerSGD
 from lightning_dp.strategies.layered_sgd import strategy
 from lightning_dp.strategies.layered_sgd.strategy import KEY, CompressionCheckpoint
 from tests.ranks import run_processes
@@ -33,7 +35,7 @@ FACTORS = {"residuals": {}, "others": {"weight": {"right": torch.zeros(3, 2)}}}
     ],
 )
 def test_only_residuals_that_are_dropped_are_warned_of(state, compression, warns, caplog):
-    checkpoint = CompressionCheckpoint(compression, "LayeredSGDStrategy")
+    checkpoint = CompressionCheckpoint(compression, "LayeredSGDStrategy", timedelta(minutes=1))
     checkpoint.take_from({KEY: state})
     with caplog.at_level(logging.WARNING):
         checkpoint.restore(None)
@@ -87,3 +89,28 @@ def test_a_rank_that_fails_alone_writes_its_checkpoint(choice, has_state, tmp_pa
     if has_state:
         assert not checkpoint[KEY]["residuals"]
         assert checkpoint[KEY]["others"]
+
+
+def timeouts_of_groups(rank, kind, path):
+    """Those of the groups of a fit, and of the groups in which residuals are gathered after it."""
+    timeouts = []
+    new_group = dist.new_group
+
+    def recorded(*args, **options):
+        group = new_group(*args, **options)
+        if isinstance(group, dist.ProcessGroup):  # else it is a group of other ranks
+            timeouts.append(group_timeout(group, torch.device("cpu")))
+        return group
+
+    dist.new_group = recorded
+    _, trainer = fit(kind(1, compression="int8", timeout=timedelta(seconds=45)), 2)
+    num_groups = len(timeouts)
+    trainer.save_checkpoint(path)
+    return timeouts[:num_groups], timeouts[num_groups:]
+
+
+@pytest.mark.parametrize("kind", [LayeredSGDStrategy, LayeredFSDPStrategy])
+def test_residuals_are_gathered_within_the_strategy_s_timeout(kind, tmp_path):
+    for in_fit, after_fit in run_processes(2, timeouts_of_groups, kind, str(tmp_path / "last.ckpt")):
+        assert set(in_fit) == {timedelta(seconds=45)}
+        assert after_fit == [timedelta(seconds=45)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,7 +159,7 @@ GPUS = [torch.device("cuda", index) for index in range(2)]
 )
 def test_the_launch_order_is_requested_where_nccl_takes_part(options, devices, backend, expected, monkeypatch):
     monkeypatch.delenv(device_communicator.LAUNCH_ORDER, raising=False)
-    LayeredSGDStrategy(**options)._options.prepare_environment(devices, backend)
+    LayeredSGDStrategy(**options)._options.prepare_environment(devices, backend, "LayeredSGDStrategy")
     assert os.environ.get(device_communicator.LAUNCH_ORDER) == expected
 
 
@@ -178,44 +177,24 @@ def test_a_launch_order_that_comes_too_late_is_warned_of(monkeypatch, caplog):
     prepare = LayeredSGDStrategy()._options.prepare_environment
     with monkeypatch.context() as patch:
         patch.setattr(dist, "is_initialized", lambda: True)
-        prepare(GPUS, None)
-    assert "NCCL may not read NCCL_LAUNCH_ORDER_IMPLICIT any more" in caplog.text
+        prepare(GPUS, None, "LayeredFSDPStrategy")
+    assert "LayeredFSDPStrategy: a process group exists already, so NCCL may not read NCCL_LAUNCH" in caplog.text
     caplog.clear()
-    prepare(GPUS, None)
+    prepare(GPUS, None, "LayeredFSDPStrategy")
     assert not caplog.text
 
 
-def test_the_users_launch_order_stays_and_is_warned_of(monkeypatch):
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 26, 2))
+def test_the_users_launch_order_stays_and_is_warned_of(monkeypatch, caplog):
+    def warn() -> str:
+        caplog.clear()
+        device_communicator.request_launch_order()
+        LayeredSGDStrategy()._options._warn_of_nccl(0, "LayeredSGDStrategy")
+        return caplog.text
+
     monkeypatch.setenv(device_communicator.LAUNCH_ORDER, "0")
-    device_communicator.request_launch_order()
-    assert device_communicator.why_order_may_differ() == "NCCL_LAUNCH_ORDER_IMPLICIT is 0; set it to 1"
+    assert "ranks may wait for each other for ever, because NCCL_LAUNCH_ORDER_IMPLICIT is 0; set it to 1" in warn()
     monkeypatch.delenv(device_communicator.LAUNCH_ORDER)
-    device_communicator.request_launch_order()
-    assert device_communicator.why_order_may_differ() is None
-
-
-def test_an_nccl_without_launch_order_is_named(monkeypatch, caplog):
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 25, 1))
-    LayeredSGDStrategy()._options._nccl_options(0, "LayeredSGDStrategy")
-    assert (
-        "NCCL 2.25.1 does not order the kernels of several communicators; install a PyTorch with NCCL 2.26 or newer"
-    ) in caplog.text
-
-
-def test_only_the_group_between_nodes_is_limited(monkeypatch):
-    class Options:
-        def __init__(self) -> None:
-            self.config = SimpleNamespace()
-
-    made: list[tuple[list[int], Any]] = []
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    monkeypatch.setattr(dist, "new_group", lambda ranks, pg_options, **_: made.append((ranks, pg_options)))
-    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    DeviceAllReduce(RankTopology(4, 2), 0, make_options=lambda: device_communicator.limited_options(3))
-    assert [ranks for ranks, _ in made] == [[0, 1], [2, 3], [0, 2], [1, 3]]
-    assert [getattr(each, "config", None) and each.config.max_ctas for _, each in made] == [None, None, 3, 3]
-    assert made[2][1] is not made[3][1], "PyTorch writes each group's ranks into its options"
+    assert not warn()
 
 
 # --- on GPUs ---
@@ -227,7 +206,7 @@ def sum_beside_busy_kernels(rank):
     torch.cuda.set_device(device)
     device_communicator.request_launch_order()
     dist.init_process_group("nccl", device_id=device)
-    collective = DeviceAllReduce(RankTopology(1, 1), rank, make_options=lambda: device_communicator.limited_options(4))
+    collective = DeviceAllReduce(RankTopology(1, 1), rank)
     communicator = DeviceCommunicator(collective, True, device)
     matrix = torch.full((2048, 2048), 1 / 2048, device=device)
     for step in range(20):

@@ -252,6 +252,7 @@ CASES: dict[str, Case] = {
     "the state put back": (Net, (ReloadsState,), {}),
     "a hook that is set later": (Net, (AddsAHook,), {}),
     "clipping changed before each step": (Net, (ChangesClipping,), {"gradient_clip_val": 0.1}),
+    "clipping by value": (Net, (ChangesClipping,), {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "the state loaded": (Net, (LoadsState,), {}),
     "stochastic weight averaging": (
         Net, (lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1),), {"max_epochs": 3}

@@ -13,7 +13,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_dp.strategies.layered_sgd import parameter_watch
-from lightning_dp.strategies.layered_sgd.parameter_watch import ParameterWatch, is_watched
+from lightning_dp.strategies.layered_sgd.parameter_watch import ParameterWatch
+from tests.strategies.layered_sgd.staged import is_watched
 
 
 class Watched:

@@ -122,6 +122,7 @@ def fit(strategy: Any, seed: int) -> dict[str, torch.Tensor]:
     if module.automatic_optimization:
         options["accumulate_grad_batches"] = module.random.choice([1, 2, 3])
         options["gradient_clip_val"] = module.random.choice([None, None, 0.1])
+        options["gradient_clip_algorithm"] = module.random.choice(["norm", "value"])
     t = trainer(strategy, 2, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's advice

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.strategies.layered_sgd.parameter_watch import ParameterWatch, is_watched
+from lightning_dp.strategies.layered_sgd.parameter_watch import ParameterWatch
 from lightning_dp.strategies.layered_sgd.reduction import LayeredReduction
-from tests.strategies.layered_sgd.staged import Bucket
+from tests.strategies.layered_sgd.staged import Bucket, is_watched
 
 NUM_LAYERS = 20
 

@@ -10,13 +10,17 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.strategies import DDPStrategy
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_dp.strategies import LayeredFSDPStrategy
 from lightning_dp.strategies.layered_sgd import parameter_watch
 from tests.ranks import RankError, run_processes
+from tests.strategies.layered_fsdp.modules import snapshot
 from tests.strategies.layered_sgd.test_gradients_of_users import TwoLossesOnOneGraph
 from tests.strategies.layered_sgd.user_cases import OVERLAPS, STEPS, fit, layered, on_a_slow_network
-from tests.strategies.modules import Net, assert_same, data, snapshot, trainer
+from tests.strategies.modules import Net, assert_same, data, trainer
 
 
 class Mode(TorchFunctionMode):
@@ -62,10 +66,18 @@ class Reading(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         x, y = self.samples[index]
-        return x + 0.1 * self.module.first.weight.detach().sum(), y
+        weight = self.module.first.weight
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        return x + 0.1 * local.detach().sum(), y
 
 
-def read_in_workers(rank):
+STRATEGIES = {
+    "layered SGD": layered,
+    "layered FSDP": lambda overlap: LayeredFSDPStrategy(1, overlap, wrap=[nn.Linear]),  # a shard is the whole
+}
+
+
+def read_in_workers(rank, name):
     on_a_slow_network()
     multiprocessing.current_process()._config["daemon"] = False  # else it may start no workers
 
@@ -82,11 +94,12 @@ def read_in_workers(rank):
 
     expected = fit_with_workers(DDPStrategy())
     for overlap in OVERLAPS:
-        assert_same(fit_with_workers(layered(overlap)), expected)
+        assert_same(fit_with_workers(STRATEGIES[name](overlap)), expected)
 
 
-def test_forked_loader_workers_find_the_module_up_to_date_and_wait_for_nobody():
-    run_processes(2, read_in_workers)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_forked_loader_workers_find_the_module_up_to_date_and_wait_for_nobody(name):
+    run_processes(2, read_in_workers, name)
 
 
 def test_a_dead_end_is_named():
@@ -97,5 +110,5 @@ def test_a_dead_end_is_named():
 
 def suspect_everything(rank):
     on_a_slow_network()
-    parameter_watch._Reads.of = lambda self, parameter: set()
+    parameter_watch._readers_in_graph = lambda loss: {}
     fit(layered("step", find_unused_parameters=True), TwoLossesOnOneGraph())
