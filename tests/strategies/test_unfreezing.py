@@ -12,7 +12,7 @@ from lightning_fabric.utilities.warnings import PossibleUserWarning
 from pytorch_lightning.callbacks import BaseFinetuning
 from pytorch_lightning.strategies import DDPStrategy
 
-from lightning_dp.strategies import LayeredSGDStrategy
+from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredSGDStrategy
 from lightning_dp.strategies.unfreezing import ReducedParameters
 from tests.ranks import RankError, run_processes
 from tests.strategies.modules import SMALL_BUCKETS_MB, Net, assert_same, data, snapshot, trainer
@@ -158,6 +158,38 @@ def test_equals_one_process(name):
     module = make()
     t = fit_on_one_process(module, [] if callback is None else [callback()])
     run_processes(2, compare, name, snapshot(module, t))
+
+
+class FirstOfTwo(FrozenAtFirst):
+    """Unfreezes before a batch whose gradients wait for those of the next one, and then notes when DDP reduces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduces: list[bool] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.current_epoch >= 2:
+            self.reduces.append(self.trainer.strategy.model.require_backward_grad_sync)
+        return super().training_step(batch, batch_idx)
+
+
+def accumulate(rank):
+    results = {}
+    for name, strategy in {"layered": LayeredSGDStrategy(1), "hybrid": KrizhevskyHybridStrategy("last")}.items():
+        module = FirstOfTwo()
+        t = trainer(strategy, 2, max_epochs=EPOCHS, accumulate_grad_batches=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PossibleUserWarning)
+            t.fit(module, data(2, STEPS))
+        results[name] = module.reduces
+    return results
+
+
+def test_a_batch_that_accumulates_is_not_reduced_when_parameters_are_unfrozen_before_it():
+    """The sum of the first batch would be under way while backward of the second adds to it."""
+    expected = [False, True] * ((EPOCHS - 2) * STEPS // 2)
+    for results in run_processes(2, accumulate):
+        assert results == {"layered": expected, "hybrid": expected}
 
 
 def drift(rank):

@@ -187,6 +187,12 @@ class KrizhevskyHybridStrategy(BaseStrategy):
             self.configure_ddp()  # the whole trunk was frozen
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # Before Lightning enters `no_sync` of the present DDP, for a batch to which the gradients of others are added.
+        self._reduce_unfrozen()
+        super().on_train_batch_start(batch, batch_idx)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._fitting is None:
             return super().training_step(*args, **kwargs)

@@ -126,13 +126,21 @@ class LayeredSGDStrategy(PostponedUpdates, BaseStrategy):
         self._postpone(self._reduction, trainer)
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # Before Lightning enters `no_sync` of the present DDP, for a batch to which the gradients of others are added.
+        self._reduce_unfrozen()
+        super().on_train_batch_start(batch, batch_idx)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._reduced is not None and (unfrozen := self._reduced.unfrozen()):
-            self._reduce_unfrozen(self._reduced, unfrozen)
+        self._reduce_unfrozen()
         return super().training_step(*args, **kwargs)
 
-    def _reduce_unfrozen(self, reduced: ReducedParameters, names: list[str]) -> None:
+    def _reduce_unfrozen(self) -> None:
         """Wrap the module in a new DDP that reduces the gradients of the parameters that have become trainable."""
+        reduced = self._reduced
+        if reduced is None or not (names := reduced.unfrozen()):
+            return
         module, model = self.lightning_module, self.model
         assert module is not None
         assert isinstance(model, DistributedDataParallel)
