@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
@@ -88,6 +89,7 @@ class AdaptiveGlobalBatchNorm(Callback):
         self.global_phase = global_phase
         self.group_size = group_size
         self._converged = False
+        self._was_asked = False  # whether the criterion was evaluated in this fit, or before it was resumed
         self._monitor = Monitor(convergence)
         self._conversion = BatchNormConversion(type(self).__name__)
         self._reset()
@@ -111,6 +113,7 @@ class AdaptiveGlobalBatchNorm(Callback):
         if stage != "fit":
             return
         self._reset()
+        self._was_asked = False
         if trainer.world_size > 1 and not dist.is_initialized():
             raise ValueError(f"{type(trainer.strategy).__name__} does not use torch.distributed; use strategy='ddp'")
         if converts_batch_norm(trainer.strategy):
@@ -238,8 +241,10 @@ class AdaptiveGlobalBatchNorm(Callback):
         """
         trainer, self._awaited = self._awaited, None
         if trainer is not None and not trainer.interrupted:
-            # A validation metric is missing until the first validation.
-            self._ask_criterion(trainer, may_be_missing=trainer.enable_validation and not self._validated)
+            # A validation metric is missing until the first validation, and one that is logged in some epochs only is
+            # missing in the first ones of a run that was resumed.
+            is_early = trainer.enable_validation and not self._validated
+            self._ask_criterion(trainer, may_be_missing=is_early or self._was_asked)
 
     def _ask_criterion(self, trainer: Trainer, may_be_missing: bool) -> bool:
         """Evaluate the criterion on rank 0, for all ranks. An exception of the criterion is raised on all ranks.
@@ -255,6 +260,7 @@ class AdaptiveGlobalBatchNorm(Callback):
         is_asked, self._converged, failure = trainer.strategy.broadcast(answer)
         if failure:
             raise ValueError(f"the convergence criterion failed on rank 0: {failure}")
+        self._was_asked |= is_asked
         return is_asked
 
     def _average(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -286,11 +292,12 @@ class AdaptiveGlobalBatchNorm(Callback):
     def state_dict(self) -> dict[str, Any]:
         self._ask_late()
         save = getattr(self.convergence, "state_dict", dict)
-        return {"converged": self._converged, "convergence": save()}
+        return {"converged": self._converged, "convergence": save(), "was_asked": self._was_asked}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._converged = state_dict["converged"]
+        self._was_asked = state_dict.get("was_asked", False)
         load = getattr(self.convergence, "load_state_dict", None)
         if load is not None and state_dict["convergence"]:
             load(state_dict["convergence"])
@@ -462,13 +469,22 @@ class BatchNormConversion:
         stop_ignoring_in_ddp(model, self._ignored_names)
         self._ignored_names = []
         for converted in (model, *copies):
-            for layer in global_batch_norm_layers(converted):
+            names = set(self._converted_names)
+            for name, layer in converted.named_modules():
+                if not isinstance(layer, GlobalBatchNorm):
+                    continue
                 layer.group = None
                 layer.had_single_value = False
+                if name in names:
+                    layer.is_global = False  # one that cannot be taken back computes what PyTorch's does
+                if isinstance(layer, FSDPModule):  # FSDP2 has derived a class from that of the layer
+                    names.discard(name)
             try:
-                revert_global_batch_norm(converted, self._converted_names)
+                revert_global_batch_norm(converted, names)
             except ValueError as error:
-                log.warning(f"{self._owner}: {error}. The model keeps its global batch norm layers.")
+                log.warning(
+                    f"{self._owner}: {error}. The model keeps its global batch norm layers, with local statistics."
+                )
         for layer, group, is_global in self._own_layers:
             layer.group = group
             layer.is_global = is_global

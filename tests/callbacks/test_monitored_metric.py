@@ -140,3 +140,24 @@ def train_without_the_metric(rank: int) -> None:
 
 def test_a_metric_that_nobody_logs_in_the_only_epoch_is_an_error():
     run_processes(2, train_without_the_metric)
+
+
+class LoggedInSomeEpochs(Net):
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch % 3 == 0:
+            self.log("rare", 1.0, sync_dist=True)
+
+
+def resume_where_it_is_not_logged(rank: int, folder: str) -> list[tuple[float | None, int]]:
+    def counts(max_epochs: int, ckpt_path: Path | None = None) -> tuple[float | None, int]:
+        plateau = Plateau("rare", patience=2)
+        saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, enable_version_counter=False)
+        callback = AdaptiveGlobalBatchNorm(convergence=plateau)
+        fit(2, callback, saver, net=LoggedInSomeEpochs(), max_epochs=max_epochs, ckpt_path=ckpt_path)
+        return plateau.best, plateau.num_epochs_without_improvement
+
+    return [counts(4), counts(4, Path(folder, "epoch=0.ckpt"))]
+
+
+def test_a_run_is_resumed_in_an_epoch_without_the_metric(tmp_path):
+    assert run_processes(2, resume_where_it_is_not_logged, str(tmp_path))[0] == [(1.0, 1), (1.0, 1)]

@@ -11,7 +11,7 @@ from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAver
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 
-from lightning_dp import LayeredFSDPStrategy, LayeredSGDStrategy, Memonger, RanksAgree
+from lightning_dp import AdaptiveGlobalBatchNorm, LayeredFSDPStrategy, LayeredSGDStrategy, Memonger, RanksAgree
 from lightning_dp._private.torch_names import group_timeout, local_part, without_torch_function
 from lightning_dp.strategies import PowerSGD
 from lightning_dp.strategies.layered_fsdp.reduction import ShardReduction
@@ -19,7 +19,7 @@ from lightning_dp.strategies.layered_sgd import parameter_watch
 from lightning_dp.strategies.layered_sgd.host_communicator import Communicator
 from tests.ranks import RankError, run_cases, run_processes
 from tests.strategies.layered_fsdp.modules import fit, layered, snapshot, whole
-from tests.strategies.layered_fsdp.user_cases import CASES, Manual, Tied, options_of
+from tests.strategies.layered_fsdp.user_cases import CASES, Manual, Normalized, Tied, options_of
 from tests.strategies.layered_sgd.staged import is_watched
 from tests.strategies.modules import FEATURES, Net, assert_same, trainer
 
@@ -279,6 +279,20 @@ def count_bytes(rank):
 
 def test_memory_is_that_of_layered_sgd_over_the_ranks_of_a_group():
     run_processes(4, count_bytes)
+
+
+def fit_again_without_global_statistics(rank):
+    """FSDP2 has given a layer that is a unit of its own another class, which cannot be taken back."""
+    results = []
+    for make in (DDPStrategy, lambda: layered(wrap=[nn.Linear, nn.BatchNorm1d])):
+        module, _ = fit(make(), 4, Normalized(), steps=2, callbacks=[AdaptiveGlobalBatchNorm()])
+        results.append(snapshot(*fit(make(), 4, module, steps=2)))
+    expected, actual = ({n: v for n, v in each.items() if "running" not in n} for each in results)
+    assert_same(actual, expected)
+
+
+def test_batch_norm_that_was_global_in_an_earlier_fit_is_local_again():
+    run_processes(4, fit_again_without_global_statistics)
 
 
 def train_in_bfloat16(rank):
