@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.trainer.connectors.logger_connector import result
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_dp._private.torch_names import group_timeout
 from lightning_dp.callbacks import AdaptiveGlobalBatchNorm, Plateau, StepTimer
 from lightning_dp.collectives import PeerError, RingState, ring_all_reduce_hook
 from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredSGDStrategy
-from tests.callbacks.training import CLASSES, FEATURES, Batches, Net, dataset, fit
+from tests.callbacks.training import CLASSES, Batches, Net, dataset, fit
 from tests.ranks import run_processes
 
 # --- a rank that is stuck ---
@@ -139,28 +139,6 @@ ALLOWED = {
 @pytest.mark.parametrize("options", ALLOWED.values(), ids=ALLOWED.keys())
 def test_a_single_value_is_accepted_where_statistics_stay_global(options):
     assert run_processes(2, train_sizes, [[1, 3, 1], [2, 4, 1]], options) == [6, 6]
-
-
-class HalfNet(Net):
-    """A model in half precision whose input is float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.BatchNorm1d(FEATURES).half(), nn.Linear(FEATURES, 2).float())
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self.net(batch[0].float()).sum()
-
-
-def train_half(rank: int) -> None:
-    with pytest.raises(
-        ValueError, match=r"GlobalBatchNorm1d: the input is torch\.float32 and weight is torch\.float16"
-    ):
-        fit(2, AdaptiveGlobalBatchNorm(), net=HalfNet())
-
-
-def test_a_dtype_that_local_statistics_would_refuse_is_refused_in_the_first_step_on_all_ranks():
-    run_processes(2, train_half)
 
 
 # --- advice ---

@@ -156,7 +156,7 @@ class Unrecordable(Net):
 
 
 def test_a_step_that_cannot_be_recorded_raises_and_does_not_run_again():
-    with pytest.raises(RuntimeError, match=r"calls torch.func") as error:
+    with pytest.raises(RuntimeError, match=r"torch\.func\..*saved tensor hooks") as error:
         fit(Diagnose(num_steps=1, network=NETWORK, world_size=2, stop=True), Unrecordable())
     assert "use Diagnose(memonger=False), or plan.memonger=false" in error.value.__notes__[0]
     assert Unrecordable.num_calls == 1, "the first batch"
