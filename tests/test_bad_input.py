@@ -204,6 +204,7 @@ RECIPES = [
     ("trainer=cpu trainer.limit_train_batches=0", "trainer.limit_train_batches=0 ... use train=false"),
     ("trainer=cpu trainer.max_steps=0", "trainer.max_steps=0 ... use train=false"),
     ("trainer=cpu trainer.limit_test_batches=0", "trainer.limit_test_batches=0 ... use test=false"),
+    ("strategy=krizhevsky_hybrid strategy.state_dict_type=sharded", "test=last needs whole weights ... use test=false"),
     ("test=best trainer.limit_val_batches=0.0", "test=best ... trainer.limit_val_batches=0"),
     ("test=best trainer.check_val_every_n_epoch=20", "trainer.check_val_every_n_epoch=20 ... max_epochs=10"),
     ("test=best optimized_metric=null", "test=best needs a metric that is measured during training"),

@@ -28,7 +28,7 @@ from omegaconf import DictConfig
 from pytorch_lightning import Callback, seed_everything
 
 from lightning_dp.launch import external_rank, launch
-from lightning_dp.planner import Diagnose, Link, Network
+from lightning_dp.planner import METHODS, Diagnose, Link, Network
 from lightning_dp.planner.diagnose import require_whole_model
 from lightning_dp.planner.formulas import require_not_negative, require_positive
 from lightning_dp.runs.command_line import (
@@ -259,7 +259,9 @@ def verified_text(times: Mapping[str, Sequence[float]], configs: Mapping[str, Co
         plan: the values of ``plan.yaml``.
     """
     # That of the present configuration is what the diagnosis has measured.
-    predicted_ms = {PRESENT: sum(plan["measured_ms"].values()), PLANNED: plan["step_ms"]}
+    # The plan has the time for as many images as the present step has.
+    planned_ms = plan["step_ms"] * METHODS[plan["method"]].accumulate
+    predicted_ms = {PRESENT: sum(plan["measured_ms"].values()), PLANNED: planned_ms}
     medians = {name: median(values) for name, values in times.items()}
     lines = [
         f"Verified: {ROUNDS} rounds of {NUM_STEPS} steps, in turn; the median, and the least and the largest.",

@@ -188,8 +188,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is no checkpoint of Lightning.
     """
-    # A sharded checkpoint is a folder. This file in it has what all ranks share.
-    file = path / "checkpoint.ckpt" if path.is_dir() else path
+    # A sharded checkpoint is a folder. A file in it has what all ranks share: the hybrid's, or PyTorch's of FSDP2.
+    is_of_fsdp = (path / "meta.pt").exists()
+    file = path / ("meta.pt" if is_of_fsdp else "checkpoint.ckpt") if path.is_dir() else path
     try:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # an unpickler can raise any error for bytes that are not a pickle
@@ -202,6 +203,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} is no checkpoint of a run, or is damaged ({type(error).__name__}); {OTHERS}"
         ) from error
+    if is_of_fsdp and isinstance(checkpoint, dict):
+        checkpoint |= {"state_dict": {}, "optimizer_states": []}  # they are in the files of the ranks
     if not isinstance(checkpoint, dict) or not {"state_dict", "global_step"} <= checkpoint.keys():
         raise ValueError(f"{path} is no checkpoint of a run: it has no state_dict and global_step; {OTHERS}")
     weights, num_steps = checkpoint["state_dict"], checkpoint["global_step"]

@@ -442,6 +442,12 @@ def check_together(config: Config) -> None:
             raise ValueError(
                 f"trainer.{key}=0 leaves nothing to train; use train=false to test the weights of ckpt_path"
             )
+    strategy = config["strategy"]
+    if config["test"] and "Hybrid" in strategy["_target_"] and strategy.get("state_dict_type") == "sharded":
+        raise ValueError(
+            f"test={config['test']} needs whole weights, and with strategy.state_dict_type=sharded a rank keeps its "
+            "local shard of the head after training; use test=false, and test the run with train=false ckpt_path=last"
+        )
     if config["test"] == "best":
         _check_best(trainer, metric, config["data"])
     _check_schedule(trainer, config["model"])

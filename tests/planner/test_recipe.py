@@ -121,12 +121,15 @@ def test_steps_of_the_plan_are_run_beside_those_of_the_present_configuration(mon
         times = recipe.time_steps(sides, None)
     assert [len(values) for values in times.values()] == [1, 1]
     assert all(value > 0 for values in times.values() for value in values)
-    plan = {"step_ms": 40.0, "error": 0.1, "measured_ms": {"compute": 30.0, "loading": 20.0}}
+    plan = {"method": "ddp", "step_ms": 40.0, "error": 0.1, "measured_ms": {"compute": 30.0, "loading": 20.0}}
     text = recipe.verified_text({"present": [0.05, 0.06, 0.04], "plan": [0.05]}, sides, plan)
     assert "| present | 50.0 | 50.0 (40.0 to 60.0) | +0% |" in text
     assert "| plan | 40.0 | 50.0 (50.0 to 50.0) | -20% |" in text
     # Both have 8 images in a step.
     assert text.endswith("Images/s of the plan over those at present: 1.00, predicted 1.25.")
+    # A method that accumulates is predicted for as many images as the present step has.
+    accumulating = {**plan, "method": "ddp_accumulate_4", "step_ms": 10.0}
+    assert recipe.verified_text({"present": [0.05], "plan": [0.05]}, sides, accumulating).endswith("predicted 1.25.")
     disturbed = recipe.verified_text({"present": [0.04], "plan": [0.04]}, sides, plan)
     assert disturbed.endswith("other work has disturbed one of the two: run it again.")
 

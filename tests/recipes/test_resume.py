@@ -23,8 +23,10 @@ from lightning_dp.runs.resume import (
     CompleteFiles,
     ConfigurationInCheckpoint,
     alone_in,
+    completed_steps,
     differences,
     find_checkpoint,
+    require_complete,
 )
 from lightning_dp.runs.train import build
 from tests.ranks import RankError, run_processes
@@ -499,3 +501,10 @@ def test_a_row_that_was_cut_is_left_out(tmp_path):
         {"epoch": "0", "loss": "1.5", "step": "0"},
         {"epoch": "0", "loss": "1.2", "step": "1"},
     ]
+
+
+def test_a_folder_that_fsdp2_has_written_is_a_checkpoint_of_a_run(tmp_path):
+    """PyTorch keeps in ``meta.pt`` what all ranks share, and weights and optimizer states in other files."""
+    torch.save({"global_step": 3, "loops": {}, "lr_schedulers": [], VERSION: "2.6.0"}, tmp_path / "meta.pt")
+    require_complete(tmp_path)
+    assert completed_steps(tmp_path) == 3
