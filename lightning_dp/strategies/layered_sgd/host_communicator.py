@@ -71,7 +71,7 @@ class Communicator:
         timeout: timedelta,
         device: torch.device,
         on_host: bool = False,
-        on_stage: OnStage = lambda *_: None,
+        on_stage: OnStage | None = None,
         compressed: CompressedAllReduce | None = None,
     ) -> None:
         self._collective = collective
@@ -311,7 +311,7 @@ class BucketReduction:
         stream: streams.Stream | None = None,
         on_host: bool = False,
         release: Callable[[], None] | None = None,
-        on_stage: OnStage = lambda *_: None,
+        on_stage: OnStage | None = None,
         fills: Sequence[Pending] = (),
         changed: threading.Condition | None = None,
     ) -> None:
@@ -366,7 +366,8 @@ class BucketReduction:
             self.wait_for_copy()
             self._works = [*self._collective.intra_group_reduce(self._payload)]
         self._wait_for_works()
-        self._on_stage(INTRA_GROUP_REDUCE, start_s, time.perf_counter())
+        if self._on_stage is not None:
+            self._on_stage(INTRA_GROUP_REDUCE, start_s, time.perf_counter())
 
     def start_inter_group(self) -> bool:
         """Begin to sum this rank's shard over the groups. Return whether messages are still under way."""
@@ -381,15 +382,15 @@ class BucketReduction:
             with self._named("between"):
                 complete(self._rest)
             self._rest = None
-        self._on_stage(INTER_GROUP_ALL_REDUCE, self._inter_group_since_s, time.perf_counter())
+        if self._on_stage is not None:
+            self._on_stage(INTER_GROUP_ALL_REDUCE, self._inter_group_since_s, time.perf_counter())
 
     def start_broadcast(self) -> None:
         """Start the broadcast of the sum within the group. Not awaited: the next bucket's all-reduce runs meanwhile."""
         start_s = time.perf_counter()
         works = self._collective.intra_group_broadcast(self._payload)
         self._works = [*works]
-        if works:
-            on_stage = self._on_stage
+        if works and (on_stage := self._on_stage) is not None:
             done = works[-1].get_future()
             done.add_done_callback(lambda _: on_stage(INTRA_GROUP_BROADCAST, start_s, time.perf_counter()))
         with self._stage_changed:
@@ -432,7 +433,8 @@ class BucketReduction:
                 streams.current_stream(self.buffer.device).wait_event(self._delivered)
             if self.stage is Stage.SETTLED:
                 self._finish_delivery()
-        self._on_stage(WAIT, start_s, time.perf_counter())
+        if self._on_stage is not None:
+            self._on_stage(WAIT, start_s, time.perf_counter())
 
     def _wait_until_ended(self, timeout_s: float | None = None) -> bool:
         with self._stage_changed:

@@ -141,13 +141,7 @@ class CommunicatorOptions:
         """
         prioritized = self.overlap == "step"
         if self.sums_on_device(backend):
-            if "nccl" in str(backend):
-                self._warn_of_nccl(rank, strategy_name)
-            elif device.type != "cpu":
-                log.warning(
-                    f"{strategy_name}: on GPUs, backend {backend!r} makes the host wait for each sum, so nothing is "
-                    "hidden; use communicator_device='cpu'"
-                )
+            self._warn_of_backend(backend, rank, device, strategy_name)
             on_device = DeviceAllReduce(topology, rank, timeout, shards is not None)
             # Backward fills the buckets of unused parameters at times that differ between ranks. A collective in
             # backward, such as that of a batch norm layer, would come before a bucket on one rank and after it on
@@ -181,7 +175,14 @@ class CommunicatorOptions:
         table = shards or _compressible(module, self.compression)
         return CompressedAllReduce(collective, make_compressor(self.compression), table)
 
-    def _warn_of_nccl(self, rank: int, strategy_name: str) -> None:
+    def _warn_of_backend(self, backend: str | None, rank: int, device: torch.device, strategy_name: str) -> None:
+        if "nccl" not in str(backend):
+            if device.type != "cpu":
+                log.warning(
+                    f"{strategy_name}: on GPUs, backend {backend!r} makes the host wait for each sum, so nothing is "
+                    "hidden; use communicator_device='cpu'"
+                )
+            return
         if rank == 0 and not device_communicator.keeps_launch_order():
             log.warning(
                 f"{strategy_name}: ranks may wait for each other for ever, because {device_communicator.LAUNCH_ORDER} "

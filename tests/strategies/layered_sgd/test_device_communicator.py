@@ -188,7 +188,7 @@ def test_the_users_launch_order_stays_and_is_warned_of(monkeypatch, caplog):
     def warn() -> str:
         caplog.clear()
         device_communicator.request_launch_order()
-        LayeredSGDStrategy()._options._warn_of_nccl(0, "LayeredSGDStrategy")
+        LayeredSGDStrategy()._options._warn_of_backend("nccl", 0, GPUS[0], "LayeredSGDStrategy")
         return caplog.text
 
     monkeypatch.setenv(device_communicator.LAUNCH_ORDER, "0")

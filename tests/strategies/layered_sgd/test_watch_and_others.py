@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 import warnings
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_dp.strategies import LayeredFSDPStrategy
 from lightning_dp.strategies.layered_sgd import parameter_watch
+from lightning_dp.strategies.layered_sgd.host_communicator import BucketReduction
 from tests.ranks import RankError, run_processes
 from tests.strategies.layered_fsdp.modules import snapshot
 from tests.strategies.layered_sgd.test_gradients_of_users import TwoLossesOnOneGraph
@@ -66,9 +68,27 @@ class Reading(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         x, y = self.samples[index]
-        weight = self.module.first.weight
-        local = weight.to_local() if isinstance(weight, DTensor) else weight
-        return x + 0.1 * local.detach().sum(), y
+        weights = [self.module.first.weight, self.module.last.weight]
+        local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+        return x + 0.1 * sum(weight.detach().sum() for weight in local), y
+
+
+class SlowLastSums(pl.Callback):
+    """The sums of an epoch's last step are under way when the workers of the next epoch are forked."""
+
+    def __init__(self) -> None:
+        self.is_last = False
+        reduce = BucketReduction.reduce_intra_group
+
+        def reduce_late(bucket: BucketReduction) -> None:
+            if self.is_last:
+                time.sleep(0.2)
+            reduce(bucket)
+
+        BucketReduction.reduce_intra_group = reduce_late
+
+    def on_train_batch_start(self, t: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.is_last = batch_idx == t.num_training_batches - 1
 
 
 STRATEGIES = {
@@ -78,7 +98,7 @@ STRATEGIES = {
 
 
 def read_in_workers(rank, name):
-    on_a_slow_network()
+    slow_sums = SlowLastSums()
     multiprocessing.current_process()._config["daemon"] = False  # else it may start no workers
 
     def fit_with_workers(strategy):
@@ -86,7 +106,7 @@ def read_in_workers(rank, name):
         loader = torch.utils.data.DataLoader(
             Reading(module), batch_size=3, num_workers=1, multiprocessing_context="fork"
         )
-        t = trainer(strategy, 2, max_epochs=3, reload_dataloaders_every_n_epochs=1)
+        t = trainer(strategy, 2, callbacks=[slow_sums], max_epochs=2, reload_dataloaders_every_n_epochs=1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # advice, and Python's about forking beside threads
             t.fit(module, loader)
