@@ -41,9 +41,6 @@ class LazyWork:
             self._effect()
             self._effect = None
 
-    def get_future(self) -> torch.futures.Future[None]:
-        return torch.futures.Future()  # for the time at which it ends, which nobody asks for
-
 
 class Stages:
     """In place of `HierarchicalAllReduce`: multiplies by 2, 3 and 5. Notes the order, and holds until let go."""
