@@ -152,8 +152,8 @@ def disagreement_message(by_rank: list[Checksums], step: int, ranks: Sequence[in
 
 _CAUSES = (
     "Look for code that changes parameters on some ranks only, or with random numbers that differ between ranks, and "
-    "for gradients that are not reduced because a parameter was created, replaced, unfrozen (Lightning issue #20340) or "
-    "frozen after the strategy was set up"
+    "for gradients that are not reduced because a parameter was created, replaced, frozen or unfrozen after the "
+    "strategy was set up (Lightning issue #20340)"
 )
 
 
