@@ -98,9 +98,16 @@ def test_the_means_of_an_epoch_are_not_lost_in_a_kill_just_after_its_checkpoint(
     assert cut == whole, "the times are there, too"
 
 
-def test_a_run_of_so_many_steps_continues_with_the_next_epoch(tmp_path):
-    """Lightning would go through the epoch that has ended again, without a batch, and number all others wrongly."""
-    whole_and_continued(tmp_path, tiny, "trainer.max_steps=8")
+LAST_EPOCH = {"_target_": "tests.recipes.pieces.KillAfterCheckpoint", "epoch": 2}
+
+
+@pytest.mark.parametrize("kill", [None, LAST_EPOCH], ids=["second epoch", "nothing left to train"])
+def test_a_run_of_so_many_steps_continues_with_the_next_epoch(tmp_path, kill):
+    """Lightning would go through the epoch that has ended again, without a batch, and number all others wrongly.
+
+    With nothing left to train, the test would have the number of the epoch that the last step was in.
+    """
+    whole_and_continued(tmp_path, tiny, "trainer.max_steps=8", kill=kill)
 
 
 def test_weights_of_64_bits_are_not_rounded_when_they_are_loaded(tmp_path):
