@@ -83,6 +83,16 @@ def begin_next_epoch(trainer: Any) -> None:
     loop.reset_restart_stage()
 
 
+def epoch_means(trainer: Any) -> dict[str, Any]:
+    """Return what Lightning will log for the epoch that ends. Call it when a checkpoint is saved in on_train_epoch_end.
+
+    All ranks must call it: the means of some metrics are taken over the ranks. ``trainer.logged_metrics`` has metrics
+    of validation and of steps as well.
+    """
+    means: dict[str, Any] = trainer._logger_connector.metrics["log"]
+    return {name: value.item() for name, value in means.items()}
+
+
 def restart_loader(trainer: Any, epoch: int) -> None:
     """Let the training loader begin again, with its samplers in ``epoch``. Call it in on_train_start.
 

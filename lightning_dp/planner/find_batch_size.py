@@ -8,7 +8,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,9 @@ class FindBatchSize(Callback):
     and batches by the hooks of Lightning's batch transfer. In manual optimization the optimizers and schedules do not
     step. Parameters, buffers, gradients, metrics and the random numbers of torch, Python and NumPy are put back. The
     first batch of the data module is used for all trials, its rows repeated.
+
+    Checkpoints hold the result. A fit that continues from one takes its size: another search may find another size, and
+    the run would end with other weights.
 
     Args:
         batch_sizes: per rank, to be tried from the smallest on.
@@ -81,6 +84,7 @@ class FindBatchSize(Callback):
         require_own_trainer(self, trainer)
         if stage != "fit":
             return
+        self.trials = None  # of an earlier fit
         data = trainer.datamodule
         if not isinstance(getattr(data, "batch_size", None), int):
             raise ValueError(
@@ -93,12 +97,29 @@ class FindBatchSize(Callback):
                 "the other ranks; find the size with strategy='ddp', and set it"
             )
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the result, for a checkpoint."""
+        return {} if self.trials is None else asdict(self.trials)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Set the batch size of the run that continues.
+
+        Lightning calls this before `on_fit_start`, which then finds nothing, or after it if the strategy loads
+        checkpoints late. No loader has been made by then, so this size replaces the one that was found.
+        """
+        state = checkpoint["callbacks"].get(self.state_key)
+        if state and trainer.state.fn == "fit":
+            self.trials = BatchSizeTrials(**state)
+            self._set_batch_size(trainer, "as in the checkpoint")
+
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Find the batch size, before the loaders of training are made.
+        """Find the batch size, before the loaders of training are made, unless a checkpoint has set it.
 
         Raises:
             ValueError: no size fits, the step contains a collective or returns no loss, or the loaders exist already.
         """
+        if self.trials is not None:
+            return
         if trainer.train_dataloader is not None:
             raise ValueError(
                 "FindBatchSize comes too late: configure_optimizers has asked for trainer.estimated_stepping_batches, "
@@ -110,9 +131,13 @@ class FindBatchSize(Callback):
             step = _Step(trainer, pl_module)
             self.trials = try_batch_sizes(step, self._batch_sizes, device, repeats=self._repeats)
             del step  # it holds the batch
+        self._set_batch_size(trainer, f"the fastest\n{self.trials.table()}")
+
+    def _set_batch_size(self, trainer: Any, why: str) -> None:
+        assert self.trials is not None
         trainer.datamodule.batch_size = self.trials.batch_size * (trainer.world_size if self._is_global else 1)
         if trainer.is_global_zero:
-            log.info(f"FindBatchSize: {self.trials.batch_size} images per rank\n{self.trials.table()}")
+            log.info(f"FindBatchSize: {self.trials.batch_size} images per rank, {why}")
 
     @contextmanager
     def _reserved(self, pl_module: LightningModule, device: torch.device) -> Iterator[None]:

@@ -16,6 +16,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
 
+from lightning_dp._private.lightning_names import epoch_means
 from lightning_dp.planner.plots import COLORS
 from lightning_dp.runs.command_line import argument_parser
 from lightning_dp.runs.resume import CURVES, METRICS, read_checkpoint
@@ -77,7 +78,17 @@ class MetricsFile(Logger):
         if self._rows[-1].keys() <= set(self._columns):
             with open(path, "a", newline="") as file:
                 csv.DictWriter(file, self._columns).writerow(self._rows[-1])
-            return
+        else:
+            self._write_all()
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Write the rows of a run that continued and logged nothing, if the file lacks any."""
+        if status == "success" and len(rows_of(self._folder)) < len(self._rows):
+            self._write_all()
+
+    def _write_all(self) -> None:
+        path = self._folder / METRICS
         self._columns = sorted(set().union(*self._rows))
         part = path.with_suffix(".part")
         with open(part, "w", newline="") as file:
@@ -107,7 +118,10 @@ def _as_yaml(node: Any) -> Any:
 
 
 class RowsInCheckpoint(Callback):
-    """Puts into checkpoints how many rows ``metrics.csv`` has.
+    """Puts into checkpoints how many rows ``metrics.csv`` has, and the row that comes next.
+
+    Lightning logs the means of an epoch after its checkpoint. A run that is killed in between has not written that row,
+    and one that continues trains the next epoch: without the row in the checkpoint it would be lost.
 
     A row's step does not tell whether it was logged before: a module may log any number as its step, and loggers count
     batches where a checkpoint counts the steps of all optimizers.
@@ -117,23 +131,42 @@ class RowsInCheckpoint(Callback):
         self._file = file
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the number of rows, and the steps that the next rows have that belong to the same batch or epoch."""
+        """Add the number of rows, the steps of the next rows that belong to the same batch or epoch, and its means.
+
+        All ranks must call it, as Lightning does.
+        """
         loop = checkpoint["loops"]["fit_loop"]
         epoch, num_batches = loop["epoch_progress"]["current"], loop["epoch_loop.state_dict"]["_batches_that_stepped"]
         # The means of an epoch are logged after its checkpoint, with the step of its last batch or the module's own.
         is_at_end = epoch["processed"] > epoch["completed"]
         steps = [num_batches - is_at_end, int(trainer.callback_metrics.get("step", -1))]
-        checkpoint["callbacks"][self.state_key] = {"num_rows": self._file.num_rows, "steps": steps}
+        # After an exception other ranks may not come to the collectives of the means.
+        means = epoch_means(trainer) if is_at_end and trainer.training and not trainer.interrupted else {}
+        state = {"num_rows": self._file.num_rows, "steps": steps, "means": _as_logged(means, trainer, steps[0])}
+        checkpoint["callbacks"][self.state_key] = state
+
+
+def _as_logged(means: dict[str, Any], trainer: Trainer, step: int) -> dict[str, Any]:
+    """Return means of an epoch as the row that Lightning makes of them. A metric named step is the row's step."""
+    if not means:
+        return {}
+    if "step" in means:
+        return means | {"step": int(means["step"])}
+    return {"epoch": trainer.current_epoch, **means, "step": step}
 
 
 def rows_before(checkpoint: Path) -> list[dict[str, str]]:
-    """Return the rows in the metrics.csv of a checkpoint's run that were logged before it was saved."""
+    """Return the rows of a checkpoint's run up to the end of its batch or epoch."""
     rows, content = rows_of(checkpoint.parents[1]), read_checkpoint(checkpoint)
     state = content["callbacks"].get(RowsInCheckpoint.__qualname__)
     if state is None:  # of version 0.1
         return [row for row in rows if int(row["step"]) < content["global_step"]]
-    after = rows[state["num_rows"] :]
-    return rows[: state["num_rows"]] + list(takewhile(lambda row: int(row["step"]) in state["steps"], after))
+    after = list(takewhile(lambda row: int(row["step"]) in state["steps"], rows[state["num_rows"] :]))
+    means = {name: str(value) for name, value in state.get("means", {}).items()}
+    # The run may have been killed before it wrote them.
+    if means and not any(means.keys() <= row.keys() and row["step"] == means["step"] for row in after):
+        after.append(means)
+    return rows[: state["num_rows"]] + after
 
 
 def rows_of(run_dir: Path) -> list[dict[str, str]]:

@@ -383,6 +383,14 @@ class ContinuesAfterCheckpoint(Callback):
         if any(each.stopped_epoch > 0 or each.wait_count >= max(1, each.patience) for each in stoppers):
             trainer.should_stop = True
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count the epoch of a checkpoint as completed, also if no step was left: then no hook of training was called.
+
+        Lightning does so itself for ``max_epochs``, not for ``max_steps``. The test is logged with this number.
+        """
+        epoch: Any = trainer.fit_loop.epoch_progress.current
+        epoch.completed = epoch.processed
+
 
 # --- the best weights ---
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
@@ -135,7 +136,7 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def fit(net: Net, data: Data, *callbacks: pl.Callback, **options) -> pl.Trainer:
+def fit(net: Net, data: Data, *callbacks: pl.Callback, ckpt_path=None, max_epochs=1, **options) -> pl.Trainer:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = pl.Trainer(
@@ -145,10 +146,10 @@ def fit(net: Net, data: Data, *callbacks: pl.Callback, **options) -> pl.Trainer:
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            max_epochs=1,
+            max_epochs=max_epochs,
             **options,
         )
-        trainer.fit(net, datamodule=data)
+        trainer.fit(net, datamodule=data, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -171,6 +172,24 @@ def test_training_starts_as_if_nothing_had_been_tried():
     assert seen.total == 0
     assert net.sizes[-1] == data.batch_size, "training uses the new size"
     assert "log" not in vars(net)
+
+
+class LoadsLate(SingleDeviceStrategy):
+    """Loads a checkpoint after `on_fit_start`, as layered FSDP does."""
+
+    restore_checkpoint_after_setup = True
+
+
+@pytest.mark.parametrize("strategy", [SingleDeviceStrategy, LoadsLate])
+def test_a_fit_that_continues_takes_the_size_of_its_checkpoint(tmp_path, strategy):
+    """Times differ from run to run, and so would the fastest size."""
+    path = tmp_path / "last.ckpt"
+    fit(Net(100), Data(), FindBatchSize((4,), repeats=1)).save_checkpoint(path)
+    net, data, finder = Net(100), Data(), FindBatchSize((8,), repeats=1)
+    fit(net, data, finder, ckpt_path=path, max_epochs=2, strategy=strategy("cpu"))
+    assert (data.batch_size, finder.trials.batch_size, net.sizes[-1]) == (4, 4, 4)
+    fit(net, data, finder)
+    assert data.batch_size == 8, "another fit searches again"
 
 
 def find_on_rank(rank):

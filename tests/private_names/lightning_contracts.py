@@ -178,6 +178,26 @@ def check_a_training_of_so_many_steps_continues_with_the_next_epoch() -> None:
     assert continued.seen == whole.seen[2:]
 
 
+class Logging(Net):
+    def __init__(self):
+        super().__init__()
+        self.means: dict[str, Any] = {}
+
+    def training_step(self, batch, batch_idx):
+        self.log("index", float(batch_idx), on_step=True, on_epoch=True)
+        return super().training_step(batch)
+
+    def on_train_epoch_end(self):
+        self.means = lightning_names.epoch_means(self.trainer)
+
+
+@contract(Trainer, "_logger_connector")
+def check_the_means_of_an_epoch_are_known_before_they_are_logged() -> None:
+    module = Logging()
+    trainer(max_epochs=1).fit(module, torch.ones(2, 1, 1))
+    assert module.means == {"index_epoch": 0.5}
+
+
 class Restarts(Callback):
     """Lets the loader begin again in epoch 3."""
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from pytorch_lightning import Callback, LightningDataModule, LightningModule
+from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, random_split
@@ -27,6 +28,20 @@ class Kill(Callback):
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         if trainer.global_step == self.after_steps and restarts == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KillAfterCheckpoint(Checkpoint):
+    """Kills the rank's process when the checkpoint of an epoch is there, but not the row of its means.
+
+    It comes after the callback that writes the checkpoint: Lightning calls those that are checkpoints last.
+    """
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.current_epoch == self.epoch:
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -71,24 +71,45 @@ def test_dropout_draws_the_same_after_a_checkpoint_and_continues_in_another_fold
     assert [row["train/loss"] for row in metrics(second)] == [row["train/loss"] for row in metrics(whole)]
 
 
-def whole_and_continued(tmp_path, own, *options, kill_after=5):
+def whole_and_continued(tmp_path, own, *options, kill_after=5, kill=None):
     """A run that was not interrupted, and one that was killed in its second epoch and continued in the same folder."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     options = (*options, "trainer.max_epochs=3")
     found = train(own(whole, *options))
     config = own(cut, *options)
-    kill = {"_target_": "tests.recipes.pieces.Kill", "after_steps": kill_after}
+    kill = kill or {"_target_": "tests.recipes.pieces.Kill", "after_steps": kill_after}
     with pytest.raises(RankError, match="died with exit code -9"):
         run_processes(1, train_rank, config | {"callbacks": config["callbacks"] | {"kill": kill}}, grace=5)
     again = train(config | {"ckpt_path": str(last(cut))})
     assert metrics(cut) == metrics(whole)
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
-    assert again["test/acc"] == found["test/acc"]
+    assert again.get("test/acc") == found.get("test/acc")
 
 
-def test_a_run_of_so_many_steps_continues_with_the_next_epoch(tmp_path):
-    """Lightning would go through the epoch that has ended again, without a batch, and number all others wrongly."""
-    whole_and_continued(tmp_path, tiny, "trainer.max_steps=8")
+@pytest.mark.parametrize(
+    ("own", "epoch", "test"), [("tiny", 1, "last"), ("own_loop", 0, "last"), ("own_loop", 2, "false")]
+)
+def test_the_means_of_an_epoch_are_not_lost_in_a_kill_just_after_its_checkpoint(tmp_path, own, epoch, test):
+    """Lightning logs them when the checkpoint has been written. After the last epoch nothing else may be logged."""
+    kill = {"_target_": "tests.recipes.pieces.KillAfterCheckpoint", "epoch": epoch}
+    whole_and_continued(tmp_path, globals()[own], f"test={test}", kill=kill)
+    whole, cut = (
+        [{name for name, value in row.items() if value} for row in metrics(tmp_path / run, times=True)]
+        for run in ("whole", "cut")
+    )
+    assert cut == whole, "the times are there, too"
+
+
+LAST_EPOCH = {"_target_": "tests.recipes.pieces.KillAfterCheckpoint", "epoch": 2}
+
+
+@pytest.mark.parametrize("kill", [None, LAST_EPOCH], ids=["second epoch", "nothing left to train"])
+def test_a_run_of_so_many_steps_continues_with_the_next_epoch(tmp_path, kill):
+    """Lightning would go through the epoch that has ended again, without a batch, and number all others wrongly.
+
+    With nothing left to train, the test would have the number of the epoch that the last step was in.
+    """
+    whole_and_continued(tmp_path, tiny, "trainer.max_steps=8", kill=kill)
 
 
 def test_weights_of_64_bits_are_not_rounded_when_they_are_loaded(tmp_path):
