@@ -66,6 +66,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     - ``setup``, ``teardown``: shard the head for a run of ``fit``, and leave the module whole, also if set-up fails.
     - ``model_to_device``, ``tensor_init_context``: the head is sharded before it moves to a device.
     - ``configure_ddp``: DDP refuses a module whose trunk is frozen.
+    - ``on_train_batch_start``: adds unfrozen parameters of the trunk to the reduction.
     - ``training_step``, ``backward``, ``validation_step``: calls of the head are collective here.
     - ``on_validation_start``: gathers the head if no callback has done it.
     - ``lightning_module_state_dict``, ``optimizer_state``, ``load_optimizer_state_dict``, ``save_checkpoint``,

@@ -69,7 +69,7 @@ class LayeredSGDStrategy(PostponedUpdates, BaseStrategy):
 
     - ``_configure_launcher``: knows the number of ranks before any process starts: it checks the groups, prepares NCCL.
     - ``setup``, ``teardown``: make and close the communicator, and the communication hook that feeds it.
-    - ``training_step``, ``pre_backward``: add unfrozen parameters to the reduction.
+    - ``on_train_batch_start``, ``training_step``, ``pre_backward``: add unfrozen parameters to the reduction.
     - What postpones updates, and brings them up to date: `PostponedUpdates`.
     - ``save_checkpoint``, ``load_checkpoint``: with what compression has left out.
     """
