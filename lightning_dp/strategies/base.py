@@ -83,6 +83,17 @@ def _parameters(of: type) -> list[str]:
     return [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
 
 
+# --- Callbacks that the strategies know. Both Lightning packages have such classes, so they are known by their names.
+
+AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
+"""Callbacks that copy parameters, which a strategy that shards them refuses."""
+
+
+def is_a(callback: object, *names: str) -> bool:
+    """Return whether a class of ``callback`` has one of these names."""
+    return any(base.__name__ in names for base in type(callback).__mro__)
+
+
 # --- Optimizers that update a part of a parameter as they would update it within the whole.
 
 ELEMENTWISE_OPTIMIZERS = (

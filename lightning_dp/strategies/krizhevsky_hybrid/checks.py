@@ -19,8 +19,10 @@ from lightning_dp._lightning import LightningModule
 from lightning_dp._private.lightning_names import pruned_layers
 from lightning_dp._private.torch_names import has_backward_hooks, has_forward_hooks, has_tensor_hooks, tree_leaves
 from lightning_dp.strategies.base import (
+    AVERAGING,
     ELEMENTWISE_OPTIMIZERS,
     compiled_parts_around,
+    is_a,
     is_elementwise,
     is_layerwise,
     overlapping_parameters,
@@ -123,7 +125,7 @@ def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_na
             f"gather the head {head_name!r}; give each rank a batch, even an empty one, and set it to False"
         )
     for callback in trainer.callbacks:
-        if is_a(callback, "WeightAveraging", "StochasticWeightAveraging"):
+        if is_a(callback, *AVERAGING):
             raise ValueError(
                 f"{type(callback).__name__} keeps copies of the parameters, and each rank holds only a part of the "
                 f"head's; remove it, or use another strategy than {STRATEGY}"
@@ -134,11 +136,6 @@ def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_na
                 "holds a part, so that ranks would prune by different thresholds; pass it parameters_to_prune=[...] "
                 "without the head"
             )
-
-
-def is_a(callback: object, *names: str) -> bool:
-    """Return whether a class of ``callback`` has one of these names. Both Lightning packages have such classes."""
-    return any(base.__name__ in names for base in type(callback).__mro__)
 
 
 def _check_ties(module: nn.Module, head: nn.Module, head_name: str) -> None:

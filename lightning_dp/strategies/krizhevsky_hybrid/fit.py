@@ -45,6 +45,7 @@ from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.collectives.groups import OnStage, create_groups, destroy_group, unbound_default_group
 from lightning_dp.collectives.point_to_point import peer_error
 from lightning_dp.losses import LastLayer, ShardedForward
+from lightning_dp.strategies.base import is_a
 from lightning_dp.strategies.krizhevsky_hybrid import checkpoint, checks
 from lightning_dp.strategies.krizhevsky_hybrid.checks import no_counting
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import Scheme, require_features
@@ -196,6 +197,7 @@ class HybridFitState(SharedOnDeepcopy):
     def finish(self) -> None:
         """Make the head and its optimizer states whole again on every rank, in host memory. All ranks must call it."""
         self.meet()
+        self._passes.compare_first_factor()  # of a fit of one step
         if self._keeps_shards:
             log.warning(
                 f"state_dict_type='sharded': rank {self.head.channel.rank} holds only its local shard of "
@@ -589,7 +591,7 @@ def _in_summaries(trainer: Any, shown_whole: Callable[[], Any]) -> Iterator[None
 
     with ExitStack() as stack:
         for callback in trainer.callbacks:
-            if checks.is_a(callback, "ModelSummary"):
+            if is_a(callback, "ModelSummary"):
                 stack.enter_context(replaced(callback, "on_fit_start", partial(summarize, callback.on_fit_start)))
         yield
 

@@ -148,8 +148,8 @@ class HeadPasses(SharedOnDeepcopy):
         self.num_steps += 1
 
         def check_factor(factor: Tensor) -> None:
-            # The ranks compare it when the next training step begins, where all of them come. One rank may have run a
-            # backward of its own before this one, to look at a gradient.
+            # The ranks compare it when the next training step begins or training ends, where all of them come. One rank
+            # may have run a backward of its own before this one, to look at a gradient.
             if is_first and self.channel.world_size > 1:
                 self._first_factor = factor.detach().double()
             if only_factor is not None:
@@ -170,14 +170,22 @@ class HeadPasses(SharedOnDeepcopy):
 
         Raises:
             RuntimeError: the head of ``module`` has been changed since set-up.
-            ValueError: the ranks have multiplied the loss of the first `step` by different factors before backward.
+            ValueError: see `compare_first_factor`.
+        """
+        self.compare_first_factor()
+        self._results.clear()
+        require_unchanged(module, self.head)
+        self._after_trunk = AfterTrunk(self.head.parameters)
+
+    def compare_first_factor(self) -> None:
+        """Compare by what the loss of the first `step` was multiplied before backward. All ranks must call it.
+
+        Raises:
+            ValueError: it differs between the ranks.
         """
         if self._first_factor is not None:
             _require_same_factor(self.head.control.all_gather("agreement", self._first_factor))
             self._first_factor = None
-        self._results.clear()
-        require_unchanged(module, self.head)
-        self._after_trunk = AfterTrunk(self.head.parameters)
 
     def _remembered(self, result: Tensor) -> Tensor:
         if result.grad_fn is not None:

@@ -197,7 +197,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._fitting is None:
             return super().training_step(*args, **kwargs)
-        self._reduce_unfrozen()
+        self._reduce_unfrozen()  # again: an optimizer_step of the user may have unfrozen some since
         with self._fitting.training_step():
             return super().training_step(*args, **kwargs)
 

@@ -25,6 +25,7 @@ from lightning_dp.collectives.compression.layout import ParameterTable
 from lightning_dp.collectives.compression.options import Compression, PowerSGD, has_error_feedback
 from lightning_dp.collectives.groups import RankTopology, create_groups, destroy_group, resolve_group
 from lightning_dp.strategies import complete_files
+from lightning_dp.strategies.base import AVERAGING, is_a
 from lightning_dp.strategies.layered_fsdp.reduction import Residuals, ShardReduction
 from lightning_dp.strategies.layered_fsdp.sharding import (
     OptimizerShards,
@@ -46,9 +47,6 @@ from lightning_dp.strategies.layered_sgd.hooks import PostponedUpdates
 from lightning_dp.strategies.layered_sgd.options import CommunicatorOptions, check_layers, check_optimizers
 
 log = logging.getLogger(__name__)
-
-# They copy the module before it is sharded, and then mix whole parameters with shards.
-_AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 
 RESIDUALS = "layered_fsdp_residuals"
 """In a checkpoint: what compression has left out, of each rank."""
@@ -253,7 +251,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
 
     def _check_callbacks(self, trainer: Any) -> None:
         for callback in trainer.callbacks:
-            if any(kind.__name__ in _AVERAGING for kind in type(callback).__mro__):
+            if is_a(callback, *AVERAGING):
                 raise ValueError(
                     f"{type(callback).__name__} copies the module before it is sharded, and cannot average shards into "
                     f"that; under {type(self).__name__} keep an average of each parameter in a callback of your own, "

@@ -133,7 +133,7 @@ class LayeredSGDStrategy(PostponedUpdates, BaseStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._reduce_unfrozen()
+        self._reduce_unfrozen()  # again: an optimizer_step of the user may have unfrozen some since
         return super().training_step(*args, **kwargs)
 
     def _reduce_unfrozen(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -195,6 +196,16 @@ def test_what_would_go_wrong_silently(scheme):
             assert message in said[name]
 
 
+def _one_step(rank: int) -> None:
+    with pytest.raises(ValueError, match="multiplied by different factors on the ranks"):
+        fit_with(batches(rank, 2), KrizhevskyHybridStrategy(), 2, OwnFactor, {"max_steps": 1})
+
+
+def test_factors_are_compared_in_a_fit_of_one_step():
+    """They are compared when the next step begins, or else at the end."""
+    run_processes(2, _one_step)
+
+
 class CallsHead(StepNet):
     """Has a head_step, and does not use it."""
 
@@ -219,12 +230,18 @@ VARIABLE = {
 }
 
 
-def _variable(rank: int) -> list[str]:
+def errors_of(rank: int, nets: Iterable[type[HybridNet]], kind: Any, **options: Any) -> list[str]:
+    """Return what is said by the errors of this kind that fits of these modules raise."""
     said = []
-    for net in VARIABLE:
-        with pytest.raises(ValueError) as error:  # noqa: PT011  the caller looks at what it says
-            fit_with(batches(rank, 2), KrizhevskyHybridStrategy(variable_batch=True), 2, net, {})
+    for net in nets:
+        with pytest.raises(kind) as error:
+            fit_with(batches(rank, 2), KrizhevskyHybridStrategy(**options), 2, net, {})
         said.append(str(error.value))
+    return said
+
+
+def _variable(rank: int) -> list[str]:
+    said = errors_of(rank, VARIABLE, ValueError, variable_batch=True)
     # Accumulation divides the loss, as it should.
     fit_with(
         batches(rank, 2), KrizhevskyHybridStrategy(variable_batch=True), 2, StepNet, {"accumulate_grad_batches": 3}
@@ -255,13 +272,7 @@ class TwiceInStep(StepNet):
 
 
 def _one_rank_more(rank: int) -> list[str]:
-    said = []
-    for net in (Twice, TwiceInStep):
-        strategy = KrizhevskyHybridStrategy(timeout=timedelta(seconds=30))
-        with pytest.raises(RuntimeError) as error:
-            fit_with(batches(rank, 2), strategy, 2, net, {})
-        said.append(str(error.value))
-    return said
+    return errors_of(rank, (Twice, TwiceInStep), RuntimeError, timeout=timedelta(seconds=30))
 
 
 def test_a_call_on_one_rank_alone_in_a_step_is_named():
@@ -322,13 +333,8 @@ ON_RANK_0: dict[type[HybridNet], str] = {
 
 
 def _on_rank_0(rank: int) -> list[str]:
-    said = []
-    for net in ON_RANK_0:
-        strategy = KrizhevskyHybridStrategy(timeout=timedelta(seconds=10), find_unused_parameters=True)
-        with pytest.raises((RuntimeError, ValueError)) as error:
-            fit_with(batches(rank, 2), strategy, 2, net, {})
-        said.append(str(error.value))
-    return said
+    options = {"timeout": timedelta(seconds=10), "find_unused_parameters": True}
+    return errors_of(rank, ON_RANK_0, (RuntimeError, ValueError), **options)
 
 
 def test_what_rank_0_alone_does_and_the_others_cannot_follow():
