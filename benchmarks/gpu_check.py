@@ -6,12 +6,13 @@
 
 Parts, each in processes of its own, which are stopped when the time is up:
 
-- tests: the tests that are marked gpu, with the installed pytest.
+- tests: the tests that are marked gpu, with the installed pytest. From torch 2.15 on the backend nccl is another
+  engine, and those that use NCCL run again with the engine of before (nccl-legacy).
 - batch_norm: forward and backward of global batch norm, SyncBatchNorm and torch's BatchNorm2d (the bound, which sends
   nothing), at five shapes of ResNet-50, in float32 and bfloat16, channels last: over NCCL with one rank, where the
   functions of several ranks are called, and over gloo with two ranks that share the GPU.
-- resnet50: images a second of each strategy, over NCCL with one rank and over gloo with two ranks that share the GPU,
-  beside DDP (the reference; with one rank it sends nothing and is the bound).
+- resnet50: images a second of each strategy, over NCCL with one rank (each of its engines) and over gloo with two ranks
+  that share the GPU, beside DDP (the reference; with one rank it sends nothing and is the bound).
 - overlap: layered SGD between two such ranks: the share of the copies and messages that lies under kernels.
 - resnet20: images a second of one rank, in float32 as TensorFloat-32 and in bfloat16.
 
@@ -32,6 +33,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from support import gpu_parts, gpu_report
@@ -69,7 +71,10 @@ def measure(part: str, arguments: argparse.Namespace) -> Any:
     """Measure a part, in a process of its own."""
     small = arguments.smoke
     if part == "tests":
-        return run_tests(arguments.workers, small)
+        return {
+            name: run_tests(arguments.workers, small, environment, only="NCCL" if environment else "")
+            for name, environment in gpu_parts.nccl_engines(torch.__version__).items()
+        }
     if part == "cifar10":
         return run_cifar10(arguments.root, arguments.output, small)
     if part == "batch_norm":
@@ -121,10 +126,13 @@ def measure_strategies(arguments: argparse.Namespace) -> dict[str, Any]:
     size = (arguments.batch, arguments.image_size, arguments.steps)
     results: dict[str, Any] = {}
     for backend, ranks in backends_of(arguments.smoke):
-        rates = results.setdefault(f"{backend}, {ranks} rank{'s' * (ranks > 1)}", {})
-        for strategy in strategies_of(arguments.smoke):
-            job = ("ResNet-50", strategy, backend, precision, *size)
-            rates[strategy] = launch(gpu_parts.images_per_s, *job, num_processes=ranks)
+        engines = gpu_parts.nccl_engines(torch.__version__) if backend == "nccl" else {backend: {}}
+        for engine, environment in engines.items():
+            rates = results.setdefault(f"{engine}, {ranks} rank{'s' * (ranks > 1)}", {})
+            for strategy in strategies_of(arguments.smoke):
+                job = ("ResNet-50", strategy, backend, precision, *size)
+                with patch.dict(os.environ, environment):
+                    rates[strategy] = launch(gpu_parts.images_per_s, *job, num_processes=ranks)
     return results
 
 

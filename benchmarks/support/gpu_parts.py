@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import sync_batch_norm  # type: ignore[attr-defined]  # the function of SyncBatchNorm
+from torch.torch_version import TorchVersion
 
 from lightning_dp import KrizhevskyHybridStrategy, LayeredSGDStrategy
 from lightning_dp.layers import GlobalBatchNorm2d
@@ -34,6 +35,15 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     "layered SGD, step": partial(LayeredSGDStrategy, 1, overlap="step"),
     "hybrid": partial(KrizhevskyHybridStrategy, head="net.head"),
 }
+
+
+def nccl_engines(torch_version: str) -> dict[str, dict[str, str]]:
+    """Return the engines of the backend nccl, each with the environment that chooses it. The default is the first.
+
+    They are the backends that torch calls ``nccl`` and ``nccl-legacy``: there are two from torch 2.15 on.
+    """
+    has_two = TorchVersion(torch_version) >= "2.15"
+    return {"nccl": {}, "nccl-legacy": {"TORCH_DIST_USE_NCCL2": "0"}} if has_two else {"nccl": {}}
 
 
 def device_type() -> str:

@@ -35,11 +35,13 @@ def table(results: Results) -> str:
 def failed_tests(results: Results) -> int:
     """Return how many tests have failed."""
     figures = results.get("tests", {}).get("figures") or {}
-    return int(figures.get("failed", 0))
+    return sum(int(counts["failed"]) for counts in figures.values())
 
 
 def _tests(figures: Any) -> str:
-    return markdown_table(list(figures), [[str(number) for number in figures.values()]])
+    kinds = ["passed", "failed", "skipped"]
+    rows = [[engine, *(f"{counts[kind]}" for kind in kinds)] for engine, counts in figures.items()]
+    return markdown_table(["engine of NCCL", *kinds], rows)
 
 
 def _batch_norm(figures: Any) -> str:

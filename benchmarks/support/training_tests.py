@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -20,12 +22,16 @@ def files_with_gpu_tests() -> list[Path]:
     return sorted(path for path in (ROOT / "tests").rglob("test_*.py") if MARK in path.read_text())
 
 
-def run_tests(workers: int, small: bool) -> dict[str, float]:
+def run_tests(
+    workers: int, small: bool, environment: Mapping[str, str] | None = None, only: str = ""
+) -> dict[str, float]:
     """Run the tests that are marked gpu; return how many have passed, failed and been skipped.
 
     Args:
         workers: tests that run side by side.
         small: run those of one file only.
+        environment: variables to set beside the present ones.
+        only: run those with this in their name.
     """
     files = files_with_gpu_tests()[:1] if small else files_with_gpu_tests()
     with tempfile.TemporaryDirectory() as folder:
@@ -35,7 +41,10 @@ def run_tests(workers: int, small: bool) -> dict[str, float]:
             command += ["-n", str(workers)]
         # Warnings of other versions of Lightning and torch than those that the project is developed with are no errors.
         command += ["-W", "default"]
-        subprocess.run([*command, *map(str, files)], cwd=ROOT, check=False)
+        if only:
+            command += ["-k", only]
+        variables = {**os.environ, **(environment or {})}
+        subprocess.run([*command, *map(str, files)], cwd=ROOT, check=False, env=variables)
         return counts_of(report.read_text())
 
 

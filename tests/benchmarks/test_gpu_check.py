@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import gpu_check
 import gpu_step_time
 import pytest
@@ -24,7 +26,10 @@ def test_every_part_of_the_table_and_the_plot_is_written(tmp_path):
     times = {gpu_parts.SYNC: [2e-4, 3e-4], gpu_parts.GLOBAL: [1e-4, 2e-4], gpu_parts.LOCAL: [1e-4, 1e-4]}
     overlap = {"hidden_share": 0.75, "communication_ms": 10.0, "computation_ms": 80.0, "num_copies": 12}
     figures = {
-        "tests": {"passed": 68, "failed": 1, "skipped": 0},
+        "tests": {
+            "nccl": {"passed": 68, "failed": 1, "skipped": 0},
+            "nccl-legacy": {"passed": 30, "failed": 2, "skipped": 4},
+        },
         "batch_norm": {"nccl, 1 rank, float32": {"32 x 64 x 112 x 112": times}},
         "resnet50": {"gloo, 2 ranks": {"DDP": 100.0, "hybrid": 90.0}},
         "overlap": {"layered SGD, step": overlap},
@@ -35,7 +40,8 @@ def test_every_part_of_the_table_and_the_plot_is_written(tmp_path):
     results["resnet20"] = {"figures": None, "problem": "stopped after 7 s", "took_s": 7.0}
     table = gpu_report.table(results)
     for cell in (
-        "| 68 | 1 | 0 |",
+        "| nccl | 68 | 1 | 0 |",
+        "| nccl-legacy | 30 | 2 | 4 |",
         "1.75 (1.62-1.88)",
         "| 90.0 | 0.90 |",
         "| 75% |",
@@ -43,7 +49,7 @@ def test_every_part_of_the_table_and_the_plot_is_written(tmp_path):
         "| 0.9125 | 600 |",
     ):
         assert cell in table
-    assert gpu_report.failed_tests(results) == 1
+    assert gpu_report.failed_tests(results) == 3
     assert gpu_report.failed_tests({}) == 0
     gpu_report.draw(results, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
@@ -59,6 +65,28 @@ def test_a_part_that_runs_past_its_time_is_stopped_and_named(tmp_path, monkeypat
     assert (result["figures"], result["problem"]) == (None, "stopped after 1 s")
     script.write_text("import sys\nsys.exit(3)\n")
     assert gpu_check.run_part("batch_norm", 60.0, tmp_path, [])["problem"] == "exit status 3"
+
+
+def test_both_engines_of_nccl_are_measured_where_torch_has_two():
+    assert gpu_parts.nccl_engines("2.14.1+cu130") == {"nccl": {}}
+    legacy = {"TORCH_DIST_USE_NCCL2": "0"}
+    assert gpu_parts.nccl_engines("2.15.0") == {"nccl": {}, "nccl-legacy": legacy}
+    creators = torch.distributed.distributed_c10d
+    assert len(gpu_parts.nccl_engines(torch.__version__)) == 1 + hasattr(creators, "_create_nccl2_process_group")
+
+
+def test_the_tests_of_an_engine_run_with_its_environment(monkeypatch):
+    def write_report(command, env, **_):
+        report = next(Path(word.removeprefix("--junitxml=")) for word in command if word.startswith("--junitxml="))
+        chosen = command[command.index("-k") + 1] if "-k" in command else "all"
+        passed = {("NCCL", "0"): 7, ("all", None): 9}[chosen, env.get("TORCH_DIST_USE_NCCL2")]
+        report.write_text(f'<a><testsuite tests="{passed}" failures="0" errors="0" skipped="0"/></a>')
+
+    monkeypatch.setattr(training_tests.subprocess, "run", write_report)
+    monkeypatch.setattr(torch, "__version__", "2.15.0")
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
+    figures = gpu_check.measure("tests", gpu_check.parser().parse_args(["--smoke"]))
+    assert {engine: counts["passed"] for engine, counts in figures.items()} == {"nccl": 9, "nccl-legacy": 7}
 
 
 def batch_norm_on_the_cpu(rank):

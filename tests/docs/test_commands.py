@@ -65,6 +65,7 @@ NOT_RUN = {
     "python benchmarks/all_reduce.py": "needs root and network namespaces; arguments parsed only",
     "python benchmarks/compression_accuracy.py": "needs CIFAR-10 and hours; arguments parsed only",
     "python benchmarks/data_loading.py --imagenet DIR": "needs ImageNet; arguments parsed only",
+    "python benchmarks/faults.py": "a quarter of an hour on a quiet machine; arguments parsed only",
     "python benchmarks/gpu_check.py": "needs a GPU; arguments parsed only",
     "python benchmarks/global_batch_norm_accuracy.py": "needs CIFAR-10 and hours; arguments parsed only",
     "python benchmarks/global_batch_norm_throughput.py": "minutes on a quiet machine; arguments parsed only",
