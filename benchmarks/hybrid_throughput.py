@@ -24,7 +24,7 @@ import copy
 import gc
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -62,15 +62,14 @@ WARM_UP = 2
 SMOKE = {
     "hosts": [2], "rates": ["1gbit"], "batch_size": 4, "image_size": 64, "steps": 1, "rounds": 1, "network": SMALL,
 }  # fmt: skip
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    DDP: lambda: DDPStrategy(gradient_as_bucket_view=True, init_sync=False),
-    "hybrid a": lambda: KrizhevskyHybridStrategy(scheme="a"),
-    "hybrid b": lambda: KrizhevskyHybridStrategy(scheme="b"),
-    FIXED: lambda: KrizhevskyHybridStrategy(scheme="c"),
-    VARIABLE: lambda: KrizhevskyHybridStrategy(scheme="c", variable_batch=True),
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "hybrid a": {"scheme": "a"},
+    "hybrid b": {"scheme": "b"},
+    FIXED: {"scheme": "c"},
+    VARIABLE: {"scheme": "c", "variable_batch": True},
+    "hybrid c, 2 passes": {"scheme": "c", "num_passes": 2},  # on two hosts the same as FIXED
 }
-SCHEMES: dict[str, Any] = {"hybrid a": "a", "hybrid b": "b", FIXED: "c", VARIABLE: "c"}
-SIDES = [TENSOR_PARALLEL, DDP, *(name for name in PEERS if name != TENSOR_PARALLEL), *SCHEMES]
+SIDES = [TENSOR_PARALLEL, DDP, *(name for name in PEERS if name != TENSOR_PARALLEL), *HYBRIDS]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -133,10 +132,11 @@ def run_side(name: str, job: Job, prototype: TrunkAndHead, rank: int) -> dict[st
         train_peer(name, net, batch, WARM_UP + options.steps, clock.tick)
         return clock.results()
     num_steps = WARM_UP + 2 * options.steps + 1
+    ddp = DDPStrategy(gradient_as_bucket_view=True, init_sync=False)
+    strategy = ddp if name == DDP else KrizhevskyHybridStrategy(**HYBRIDS[name])
     trainer = make_trainer(
-        STRATEGIES[name](), per_host=1, num_hosts=job.num_hosts, max_epochs=1, callbacks=[clock],
-        use_distributed_sampler=False,
-    )  # fmt: skip
+        strategy, per_host=1, num_hosts=job.num_hosts, max_epochs=1, callbacks=[clock], use_distributed_sampler=False
+    )
     images = RandomImages([options.batch_size] * num_steps, rank, options.image_size)
     trainer.fit(WholeModule(net) if name == DDP else SplitModule(net), images.loader())
     return clock.results()
@@ -167,10 +167,10 @@ def bound(options: argparse.Namespace, num_hosts: int, rate: str, name: str, rou
     net = alexnet(options.network)
     if name == DDP:
         num_bytes = ring_cost(num_parameters(net), 4, num_hosts).bytes_sent
-    elif name in SCHEMES:
+    elif name in HYBRIDS:
         batch_sizes = [options.batch_size] * num_hosts
-        trunk = num_parameters(net.trunk)
-        num_bytes = hybrid_cost(trunk, head_widths(net), batch_sizes, 4, SCHEMES[name]).bytes_sent
+        passes = {key: value for key, value in HYBRIDS[name].items() if key != "variable_batch"}
+        num_bytes = hybrid_cost(num_parameters(net.trunk), head_widths(net), batch_sizes, 4, **passes).bytes_sent
     else:
         num_bytes = int(median(turn[name]["nic_bytes"] for turn in rounds))
     alone_s = median(turn[name]["alone_s"] or 0.0 for turn in rounds)
