@@ -8,8 +8,8 @@ speedups of arXiv 1404.5997, Table 1; MLPerf Training 3.0, ResNet-50 on NVIDIA H
 nobody published, fitted on as many of its figures. Writes results.json, table.md and predictions.png.
 
 Then a sweep: each method's efficiency against the number of ranks, up to 10,000, on a made-up cluster, also with an
-oversubscribed core and with a slow host; scaling.png draws it. Last, the simulation of a large job is itself timed
-(processor time).
+oversubscribed core, a slow host, and two rails, of which one may fail; scaling.png draws it. Last, the simulation of a
+large job is itself timed (processor time).
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ SWEEP_RANKS = (8, 16, 64, 256, 1024, 4096, 10_000)
 RACK_RANKS = 256  # nodes of a rack share a switch; what leaves it goes over the core
 OVERSUBSCRIPTION = 4
 SLOW_HOST = 1.2  # all ranks wait for the slowest, in each step: they are as fast as it is
-CLUSTERS = ("full core", "oversubscribed core", "one slow host")
+CLUSTERS = ("full core", "oversubscribed core", "one slow host", "two rails", "two rails, one host lost one")
 
 
 def efficiencies(cluster: str) -> dict[str, list[float]]:
@@ -262,11 +262,16 @@ def efficiencies(cluster: str) -> dict[str, list[float]]:
     for size in SWEEP_RANKS:
         is_shared = cluster == "oversubscribed core" and size > RACK_RANKS
         # Ranks of a ring or a tree are placed at random, so that nearly all messages leave the rack.
-        inter = Link(1e-5, 12.5e9 / (OVERSUBSCRIPTION if is_shared else 1))
+        rate = 12.5e9 / (OVERSUBSCRIPTION if is_shared else 1)
+        # A host with two rails sends half of each message over each. An all-reduce is as fast as its slowest host: one
+        # that has lost a rail makes all of them as slow as with a single rail.
+        inter = Link(1e-5, 2 * rate if cluster == "two rails" else rate)
         network = Network(inter, Link(5e-6, 200e9), ranks_per_node=8, all_reduce="auto")
         workload = sweep_workload(SLOW_HOST if cluster == "one slow host" else 1.0)
         for name, method in METHODS.items():
-            if method.applies_to(workload):
+            # A compressed sum of layered SGD is simulated as if each node sent to all others at once.
+            is_compressed = method.compression != 1.0 and method.family != "ddp"
+            if method.applies_to(workload) and not is_compressed:
                 rate = simulate(workload, network, size, name).images_per_s
                 found.setdefault(name, []).append(rate * alone.compute_s / (size * alone.batch_size))
     return found
@@ -280,8 +285,11 @@ def sweep_workload(factor: float) -> Workload:
 def draw_sweep(sweep: dict[str, dict[str, list[float]]], path: Path) -> None:
     """Draw efficiency against ranks, a panel for each cluster."""
     plt = pyplot()
-    figure, panels = plt.subplots(1, len(sweep), figsize=(5.2 * len(sweep), 4.6), layout="constrained", sharey=True)
-    for axes, (cluster, lines) in zip(panels, sweep.items(), strict=True):
+    num_rows = math.ceil(len(sweep) / 3)
+    figure, panels = plt.subplots(num_rows, 3, figsize=(15.6, 4.6 * num_rows), layout="constrained", sharey=True)
+    for unused in panels.flat[len(sweep) :]:
+        unused.remove()
+    for axes, (cluster, lines) in zip(panels.flat, sweep.items(), strict=False):
         ends = []
         for (name, values), color in zip(lines.items(), colors_of(lines), strict=True):
             axes.plot(SWEEP_RANKS, [100 * value for value in values], "o-", markersize=3, color=color)
@@ -291,7 +299,7 @@ def draw_sweep(sweep: dict[str, dict[str, list[float]]], path: Path) -> None:
         axes.set_xlabel("ranks")
         axes.yaxis.set_major_formatter("{x:g} %")
         label_lines(axes, ends)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=90)
     plt.close(figure)
 
 

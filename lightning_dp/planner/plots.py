@@ -29,6 +29,7 @@ COLORS = {
     "fsdp2": "#8c564b",
     "hsdp": "#c49c94",
     "fsdp load": "#bcbddc",
+    "fsdp int8": "#9e9ac8",
     "fsdp": "#6a51a3",
     "dear": "#808000",
     "ring bfloat16": "#c9a66b",
@@ -86,8 +87,9 @@ def label_lines(axes: Any, ends: Sequence[tuple[str, float, float, str]], size: 
     """
     low, high = axes.get_ylim()
     ends = sorted(ends, key=lambda end: end[2])
-    # Constrained layout leaves the axes about 0.8 of the figure's height.
-    apart = 1.3 * size / 72 / (0.8 * axes.figure.get_figheight()) * (high - low)
+    # Constrained layout leaves the axes about 0.8 of their row's height.
+    row_height = axes.figure.get_figheight() / axes.get_gridspec().nrows
+    apart = 1.3 * size / 72 / (0.8 * row_height) * (high - low)
     places: list[float] = []
     for *_, y, _ in ends:
         places.append(max(y, places[-1] + apart) if places else y)

@@ -307,7 +307,9 @@ def make_diagnosis(
     has_plan = [name for name in names if overrides_of(name, profile, size)]
     if method is not None and (is_alone or method not in has_plan):
         raise ValueError(f"there is no plan for method={method!r}; use one of {', '.join(has_plan)}")
-    usable = [name for name in has_plan if METHODS[name].is_exact] if method is None else [method]
+    # Layered FSDP is for models that do not fit on a device, which is not known here.
+    exact = [name for name in has_plan if METHODS[name].is_exact and METHODS[name].family != "layered_fsdp"]
+    usable = exact if method is None else [method]
     now = simulate(workload, network, size, "ddp")
     is_present_job = (is_probed or is_alone) and size == profile.world_size
     # No prediction is surer than that of the step which was measured.
@@ -331,9 +333,10 @@ def make_diagnosis(
 
 def _methods_for(workload: Workload, network: Network, world_size: int) -> list[str]:
     names = [name for name, method in METHODS.items() if method.applies_to(workload)]
-    if network.num_nodes(world_size) == 1:
-        names = [name for name in names if METHODS[name].family != "layered_sgd"]
-    return names
+    without = {"layered_sgd", "layered_fsdp"} if network.num_nodes(world_size) == 1 else set()
+    if network.ranks_per_node == 1:  # over which nothing can be sharded
+        without.add("layered_fsdp")
+    return [name for name in names if METHODS[name].family not in without]
 
 
 def _ratio(time: StepTime, other: StepTime) -> str:
@@ -374,10 +377,14 @@ def reason(name: str, workload: Workload, network: Network, world_size: int, tim
     rounded = ROUNDED.get(str(method.compression), "")
     if codec_s := workload.codec_s.get(str(method.compression), 0.0):
         rounded += f" in {1e3 * codec_s:.0f} ms of processor time"
-    if method.family == "layered_sgd":
+    if method.family in ("layered_sgd", "layered_fsdp"):
         between_s = inter_group_s(gradients, method, network, world_size)
         behind = "loading" if method.overlap == "load" else "loading, backward and the next forward"
-        return f"Hides {1e3 * between_s:.0f} ms between nodes{rounded}, behind {behind}; {waits}."
+        hides = f"Hides {1e3 * between_s:.0f} ms between nodes{rounded}, behind {behind}; {waits}."
+        if method.family == "layered_sgd":
+            return hides
+        ranks = network.ranks_per_node
+        return f"Each of a node's {ranks} ranks holds 1/{ranks} of parameters, gradients and optimizer states. {hides}"
     megabytes = sent_bytes(gradients, method.compression) / 1e6
     if method.accumulate > 1:
         batches = method.accumulate * workload.accumulate
@@ -429,6 +436,9 @@ OVERRIDES = {
         "strategy.overlap=step",
         f"strategy.compression={POWER_SGD}",
     ],
+    "layered_fsdp_load": ["strategy=layered_fsdp", "strategy.overlap=load"],
+    "layered_fsdp_step": ["strategy=layered_fsdp", "strategy.overlap=step"],
+    "layered_fsdp_step_int8": ["strategy=layered_fsdp", "strategy.overlap=step", "strategy.compression=int8"],
     "hybrid_a": ["strategy=krizhevsky_hybrid", "strategy.scheme=a"],
     "hybrid_b": ["strategy=krizhevsky_hybrid", "strategy.scheme=b"],
     "hybrid_c": ["strategy=krizhevsky_hybrid", "strategy.scheme=c"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import random
 from collections.abc import Iterable, Sequence
@@ -120,6 +121,8 @@ class _Job:
         num_nodes = network.num_nodes(world_size)
         if method.family == "hybrid" and workload.head is None:
             raise ValueError("the workload has no head to shard; give Workload(head=Head(...)), or another method")
+        self._group_size = min(world_size, network.ranks_per_node)
+        self._is_sharded = method.family == "layered_fsdp"
         if method.family == "layered_sgd" and num_nodes == 1:
             # As the strategy does it: a single group has nothing to layer. The batches stay those of the method.
             method = replace(
@@ -132,7 +135,10 @@ class _Job:
             workload = workload.recomputed(larger_batch=method.recompute == LARGER_BATCH)
         self.workload = workload if method.family == "hybrid" else workload.whole()
         self.network, self.world_size, self.method = network, world_size, method
-        self.buckets = fill_buckets(self.workload.blocks, method.bucket_bytes, method.first_bucket_bytes)
+        capacity = method.bucket_bytes, method.first_bucket_bytes
+        if self._is_sharded:  # the strategy's units
+            capacity = (self.workload.gradient_bytes / NUM_UNITS,) * 2
+        self.buckets = fill_buckets(self.workload.blocks, *capacity)
         self.schedule = Schedule()
         self.marks: list[list[int]] = []
         self.busy_s = 0.0
@@ -141,7 +147,7 @@ class _Job:
         self._loaders = [self.schedule.resource() for _ in range(num_lanes)]
         self._net = self.schedule.resource()
         self._codec = self.schedule.resource()  # the thread that compresses: beside compute and messages
-        size = min(world_size, network.ranks_per_node) if workload.jitter else 1
+        size = self._group_size if workload.jitter else 1
         self._groups = [range(first, first + size) for first in range(0, num_lanes, size)]
         self._intra = [self.schedule.resource() for _ in self._groups]
         self._last: list[list[int]] = [[] for _ in range(num_lanes)]  # the last task of each rank's program
@@ -160,7 +166,7 @@ class _Job:
                 self._add_head()
             ready = self._add_backward()
         self.marks.append(ready[0])
-        if self.method.family == "layered_sgd":
+        if self.method.family in ("layered_sgd", "layered_fsdp"):
             self._load_next()  # while the network works: that is the point of Algorithm 3
             self._reduce_in_layers(ready)
         else:
@@ -198,8 +204,11 @@ class _Job:
             self._load_next()
         assert self._loaded is not None
         begins = []
+        if self._is_sharded:
+            begins = [self._add(lane, 0.0, loaded) for lane, loaded in enumerate(self._loaded)]
+            self._add_units(range(len(self.buckets)), [bucket.forward_s for bucket in self.buckets])
         for lane in range(len(self._last)):
-            for place, bucket in enumerate(self.buckets):
+            for place, bucket in enumerate(() if self._is_sharded else self.buckets):
                 arrived = self._arrived[place][lane] if self._arrived else []
                 duration_s = bucket.forward_s + (self._update_s(bucket) if arrived else 0.0)
                 loaded = self._loaded[lane] if place == 0 else []
@@ -213,12 +222,50 @@ class _Job:
 
     def _add_backward(self) -> list[list[int]]:
         """Add the backward; return for each bucket the tasks with which its gradients are ready, on each lane."""
+        if self._is_sharded and self.method.reshard_after_forward:
+            for lane in range(len(self._last)):
+                self._wait_for_statistics(lane)
+            ends = self._add_units(range(len(self.buckets))[::-1], [bucket.backward_s for bucket in self.buckets])
+            return [ends[place] for place in range(len(self.buckets))]
         ready: list[list[int]] = [[] for _ in self.buckets]
         for lane in range(len(self._last)):
             self._wait_for_statistics(lane)
             for place in reversed(range(len(self.buckets))):
                 ready[place].append(self._add(lane, self._count(lane, self.buckets[place].backward_s)))
         return ready
+
+    def _add_units(self, places: Sequence[int], seconds: Sequence[float]) -> dict[int, list[int]]:
+        """Add a pass through FSDP2's units in this order; return the end of each one, on each lane.
+
+        Args:
+            places: of the units.
+            seconds: that each unit computes.
+        """
+        ends = {}
+        gathered = self._gather(places[0], [[] for _ in self._last])
+        for place, following in itertools.zip_longest(places, places[1:]):
+            before = gathered
+            if following is not None:  # it is gathered while this one computes
+                gathered = self._gather(following, before)
+            ends[place] = [
+                self._add(lane, self._count(lane, seconds[place]), after) for lane, after in enumerate(before)
+            ]
+        return ends
+
+    def _gather(self, place: int, after: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Add the all-gather of a unit within each group, after its update; return what to wait for, on each lane."""
+        bucket = self.buckets[place]
+        if self._arrived:
+            for lane, arrived in enumerate(self._arrived[place]):
+                self._add(lane, self._count(lane, self._update_s(bucket)), [*arrived, *after[lane]])
+        gather_s = self.network.intra_group_s(bucket.num_bytes, self.world_size, "sharded")
+        ends: list[list[int]] = [[] for _ in self._last]
+        for lanes, stream in zip(self._groups, self._intra, strict=True):
+            awaited = [task for lane in lanes for task in [*self._last[lane], *after[lane]]]
+            gather = self.schedule.add(gather_s, awaited, stream)
+            for lane in lanes:
+                ends[lane] = [gather]
+        return ends
 
     def _wait_for_statistics(self, lane: int) -> None:
         """Add the waits for global batch norm's statistics in a forward, or in a backward.
@@ -234,6 +281,7 @@ class _Job:
     def _send(self, place: int, duration_s: float, after: Sequence[int], priority: float | None = None) -> int:
         """Add the sum of a bucket over the network. A compressor encodes it before, and decodes it afterwards."""
         codec_s = bucket_codec_s(self.buckets[place], self.method, self.workload)
+        codec_s /= self._group_size if self._is_sharded else 1
         if not codec_s:
             return self.schedule.add(duration_s, after, self._net, priority=priority)
         encoded = self.schedule.add(codec_s / 2, after, self._codec, priority=priority)
@@ -250,14 +298,18 @@ class _Job:
             self._add(lane, self._count(lane, self.workload.update_s), reduced)
 
     def _reduce_in_layers(self, ready: list[list[int]]) -> None:
-        """Layered SGD: reduce in groups, all-reduce between them, broadcast in groups (Algorithm 3)."""
+        """Layered SGD: reduce in groups, all-reduce between them, broadcast in groups (Algorithm 3).
+
+        Layered FSDP broadcasts nothing: each rank updates its shard, which the next forward gathers.
+        """
         network, method, num_buckets = self.network, self.method, len(self.buckets)
         is_step = method.overlap == "step"
         arrived: list[list[list[int]]] = [[[] for _ in self._last] for _ in range(num_buckets)]
         for place in reversed(range(num_buckets)):
             num_bytes = self.buckets[place].num_bytes
             priority = place if is_step and method.order == "priority" else None
-            intra_s = network.intra_group_s(num_bytes, self.world_size, method.communicator)
+            communicator = "sharded" if self._is_sharded else method.communicator
+            intra_s = network.intra_group_s(num_bytes, self.world_size, communicator)
             sums = [
                 self.schedule.add(intra_s, [ready[place][lane] for lane in lanes], stream)
                 for lanes, stream in zip(self._groups, self._intra, strict=True)
@@ -266,15 +318,17 @@ class _Job:
             between_s = inter_group_s(self.buckets[place], method, network, self.world_size)
             between = self._send(place, between_s, sums if is_step else [*sums, *ready[0]], priority)
             for lanes, stream in zip(self._groups, self._intra, strict=True):
-                broadcast = self.schedule.add(intra_s, [between], stream, priority=priority)
+                last = between
+                if not self._is_sharded:
+                    last = self.schedule.add(intra_s, [between], stream, priority=priority)
                 for lane in lanes:
-                    arrived[place][lane] = [broadcast]
+                    arrived[place][lane] = [last]
         if is_step:
             self._arrived = arrived
             return
         for lane in range(len(self._last)):
             awaited = [task for bucket in arrived for task in bucket[lane]]
-            self._add(lane, self._count(lane, self.workload.update_s), awaited)
+            self._add(lane, self._count(lane, sum(map(self._update_s, self.buckets))), awaited)
 
     def _add_head(self) -> None:
         """Add the passes through the sharded head (arXiv 1404.5997, section 4)."""
@@ -302,9 +356,10 @@ class _Job:
             self._add(lane, 0.0, returned)
 
     def _update_s(self, bucket: Block) -> float:
-        """Return a bucket's part of the update."""
+        """Return a bucket's part of a rank's update."""
         total = self.workload.gradient_bytes
-        return self.workload.update_s * (bucket.num_bytes / total if total else 1 / len(self.buckets))
+        part = bucket.num_bytes / total if total else 1 / len(self.buckets)
+        return self.workload.update_s * part / (self._group_size if self._is_sharded else 1)
 
 
 # A discrete-event simulation of tasks, what they wait for, and the resources that they share.
@@ -413,7 +468,8 @@ class Schedule:
 # The ways to train that the planner compares.
 
 MEBIBYTE = 2**20
-FAMILIES = ("ddp", "layered_sgd", "hybrid")
+FAMILIES = ("ddp", "layered_sgd", "layered_fsdp", "hybrid")
+NUM_UNITS = 16  # that `LayeredFSDPStrategy` makes of a module, about
 POWER_SGD = PowerSGD()  # of rank 4
 COMPRESSORS: dict[str, Compression] = {"bf16": "bf16", "int8": "int8", "power_sgd": POWER_SGD}
 SAME_BATCH, LARGER_BATCH = "same_batch", "larger_batch"
@@ -424,11 +480,11 @@ class Method:
     """A way to train, with the options that its time depends on.
 
     Attributes:
-        family: ``"ddp"``, ``"layered_sgd"`` or ``"hybrid"``.
-        overlap: of layered SGD: ``"load"`` or ``"step"``.
+        family: ``"ddp"``, ``"layered_sgd"``, ``"layered_fsdp"`` or ``"hybrid"``.
+        overlap: of layered SGD and layered FSDP: ``"load"`` or ``"step"``.
         communicator: of layered SGD: ``"leader"`` or ``"sharded"``.
-        order: of layered SGD with overlap ``"step"``: ``"priority"``, nearest the input first among the buckets that
-            are ready, as over gloo; or ``"fifo"``, as backward produces them, as over NCCL.
+        order: of both with overlap ``"step"``: ``"priority"``, nearest the input first among the buckets that are
+            ready, as over gloo; or ``"fifo"``, as backward produces them, as over NCCL.
         scheme: of the hybrid: ``"a"``, ``"b"`` or ``"c"``.
         num_passes: of the hybrid's schemes b and c. None: as many as there are ranks.
         compression: bytes sent between nodes over bytes of the gradients, in each direction; 0.5 for 16 bits. Or a
@@ -436,13 +492,14 @@ class Method:
             which is PowerSGD of rank 4.
         accumulate: how many times as many batches as the job's own step has are between two reductions. The time of a
             step is that of as many batches as the job's has.
-        bucket_bytes: capacity of a gradient bucket.
+        bucket_bytes: capacity of a gradient bucket. Layered FSDP has units instead.
         first_bucket_bytes: capacity of the bucket that backward fills first, so that communication starts early.
         global_batch_norm: whether each batch norm layer gathers statistics, in forward and in backward.
         all_reduce: of DDP: ``"native"``, the network's; or ``"ring"``, `ring_all_reduce_hook`. Between the groups of
             layered SGD exact sums always travel in a ring.
         recompute: whether `Memonger` recomputes activations: ``""``, no; ``"same_batch"``; or ``"larger_batch"``, as
             large as fits into the memory of the present batch's activations.
+        reshard_after_forward: of layered FSDP: whether backward gathers the parameters again.
     """
 
     family: str = "ddp"
@@ -458,6 +515,7 @@ class Method:
     all_reduce: str = "native"
     recompute: str = ""
     num_passes: int | None = None
+    reshard_after_forward: bool = True
 
     def __post_init__(self) -> None:
         require_count("accumulate", self.accumulate)
@@ -523,6 +581,9 @@ METHODS = {
     "layered_sgd_step_bf16": _layered("step", "leader", "bf16"),
     "layered_sgd_step_int8": _layered("step", "leader", "int8"),
     "layered_sgd_step_power_sgd": _layered("step", "leader", "power_sgd"),
+    "layered_fsdp_load": Method("layered_fsdp", "load"),
+    "layered_fsdp_step": Method("layered_fsdp"),
+    "layered_fsdp_step_int8": Method("layered_fsdp", compression="int8"),
     "hybrid_a": Method("hybrid", scheme="a"),
     "hybrid_b": Method("hybrid", scheme="b"),
     "hybrid_c": Method("hybrid", scheme="c"),

@@ -47,12 +47,15 @@ def test_without_the_network_the_simulation_would_be_wrong(points, monkeypatch):
 
 def test_the_sweep_has_all_sizes_and_clusters_only_cost(monkeypatch):
     monkeypatch.setattr(predictions, "SWEEP_RANKS", (8, 64, 1024))
-    full, shared, slow = (predictions.efficiencies(cluster) for cluster in predictions.CLUSTERS)
-    assert set(full) >= {"ddp", "layered_sgd_load", "layered_sgd_step"}
+    full, shared, slow, rails, lost = (predictions.efficiencies(cluster) for cluster in predictions.CLUSTERS)
+    assert set(full) >= {"ddp", "layered_sgd_load", "layered_sgd_step", "layered_fsdp_step"}
+    assert lost == full, "all wait for the host with one rail"
     for name, values in full.items():
         assert len(values) == 3
         assert shared[name][:2] == pytest.approx(values[:2]), "within a rack"
         assert all(one <= other * 1.0001 for one, other in zip(shared[name], values, strict=True))
         assert all(one < other for one, other in zip(slow[name], values, strict=True))
         assert slow[name][0] <= 1 / predictions.SLOW_HOST + 1e-9
+        assert all(one >= other for one, other in zip(rails[name], values, strict=True))
+    assert rails["ddp"][2] > full["ddp"][2]
     assert shared["ddp"][2] < full["ddp"][2]

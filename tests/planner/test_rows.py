@@ -218,8 +218,23 @@ def test_exact_are_those_that_compute_what_ddp_computes():
     exact = {name for name, method in METHODS.items() if method.is_exact}
     assert exact == {
         *("ddp", "ddp_ring", "ddp_memonger", "layered_sgd_load", "layered_sgd_step", "layered_sgd_step_sharded"),
-        *("hybrid_a", "hybrid_b", "hybrid_c"),
+        *("layered_fsdp_load", "layered_fsdp_step", "hybrid_a", "hybrid_b", "hybrid_c"),
     }
+
+
+def test_layered_fsdp_has_rows_where_a_node_has_several_ranks_and_is_planned_on_request():
+    nodes = Network(SLOW, FAST, ranks_per_node=2)
+    found = make_diagnosis(PROFILE, nodes, world_size=4)
+    rows = {row.method: row for row in found.predictions}
+    assert {"layered_fsdp_load", "layered_fsdp_step", "layered_fsdp_step_int8"} <= set(rows)
+    assert "holds 1/2 of parameters, gradients and optimizer states" in rows["layered_fsdp_step"].reason
+    assert rows["layered_fsdp_step"].error > rows["layered_sgd_step"].error, "it was not measured in the cells"
+    assert found.plan.method != "layered_fsdp_step"
+    planned = make_diagnosis(PROFILE, nodes, world_size=4, method="layered_fsdp_step")
+    assert planned.plan.method == "layered_fsdp_step"
+    assert overrides_of("layered_fsdp_step", PROFILE, 4) == ["strategy=layered_fsdp", "strategy.overlap=step"]
+    for network in (Network(SLOW, FAST), Network(FAST, FAST, ranks_per_node=4)):
+        assert not any("fsdp" in row.method for row in make_diagnosis(PROFILE, network, world_size=4).predictions)
 
 
 def test_memonger_is_told_its_budget_and_its_batch():

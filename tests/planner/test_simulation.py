@@ -159,6 +159,43 @@ def test_on_one_node_layered_sgd_keeps_the_batches_of_the_method(options):
     assert layered != simulate(workload, network, 4, Method())
 
 
+# --- layered FSDP ---
+
+# Two nodes of two ranks. A unit has 10 MB, so a gather or a reduce-scatter takes 5 ms; a rank updates half of a unit.
+NO_LIMIT = Network(Link(0.0, 1e15), Link(0.0, 1e9), ranks_per_node=2)
+
+
+def units(forward_s: float, backward_s: float) -> Workload:
+    return replace(Workload.uniform(16e7, 16 * forward_s, 16 * backward_s, num_blocks=16), update_s=0.016)
+
+
+@pytest.mark.parametrize("overlap", ["load", "step"])
+def test_fsdp_gathers_a_unit_while_the_one_before_it_computes(overlap):
+    # Exposed are the first gather of the forward and, if parameters were freed, of the backward, and the last sum.
+    for is_freed, num_gathers in ((True, 2), (False, 1)):
+        method = Method("layered_fsdp", overlap, reshard_after_forward=is_freed)
+        found = step_s(units(0.02, 0.04), method, 4, NO_LIMIT)
+        assert found == pytest.approx(0.32 + 0.64 + 0.008 + num_gathers * 0.005 + 0.005)
+
+
+def test_gathers_that_take_longer_than_a_unit_hold_up_the_forward():
+    # Forward: each unit waits for its update and its gather, then the last one computes. Backward: 16 sums behind the
+    # first unit.
+    method = Method("layered_fsdp", reshard_after_forward=False)
+    forward_s, backward_s = 16 * (0.0005 + 0.005) + 0.002, 0.004 + 16 * 0.005
+    assert step_s(units(0.002, 0.004), method, 4, NO_LIMIT) == pytest.approx(forward_s + backward_s)
+
+
+def test_layered_fsdp_hides_the_slow_hop_as_layered_sgd_does():
+    slow = Network(Link(0.0, 1e8), Link(0.0, 1e9), ranks_per_node=2)
+    workload = replace(units(0.02, 0.04), load_s=0.5)
+    for overlap in ("load", "step"):
+        sgd = Method("layered_sgd", overlap, "sharded", bucket_bytes=1e7, first_bucket_bytes=1e7)
+        fsdp = step_s(workload, Method("layered_fsdp", overlap), 4, slow)
+        assert fsdp == pytest.approx(step_s(workload, sgd, 4, slow), rel=0.03)
+        assert fsdp < 0.85 * step_s(workload, "ddp", 4, slow)
+
+
 def test_loading_in_the_background_counts_only_where_it_is_the_slowest():
     workload = replace(ONE_BLOCK, loads_in_background=True)
     assert step_s(workload, "ddp", 1) == pytest.approx(0.31)
