@@ -398,14 +398,14 @@ class HybridFitState(SharedOnDeepcopy):
     def module_state(self, state_dict: Callable[[], State]) -> State:
         """Return the module's state for a checkpoint: whole on rank 0, or the local shard. All ranks must call it."""
         self.meet()
-        with self._state_dict_hooks.leaving_shards():
-            state = state_dict()
         require_one_trunk(self._module, self.head)
-        if self._keeps_shards:
-            return state
-        # A module may leave parameters out of its state_dict.
-        whole = gather_parameters(self._module, self.head)
-        return state | {name: value for name, value in whole.items() if name in state}
+        head = self.head
+        values = {p: p.detach() for p in head.parameters} if self._keeps_shards else gather_parameters(head)
+        # A module may give its parameters other names in its state_dict, or leave some out.
+        with self._state_dict_hooks.returning(values):
+            state = state_dict()
+        # It may also list its parameters themselves, past the hooks.
+        return state | {name: values[p] for name, p in head.names_in(self._module).items() if name in state}
 
     def optimizer_state(self, optimizer: Optimizer, state: State) -> State:
         """Return an optimizer's state for a checkpoint, like `module_state`. All ranks must call it."""
