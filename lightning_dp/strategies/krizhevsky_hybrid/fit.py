@@ -47,7 +47,7 @@ from lightning_dp.collectives.point_to_point import peer_error
 from lightning_dp.losses import LastLayer, ShardedForward
 from lightning_dp.strategies.base import is_a
 from lightning_dp.strategies.krizhevsky_hybrid import checkpoint, checks
-from lightning_dp.strategies.krizhevsky_hybrid.checks import no_counting
+from lightning_dp.strategies.krizhevsky_hybrid.checks import no_counting, nothing_recorded
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import Scheme, require_features
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, SharedOnDeepcopy, replaced
 from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses
@@ -486,9 +486,12 @@ class HybridFitState(SharedOnDeepcopy):
         if is_variable and not (features.is_cuda and passes.num_steps):
             only_factor = 1 / trainer.accumulate_grad_batches
         update = self._update_head if is_variable else None
+        probing = partial(nothing_recorded, self._module)
         self._forget_old_gradients()
         with no_counting(self._module, passes.channel.world_size):
-            return passes.step(features, arguments, head_step, update, others=others, only_factor=only_factor, **scale)
+            return passes.step(
+                features, arguments, head_step, update, others=others, only_factor=only_factor, probing=probing, **scale
+            )
 
     def _forget_old_gradients(self) -> None:
         """Free the head's gradients of the last step if Lightning would, between ``training_step`` and backward.
