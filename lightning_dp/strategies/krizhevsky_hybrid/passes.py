@@ -513,12 +513,12 @@ def run_passes(
 ) -> StepResult:
     """Run forward and backward of each pass. All ranks must call it; arguments are those of `HeadPasses.step`."""
     num_samples = sum(part.num_samples for part in plan)
-    loss = features.real.new_full((), 0.0 if num_samples else torch.nan)
+    loss = features.real.new_zeros(())
     feature_grads = FeatureGradients(passes.exchange)
     sums = ParameterGradients(passes.head.parameters, memory=passes.gradient_memory)
     detached = features.detach()
     for number, (part, x) in enumerate(prefetch_one(lambda part: passes.exchange.assemble(detached, part), plan)):
-        share = part.num_samples / num_samples
+        share = part.num_samples / num_samples if num_samples else 1.0
         micro_batch = MicroBatch(passes, x, features.requires_grad, sums)
         with torch.enable_grad(), passes.micro_batch_context(micro_batch, passes.seed_of_pass(seed, number)):
             loss_of_part = loss_of(part, micro_batch.features)
@@ -635,8 +635,6 @@ class LocalBatch:
             # The logits travel to the ranks that have the samples, while the next pass is computed.
             arriving.append(passes.exchange.to_owners(own.detach(), part, bounds))
         self._graphs = graphs if with_graph else None
-        if not arriving:  # no rank has any sample
-            return features.new_empty(0, bounds[-1][1])
         return torch.cat([finish() for finish in arriving])
 
     def backward(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
