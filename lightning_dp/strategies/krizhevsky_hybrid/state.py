@@ -310,11 +310,15 @@ class GatheredHead(SharedOnDeepcopy):
         """Return the head's output for x, (N, *) to (N, C), computed on this rank alone as before `fit`."""
         if torch.jit.is_tracing():  # it cannot record a functional_call
             return self._through(self._head.layers, x)
-        named = self._caller.named_parameters(remove_duplicate=False)
-        values = {name: self._in_graph(p) for name, p in named}
+        # Each layer once: torch does not put back what it has replaced under two names of a layer.
+        values = {
+            f"{path}.{name}": self._in_graph(p)
+            for path, layer in self._caller.named_modules()
+            for name, p in layer.named_parameters(recurse=False)
+        }
         # This calls the head's own forward with other values for its parameters. The parameters themselves keep their
         # shard, and hooks within the head see whole activations.
-        return functional_call(self._caller, values, (x,))
+        return functional_call(self._caller, values, (x,), tie_weights=False)
 
     def last_layer(self, features: Tensor) -> LastLayer | None:
         """See `ShardedForward`. All classes are those of this rank."""
