@@ -68,7 +68,8 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     - ``configure_ddp``: DDP refuses a module whose trunk is frozen.
     - ``on_train_batch_start``: adds unfrozen parameters of the trunk to the reduction.
     - ``training_step``, ``backward``, ``validation_step``: calls of the head are collective here.
-    - ``on_validation_start``: gathers the head if no callback has done it.
+    - ``on_validation_start``: gathers the head if no callback has done it. As ``training_step``, takes the buffers of
+      rank 0 if the whole trunk is frozen, so that there is no DDP.
     - ``lightning_module_state_dict``, ``optimizer_state``, ``load_optimizer_state_dict``, ``save_checkpoint``,
       ``load_checkpoint``, ``restore_checkpoint_after_setup``: local shards to whole tensors, and back.
     """
