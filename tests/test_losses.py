@@ -406,6 +406,14 @@ def test_a_batch_without_samples(reduction):
     torch.testing.assert_close(actual, F.cross_entropy(X[:0], TARGET[:0], **options), equal_nan=True)
 
 
+def test_in_bytes_class_156_is_not_ignored():
+    torch.testing.assert_close(torch.tensor(-100).to(torch.uint8), torch.tensor(156, dtype=torch.uint8))
+    head = nn.Linear(FEATURES, 200).double()
+    target = torch.tensor([156, 6, 156, 199, 0], dtype=torch.uint8)
+    actual = sharded_cross_entropy(head, X, target, chunk_bytes=1)
+    torch.testing.assert_close(actual, F.cross_entropy(head(X), target))
+
+
 @pytest.mark.parametrize("wrong", [-1, CLASSES])
 @pytest.mark.parametrize("loss", [sharded_cross_entropy, sharded_binary_cross_entropy])
 def test_a_class_that_there_is_not(wrong, loss):

@@ -181,9 +181,16 @@ def _split(
     checkpoint: State, module: LightningModule, optimizers: Sequence[Optimizer], head: ShardedHead
 ) -> tuple[State, State]:
     """Return the checkpoint without the head's local shard, and that shard."""
-    names = head.names_in(module)
+    own_names = head.names_in(module)
     state_dict = checkpoint["state_dict"]
-    local: State = {"parameters": {name: state_dict[name] for name in names if name in state_dict}}
+    # Also by memory, because the module may save the head under other names. Those of rank 0 count.
+    places = {(p.data_ptr(), p.shape) for p in head.parameters}
+    names = [
+        name
+        for name, value in state_dict.items()
+        if name in own_names or (isinstance(value, Tensor) and (value.data_ptr(), value.shape) in places)
+    ]
+    local: State = {"parameters": {name: state_dict[name] for name in names}}
     rest = checkpoint | {"state_dict": {name: value for name, value in state_dict.items() if name not in names}}
     local["optimizer_states"] = []
     rest_of_optimizers = []

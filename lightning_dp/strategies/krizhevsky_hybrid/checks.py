@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import zip_longest
 from types import MethodType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, MultilabelAccuracy
@@ -295,6 +296,29 @@ def no_counting(module: LightningModule, world_size: int) -> Iterator[None]:
                 f"{world_size} times. Update it in training_step or in validation. If its value is the same when every "
                 "update is repeated, as a mean or a ratio is, set same_if_repeated = True on it or in its class"
             )
+
+
+@contextmanager
+def nothing_recorded(module: LightningModule) -> Iterator[None]:
+    """Leave logged values, metrics and buffers of ``module`` as they are, whatever ``head_step`` does within."""
+    before = [
+        (part, name, buffer, buffer.clone())
+        for part in module.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+    ]
+    with ExitStack() as stack:
+        stack.enter_context(replaced(module, "log", _record_nothing))
+        for _, metric in _metrics(module):
+            stack.enter_context(replaced(metric, "update", _record_nothing))
+            stack.enter_context(replaced(metric, "forward", _record_nothing))
+        yield
+    for part, name, buffer, values in before:
+        buffer.data.copy_(values)  # past autograd, which may need the buffer for the backward of the loss
+        setattr(part, name, buffer)
+
+
+def _record_nothing(*_: Any, **__: Any) -> Tensor:
+    return torch.zeros(())  # in place of the value of a metric
 
 
 def _metrics(module: nn.Module) -> Iterator[tuple[str, Metric]]:

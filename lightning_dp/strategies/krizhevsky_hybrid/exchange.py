@@ -166,7 +166,7 @@ def sub_passes(scheme: Scheme, batch_sizes: Sequence[int], num_passes: int | Non
 
     Args:
         scheme: "a", "b" or "c".
-        batch_sizes: batch size of each rank. They may differ, and may be 0. An empty pass is left out.
+        batch_sizes: batch size of each rank. They may differ, and may be 0. An empty pass is left out, unless all are.
         num_passes: P, for b and c. None: as many as there are ranks. b has no more than these.
     """
     num_passes = num_passes or len(batch_sizes)
@@ -181,7 +181,8 @@ def sub_passes(scheme: Scheme, batch_sizes: Sequence[int], num_passes: int | Non
     else:
         parts = [_rotated_parts(size, num_passes, rank % num_passes) for rank, size in enumerate(batch_sizes)]
         passes = [SubPass(tuple(part[turn] for part in parts)) for turn in range(num_passes)]
-    return [one for one in passes if one.num_samples]
+    # One pass of no sample gives gradients of zero, as plain training does. Momentum goes on with them.
+    return [one for one in passes if one.num_samples] or passes[:1]
 
 
 def _rotated_parts(size: int, num_parts: int, shift: int) -> list[tuple[int, int]]:

@@ -47,7 +47,7 @@ from lightning_dp.collectives.point_to_point import peer_error
 from lightning_dp.losses import LastLayer, ShardedForward
 from lightning_dp.strategies.base import is_a
 from lightning_dp.strategies.krizhevsky_hybrid import checkpoint, checks
-from lightning_dp.strategies.krizhevsky_hybrid.checks import no_counting
+from lightning_dp.strategies.krizhevsky_hybrid.checks import no_counting, nothing_recorded
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import Scheme, require_features
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, SharedOnDeepcopy, replaced
 from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses
@@ -398,14 +398,14 @@ class HybridFitState(SharedOnDeepcopy):
     def module_state(self, state_dict: Callable[[], State]) -> State:
         """Return the module's state for a checkpoint: whole on rank 0, or the local shard. All ranks must call it."""
         self.meet()
-        with self._state_dict_hooks.leaving_shards():
-            state = state_dict()
         require_one_trunk(self._module, self.head)
-        if self._keeps_shards:
-            return state
-        # A module may leave parameters out of its state_dict.
-        whole = gather_parameters(self._module, self.head)
-        return state | {name: value for name, value in whole.items() if name in state}
+        head = self.head
+        values = {p: p.detach() for p in head.parameters} if self._keeps_shards else gather_parameters(head)
+        # A module may give its parameters other names in its state_dict, or leave some out.
+        with self._state_dict_hooks.returning(values):
+            state = state_dict()
+        # It may also list its parameters themselves, past the hooks.
+        return state | {name: values[p] for name, p in head.names_in(self._module).items() if name in state}
 
     def optimizer_state(self, optimizer: Optimizer, state: State) -> State:
         """Return an optimizer's state for a checkpoint, like `module_state`. All ranks must call it."""
@@ -486,9 +486,12 @@ class HybridFitState(SharedOnDeepcopy):
         if is_variable and not (features.is_cuda and passes.num_steps):
             only_factor = 1 / trainer.accumulate_grad_batches
         update = self._update_head if is_variable else None
+        probing = partial(nothing_recorded, self._module)
         self._forget_old_gradients()
         with no_counting(self._module, passes.channel.world_size):
-            return passes.step(features, arguments, head_step, update, others=others, only_factor=only_factor, **scale)
+            return passes.step(
+                features, arguments, head_step, update, others=others, only_factor=only_factor, probing=probing, **scale
+            )
 
     def _forget_old_gradients(self) -> None:
         """Free the head's gradients of the last step if Lightning would, between ``training_step`` and backward.

@@ -17,7 +17,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -107,6 +107,7 @@ class HeadPasses(SharedOnDeepcopy):
         scale: Scale = lambda loss: loss,
         others: Mapping[str, Tensor] | None = None,
         only_factor: float | None = None,
+        probing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Tensor:
         """Run each pass forward and backward, and return the mean loss over all ranks' samples, the same on all ranks.
 
@@ -122,22 +123,28 @@ class HeadPasses(SharedOnDeepcopy):
             scale: multiplies a loss before backward, and is divided out of the result (for 16-bit gradients).
             others: parameters outside the head, by name. Their gradients would be lost, so they must have none.
             only_factor: the only factor by which the loss may be multiplied before backward. None: any.
+            probing: returns a context for a call of ``head_step`` whose result counts for nothing.
 
         Raises:
             ValueError: ``head_step`` does not return a single number, or calls backward, or uses one of the
-                ``others``; in the first step, it returns different losses on the ranks. In backward: the loss was
+                ``others``; in step 1, 2, 4, 8, ..., it returns different losses on the ranks. In backward: the loss was
                 multiplied by another factor than ``only_factor``. See also `StepArguments`.
         """
         is_first = self.num_steps == 0
+        is_compared = (self.num_steps + 1).bit_count() == 1  # 1, 2, 4, 8, ...: an augmentation may begin later
         own = StepArguments(arguments, len(features))
         sizes, seed = self.exchange.exchange_batch_sizes(features, own.tensors, own.constants, needs_seed=True)
         own.gather(self.exchange, sizes)
 
+        def probe(part: SubPass, x: Tensor) -> Tensor:
+            # Another sign, so that also a loss of normalized features changes; and larger, so that it changes much.
+            with probing():
+                return head_step(-3 * x.detach(), own.of_pass(part))
+
         def loss_of(part: SubPass, x: Tensor) -> Tensor:
             loss = _require_number(head_step(x, own.of_pass(part)))
-            if is_first:
-                # Another sign, so that also a loss of normalized features changes; and larger, so that it changes much.
-                self._require_same_loss(loss, lambda: head_step(-3 * x.detach(), own.of_pass(part)))
+            if is_compared:
+                self._require_same_loss(loss, lambda: probe(part, x))
             _require_no_part(loss, others or {})
             return loss
 
@@ -506,12 +513,12 @@ def run_passes(
 ) -> StepResult:
     """Run forward and backward of each pass. All ranks must call it; arguments are those of `HeadPasses.step`."""
     num_samples = sum(part.num_samples for part in plan)
-    loss = features.real.new_full((), 0.0 if num_samples else torch.nan)
+    loss = features.real.new_zeros(())
     feature_grads = FeatureGradients(passes.exchange)
     sums = ParameterGradients(passes.head.parameters, memory=passes.gradient_memory)
     detached = features.detach()
     for number, (part, x) in enumerate(prefetch_one(lambda part: passes.exchange.assemble(detached, part), plan)):
-        share = part.num_samples / num_samples
+        share = part.num_samples / num_samples if num_samples else 1.0
         micro_batch = MicroBatch(passes, x, features.requires_grad, sums)
         with torch.enable_grad(), passes.micro_batch_context(micro_batch, passes.seed_of_pass(seed, number)):
             loss_of_part = loss_of(part, micro_batch.features)
@@ -628,8 +635,6 @@ class LocalBatch:
             # The logits travel to the ranks that have the samples, while the next pass is computed.
             arriving.append(passes.exchange.to_owners(own.detach(), part, bounds))
         self._graphs = graphs if with_graph else None
-        if not arriving:  # no rank has any sample
-            return features.new_empty(0, bounds[-1][1])
         return torch.cat([finish() for finish in arriving])
 
     def backward(self, gradient: Tensor) -> tuple[Tensor | None, ...]:

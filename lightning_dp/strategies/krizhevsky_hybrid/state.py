@@ -176,10 +176,9 @@ def _gather(
 # --- What a checkpoint holds: whole tensors, gathered one after the other in the host memory of rank 0 ---
 
 
-def gather_parameters(module: LightningModule, head: ShardedHead) -> State:
-    """Return the head's parameters by their names in ``module``: whole on rank 0, the local shard elsewhere."""
-    whole = {p: whole_on_rank_0(head, p.data, p) for p in head.parameters}
-    return {name: whole[p] for name, p in head.names_in(module).items()}
+def gather_parameters(head: ShardedHead) -> dict[Tensor, Tensor]:
+    """Return the value of each of the head's parameters: whole on rank 0, the local shard elsewhere."""
+    return {p: whole_on_rank_0(head, p.data, p) for p in head.parameters}
 
 
 def gather_optimizer_state(optimizer: Optimizer, state: State, head: ShardedHead) -> State:
@@ -311,11 +310,15 @@ class GatheredHead(SharedOnDeepcopy):
         """Return the head's output for x, (N, *) to (N, C), computed on this rank alone as before `fit`."""
         if torch.jit.is_tracing():  # it cannot record a functional_call
             return self._through(self._head.layers, x)
-        named = self._caller.named_parameters(remove_duplicate=False)
-        values = {name: self._in_graph(p) for name, p in named}
+        # Each layer once: torch does not put back what it has replaced under two names of a layer.
+        values = {
+            f"{path}.{name}": self._in_graph(p)
+            for path, layer in self._caller.named_modules()
+            for name, p in layer.named_parameters(recurse=False)
+        }
         # This calls the head's own forward with other values for its parameters. The parameters themselves keep their
         # shard, and hooks within the head see whole activations.
-        return functional_call(self._caller, values, (x,))
+        return functional_call(self._caller, values, (x,), tie_weights=False)
 
     def last_layer(self, features: Tensor) -> LastLayer | None:
         """See `ShardedForward`. All classes are those of this rank."""
@@ -394,7 +397,7 @@ class StateDictHooks(SharedOnDeepcopy):
     def __init__(self, head: ShardedHead, gathered: Callable[[], GatheredHead | None]) -> None:
         self._head = head
         self._gathered = gathered
-        self._leaves_shards = False  # set by `leaving_shards`
+        self._values: dict[Tensor, Tensor] | None = None  # set by `returning`
         self._has_warned = False
         self._registered = ExitStack()  # hooks of the layers, to be removed
 
@@ -407,13 +410,13 @@ class StateDictHooks(SharedOnDeepcopy):
             yield
 
     @contextmanager
-    def leaving_shards(self) -> Iterator[None]:
-        """Within the context ``state_dict`` returns local shards, without a warning. Checkpoints gather them."""
-        self._leaves_shards = True
+    def returning(self, values: dict[Tensor, Tensor]) -> Iterator[None]:
+        """Within the context ``state_dict`` returns these values of the parameters, without a warning."""
+        self._values = values
         try:
             yield
         finally:
-            self._leaves_shards = False
+            self._values = None
 
     def _register(self) -> None:
         for layer in self._head.linears:
@@ -433,9 +436,11 @@ class StateDictHooks(SharedOnDeepcopy):
             # With keep_vars=True the caller wants the parameters themselves. A copy of a single layer has inherited
             # this hook, but its parameters are not the head's.
             is_wanted = value is not None and not isinstance(value, nn.Parameter) and self._head.owns(parameter)
-            if not is_wanted or self._leaves_shards:
+            if not is_wanted:
                 continue
-            if gathered is not None:
+            if self._values is not None:
+                state[prefix + name] = self._values[parameter]
+            elif gathered is not None:
                 state[prefix + name] = gathered.value_of(parameter)
             elif not self._has_warned:
                 self._has_warned = True

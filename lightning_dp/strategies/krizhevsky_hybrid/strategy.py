@@ -68,7 +68,8 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     - ``configure_ddp``: DDP refuses a module whose trunk is frozen.
     - ``on_train_batch_start``: adds unfrozen parameters of the trunk to the reduction.
     - ``training_step``, ``backward``, ``validation_step``: calls of the head are collective here.
-    - ``on_validation_start``: gathers the head if no callback has done it.
+    - ``on_validation_start``: gathers the head if no callback has done it. As ``training_step``, takes the buffers of
+      rank 0 if the whole trunk is frozen, so that there is no DDP.
     - ``lightning_module_state_dict``, ``optimizer_state``, ``load_optimizer_state_dict``, ``save_checkpoint``,
       ``load_checkpoint``, ``restore_checkpoint_after_setup``: local shards to whole tensors, and back.
     """
@@ -89,6 +90,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         self._options = Options(head, scheme, num_passes, variable_batch, evaluation, state_dict_type)
         self._fitting: HybridFitState | None = None  # from set-up to teardown
         self._reduced: ReducedParameters | None = None  # of the trunk, while fitting
+        self._syncs_buffers = all(ddp_kwargs.get(name, True) for name in ("broadcast_buffers", "forward_sync_buffers"))
         self._restores_after_setup = False
         self._bytes_sent: dict[str, int] = {}  # by the last run of fit
         self.on_stage: OnStage | None = None  # called with name, start and end of each stage
@@ -199,7 +201,18 @@ class KrizhevskyHybridStrategy(BaseStrategy):
             return super().training_step(*args, **kwargs)
         self._reduce_unfrozen()  # again: an optimizer_step of the user may have unfrozen some since
         with self._fitting.training_step():
+            self._sync_buffers()
             return super().training_step(*args, **kwargs)
+
+    def _sync_buffers(self) -> None:
+        """Take the buffers of rank 0, as DDP does, if there is no DDP because the whole trunk is frozen.
+
+        Its batch norm moves statistics all the same.
+        """
+        if self._syncs_buffers and not isinstance(self.model, DistributedDataParallel):
+            assert self.lightning_module is not None
+            for buffer in self.lightning_module.buffers():
+                dist.broadcast(buffer.data, src=0)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -215,6 +228,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         super().on_validation_start()
         if self._fitting is not None:
             self._fitting.gather_if_changed()
+            self._sync_buffers()  # once: unlike DDP's ranks, these may have different numbers of batches
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from lightning_dp import KrizhevskyHybridStrategy
+from lightning_dp.strategies import consolidate_checkpoint
 from tests.ranks import run_processes
 from tests.strategies.krizhevsky_hybrid.modules import (
     STEPS,
@@ -276,3 +277,28 @@ def _load_while_fitting(rank: int) -> Result:
 def test_a_whole_checkpoint_can_be_loaded_while_fitting():
     for result in run_processes(2, _load_while_fitting):
         assert_same(result, dict(StepNet().state_dict()), 0.0)
+
+
+class Renamed(StepNet):
+    """Its checkpoints give the head other names, so that another program can load them."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {f"net.{name}": value for name, value in super().state_dict(*args, **kwargs).items()}
+
+
+def _renamed(rank: int, world_size: int, folder: str, state_dict_type: Any) -> None:
+    strategy = KrizhevskyHybridStrategy(state_dict_type=state_dict_type)
+    runner = trainer(strategy, world_size, use_distributed_sampler=False, **_saving(folder))
+    runner.fit(Renamed(), batches(rank, world_size))
+
+
+@pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
+def test_a_head_under_other_names_is_saved_as_a_whole(tmp_path, state_dict_type):
+    run_processes(4, _renamed, 4, str(tmp_path), state_dict_type)
+    path = tmp_path / f"step={STEPS}.ckpt"
+    if state_dict_type == "sharded":
+        consolidate_checkpoint(path, tmp_path / "whole.ckpt")
+        path = tmp_path / "whole.ckpt"
+    module = Renamed()
+    trainer("auto", 1).fit(module, all_batches(4))
+    assert_same(torch.load(path, weights_only=True)["state_dict"], module.state_dict(), 1e-9)

@@ -15,8 +15,8 @@ from torchmetrics.utilities.data import dim_zero_cat
 from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp.strategies.krizhevsky_hybrid.checks import no_counting
 from tests.ranks import run_processes
-from tests.strategies.krizhevsky_hybrid.modules import StepNet, batches, fit_with
-from tests.strategies.modules import CLASSES
+from tests.strategies.krizhevsky_hybrid.modules import StepNet, all_batches, batches, fit_with
+from tests.strategies.modules import CLASSES, assert_same, trainer
 
 
 class Correct(Metric):
@@ -183,3 +183,42 @@ def test_the_module_logs_by_itself_afterwards():
     with pytest.raises(KeyError):
         _interrupted(net)
     assert "log" not in vars(net)
+
+
+class Penalized(StepNet):
+    """Its losses differ between ranks by the penalty, so that head_step runs with other features, too, to see why."""
+
+    center: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = classification.MulticlassAccuracy(CLASSES, average="micro")
+        self.collection = torchmetrics.MetricCollection([classification.MulticlassAccuracy(CLASSES, average="macro")])
+        self.register_buffer("center", torch.zeros(6, dtype=torch.float64))
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        logits = self.head(features)
+        cost = self.cost(logits, target)
+        self.accuracy(logits, target)
+        self.collection(logits, target)
+        self.log_dict({"cost": cost.detach(), "accuracy": self.accuracy}, on_step=False, on_epoch=True, sync_dist=True)
+        self.center = 0.9 * self.center + 0.1 * features.detach().mean(0)
+        return cost + 1e-2 * sum(p.square().sum() for p in self.head.parameters())
+
+
+def _recorded(loader: Any, strategy: Any, world_size: int) -> dict[str, Tensor]:
+    module = Penalized()
+    runner = trainer(strategy, world_size, use_distributed_sampler=False)
+    runner.fit(module, loader)
+    return {**runner.callback_metrics, **module.collection.compute(), "center": module.center}
+
+
+def _recorded_on_rank(rank: int) -> dict[str, Tensor]:
+    return _recorded(batches(rank, 2, 2), KrizhevskyHybridStrategy(), 2)
+
+
+def test_a_penalty_on_weights_leaves_metrics_logs_and_buffers_as_in_one_process():
+    expected = _recorded(all_batches(2, 2), "auto", 1)
+    assert len(expected) == 4
+    for actual in run_processes(2, _recorded_on_rank):
+        assert_same(actual, expected, 1e-6)

@@ -363,3 +363,26 @@ def test_a_head_of_one_layer():
     seen, _ = run_processes(2, _one_layer)
     for place in PLACES:
         torch.testing.assert_close(seen[place], sample.seen[place], rtol=1e-10, atol=1e-12)
+
+
+class RepeatedLayer(Validated):
+    """Its head applies one layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Linear(6, 6)
+        self.head = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(6, CLASSES)).double()
+
+
+def _repeated(rank: int) -> list[Tensor]:
+    module = RepeatedLayer()
+    runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, max_epochs=2)
+    runner.fit(module, batches(rank, 2, STEPS), all_batches(1))
+    return module.validated
+
+
+def test_a_head_that_applies_a_layer_twice():
+    expected = RepeatedLayer()
+    trainer("auto", 1, max_epochs=2).fit(expected, all_batches(2, STEPS), all_batches(1))
+    for validated in run_processes(2, _repeated):
+        torch.testing.assert_close(validated, expected.validated, rtol=1e-9, atol=1e-12)

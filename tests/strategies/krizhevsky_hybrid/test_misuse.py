@@ -240,6 +240,23 @@ def errors_of(rank: int, nets: Iterable[type[HybridNet]], kind: Any, **options: 
     return said
 
 
+class LaterDataOnSelf(DataOnSelf):
+    """As an augmentation that begins after a few epochs."""
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        step = super().head_step if self.trainer.global_step > 1 else super(DataOnSelf, self).head_step
+        return step(features, target)
+
+
+def _later(rank: int) -> list[str]:
+    return errors_of(rank, [LaterDataOnSelf], ValueError)
+
+
+def test_data_of_one_rank_that_comes_after_a_few_steps_is_found_in_one_of_the_next():
+    for (text,) in run_processes(2, _later):
+        assert "head_step returns different losses on the ranks for the same samples" in text
+
+
 def _variable(rank: int) -> list[str]:
     said = errors_of(rank, VARIABLE, ValueError, variable_batch=True)
     # Accumulation divides the loss, as it should.

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
@@ -84,3 +85,40 @@ def test_without_head_step_ranks_count_equally_as_under_ddp():
         run_processes(2, _unequal_own_batches, "hybrid"), run_processes(2, _unequal_own_batches, "ddp"), strict=True
     ):
         assert_same(ours, theirs, 1e-9)
+
+
+class Sums(StepNet):
+    """Its loss of no samples is 0."""
+
+    def cost(self, logits: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(logits, target, reduction="sum") / max(1, len(target))
+
+
+class SumsOfLogits(Sums):
+    training_step = HybridNet.training_step
+
+
+def _with_nothing_between(net: type[HybridNet], strategy: Any, world_size: int) -> Result:
+    """All ranks have the same samples, so that one process needs no others."""
+    x = torch.randn(3, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    y = torch.tensor([0, 1, 2])
+    module = net()
+    runner = trainer(strategy, world_size, use_distributed_sampler=False)
+    own: Any = [(x, y), (x[:0], y[:0]), (x, y)]
+    runner.fit(module, DataLoader(own, batch_size=None))
+    return snapshot(module, runner)
+
+
+def _each_with_nothing_between(rank: int) -> list[Result]:
+    return [
+        _with_nothing_between(net, KrizhevskyHybridStrategy(scheme=scheme), 2)
+        for net in (Sums, SumsOfLogits)
+        for scheme in ("a", "c")
+    ]
+
+
+def test_momentum_goes_on_where_no_rank_has_a_sample():
+    expected = _with_nothing_between(Sums, "auto", 1)
+    for results in run_processes(2, _each_with_nothing_between):
+        for result in results:
+            assert_same(result, expected, 1e-10)

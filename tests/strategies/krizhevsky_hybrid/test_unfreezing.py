@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pytorch_lightning.callbacks import BaseFinetuning
+from torch import Tensor
 
 from lightning_dp import KrizhevskyHybridStrategy
 from tests.ranks import run_processes
@@ -114,3 +115,29 @@ def _in_the_step(rank: int) -> None:
 
 def test_unfreezing_within_the_step_is_refused_by_name():
     run_processes(2, _in_the_step)
+
+
+class FrozenWithStatistics(StepNet):
+    """All of the trunk is frozen, and its batch norm still moves statistics, because it is in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk.append(torch.nn.BatchNorm1d(6).double()).requires_grad_(False)
+        self.validated: list[Tensor] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(self(batch[0]))
+
+
+def _with_statistics(rank: int, strategy: Any) -> tuple[Result, list[Tensor]]:
+    module = FrozenWithStatistics()
+    runner = trainer(strategy, 2, use_distributed_sampler=False, max_epochs=2)
+    runner.fit(module, batches(rank, 2, STEPS), batches(rank, 2, 1))
+    return dict(module.state_dict()), module.validated
+
+
+def test_a_frozen_trunk_has_the_statistics_that_it_has_under_ddp():
+    of_ddp = run_processes(2, _with_statistics, "ddp")
+    for actual, expected in zip(run_processes(2, _with_statistics, KrizhevskyHybridStrategy()), of_ddp, strict=True):
+        assert_same(actual[0], expected[0], 1e-10)
+        torch.testing.assert_close(actual[1], expected[1], rtol=1e-10, atol=1e-12)
