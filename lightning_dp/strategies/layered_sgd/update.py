@@ -573,6 +573,20 @@ class GuardedState(MutableMapping[Any, Any]):
     def __contains__(self, key: object) -> bool:
         return key in self._up_to_date()
 
+    # Not those of `MutableMapping`: they ask by ``[]``, and the state of an optimizer, a `defaultdict`, makes an entry.
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of a dictionary."""
+        return self._up_to_date().get(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """As of a dictionary."""
+        return self._up_to_date().pop(key, *default)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """As of a dictionary."""
+        return self._up_to_date().setdefault(key, default)
+
     def __or__(self, other: Any) -> Any:
         return self._up_to_date() | other
 
