@@ -135,6 +135,34 @@ def test_both_equal_one_process_with_all_batches():
     run_cases(4, both, [*LAYERED, "a", "b", "c", "c clipped"])
 
 
+def two_models(rank: int, case: str) -> None:
+    """One optimizer over two models, each with its own loss and its own loop."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    one, x, y = problem()
+    two = copy.deepcopy(one)
+    expected = nn.ModuleList([copy.deepcopy(one), copy.deepcopy(two)])
+    theirs = sgd(expected)
+    for each_x, each_y in zip(x.flatten(1, 2), y.flatten(1, 2), strict=True):
+        theirs.zero_grad()
+        (F.cross_entropy(expected[0](each_x), each_y) + F.cross_entropy(expected[1](-each_x), each_y)).backward()
+        theirs.step()
+    optimizer = sgd(nn.ModuleList([one, two]))
+    options: dict[str, Any] = {"overlap": case, "bucket_cap_mb": 1e-4}
+    with LayeredSGDLoop(one, 1, **options) as first, LayeredSGDLoop(two, 1, **options) as second:
+        for each_x, each_y in zip(x[:, rank], y[:, rank], strict=True):
+            optimizer.zero_grad()
+            first.backward(F.cross_entropy(first(each_x), each_y))
+            second.backward(F.cross_entropy(second(-each_x), each_y))
+            first.step(optimizer)
+    assert_equal(one, expected[0])
+    assert_equal(two, expected[1])
+
+
+def test_one_optimizer_may_step_the_models_of_two_loops():
+    run_cases(2, two_models, ["step", "load"])
+
+
 def refused(message: str, call: Callable[[], Any]) -> None:
     with pytest.raises(ValueError, match=message):
         call()

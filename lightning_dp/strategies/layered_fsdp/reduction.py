@@ -444,7 +444,10 @@ def buffers_of(parameters: list[Tensor]) -> list[tuple[list[Tensor], Tensor]]:
     for parameter in parameters:
         assert parameter.grad is not None
         part = local_part(parameter.grad)
-        by_storage.setdefault(part.untyped_storage().data_ptr(), []).append((parameter, part))
+        # A gradient that somebody has replaced, and of which this rank has no row, has no address. Two of them are two
+        # buffers, as on the ranks that have rows.
+        place = part.untyped_storage().data_ptr() or -id(parameter)
+        by_storage.setdefault(place, []).append((parameter, part))
     buffers = []
     for members in by_storage.values():
         begin = min(part.storage_offset() for _, part in members)

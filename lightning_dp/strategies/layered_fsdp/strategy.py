@@ -19,7 +19,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dp._lightning import BaseFinetuning, ModelParallelStrategy
-from lightning_dp._private.lightning_names import DEFAULT_TIMEOUT, give_device_mesh, strategy_timeout
+from lightning_dp._private.lightning_names import (
+    DEFAULT_TIMEOUT,
+    converts_batch_norm,
+    give_device_mesh,
+    strategy_timeout,
+)
 from lightning_dp._private.torch_names import is_in_backward
 from lightning_dp.collectives.compression.layout import ParameterTable
 from lightning_dp.collectives.compression.options import Compression, PowerSGD, has_error_feedback
@@ -203,6 +208,11 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         self._check_job()
+        if converts_batch_norm(self):
+            raise ValueError(
+                f"sync_batchnorm=True has no effect under {type(self).__name__}, as under ModelParallelStrategy; "
+                'leave it out, and use callbacks=[AdaptiveGlobalBatchNorm(global_phase="always")]'
+            )
         super()._configure_launcher()
 
     @override

@@ -144,6 +144,11 @@ class UpdateQueue:
         What is pending for the optimizer, or for one of its parameters, is applied first.
         """
         self.guard(optimizer)
+        # An optimizer may have parameters of several models, each with a queue of its own. This one takes over their
+        # watch, and knows nothing of their sums.
+        for other in list(_queues):
+            if other is not self and other.has_sums_of(optimizer):
+                other.bring_up_to_date()
         with self.lock:
             if self._updates:
                 self.finish_optimizer(optimizer)
@@ -324,6 +329,10 @@ class UpdateQueue:
             gradient = parameter.grad
             if gradient is not None and local_part(gradient).untyped_storage().data_ptr() == bucket:
                 parameter.grad = gradient.clone()
+
+    def has_sums_of(self, optimizer: Optimizer) -> bool:
+        """Whether the last backward pass has summed a gradient of a parameter of ``optimizer``."""
+        return any(parameter in self._sums for group in optimizer.param_groups for parameter in group["params"])
 
     @property
     def has_sums(self) -> bool:
@@ -563,6 +572,20 @@ class GuardedState(MutableMapping[Any, Any]):
 
     def __contains__(self, key: object) -> bool:
         return key in self._up_to_date()
+
+    # Not those of `MutableMapping`: they ask by ``[]``, and the state of an optimizer, a `defaultdict`, makes an entry.
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of a dictionary."""
+        return self._up_to_date().get(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """As of a dictionary."""
+        return self._up_to_date().pop(key, *default)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """As of a dictionary."""
+        return self._up_to_date().setdefault(key, default)
 
     def __or__(self, other: Any) -> Any:
         return self._up_to_date() | other

@@ -478,6 +478,11 @@ def test_groups_must_be_equal():
         trainer(layered(3), 4)
 
 
+def test_batch_norm_that_lightning_would_leave_local_is_refused():
+    with pytest.raises(ValueError, match="sync_batchnorm=True has no effect"):
+        trainer(layered(2), 4, sync_batchnorm=True)
+
+
 def find_units(rank):
     module, _ = fit(layered(1, wrap=None), 2)
     units = [name for name, part in module.named_modules() if hasattr(part, "unshard")]

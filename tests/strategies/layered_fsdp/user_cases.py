@@ -256,6 +256,26 @@ class Clamp(pl.Callback):
             parameter.data.clamp_(-0.3, 0.3)
 
 
+class OneRow(Net):
+    """A layer with one row: the second rank of a group has nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(FEATURES, 1).double()
+
+    def forward(self, x):
+        return super().forward(x) * self.one(x)
+
+
+class Replace(pl.Callback):
+    """Puts other tensors in the place of the gradients. The next backward adds to them."""
+
+    def on_after_backward(self, trainer, pl_module):
+        for parameter in pl_module.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * 0.5
+
+
 class SaveFirst(pl.Callback):
     """Looks at the state of optimizers that have none yet."""
 
@@ -299,6 +319,7 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "look": (Tied, {"callbacks": [Look]}),
     "read on one rank": (ZeroedInPlace, {"callbacks": [ReadOnOneRank]}),
     "clamp": (Tied, {"callbacks": [Clamp]}),
+    "replace": (OneRow, {"callbacks": [Replace], "accumulate_grad_batches": 2}),
     "save first": (lambda: Net("adamw"), {"callbacks": [SaveFirst]}),
     "transformer": (Transformer, {}),
     "step timer": (Net, {"callbacks": [StepTimer]}),

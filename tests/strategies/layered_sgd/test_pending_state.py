@@ -85,6 +85,19 @@ def test_looking_at_the_optimizer_s_state_finishes_the_update_first(use):
     assert not staged.updates
 
 
+def test_asking_for_a_state_that_is_not_there_makes_none():
+    staged = Staged()
+    state, parameter = staged.optimizer.state, staged.parameters[0]
+    assert state.get(parameter) is None
+    assert state.get(parameter, "none") == "none"
+    assert state.pop(parameter, "none") == "none"
+    with pytest.raises(KeyError):
+        state.pop(parameter)
+    assert parameter not in state
+    assert state.setdefault(parameter, {"own": 1}) == {"own": 1}
+    assert state[parameter] == {"own": 1}
+
+
 def test_the_state_that_a_reader_gets_is_that_after_the_update():
     staged = Staged(momentum=0.9)
     state = staged.optimizer.state
