@@ -145,16 +145,18 @@ class Draws(Callback):
         torch.rand(trainer.current_epoch + 1)
 
 
-def test_what_a_callback_draws_when_an_epoch_begins_leaves_the_order_of_the_images(tmp_path):
-    """The workers have been given the order of a continued epoch before the callback's turn."""
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("reload", [0, 1])
+def test_what_a_callback_draws_when_an_epoch_begins_leaves_the_order_of_the_images(tmp_path, num_workers, reload):
+    """The loader, which may be made again, begins the epoch after the callback's turn, also in a continued run."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    data = {"_target_": "tests.recipes.pieces.JitterData", "num_workers": 2}
+    data = {"_target_": "tests.recipes.pieces.JitterData", "num_workers": num_workers}
     for run_dir, *options in (
         (whole, "trainer.max_epochs=2"),
         (cut, "trainer.max_epochs=1"),
         (cut, "trainer.max_epochs=2", f"ckpt_path={last(cut)}"),
     ):
-        config = own_loop(run_dir, *options) | {"data": data}
+        config = own_loop(run_dir, *options, f"+trainer.reload_dataloaders_every_n_epochs={reload}") | {"data": data}
         config["callbacks"]["draws"] = {"_target_": f"{__name__}.Draws"}
         train(config)
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
