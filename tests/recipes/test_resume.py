@@ -531,3 +531,9 @@ def test_a_folder_that_fsdp2_has_written_is_a_checkpoint_of_a_run(tmp_path):
     torch.save({"global_step": 3, "loops": {}, "lr_schedulers": [], VERSION: "2.6.0"}, tmp_path / "meta.pt")
     require_complete(tmp_path)
     assert completed_steps(tmp_path) == 3
+
+
+def test_a_checkpoint_in_no_folder_has_no_rows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": {}, "global_step": 0}, "last.ckpt")
+    assert rows_before(Path("last.ckpt")) == []
