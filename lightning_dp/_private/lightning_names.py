@@ -97,9 +97,14 @@ def restart_loader(trainer: Any, epoch: int) -> None:
     """Let the training loader begin again, with its samplers in ``epoch``. Call it in on_train_start.
 
     Lightning starts worker processes before it tells the samplers the epoch that a run continues with: they would load
-    the images of epoch 0 in its order.
+    the images of epoch 0 in its order. Where a whole epoch is to come, let Lightning make the iterator once more, as in
+    later epochs: after the loader was reloaded and the hooks of the epoch's start were called.
     """
-    fetcher = trainer.fit_loop._data_fetcher
+    loop = trainer.fit_loop
+    if not loop.epoch_loop.restarting:
+        loop._resuming_from_checkpoint = False
+        return
+    fetcher = loop._data_fetcher  # of a checkpoint within an epoch
     for loader in fetcher.combined_loader.flattened:
         batch_sampler: Any = getattr(loader, "batch_sampler", None)
         samplers: list[Any] = [getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)]

@@ -96,7 +96,7 @@ def config_of_run(checkpoint: Path, overrides: list[str]) -> DictConfig:
         ValueError: it is damaged, or nothing would read one of the overrides.
     """
     check_overrides(overrides)
-    run_dir = checkpoint.resolve().parents[1]
+    run_dir = checkpoint.resolve().parent.parent
     path = run_dir / ".hydra" / "config.yaml"
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}; leave the checkpoint in its run folder, or use --own")
@@ -108,21 +108,24 @@ def config_of_run(checkpoint: Path, overrides: list[str]) -> DictConfig:
         raise ValueError(f"{path} has no {', '.join(READ)}, as that of a run has; give a configuration with --own")
     OmegaConf.set_struct(config, True)
     config.run_dir = str(run_dir)
-    config.merge_with_dotlist(overrides)
+    config.merge_with_dotlist([text for text in overrides if not text.startswith("+")])
+    OmegaConf.set_struct(config, False)
+    config.merge_with_dotlist([text.removeprefix("+") for text in overrides if text.startswith("+")])
     return config
 
 
 def check_overrides(overrides: list[str]) -> None:
     """Raise ValueError for a change to the configuration in a run folder that is none, or that nothing would read."""
     for text in overrides:
-        key, sign, _ = text.partition("=")
+        key, sign, _ = text.removeprefix("+").partition("=")
         if not sign:
             raise ValueError(f"{text} is no override; write KEY=VALUE")
         if key in READ:
             raise ValueError(
                 f"{text} chooses a file, but the run folder has values: write {key}.OPTION=..., or use --own"
             )
-        if not UNREAD.isdisjoint((key, key.partition(".")[0])):
+        is_unread = not UNREAD.isdisjoint((key, key.partition(".")[0]))
+        if is_unread or (text.startswith("+") and not key.startswith(tuple(f"{name}." for name in READ))):
             raise ValueError(f"{text} has no effect: a test is on one device, without callbacks; leave it out")
 
 

@@ -157,7 +157,7 @@ def _as_logged(means: dict[str, Any], trainer: Trainer, step: int) -> dict[str, 
 
 def rows_before(checkpoint: Path) -> list[dict[str, str]]:
     """Return the rows of a checkpoint's run up to the end of its batch or epoch."""
-    rows, content = rows_of(checkpoint.parents[1]), read_checkpoint(checkpoint)
+    rows, content = rows_of(checkpoint.parent.parent), read_checkpoint(checkpoint)
     state = content["callbacks"].get(RowsInCheckpoint.__qualname__)
     if state is None:  # of version 0.1
         return [row for row in rows if int(row["step"]) < content["global_step"]]

@@ -346,20 +346,24 @@ class SeedEachEpoch(Callback):
         self._seed_generators(0)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make the iterator of a run that continues again: it was made for epoch 0."""
+        """Let the iterator of a run that continues be made again: it was made for epoch 0."""
         if self._first_epoch > 0:
             self._seed_generators(self._first_epoch)
             restart_loader(trainer, self._first_epoch)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Do the same in later epochs. In the first one, the iterator has been made by now."""
-        if trainer.current_epoch != self._first_epoch:
+        """Do the same in later epochs. That of epoch 0 has been made by now."""
+        if trainer.current_epoch > 0:
             self._seed_generators(trainer.current_epoch)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Seed the generators at the first batch of an epoch: not all epochs draw as much before it."""
         if batch_idx == 0:
             self._seed_generators(trainer.current_epoch)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Seed the generators for what makes the loader of the next epoch, with reload_dataloaders_every_n_epochs."""
+        self._seed_generators(trainer.current_epoch + 1)
 
     def _seed_generators(self, epoch: int) -> None:
         seed = derive_seed(self._seed, epoch)

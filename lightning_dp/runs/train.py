@@ -105,8 +105,6 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
         logging_config: argument of ``logging.config.dictConfig``, or None to leave logging as it is.
     """
     configure_logging(logging_config)
-    # Lightning calls a function that newer versions of torch deprecate.
-    warnings.filterwarnings("ignore", message=".*treespec, LeafSpec")
     seed_everything(config["seed"], workers=True, verbose=False)
     # Other ranks write no metrics, and must not read a file that rank 0 replaces.
     is_first = not external_rank()
@@ -192,6 +190,8 @@ def configure_logging(config: Config | None) -> None:
 
 def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, Any]:
     """Make the Trainer, the LightningModule and the LightningDataModule of a configuration."""
+    # Lightning calls a function that newer versions of torch deprecate.
+    warnings.filterwarnings("ignore", message=".*treespec, LeafSpec")
     # For each job of a sweep, since it holds for the whole process. Configurations of old runs do not have it.
     torch.set_float32_matmul_precision(config.get("matmul_precision", "highest"))
     model, data = instantiate(config["model"]), instantiate(config["data"])

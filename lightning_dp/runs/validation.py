@@ -18,7 +18,7 @@ import torch
 from hydra.errors import InstantiationException
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning import Callback, LightningDataModule
+from pytorch_lightning import Callback, LightningDataModule, LightningModule
 from pytorch_lightning.loggers import Logger
 from torch import nn
 
@@ -109,7 +109,7 @@ def validate(config: Config) -> int:
             for name, node in config[group].items():
                 if node is not None:
                     with naming_keys(f"{group}.{name}", config):
-                        _require_kind(instantiate(node), kind, f"{group}.{name}", node)
+                        _require_kind(type(instantiate(node)), kind, f"{group}.{name}", node)
         _check_optimizer(config)
         _check_model(config)
         with naming_keys("data", config):
@@ -117,9 +117,11 @@ def validate(config: Config) -> int:
         return num_processes
 
 
-def _require_kind(made: Any, kind: type, path: str, node: Config) -> None:
-    if not isinstance(made, kind):
-        raise ValueError(f"{path}._target_={node['_target_']} must make a {kind.__name__}")
+def _require_kind(made: type, kind: type, path: str, node: Config) -> None:
+    if not issubclass(made, kind):
+        is_of_other = any(base.__module__.startswith("lightning.pytorch.") for base in made.__mro__)
+        other = " of pytorch_lightning, which the recipes import, not of lightning.pytorch" if is_of_other else ""
+        raise ValueError(f"{path}._target_={node['_target_']} must make a {kind.__name__}{other}")
 
 
 def _check_optimizer(config: Config) -> None:
@@ -143,6 +145,9 @@ def _check_optimizer(config: Config) -> None:
 
 def _check_model(config: Config) -> None:
     """Raise ValueError for options that a model of this package does not take. It is made without memory."""
+    made = pkgutil.resolve_name(config["model"]["_target_"])
+    if isinstance(made, type):  # a function could make anything
+        _require_kind(made, LightningModule, "model", config["model"])
     made_of = [node["_target_"] for path, node in targets(config["model"]) if path in ("", "model")]
     # A model of the user's may load weights, or need another device.
     if not all(str(name).startswith("lightning_dp.") for name in made_of):
@@ -159,7 +164,7 @@ def _check_model(config: Config) -> None:
 
 def _check_data(data: Any, config: Config, world_size: int) -> None:
     """Raise an error if the data cannot be used. Download it if requested."""
-    _require_kind(data, LightningDataModule, "data", config["data"])
+    _require_kind(type(data), LightningDataModule, "data", config["data"])
     if config["test"] and type(data).test_dataloader is LightningDataModule.test_dataloader:
         raise ValueError(f"{type(data).__name__} has no test_dataloader; use test=false")
     if isinstance(data, ImageDataModule):

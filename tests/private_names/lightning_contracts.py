@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import tempfile
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -199,21 +200,56 @@ def check_the_means_of_an_epoch_are_known_before_they_are_logged() -> None:
 
 
 class Restarts(Callback):
-    """Lets the loader begin again in epoch 3."""
+    """Lets the loader begin again in epoch 1, and saves a checkpoint within epoch 0 and one at its end."""
+
+    def __init__(self, folder: str) -> None:
+        self.within, self.at_end = f"{folder}/within.ckpt", f"{folder}/end.ckpt"
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
-        lightning_names.restart_loader(trainer, 3)
+        lightning_names.restart_loader(trainer, 1)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 1:
+            trainer.save_checkpoint(self.within)
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.at_end)
+
+
+def epochs_in_which_a_loader_begins(checkpoint: str) -> list[int]:
+    """Continue from a checkpoint of `Restarts` for one epoch."""
+    images = torch.ones(2, 1)
+    loader = DataLoader(images, sampler=DistributedSampler(images, 1, 0))
+    begun = []
+    get_iterator = loader._get_iterator
+    loader._get_iterator = lambda: begun.append(loader.sampler.epoch) or get_iterator()  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory() as folder:
+        restarts = Restarts(folder)
+        trainer(max_epochs=1, callbacks=[restarts]).fit(Net(), torch.ones(2, 1, 1))
+        path = getattr(restarts, checkpoint)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
+            trainer(max_epochs=2, callbacks=[restarts]).fit(Net(), loader, ckpt_path=path)
+    return begun
 
 
 FitLoop = type(trainer().fit_loop)
 
 
 @contract(FitLoop, "_data_fetcher", lambda patch: patch.setattr(FitLoop, "_data_fetcher", property(), raising=False))
-def check_a_loader_begins_again_in_an_epoch() -> None:
-    images = torch.ones(2, 1)
-    loader = DataLoader(images, sampler=DistributedSampler(images, 1, 0))
-    begun = []
-    get_iterator = loader._get_iterator
-    loader._get_iterator = lambda: begun.append(loader.sampler.epoch) or get_iterator()  # type: ignore[method-assign]
-    trainer(max_epochs=1, callbacks=[Restarts()]).fit(Net(), loader)
-    assert begun == [0, 3]
+def check_a_loader_begins_again_in_the_epoch_of_a_checkpoint() -> None:
+    assert epochs_in_which_a_loader_begins("within")[:2] == [0, 1]
+
+
+STILL_RESUMES = property(lambda loop: True, lambda loop, value: None)
+
+
+@contract(
+    Loop,
+    "_resuming_from_checkpoint",
+    lambda patch: patch.setattr(Loop, "_resuming_from_checkpoint", STILL_RESUMES, raising=False),
+    is_needed=hasattr(Loop, "is_resuming"),  # without it, Lightning lets the loader begin again anyway
+)
+def check_a_loader_begins_again_in_the_epoch_after_a_checkpoint() -> None:
+    assert epochs_in_which_a_loader_begins("at_end") == [0, 1]

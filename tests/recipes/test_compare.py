@@ -219,5 +219,7 @@ def test_the_search_with_optuna_composes():
     from tests.recipes.conftest import ROOT
 
     with initialize_config_dir(str(ROOT / "conf"), **VERSION_BASE):
-        config = compose("train", ["hparams_search=optuna"], return_hydra_config=True)
+        overrides = ["hparams_search=optuna", "optimized_metric=val/loss", "optimized_mode=min"]
+        config = compose("train", overrides, return_hydra_config=True)
+    assert config.hydra.sweeper.direction == "minimize"
     assert OmegaConf.to_container(config.hydra.sweeper.params) == {"optim.lr": "tag(log, interval(0.01, 0.5))"}

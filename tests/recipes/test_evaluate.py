@@ -10,7 +10,8 @@ import torch
 from omegaconf import OmegaConf
 
 from lightning_dp.models import Classifier
-from lightning_dp.runs.evaluate import check_weights, evaluate, main
+from lightning_dp.runs.command_line import message_of
+from lightning_dp.runs.evaluate import check_weights, config_of_run, evaluate, main
 from tests.recipes.conftest import TINY, metrics
 from tests.recipes.in_process import tiny, train
 
@@ -51,6 +52,26 @@ def test_another_model_is_one_line(run_dir, monkeypatch):
     monkeypatch.setattr("sys.argv", ["evaluate.py", checkpoint, "model.model.num_classes=9"])
     with pytest.raises(SystemExit, match=r"error: \S+ holds another model than .*: size mismatch .*\(and 1 more such"):
         main()
+
+
+def test_an_argument_that_the_run_did_not_give_is_added(run_dir):
+    """As the error for an unknown key says."""
+    checkpoint = run_dir / "checkpoints" / "last.ckpt"
+    with pytest.raises(Exception, match="eval_batch_size") as found:
+        evaluate(checkpoint, ["data.eval_batch_size=3"])
+    assert "write +data.eval_batch_size=..." in message_of(found.value)
+    assert config_of_run(checkpoint, ["+data.eval_batch_size=3", "data.batch_size=8"]).data.eval_batch_size == 3
+    assert evaluate(checkpoint, ["+data.eval_batch_size=3"]).keys() == {"test/acc", "test/acc5", "test/loss"}
+    with pytest.raises(ValueError, match="data.bach_size is not an argument"):
+        evaluate(checkpoint, ["+data.bach_size=3"])
+    for nothing in ("+other=1", "+callbacks.other=1", "+data=1"):
+        with pytest.raises(ValueError, match="has no effect|chooses a file"):
+            evaluate(checkpoint, [nothing])
+
+
+def test_a_checkpoint_without_a_run_folder_is_named():
+    with pytest.raises(FileNotFoundError, match=r"there is no /\.hydra/config\.yaml; .* use --own"):
+        config_of_run(Path("/last.ckpt"), [])
 
 
 def test_a_run_folder_of_somebody_else_need_not_be_trusted(run_dir, tmp_path, monkeypatch, capsys):

@@ -49,3 +49,16 @@ def test_what_it_lacks_is_named(tmp_path):
     assert validate(own(tmp_path, "NoTest") | {"test": False}) == 1
     with pytest.raises(ValueError, match="must make a LightningDataModule"):
         validate(own(tmp_path, "Kill", after_steps=1))
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("data", "LightningDataModule"), ("callbacks.other", "Callback"), ("model", "LightningModule")],
+)
+def test_an_object_of_lightnings_other_package_is_named(tmp_path, path, name):
+    """Its class has the same name, and the Trainer refuses it."""
+    pytest.importorskip("lightning")
+    config = OmegaConf.create(own(tmp_path, batch_size=8))
+    OmegaConf.update(config, path, {"_target_": f"lightning.pytorch.{name}"}, merge=False)
+    with pytest.raises(ValueError, match=f"{path}.* a {name} of pytorch_lightning, .* not of lightning.pytorch"):
+        validate(OmegaConf.to_container(config) | {"test": False})

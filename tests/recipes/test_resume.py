@@ -145,16 +145,18 @@ class Draws(Callback):
         torch.rand(trainer.current_epoch + 1)
 
 
-def test_what_a_callback_draws_when_an_epoch_begins_leaves_the_order_of_the_images(tmp_path):
-    """The workers have been given the order of a continued epoch before the callback's turn."""
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("reload", [0, 1])
+def test_what_a_callback_draws_when_an_epoch_begins_leaves_the_order_of_the_images(tmp_path, num_workers, reload):
+    """The loader, which may be made again, begins the epoch after the callback's turn, also in a continued run."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    data = {"_target_": "tests.recipes.pieces.JitterData", "num_workers": 2}
+    data = {"_target_": "tests.recipes.pieces.JitterData", "num_workers": num_workers}
     for run_dir, *options in (
         (whole, "trainer.max_epochs=2"),
         (cut, "trainer.max_epochs=1"),
         (cut, "trainer.max_epochs=2", f"ckpt_path={last(cut)}"),
     ):
-        config = own_loop(run_dir, *options) | {"data": data}
+        config = own_loop(run_dir, *options, f"+trainer.reload_dataloaders_every_n_epochs={reload}") | {"data": data}
         config["callbacks"]["draws"] = {"_target_": f"{__name__}.Draws"}
         train(config)
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
@@ -529,3 +531,9 @@ def test_a_folder_that_fsdp2_has_written_is_a_checkpoint_of_a_run(tmp_path):
     torch.save({"global_step": 3, "loops": {}, "lr_schedulers": [], VERSION: "2.6.0"}, tmp_path / "meta.pt")
     require_complete(tmp_path)
     assert completed_steps(tmp_path) == 3
+
+
+def test_a_checkpoint_in_no_folder_has_no_rows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": {}, "global_step": 0}, "last.ckpt")
+    assert rows_before(Path("last.ckpt")) == []
