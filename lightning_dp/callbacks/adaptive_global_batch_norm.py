@@ -105,7 +105,7 @@ class AdaptiveGlobalBatchNorm(Callback):
         self._checked_batch = False  # whether the first batch was checked for single values
         self._statistics_group: dist.ProcessGroup | None = None
         self._batch_size_group: dist.ProcessGroup | None = None
-        self._undo: Callable[[], None] = lambda: None  # a change of the Trainer's loop
+        self._undo: Callable[[], None] | None = None  # a change of the Trainer's loop
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -306,7 +306,6 @@ class AdaptiveGlobalBatchNorm(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # Lightning does not call `teardown` after an exception. The process groups stay: collectives may be in flight.
         self._revert(trainer, pl_module)
-        self._undo()
         # The ranks may have failed at different places, so that a later average could wait for some of them.
         self._ranks_differ = False
         self._awaited = None
@@ -316,13 +315,15 @@ class AdaptiveGlobalBatchNorm(Callback):
         if stage != "fit":
             return
         self._revert(trainer, pl_module)
-        self._undo()
         destroy_group(self._statistics_group)
         destroy_group(self._batch_size_group)
         self._reset()
 
     def _revert(self, trainer: Any, pl_module: LightningModule) -> None:
         self._conversion.revert(pl_module, model_copies(trainer.callbacks, pl_module))
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
 
 
 # When statistics are global: functions without state.

@@ -94,6 +94,11 @@ class Profiler:
             if segment not in uses:
                 uses.append(segment)
 
+    def on_keep(self, value: Value) -> None:
+        """A value is kept whatever a plan says: an `autograd.Function` of somebody else has saved it."""
+        if value.number in self._place_of:
+            self.operations[self._place_of[value.number]].kind = Kind.FIXED
+
 
 def _timed(function: Any, args: Any, kwargs: Any, device: torch.device) -> tuple[Any, float]:
     if device.type == "cuda":

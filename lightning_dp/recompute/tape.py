@@ -147,7 +147,10 @@ class Tape(TorchDispatchMode):
             result, time_s = profiler.run(func, args, kwargs)
         outputs = self._add_outputs(func, args, outputs_of(result), call, changed)
         if profiler is not None:
-            profiler.on_call(self._number, key, kind, inputs, outputs, self._location.segment, time_s)
+            # What the tape cannot run again, a plan must not count on. A view costs nothing in any case.
+            runs_again = kind is Kind.VIEW or call is not None or (decision in _SAVES and not is_in_function_forward())
+            known = kind if runs_again else Kind.FIXED
+            profiler.on_call(self._number, key, known, inputs, outputs, self._location.segment, time_s)
         self._number += 1
         return result
 
@@ -285,6 +288,8 @@ class Tape(TorchDispatchMode):
             saved.num_uses += 1
             if self._profiler is not None and saved.value is not None:
                 self._profiler.on_pack(saved.value, self._location.segment)
+                if is_foreign:
+                    self._profiler.on_keep(root_of(saved.value))
             return saved
 
     def _save(self, tensor: Tensor, is_foreign: bool) -> Saved:

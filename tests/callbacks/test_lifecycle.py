@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -85,6 +86,18 @@ def test_a_second_fit_of_the_same_model_works():
     first, second = run_processes(2, train_twice)
     assert first[0] == [True, True]
     assert_same(first[1], second[1])
+
+
+@pytest.mark.parametrize("when", ["before a fit", "after a fit"])
+def test_a_launcher_can_send_it_to_new_processes(when):
+    """The strategies that spawn processes, such as ``"ddp_spawn"``, pickle the callbacks."""
+    callback = AdaptiveGlobalBatchNorm(max_batch_size=8, convergence=Plateau("train_loss"))
+    if when == "after a fit":
+        fit(1, callback, net=Net((1.0,)), strategy="auto")
+    sent = pickle.loads(pickle.dumps(callback))  # noqa: S301  our own
+    net, probe = Net((1.0,)), Probe()
+    fit(1, sent, probe, net=net, strategy="auto")
+    assert probe.is_global == [True] * STEPS
 
 
 class Failing(pl.Callback):

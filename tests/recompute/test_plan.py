@@ -12,7 +12,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from lightning_dp.recompute import RecomputePlan, apply_recompute, plan_recompute
+from lightning_dp.recompute import RecomputePlan, activation_bytes, apply_recompute, plan_recompute
 from lightning_dp.recompute.profile import Operation
 from lightning_dp.recompute.solvers import WINDOW, solve_graph
 from tests.recompute.counting import counted_step, differing, recomputed, state_of
@@ -219,3 +219,33 @@ def test_without_scipy_the_error_names_it(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", no_scipy)
     with pytest.raises(ModuleNotFoundError, match="needs SciPy: pip install scipy"):
         plan_recompute(build("residual"), IMAGES, 10**5)
+
+
+class TimesInput(torch.autograd.Function):
+    """Of a user: what it saves is kept."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.saved_tensors[0]
+
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, x):
+        return TimesInput.apply(torch.sigmoid(x * self.weight))
+
+
+def test_a_plan_does_not_count_on_dropping_what_a_function_of_the_user_saves():
+    model, x = nn.Sequential(*[Part() for _ in range(6)]), torch.randn(64, 64)
+    kept_bytes = activation_bytes(model, x).total_bytes
+    assert plan_recompute(model, x, kept_bytes).peak_bytes == kept_bytes
+    with pytest.raises(ValueError, match=f"is less than the {kept_bytes} bytes that a plan needs"):
+        plan_recompute(model, x, int(0.8 * kept_bytes))
