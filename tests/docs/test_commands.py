@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import re
 import runpy
 import shlex
@@ -242,4 +243,5 @@ def test_a_command_runs(command, tmp_path):
     else:
         shorter = [] if any(override.startswith("debug=") for override in overrides) else ["debug=default"]
         printed = run(tmp_path, script, *overrides, *shorter)
-        assert len(accuracies(printed)) == (6 if "--multirun" in overrides else 1)
+        sweeps = [override.partition("=")[2].split(",") for override in overrides if "--multirun" in overrides]
+        assert len(accuracies(printed)) == math.prod(map(len, sweeps))
