@@ -103,10 +103,9 @@ def sharded_cross_entropy(
     if margin is not None:
         layer = _of_unit_features(layer)
     _require_fitting(layer, target, weight)
-    target = target.long()  # in 8 bits without a sign, class 156 would be ignore_index=-100
-    counts = target != ignore_index
+    counts = target.long() != ignore_index  # in 8 bits without a sign, class 156 would be -100
     _require_classes(target, counts, layer.num_classes)
-    target = torch.where(counts, target, 0)
+    target = torch.where(counts, target.long(), 0)
     columns = _sampled_columns(layer, target[counts], sample_rate) if is_sampled else None
     settings = _Softmax(label_smoothing, weight, margin, chunk_bytes, columns)
     # Gradients of a sample are not in the rows in which its logits would be.
