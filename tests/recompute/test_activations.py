@@ -94,6 +94,26 @@ def test_arguments_are_a_tuple_and_another_method_may_be_meant():
     assert activation_bytes(Net(), (IMAGES, 2.0), method="step").total_bytes > 0
 
 
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 2 * dy * ctx.saved_tensors[0]
+
+
+class EndsWithFunction(nn.Linear):
+    def forward(self, x):
+        return Squared.apply(super().forward(x))
+
+
+def test_a_model_that_ends_with_a_function_of_the_user_keeps_its_graph():
+    assert activation_bytes(EndsWithFunction(4, 3), torch.ones(2, 4)).total_bytes == 4 * 2 * 3
+
+
 def test_a_model_without_a_graph_is_refused():
     with pytest.raises(ValueError, match="returned nothing that depends on a trainable parameter"):
         activation_bytes(build("residual").requires_grad_(False), IMAGES)
