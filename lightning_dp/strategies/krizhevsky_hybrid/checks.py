@@ -18,7 +18,13 @@ from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, Mult
 
 from lightning_dp._lightning import LightningModule
 from lightning_dp._private.lightning_names import pruned_layers
-from lightning_dp._private.torch_names import has_backward_hooks, has_forward_hooks, has_tensor_hooks, tree_leaves
+from lightning_dp._private.torch_names import (
+    has_backward_hooks,
+    has_forward_hooks,
+    has_tensor_hooks,
+    is_compiled_function,
+    tree_leaves,
+)
 from lightning_dp.strategies.base import (
     AVERAGING,
     ELEMENTWISE_OPTIMIZERS,
@@ -118,6 +124,11 @@ def check_head(module: nn.Module, head: nn.Module, head_name: str) -> None:
 def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_name: str, variable_batch: bool) -> None:
     """Raise ValueError if the module or the Trainer has something that does not work with a sharded head."""
     check_head(module, head, head_name)
+    if is_compiled_function(getattr(module, "head_step", None)):
+        raise ValueError(
+            f"head_step is compiled, and calls the head {head_name!r}, in which {STRATEGY} exchanges activations; "
+            "compile the trunk, or the loss of the logits, alone"
+        )
     if variable_batch:
         _check_variable_batch(module, head_name)
     if any(getattr(each, _ALLOW_NO_BATCHES, False) for each in (module, trainer.datamodule)):
