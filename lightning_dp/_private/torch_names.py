@@ -109,6 +109,12 @@ def has_compiled_forward(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def is_compiled_function(function: Any) -> bool:
+    """Return whether ``function`` is what `torch.compile` has returned for one."""
+    is_wrapped = hasattr(function, "_torchdynamo_orig_callable")
+    return is_wrapped and not getattr(function, "_torchdynamo_disable", False)
+
+
 def has_forward_hooks(module: nn.Module) -> bool:
     """Return whether hooks run before or after this module's own ``forward``."""
     return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -6,6 +6,7 @@ import importlib
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -194,6 +195,32 @@ def check_a_module_compiled_in_place_is_recognized() -> None:
     assert not torch_names.has_compiled_forward(module)
     module.compile(backend="eager")
     assert torch_names.has_compiled_forward(module)
+
+
+def _without(attribute: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Return what takes an attribute from all functions that torch compiles, or keeps from being compiled."""
+
+    def remove(patch: pytest.MonkeyPatch) -> None:
+        for owner, name in ((torch, "compile"), (torch.compiler, "disable")):
+            patch.setattr(owner, name, partial(renamed, getattr(owner, name)))
+
+    def renamed(make: Any, *args: Any, **options: Any) -> Any:
+        made = make(*args, **options)
+        vars(made).pop(attribute, None)
+        return made
+
+    return remove
+
+
+@contract("torch", "_torchdynamo_orig_callable", remove=_without("_torchdynamo_orig_callable"))
+def check_a_compiled_function_is_recognized() -> None:
+    assert torch_names.is_compiled_function(torch.compile(len, backend="eager"))
+    assert not torch_names.is_compiled_function(len)
+
+
+@contract("torch", "_torchdynamo_disable", remove=_without("_torchdynamo_disable"))
+def check_a_function_that_is_not_to_be_compiled_is_recognized() -> None:
+    assert not torch_names.is_compiled_function(torch.compiler.disable(lambda: None))
 
 
 @contract(torch.amp.GradScaler, "_device")

@@ -190,6 +190,7 @@ def _split(
         for name, value in state_dict.items()
         if name in own_names or (isinstance(value, Tensor) and (value.data_ptr(), value.shape) in places)
     ]
+    _require_known(module, head, state_dict, names)
     local: State = {"parameters": {name: state_dict[name] for name in names}}
     rest = checkpoint | {"state_dict": {name: value for name, value in state_dict.items() if name not in names}}
     local["optimizer_states"] = []
@@ -208,6 +209,24 @@ def _split(
     if "optimizer_states" in checkpoint:
         rest["optimizer_states"] = rest_of_optimizers
     return rest, local
+
+
+def _require_known(module: LightningModule, head: ShardedHead, state_dict: State, names: Sequence[str]) -> None:
+    """Raise RuntimeError if the head may be among what ``state_dict`` holds beside ``names``, in another form.
+
+    Copies and nested dictionaries, for example: the file of rank 0 would hold its local shard, which is no checkpoint.
+    """
+    saved = {(state_dict[name].data_ptr(), state_dict[name].shape) for name in names}
+    of_head = head.names_in(module).items()
+    missing = [name for name, p in of_head if name not in names and (p.data_ptr(), p.shape) not in saved]
+    own = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    others = state_dict.keys() - names - {name for name, _ in own}
+    if missing and others:
+        raise RuntimeError(
+            f"the state_dict of {type(module).__name__} lacks {missing[0]} and has other keys ({min(others)!r}), which "
+            "may hold rank 0's local shard. With state_dict_type='sharded' it may give the head's tensors other "
+            "names, but must not copy, nest or join them; or use state_dict_type='full'"
+        )
 
 
 def _rows(blocks: Sequence[Tensor], begin: int, end: int) -> Tensor:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import logging
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import zip_longest
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,7 +21,13 @@ from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, Mult
 
 from lightning_dp._lightning import LightningModule
 from lightning_dp._private.lightning_names import pruned_layers
-from lightning_dp._private.torch_names import has_backward_hooks, has_forward_hooks, has_tensor_hooks, tree_leaves
+from lightning_dp._private.torch_names import (
+    has_backward_hooks,
+    has_forward_hooks,
+    has_tensor_hooks,
+    is_compiled_function,
+    tree_leaves,
+)
 from lightning_dp.strategies.base import (
     AVERAGING,
     ELEMENTWISE_OPTIMIZERS,
@@ -118,6 +127,11 @@ def check_head(module: nn.Module, head: nn.Module, head_name: str) -> None:
 def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_name: str, variable_batch: bool) -> None:
     """Raise ValueError if the module or the Trainer has something that does not work with a sharded head."""
     check_head(module, head, head_name)
+    if is_compiled_function(getattr(module, "head_step", None)):
+        raise ValueError(
+            f"head_step is compiled, and calls the head {head_name!r}, in which {STRATEGY} exchanges activations; "
+            "compile the trunk, or the loss of the logits, alone"
+        )
     if variable_batch:
         _check_variable_batch(module, head_name)
     if any(getattr(each, _ALLOW_NO_BATCHES, False) for each in (module, trainer.datamodule)):
@@ -300,25 +314,41 @@ def no_counting(module: LightningModule, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def nothing_recorded(module: LightningModule) -> Iterator[None]:
-    """Leave logged values, metrics and buffers of ``module`` as they are, whatever ``head_step`` does within."""
-    before = [
-        (part, name, buffer, buffer.clone())
-        for part in module.modules()
-        for name, buffer in part.named_buffers(recurse=False)
-    ]
-    with ExitStack() as stack:
-        stack.enter_context(replaced(module, "log", _record_nothing))
-        for _, metric in _metrics(module):
-            stack.enter_context(replaced(metric, "update", _record_nothing))
-            stack.enter_context(replaced(metric, "forward", _record_nothing))
+    """Log nothing, and leave what ``module`` keeps as it is, whatever ``head_step`` does within.
+
+    That is buffers, metrics, and all other attributes, as counters and lists, and Python's random numbers.
+    """
+    with ExitStack() as undo:
+        undo.callback(random.setstate, random.getstate())
+        undo.callback(np.random.set_state, np.random.get_state())
+        seen: set[int] = set()
+        for part in {*module.modules(), *(metric for _, metric in _metrics(module))}:
+            _restore_later(vars(part), undo, seen)
+            for buffer in part.buffers(recurse=False):  # a scripted part keeps them elsewhere
+                _restore_later(buffer, undo, seen)
+        undo.enter_context(replaced(module, "log", lambda *_, **__: None))
         yield
-    for part, name, buffer, values in before:
-        buffer.data.copy_(values)  # past autograd, which may need the buffer for the backward of the loss
-        setattr(part, name, buffer)
 
 
-def _record_nothing(*_: Any, **__: Any) -> Tensor:
-    return torch.zeros(())  # in place of the value of a metric
+def _restore_later(value: Any, undo: ExitStack, seen: set[int]) -> None:
+    """Have ``undo`` give a tensor, a list or a dictionary, and those in it, the content that they have now."""
+    if id(value) in seen or isinstance(value, nn.Parameter):
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        # torch lets nobody write to expanded tensors, nor to those of inference mode.
+        if value.layout == torch.strided and 0 not in value.stride() and not value.is_inference():
+            # Past autograd, which may need the tensor for the backward of the loss.
+            undo.callback(value.data.copy_, value.detach().clone())
+    elif type(value) in (list, deque):
+        undo.callback(value.extend, list(value))
+        undo.callback(value.clear)
+    elif type(value) in (set, dict, OrderedDict, defaultdict, Counter):
+        undo.callback(value.update, value.copy())
+        undo.callback(value.clear)
+    if isinstance(value, dict | list | deque | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            _restore_later(each, undo, seen)
 
 
 def _metrics(module: nn.Module) -> Iterator[tuple[str, Metric]]:

@@ -40,6 +40,7 @@ from lightning_dp._private.torch_names import (
     is_in_backward,
     scaler_device,
     stop_ignoring_in_ddp,
+    tree_map_only,
 )
 from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.collectives.groups import OnStage, create_groups, destroy_group, unbound_default_group
@@ -404,8 +405,11 @@ class HybridFitState(SharedOnDeepcopy):
         # A module may give its parameters other names in its state_dict, or leave some out.
         with self._state_dict_hooks.returning(values):
             state = state_dict()
-        # It may also list its parameters themselves, past the hooks.
-        return state | {name: values[p] for name, p in head.names_in(self._module).items() if name in state}
+        state |= {name: values[p] for name, p in head.names_in(self._module).items() if name in state}
+        # It may also list its parameters themselves, past the hooks. Under other names they are known by their memory.
+        by_place = {(p.data_ptr(), p.shape): value for p, value in values.items()}
+        found: State = tree_map_only(Tensor, lambda each: by_place.get((each.data_ptr(), each.shape), each), state)
+        return found
 
     def optimizer_state(self, optimizer: Optimizer, state: State) -> State:
         """Return an optimizer's state for a checkpoint, like `module_state`. All ranks must call it."""

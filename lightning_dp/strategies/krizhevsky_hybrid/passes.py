@@ -80,6 +80,7 @@ class HeadPasses(SharedOnDeepcopy):
         self.exchange = FeatureExchange(channel)
         self.num_calls = 0  # calls of the head, in passes and outside
         self.num_steps = 0  # calls of `step`
+        self._num_training_steps = 0
         self.gradient_memory: dict[Tensor, Tensor] = {}
         self._results: list[Any] = []  # nodes of the graph: what this training step has got from the head
         self._after_trunk: AfterTrunk | None = None  # of this training step, until a call of the head takes it
@@ -131,20 +132,19 @@ class HeadPasses(SharedOnDeepcopy):
                 multiplied by another factor than ``only_factor``. See also `StepArguments`.
         """
         is_first = self.num_steps == 0
-        is_compared = (self.num_steps + 1).bit_count() == 1  # 1, 2, 4, 8, ...: an augmentation may begin later
+        is_compared = self._compares_losses
         own = StepArguments(arguments, len(features))
         sizes, seed = self.exchange.exchange_batch_sizes(features, own.tensors, own.constants, needs_seed=True)
         own.gather(self.exchange, sizes)
 
-        def probe(part: SubPass, x: Tensor) -> Tensor:
-            # Another sign, so that also a loss of normalized features changes; and larger, so that it changes much.
+        def loss_instead(part: SubPass, x: Tensor) -> Tensor:
             with probing():
-                return head_step(-3 * x.detach(), own.of_pass(part))
+                return head_step(x, own.of_pass(part)).detach()
 
         def loss_of(part: SubPass, x: Tensor) -> Tensor:
             loss = _require_number(head_step(x, own.of_pass(part)))
             if is_compared:
-                self._require_same_loss(loss, lambda: probe(part, x))
+                self._require_same_loss(loss, x, partial(loss_instead, part))
             _require_no_part(loss, others or {})
             return loss
 
@@ -165,6 +165,12 @@ class HeadPasses(SharedOnDeepcopy):
         receivers = self.head.parameters if after_trunk is None else [after_trunk.token]
         return self._remembered(_HandOut.apply(result, check_factor, after_trunk, features, *receivers))
 
+    @property
+    def _compares_losses(self) -> bool:
+        """Whether the ranks compare the losses of this call of `step`: 1, 2, 4, 8, ..., as mistakes may begin late."""
+        # By calls and by training steps, because a training step may have several calls, or none.
+        return 1 in ((self.num_steps + 1).bit_count(), self._num_training_steps.bit_count())
+
     def _take_after_trunk(self) -> AfterTrunk | None:
         """Return what makes the gradients of the head's parameters come after the trunk's, for one call of the head."""
         if not torch.is_grad_enabled():
@@ -180,6 +186,7 @@ class HeadPasses(SharedOnDeepcopy):
             ValueError: see `compare_first_factor`.
         """
         self.compare_first_factor()
+        self._num_training_steps += 1
         self._results.clear()
         require_unchanged(module, self.head)
         self._after_trunk = AfterTrunk(self.head.parameters)
@@ -249,7 +256,7 @@ class HeadPasses(SharedOnDeepcopy):
                 f"{CHUNK_BYTES / 2**20:.0f} MB of logits"
             )
 
-    def _require_same_loss(self, loss: Tensor, loss_of_other_features: Callable[[], Tensor]) -> None:
+    def _require_same_loss(self, loss: Tensor, features: Tensor, loss_of: Callable[[Tensor], Tensor]) -> None:
         """Raise ValueError if ``head_step`` has used data that differs between ranks. All ranks must call it.
 
         Every rank runs it with the same samples, so its result can differ only by what it uses beside its arguments:
@@ -266,9 +273,11 @@ class HeadPasses(SharedOnDeepcopy):
         losses = self.head.control.all_gather("loss of a pass", loss.detach().double())
         if _is_same(losses, loss.dtype):
             return
-        with torch.no_grad():
-            change = loss.detach().double() - loss_of_other_features().double()
-        changes = self.head.control.all_gather("change of the loss", change)
+        for others in _other_features(features):
+            change = loss.detach().double() - loss_of(others).double()
+            changes = self.head.control.all_gather("change of the loss", change)
+            if changes.isfinite().all():
+                break
         if not _is_same(changes, loss.dtype, scale=losses.abs().max().item()):
             raise ValueError(_different_losses(losses))
         if not self._has_warned_of_weights:
@@ -278,6 +287,16 @@ class HeadPasses(SharedOnDeepcopy):
                 "wrong gradients. The logged loss contains this rank's part of the penalty only"
             )
             self._has_warned_of_weights = True
+
+
+def _other_features(features: Tensor) -> Iterator[Tensor]:
+    """Yield features to compare the loss of ``features`` with, the second for a loss that is NaN with the first."""
+    # As those of a pass, they may need a gradient, which head_step may take, and are no leaf, so it may change them.
+    x = features.detach().requires_grad_(features.requires_grad)
+    # Another sign, so that also a loss of normalized features changes; and larger, so that it changes much.
+    yield -3 * x
+    # Positive numbers stay positive, for a logarithm or a root, and probabilities stay below 1.
+    yield 0.5 * x.flip(tuple(range(1, x.dim())))
 
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}

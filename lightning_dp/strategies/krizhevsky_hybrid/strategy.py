@@ -280,6 +280,8 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         checkpoint_path = complete_files.existing(checkpoint_path)
         module = self.lightning_module
         is_fit = module is not None and module.trainer.state.fn == "fit"
+        if module is not None and self._fitting is None:  # else torch names sizes that do not match, and no remedy
+            checks.require_whole(module, self._options.head)
         with complete_files.naming_checkpoint(checkpoint_path):
             if files.is_sharded(checkpoint_path):
                 parts = (0, 1) if self._fitting is None else (self.global_rank, self.world_size)

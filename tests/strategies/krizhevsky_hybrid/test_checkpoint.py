@@ -279,6 +279,13 @@ def test_a_whole_checkpoint_can_be_loaded_while_fitting():
         assert_same(result, dict(StepNet().state_dict()), 0.0)
 
 
+class Listed(StepNet):
+    """The same for parameters that it lists itself, past the hooks of `torch.nn.Module.state_dict`."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {f"net.{name}": value for name, value in self.named_parameters()}
+
+
 class Renamed(StepNet):
     """Its checkpoints give the head other names, so that another program can load them."""
 
@@ -286,19 +293,42 @@ class Renamed(StepNet):
         return {f"net.{name}": value for name, value in super().state_dict(*args, **kwargs).items()}
 
 
-def _renamed(rank: int, world_size: int, folder: str, state_dict_type: Any) -> None:
+class Nested(StepNet):
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {"net": super().state_dict(*args, **kwargs)}
+
+
+class Halved(StepNet):
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {f"net.{name}": value.half() for name, value in super().state_dict(*args, **kwargs).items()}
+
+
+def _saved_by(rank: int, world_size: int, net: type[StepNet], folder: str, state_dict_type: Any) -> None:
     strategy = KrizhevskyHybridStrategy(state_dict_type=state_dict_type)
     runner = trainer(strategy, world_size, use_distributed_sampler=False, **_saving(folder))
-    runner.fit(Renamed(), batches(rank, world_size))
+    runner.fit(net(), batches(rank, world_size))
 
 
+def _refused(rank: int, net: type[StepNet], folder: str) -> str:
+    with pytest.raises(RuntimeError) as error:
+        _saved_by(rank, 2, net, folder, "sharded")
+    return str(error.value)
+
+
+@pytest.mark.parametrize("net", [Nested, Halved])
+def test_a_sharded_checkpoint_without_the_head_in_a_known_form_is_refused(tmp_path, net):
+    for text in run_processes(2, _refused, net, str(tmp_path)):
+        assert f"the state_dict of {net.__name__} lacks head.1.weight and has other keys ('net" in text
+
+
+@pytest.mark.parametrize("net", [Renamed, Listed])
 @pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
-def test_a_head_under_other_names_is_saved_as_a_whole(tmp_path, state_dict_type):
-    run_processes(4, _renamed, 4, str(tmp_path), state_dict_type)
+def test_a_head_under_other_names_is_saved_as_a_whole(tmp_path, state_dict_type, net):
+    run_processes(4, _saved_by, 4, net, str(tmp_path), state_dict_type)
     path = tmp_path / f"step={STEPS}.ckpt"
     if state_dict_type == "sharded":
         consolidate_checkpoint(path, tmp_path / "whole.ckpt")
         path = tmp_path / "whole.ckpt"
-    module = Renamed()
+    module = net()
     trainer("auto", 1).fit(module, all_batches(4))
     assert_same(torch.load(path, weights_only=True)["state_dict"], module.state_dict(), 1e-9)

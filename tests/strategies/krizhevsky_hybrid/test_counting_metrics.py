@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
 import torchmetrics
 from torch import Tensor
@@ -195,6 +198,8 @@ class Penalized(StepNet):
         self.accuracy = classification.MulticlassAccuracy(CLASSES, average="micro")
         self.collection = torchmetrics.MetricCollection([classification.MulticlassAccuracy(CLASSES, average="macro")])
         self.register_buffer("center", torch.zeros(6, dtype=torch.float64))
+        self.calls, self.costs = 0, {"train": [torch.zeros(())]}
+        self.kept = torch.zeros(())  # no buffer
 
     def head_step(self, features: Tensor, target: Tensor) -> Tensor:
         logits = self.head(features)
@@ -203,22 +208,31 @@ class Penalized(StepNet):
         self.collection(logits, target)
         self.log_dict({"cost": cost.detach(), "accuracy": self.accuracy}, on_step=False, on_epoch=True, sync_dist=True)
         self.center = 0.9 * self.center + 0.1 * features.detach().mean(0)
+        self.calls += 1
+        self.kept += random.random() + np.random.rand()
+        self.costs["train"].append(cost.detach())
+        features.register_hook(lambda gradient: gradient)
+        (slope,) = torch.autograd.grad(cost, features, create_graph=True)
+        cost = cost + slope.square().sum()
         return cost + 1e-2 * sum(p.square().sum() for p in self.head.parameters())
 
 
 def _recorded(loader: Any, strategy: Any, world_size: int) -> dict[str, Tensor]:
+    pl.seed_everything(1)
     module = Penalized()
     runner = trainer(strategy, world_size, use_distributed_sampler=False)
     runner.fit(module, loader)
-    return {**runner.callback_metrics, **module.collection.compute(), "center": module.center}
+    own = {"center": module.center, "costs": torch.stack(module.costs["train"]), "kept": module.kept}
+    own["calls"] = torch.tensor(module.calls)
+    return {**runner.callback_metrics, **module.collection.compute(), **own}
 
 
 def _recorded_on_rank(rank: int) -> dict[str, Tensor]:
     return _recorded(batches(rank, 2, 2), KrizhevskyHybridStrategy(), 2)
 
 
-def test_a_penalty_on_weights_leaves_metrics_logs_and_buffers_as_in_one_process():
+def test_a_penalty_on_weights_leaves_what_is_logged_and_kept_as_in_one_process():
     expected = _recorded(all_batches(2, 2), "auto", 1)
-    assert len(expected) == 4
+    assert len(expected) == 7
     for actual in run_processes(2, _recorded_on_rank):
         assert_same(actual, expected, 1e-6)

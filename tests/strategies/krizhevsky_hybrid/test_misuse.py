@@ -248,13 +248,37 @@ class LaterDataOnSelf(DataOnSelf):
         return step(features, target)
 
 
-def _later(rank: int) -> list[str]:
-    return errors_of(rank, [LaterDataOnSelf], ValueError)
+class InFirstOfTwoCalls(LaterDataOnSelf):
+    """The same in a module of which each step has two calls, of which only the first uses the data."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first = super().training_step(batch, batch_idx)
+        self.weights = torch.ones(99, dtype=torch.float64)
+        return first + self.head_step(2 * self.trunk(batch[0]), batch[1])
 
 
-def test_data_of_one_rank_that_comes_after_a_few_steps_is_found_in_one_of_the_next():
-    for (text,) in run_processes(2, _later):
-        assert "head_step returns different losses on the ranks for the same samples" in text
+class OfRoots(DataOnSelf):
+    """With features of another sign the loss is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk.append(nn.Sigmoid())
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        return super().head_step(features.sqrt(), target)
+
+
+DATA_OF_ONE_RANK = (LaterDataOnSelf, InFirstOfTwoCalls, OfRoots)
+
+
+def _data_of_one_rank(rank: int) -> list[str]:
+    return errors_of(rank, DATA_OF_ONE_RANK, ValueError)
+
+
+def test_data_of_one_rank_is_found_in_a_later_step_in_one_of_two_calls_and_where_features_are_positive():
+    for said in run_processes(2, _data_of_one_rank):
+        for text in said:
+            assert "head_step returns different losses on the ranks for the same samples" in text
 
 
 def _variable(rank: int) -> list[str]:

@@ -198,6 +198,24 @@ def test_a_compiled_head():
     check(module)
 
 
+class CompiledStep(StepNet):
+    head_step = torch.compile(StepNet.head_step)
+
+
+class EagerStep(StepNet):
+    head_step = torch.compiler.disable(StepNet.head_step)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_head_step():
+    in_init = StepNet()
+    in_init.head_step = torch.compile(in_init.head_step)
+    for module in (in_init, CompiledStep()):
+        with pytest.raises(ValueError, match="head_step is compiled.*compile the trunk, or the loss"):
+            check(module)
+    check(EagerStep())
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("how", ["compile()", "torch.compile", "torch.jit.script", "itself"])
 def test_a_compiled_module_around_the_head_is_named(how):

@@ -50,6 +50,8 @@ def _fit(rank: int, world_size: int, folder: str, ckpt_path: str | None, epochs:
         with pytest.raises(ValueError, match="leaves one rank's local shard there"):
             use(module, loader)
     with pytest.raises(ValueError, match="leaves one rank's local shard there"):
+        runner.predict(module, loader, ckpt_path="best", weights_only=True)
+    with pytest.raises(ValueError, match="leaves one rank's local shard there"):
         runner.save_checkpoint(Path(folder, "after.ckpt"))
     return sum(p.numel() for p in module.head.parameters())
 
