@@ -78,6 +78,10 @@ class RecomputePlan(Policy):
         return CheckpointPolicy.PREFER_SAVE if level == 0 else CheckpointPolicy.PREFER_RECOMPUTE
 
     @override
+    def plans_to_keep(self, key: str) -> bool:
+        return self.levels.get(key) == 0
+
+    @override
     def holds(self, num_bytes: int, kept_bytes: int, spare_bytes: int) -> bool:
         return True  # the plan has weighed it
 

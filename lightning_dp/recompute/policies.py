@@ -57,6 +57,10 @@ class Policy(ABC):
             key: of the call: module, operator, and how often that module has called that operator before.
         """
 
+    def plans_to_keep(self, key: str) -> bool:
+        """Return whether to keep the output of this call of an operator, whether or not autograd will ask for it."""
+        return False
+
     def holds(self, num_bytes: int, kept_bytes: int, spare_bytes: int) -> bool:
         """Return whether to hold what an output can be computed again from, in place of the output.
 

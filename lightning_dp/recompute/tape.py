@@ -106,6 +106,7 @@ class Tape(TorchDispatchMode):
         self._number = 0
         self._pause = _Pause()
         self._is_recording = False
+        self._planned: list[Saved] = []  # what a plan keeps, until autograd has it
         self.dropped_bytes = 0
         """What autograd has asked for and is not kept."""
         self._source_bytes = 0
@@ -122,6 +123,7 @@ class Tape(TorchDispatchMode):
                 yield
         finally:
             self._memories.clear()
+            self._planned.clear()
 
     # What runs, operator by operator.
 
@@ -145,7 +147,15 @@ class Tape(TorchDispatchMode):
             result = func(*args, **kwargs)
         else:
             result, time_s = profiler.run(func, args, kwargs)
-        outputs = self._add_outputs(func, args, outputs_of(result), call, changed)
+        results = outputs_of(result)
+        outputs = self._add_outputs(func, args, results, call, changed)
+        if is_kept and kind is not Kind.VIEW and not changed and self._policy.plans_to_keep(key):
+            # The model may drop it before autograd asks for something that the plan computes from it.
+            self._planned += [
+                value.save().hold(detach_with_version(tensor))
+                for value, tensor in zip(outputs, results, strict=True)
+                if value is not None and not value.is_small
+            ]
         if profiler is not None:
             # What the tape cannot run again, a plan must not count on. A view costs nothing in any case.
             runs_again = kind is Kind.VIEW or call is not None or (decision in _SAVES and not is_in_function_forward())

@@ -110,14 +110,14 @@ def config_of_run(checkpoint: Path, overrides: list[str]) -> DictConfig:
     config.run_dir = str(run_dir)
     config.merge_with_dotlist([text for text in overrides if not text.startswith("+")])
     OmegaConf.set_struct(config, False)
-    config.merge_with_dotlist([text.removeprefix("+") for text in overrides if text.startswith("+")])
+    config.merge_with_dotlist([text.lstrip("+") for text in overrides if text.startswith("+")])
     return config
 
 
 def check_overrides(overrides: list[str]) -> None:
     """Raise ValueError for a change to the configuration in a run folder that is none, or that nothing would read."""
     for text in overrides:
-        key, sign, _ = text.removeprefix("+").partition("=")
+        key, sign, _ = text.lstrip("+").partition("=")  # ``++`` adds or changes
         if not sign:
             raise ValueError(f"{text} is no override; write KEY=VALUE")
         if key in READ:

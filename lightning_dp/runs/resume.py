@@ -346,10 +346,21 @@ class SeedEachEpoch(Callback):
         self._seed_generators(0)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the iterator of a run that continues be made again: it was made for epoch 0."""
+        """Let the iterator of a run that continues be made again: it was made for epoch 0. Seed before each loader."""
         if self._first_epoch > 0:
             self._seed_generators(self._first_epoch)
             restart_loader(trainer, self._first_epoch)
+        # With reload_dataloaders_every_n_epochs, what makes the loader of an epoch draws, and so do its workers. No
+        # hook is right before it: the module's `on_train_start` and `on_train_epoch_end` follow those of callbacks.
+        loop: Any = trainer.fit_loop
+        set_up_data = loop.setup_data
+
+        def seed_and_set_up() -> None:
+            if trainer.current_epoch > 0:
+                self._seed_generators(trainer.current_epoch)
+            set_up_data()
+
+        loop.setup_data = seed_and_set_up
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do the same in later epochs. That of epoch 0 has been made by now."""
@@ -360,10 +371,6 @@ class SeedEachEpoch(Callback):
         """Seed the generators at the first batch of an epoch: not all epochs draw as much before it."""
         if batch_idx == 0:
             self._seed_generators(trainer.current_epoch)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Seed the generators for what makes the loader of the next epoch, with reload_dataloaders_every_n_epochs."""
-        self._seed_generators(trainer.current_epoch + 1)
 
     def _seed_generators(self, epoch: int) -> None:
         seed = derive_seed(self._seed, epoch)

@@ -61,6 +61,7 @@ def test_an_argument_that_the_run_did_not_give_is_added(run_dir):
         evaluate(checkpoint, ["data.eval_batch_size=3"])
     assert "write +data.eval_batch_size=..." in message_of(found.value)
     assert config_of_run(checkpoint, ["+data.eval_batch_size=3", "data.batch_size=8"]).data.eval_batch_size == 3
+    assert config_of_run(checkpoint, ["++data.eval_batch_size=3", "++data.batch_size=8"]).data.batch_size == 8
     assert evaluate(checkpoint, ["+data.eval_batch_size=3"]).keys() == {"test/acc", "test/acc5", "test/loss"}
     with pytest.raises(ValueError, match="data.bach_size is not an argument"):
         evaluate(checkpoint, ["+data.bach_size=3"])

@@ -32,6 +32,7 @@ from lightning_dp.runs.train import build
 from tests.ranks import RankError, run_processes
 from tests.recipes.conftest import metrics
 from tests.recipes.in_process import tiny, train, train_rank
+from tests.recipes.pieces import TwoOptimizers
 
 SETTINGS = ("trainer.devices=2", "seed=2", "strategy=layered_sgd_single", "callbacks=agbn")
 
@@ -159,6 +160,28 @@ def test_what_a_callback_draws_when_an_epoch_begins_leaves_the_order_of_the_imag
         config = own_loop(run_dir, *options, f"+trainer.reload_dataloaders_every_n_epochs={reload}") | {"data": data}
         config["callbacks"]["draws"] = {"_target_": f"{__name__}.Draws"}
         train(config)
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
+
+
+class DrawingModule(TwoOptimizers):
+    """Its hooks come after those of all callbacks."""
+
+    def on_train_start(self):
+        torch.rand(1)
+
+    def on_train_epoch_end(self):
+        torch.rand(2)
+
+
+def test_what_a_module_draws_between_epochs_leaves_the_images_of_a_loader_that_is_made_again(tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for run_dir, *options in (
+        (whole, "trainer.max_epochs=3"),
+        (cut, "trainer.max_epochs=1"),
+        (cut, "trainer.max_epochs=3", f"ckpt_path={last(cut)}"),
+    ):
+        config = own_loop(run_dir, *options, "+trainer.reload_dataloaders_every_n_epochs=1")
+        train(config | {"model": {"_target_": f"{__name__}.DrawingModule"}})
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
 
 

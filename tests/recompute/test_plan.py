@@ -249,3 +249,28 @@ def test_a_plan_does_not_count_on_dropping_what_a_function_of_the_user_saves():
     assert plan_recompute(model, x, kept_bytes).peak_bytes == kept_bytes
     with pytest.raises(ValueError, match=f"is less than the {kept_bytes} bytes that a plan needs"):
         plan_recompute(model, x, int(0.8 * kept_bytes))
+
+
+class HalfPrecision(nn.Module):
+    """Drops a product, which has half the bytes of the output, before the next layer asks for the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(64))
+
+    def forward(self, x):
+        product = x.bfloat16() @ self.weight.bfloat16()
+        return x + product.float()
+
+
+def test_what_a_plan_keeps_is_kept_where_the_model_drops_it():
+    model, x = nn.Sequential(HalfPrecision(), nn.GELU(), HalfPrecision(), nn.GELU()), torch.randn(256, 64)
+    plan = plan_recompute(model, x, activation_bytes(model, x).total_bytes)
+    plan.levels = {key: int(":aten::mm:" not in key) for key in plan.levels}
+    plain, planned = copy.deepcopy(model), copy.deepcopy(model)
+    plain(x).sum().backward()
+    apply_recompute(planned, plan)
+    _, _, kept_bytes, _ = counted_step(planned, lambda model: model(x).sum())
+    product_bytes, loss_bytes = 2 * x.numel(), 4
+    assert kept_bytes == 2 * product_bytes + loss_bytes
+    assert not differing(state_of(planned), state_of(plain))

@@ -163,6 +163,35 @@ def test_one_optimizer_may_step_the_models_of_two_loops():
     run_cases(2, two_models, ["step", "load"])
 
 
+def two_loops_in_turn(rank: int) -> None:
+    """They step one optimizer. After the loop of the first model has ended, that of the second goes on."""
+    dist.init_process_group("gloo")
+    one, x, y = problem()
+    two = copy.deepcopy(one)
+    expected = [copy.deepcopy(one), copy.deepcopy(two)]
+    optimizer, theirs = sgd(nn.ModuleList([one, two])), sgd(nn.ModuleList(expected))
+    first, second = LayeredSGDLoop(one, 1), LayeredSGDLoop(two, 1)
+    turns = [(first, 0), (second, 1), (first, 0), (second, 1), (second, 1)]
+    for step, (loop, place) in enumerate(turns):
+        optimizer.zero_grad()
+        theirs.zero_grad()
+        loop.backward(F.cross_entropy(loop(x[0, rank]), y[0, rank]))
+        F.cross_entropy(expected[place](x[0].flatten(0, 1)), y[0].flatten(0, 1)).backward()
+        loop.step(optimizer)
+        theirs.step()
+        if step == 3:
+            first.__exit__(None, None, None)
+        momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
+        for momentum, other in zip(momenta, theirs.state.values(), strict=True):
+            torch.testing.assert_close(momentum, other["momentum_buffer"], rtol=0, atol=1e-10)
+    second.__exit__(None, None, None)
+    assert type(optimizer.state) is type(theirs.state)
+
+
+def test_the_state_of_an_optimizer_shows_the_steps_of_two_loops():
+    run_processes(2, two_loops_in_turn)
+
+
 def refused(message: str, call: Callable[[], Any]) -> None:
     with pytest.raises(ValueError, match=message):
         call()

@@ -120,7 +120,7 @@ class UpdateQueue:
     def guard(self, optimizer: Optimizer) -> None:
         """Let each look at ``optimizer.state`` apply the optimizer's update first, until `unguard`."""
         if not isinstance(optimizer.state, GuardedState):
-            guard: Any = GuardedState(optimizer.state, lambda: self._before_state(optimizer))
+            guard: Any = GuardedState(optimizer.state, lambda: _before_state_of(optimizer))
             optimizer.state = guard
         if optimizer not in self._load_hooks:
             self._load_hooks[optimizer] = [
@@ -129,12 +129,18 @@ class UpdateQueue:
                 optimizer.register_load_state_dict_post_hook(self.guard),
             ]
 
+    def guards(self, optimizer: Optimizer) -> bool:
+        """Whether `guard` was called, and not undone."""
+        return optimizer in self._load_hooks
+
     def unguard(self, optimizer: Optimizer) -> None:
         """Undo `guard`. A reference to the guarded state that somebody has kept goes on to work."""
-        if isinstance(optimizer.state, GuardedState):
-            optimizer.state = optimizer.state.plain
         for handle in self._load_hooks.pop(optimizer, ()):
             handle.remove()
+        # The optimizer may have parameters of several models, and steps pending in the queue of another one.
+        is_guarded = any(queue.guards(optimizer) for queue in list(_queues))
+        if isinstance(optimizer.state, GuardedState) and not is_guarded:
+            optimizer.state = optimizer.state.plain
 
     def stage(
         self, optimizer: Optimizer, step: Callable[[Optimizer], Any] | None = None, by_bucket: bool = True
@@ -226,7 +232,8 @@ class UpdateQueue:
                 if not is_in_backward():  # at whose end DDP requires that each gradient lies in its bucket
                     self._own_gradient(parameter)
 
-    def _before_state(self, optimizer: Optimizer) -> None:
+    def before_state(self, optimizer: Optimizer) -> None:
+        """Apply what is pending for ``optimizer``, whose state somebody is about to see."""
         with self.lock:
             self._note_early_use([p for p, update in list(self._by_parameter.items()) if update.optimizer is optimizer])
             self.finish_optimizer(optimizer)
@@ -608,10 +615,17 @@ class GuardedState(MutableMapping[Any, Any]):
         return self._up_to_date().__reduce_ex__(protocol)
 
 
-# --- A forked process, such as a loader's worker, starts with everything up to date: it has no communicator.
+# --- What concerns all queues: an optimizer of several models, and forks. A forked process, such as a loader's worker,
+# starts with everything up to date: it has no communicator.
 
 _queues: WeakSet[UpdateQueue] = WeakSet()  # that are not closed
 _locks = ExitStack()
+
+
+def _before_state_of(optimizer: Optimizer) -> None:
+    """Let all queues apply what is pending for ``optimizer``: the loops of several models may step it in turn."""
+    for queue in list(_queues):
+        queue.before_state(optimizer)
 
 
 def _before_fork() -> None:
