@@ -26,7 +26,7 @@ from lightning_dp._private.torch_names import tree_map_only
 from lightning_dp.collectives.ring import chunk_bounds
 from lightning_dp.strategies.complete_files import existing, hidden_beside, remove, replace, save, write_file
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
-from lightning_dp.strategies.krizhevsky_hybrid.state import State, convert_head, is_like
+from lightning_dp.strategies.krizhevsky_hybrid.state import State, convert_head, is_like, memory_of
 
 MAIN_FILE = "checkpoint.ckpt"
 
@@ -184,11 +184,11 @@ def _split(
     own_names = head.names_in(module)
     state_dict = checkpoint["state_dict"]
     # Also by memory, because the module may save the head under other names. Those of rank 0 count.
-    places = {(p.data_ptr(), p.shape) for p in head.parameters}
+    places = set(map(memory_of, head.parameters))
     names = [
         name
         for name, value in state_dict.items()
-        if name in own_names or (isinstance(value, Tensor) and (value.data_ptr(), value.shape) in places)
+        if name in own_names or (isinstance(value, Tensor) and memory_of(value) in places)
     ]
     _require_known(module, head, state_dict, names)
     local: State = {"parameters": {name: state_dict[name] for name in names}}
@@ -216,9 +216,9 @@ def _require_known(module: LightningModule, head: ShardedHead, state_dict: State
 
     Copies and nested dictionaries, for example: the file of rank 0 would hold its local shard, which is no checkpoint.
     """
-    saved = {(state_dict[name].data_ptr(), state_dict[name].shape) for name in names}
+    saved = {memory_of(state_dict[name]) for name in names}
     of_head = head.names_in(module).items()
-    missing = [name for name, p in of_head if name not in names and (p.data_ptr(), p.shape) not in saved]
+    missing = [name for name, p in of_head if name not in names and memory_of(p) not in saved]
     own = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     others = state_dict.keys() - names - {name for name, _ in own}
     if missing and others:

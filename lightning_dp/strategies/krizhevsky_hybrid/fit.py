@@ -60,6 +60,7 @@ from lightning_dp.strategies.krizhevsky_hybrid.state import (
     gather_optimizer_state,
     gather_parameters,
     make_whole,
+    memory_of,
     own_optimizer_state,
     require_one_trunk,
     shard_state,
@@ -407,8 +408,8 @@ class HybridFitState(SharedOnDeepcopy):
             state = state_dict()
         state |= {name: values[p] for name, p in head.names_in(self._module).items() if name in state}
         # It may also list its parameters themselves, past the hooks. Under other names they are known by their memory.
-        by_place = {(p.data_ptr(), p.shape): value for p, value in values.items()}
-        found: State = tree_map_only(Tensor, lambda each: by_place.get((each.data_ptr(), each.shape), each), state)
+        by_place = {memory_of(p): value for p, value in values.items()}
+        found: State = tree_map_only(Tensor, lambda each: by_place.get(memory_of(each), each), state)
         return found
 
     def optimizer_state(self, optimizer: Optimizer, state: State) -> State:

@@ -240,6 +240,14 @@ def is_like(value: Any, shape: torch.Size) -> bool:
     return isinstance(value, Tensor) and value.shape == shape
 
 
+def memory_of(tensor: Tensor) -> tuple[int, torch.Size] | None:
+    """Return where the values of ``tensor`` lie, and their shape; None if they lie in several places, as sparse ones."""
+    try:
+        return tensor.data_ptr(), tensor.shape
+    except RuntimeError:
+        return None
+
+
 def require_one_trunk(module: LightningModule, head: ShardedHead) -> None:
     """Raise RuntimeError if the trunk's parameters differ between ranks. All ranks must call it."""
     # Sums differ in their last bits between kinds of processors, so they are compared with a tolerance.

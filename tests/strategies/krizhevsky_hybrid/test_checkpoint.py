@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp.strategies import consolidate_checkpoint
+from lightning_dp.strategies.krizhevsky_hybrid.state import memory_of
 from tests.ranks import run_processes
 from tests.strategies.krizhevsky_hybrid.modules import (
     STEPS,
@@ -332,3 +333,9 @@ def test_a_head_under_other_names_is_saved_as_a_whole(tmp_path, state_dict_type,
     module = net()
     trainer("auto", 1).fit(module, all_batches(4))
     assert_same(torch.load(path, weights_only=True)["state_dict"], module.state_dict(), 1e-9)
+
+
+def test_a_sparse_tensor_in_a_checkpoint_is_no_local_shard():
+    assert memory_of(torch.eye(3).to_sparse()) is None
+    whole = torch.eye(3)
+    assert memory_of(whole.detach()) == memory_of(whole) != memory_of(whole.clone())
