@@ -241,7 +241,7 @@ def is_like(value: Any, shape: torch.Size) -> bool:
 
 
 def memory_of(tensor: Tensor) -> tuple[int, torch.Size] | None:
-    """Return where the values of ``tensor`` lie, and their shape; None if they lie in several places, as sparse ones."""
+    """Return where the values of ``tensor`` lie, and their shape; None if that is several places, as in sparse ones."""
     try:
         return tensor.data_ptr(), tensor.shape
     except RuntimeError:
