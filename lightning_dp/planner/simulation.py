@@ -14,6 +14,7 @@ from lightning_dp.collectives.compression.options import Compression, PowerSGD
 from lightning_dp.planner.formulas import require_count, require_positive
 from lightning_dp.planner.network import Network
 from lightning_dp.planner.workload import Block, Workload, fill_buckets
+from lightning_dp.strategies.layered_fsdp.sharding import NUM_UNITS
 
 # Steps before a method that postpones work has its steady rhythm.
 WARM_UP = 2
@@ -469,7 +470,6 @@ class Schedule:
 
 MEBIBYTE = 2**20
 FAMILIES = ("ddp", "layered_sgd", "layered_fsdp", "hybrid")
-NUM_UNITS = 16  # that `LayeredFSDPStrategy` makes of a module, about
 POWER_SGD = PowerSGD()  # of rank 4
 COMPRESSORS: dict[str, Compression] = {"bf16": "bf16", "int8": "int8", "power_sgd": POWER_SGD}
 SAME_BATCH, LARGER_BATCH = "same_batch", "larger_batch"
@@ -483,8 +483,8 @@ class Method:
         family: ``"ddp"``, ``"layered_sgd"``, ``"layered_fsdp"`` or ``"hybrid"``.
         overlap: of layered SGD and layered FSDP: ``"load"`` or ``"step"``.
         communicator: of layered SGD: ``"leader"`` or ``"sharded"``.
-        order: of both with overlap ``"step"``: ``"priority"``, nearest the input first among the buckets that are
-            ready, as over gloo; or ``"fifo"``, as backward produces them, as over NCCL.
+        order: of layered SGD and layered FSDP, with overlap ``"step"``: ``"priority"``, nearest the input first among
+            the buckets that are ready, as over gloo; or ``"fifo"``, as backward produces them, as over NCCL.
         scheme: of the hybrid: ``"a"``, ``"b"`` or ``"c"``.
         num_passes: of the hybrid's schemes b and c. None: as many as there are ranks.
         compression: bytes sent between nodes over bytes of the gradients, in each direction; 0.5 for 16 bits. Or a

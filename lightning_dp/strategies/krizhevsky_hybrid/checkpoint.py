@@ -11,7 +11,7 @@ index can only be read by ``pickle.load``, which runs code that the file chooses
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -190,7 +190,7 @@ def _split(
         for name, value in state_dict.items()
         if name in own_names or (isinstance(value, Tensor) and memory_of(value) in places)
     ]
-    _require_known(module, head, state_dict, names)
+    _require_known(module, own_names, state_dict, names)
     local: State = {"parameters": {name: state_dict[name] for name in names}}
     rest = checkpoint | {"state_dict": {name: value for name, value in state_dict.items() if name not in names}}
     local["optimizer_states"] = []
@@ -211,14 +211,15 @@ def _split(
     return rest, local
 
 
-def _require_known(module: LightningModule, head: ShardedHead, state_dict: State, names: Sequence[str]) -> None:
+def _require_known(
+    module: LightningModule, own_names: Mapping[str, Tensor], state_dict: State, names: Sequence[str]
+) -> None:
     """Raise RuntimeError if the head may be among what ``state_dict`` holds beside ``names``, in another form.
 
     Copies and nested dictionaries, for example: the file of rank 0 would hold its local shard, which is no checkpoint.
     """
     saved = {memory_of(state_dict[name]) for name in names}
-    of_head = head.names_in(module).items()
-    missing = [name for name, p in of_head if name not in names and memory_of(p) not in saved]
+    missing = [name for name, p in own_names.items() if name not in names and memory_of(p) not in saved]
     own = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     others = state_dict.keys() - names - {name for name, _ in own}
     if missing and others:

@@ -138,8 +138,7 @@ class UpdateQueue:
         for handle in self._load_hooks.pop(optimizer, ()):
             handle.remove()
         # The optimizer may have parameters of several models, and steps pending in the queue of another one.
-        is_guarded = any(queue.guards(optimizer) for queue in list(_queues))
-        if isinstance(optimizer.state, GuardedState) and not is_guarded:
+        if isinstance(optimizer.state, GuardedState) and not _queues_that_guard(optimizer):
             optimizer.state = optimizer.state.plain
 
     def stage(
@@ -622,9 +621,13 @@ _queues: WeakSet[UpdateQueue] = WeakSet()  # that are not closed
 _locks = ExitStack()
 
 
+def _queues_that_guard(optimizer: Optimizer) -> list[UpdateQueue]:
+    return [queue for queue in list(_queues) if queue.guards(optimizer)]
+
+
 def _before_state_of(optimizer: Optimizer) -> None:
-    """Let all queues apply what is pending for ``optimizer``: the loops of several models may step it in turn."""
-    for queue in list(_queues):
+    """Apply what is pending for ``optimizer`` in any queue: the loops of several models may step it in turn."""
+    for queue in _queues_that_guard(optimizer):
         queue.before_state(optimizer)
 
 
