@@ -104,7 +104,8 @@ def validate(config: Config) -> int:
         with naming_keys("trainer", config):
             # In a SLURM job with one task, whose processes we start, Lightning would ask for as many tasks as devices.
             alone = {"devices": 1, "num_nodes": 1, "strategy": "auto"} if external_rank() is None else {}
-            instantiate(trainer | alone, logger=False, _convert_="all")
+            with _no_information():
+                instantiate(trainer | alone, logger=False, _convert_="all")
         for group, kind in (("callbacks", Callback), ("logger", Logger)):
             for name, node in config[group].items():
                 if node is not None:
@@ -115,6 +116,17 @@ def validate(config: Config) -> int:
         with naming_keys("data", config):
             _check_data(instantiate(config["data"]), config, num_processes * trainer["num_nodes"])
         return num_processes
+
+
+@contextmanager
+def _no_information() -> Iterator[None]:
+    """Drop records below warnings. They would go into train.log, which may be that of another run."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _require_kind(made: type, kind: type, path: str, node: Config) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from pytorch_lightning.utilities.rank_zero import rank_zero_module
 
 from lightning_dp.runs.command_line import arguments_of_rank
 from lightning_dp.runs.hydra_versions import VERSION_BASE, instantiate
@@ -65,6 +66,16 @@ def test_more_ranks_than_cores_is_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         assert count_processes("cpu", 5, num_gpus=0, num_cores=4) == 5
     assert "5 ranks share 4 CPU cores" in caplog.text
+
+
+def test_the_check_leaves_nothing_in_the_log_of_another_run(tmp_path, caplog, monkeypatch):
+    # Where `lightning.pytorch` is imported late, Lightning's messages go on to the root logger.
+    monkeypatch.setattr(rank_zero_module, "log", logging.getLogger("of_a_test"))
+    with caplog.at_level(logging.INFO):
+        validate(composed(tmp_path, "trainer=cpu"))
+        assert caplog.text == ""
+        logging.getLogger("of_a_test").info("later")
+    assert "later" in caplog.text
 
 
 def test_every_object_of_every_configuration_exists_and_accepts_its_arguments():
