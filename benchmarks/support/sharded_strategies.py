@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
+
+
+@cache  # a mesh makes process groups, whose threads would slow down all later runs of this process
+def _mesh(num_nodes: int, world_size: int) -> DeviceMesh:
+    if num_nodes == 1:
+        return init_device_mesh("cpu", (world_size,))
+    shape = (num_nodes, world_size // num_nodes)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))  # without names it is refused
 
 
 class ShardedStrategy(DDPStrategy):
@@ -29,11 +39,7 @@ class ShardedStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         module = self.lightning_module
         assert module is not None
-        if self._shards_inside_hosts:
-            shape = (self.num_nodes, self.num_processes)
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))  # without names it is refused
-        else:
-            mesh = init_device_mesh("cpu", (self.world_size,))
+        mesh = _mesh(self.num_nodes if self._shards_inside_hosts else 1, self.world_size)
         (net,) = module.children()
         layers = [layer for layer in net.modules() if next(layer.parameters(recurse=False), None) is not None]
         for part in dict.fromkeys([*layers, net]):

@@ -136,6 +136,11 @@ def before_batch_transfer(module: Any, batch: Any) -> Any:
     return module._on_before_batch_transfer(batch)
 
 
+def set_up_process_group(strategy: Any) -> None:
+    """Do what a ModelParallelStrategy does in ``setup_environment``, except that it makes no mesh."""
+    strategy._setup_distributed()
+
+
 def give_device_mesh(owner: Any, mesh: Any) -> None:
     """Let the property ``device_mesh`` of a ModelParallelStrategy, or of a LightningModule, return ``mesh``."""
     owner._device_mesh = mesh

@@ -12,7 +12,7 @@ import pytest
 import pytorch_lightning as pl
 from support.faults import NUM_BATCHES, STRATEGIES, WORLD_SIZE, Case, Data, Fault, Net, make_trainer
 
-from tests.ranks import run_processes
+from tests.ranks import run_cases, run_processes
 
 
 class Usage(NamedTuple):
@@ -67,6 +67,24 @@ def test_nothing_grows(strategy, num_fits, num_steps, tmp_path):
             assert end.threads <= half.threads
             assert end.descriptors <= half.descriptors
             assert end.memory_bytes - half.memory_bytes < MAX_GROWTH_BYTES
+
+
+def fit_without_garbage_collection(rank: int, strategy: str, folder: Path) -> None:
+    gc.collect()
+    gc.disable()
+    usages = []
+    for _ in range(3):
+        case = Case("none", "start", strategy)
+        fault = Fault(case, rank, folder)
+        make_trainer(case, folder).fit(Net(fault), datamodule=Data(fault, rank))
+        usages.append(usage())
+    gc.enable()
+    assert usages[1][:2] == usages[2][:2], usages
+
+
+@pytest.mark.filterwarnings("ignore")  # advice on loaders
+def test_a_fit_leaves_no_threads_to_the_garbage_collector(tmp_path):
+    run_cases(WORLD_SIZE, fit_without_garbage_collection, ["layered PowerSGD", "FSDP shards", "hybrid c"], tmp_path)
 
 
 MAX_GROWTH_BYTES = 2 * 2**20

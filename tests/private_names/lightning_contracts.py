@@ -109,6 +109,23 @@ def check_a_trainer_configures_the_launcher_when_it_is_made() -> None:
     assert trainer(strategy=Recording(), devices=2).strategy.configured
 
 
+@contract(ModelParallelStrategy, "_setup_distributed")
+def check_a_strategy_has_a_process_group_and_no_mesh() -> None:
+    def check() -> None:
+        strategy = ModelParallelStrategy()
+        strategy.accelerator = importlib.import_module(FRAMEWORK + ".accelerators").CPUAccelerator()
+        strategy.parallel_devices = [CPU]
+        strategy.cluster_environment = importlib.import_module(
+            FRAMEWORK + ".plugins.environments"
+        ).LightningEnvironment()
+        lightning_names.set_up_process_group(strategy)
+        assert strategy.process_group_backend == "gloo"
+        with pytest.raises(RuntimeError, match="device mesh"):
+            _ = strategy.device_mesh
+
+    in_one_process(check)
+
+
 @contract(ModelParallelStrategy, "_device_mesh")
 def check_a_strategy_shows_the_mesh_that_it_was_given() -> None:
     strategy = ModelParallelStrategy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -313,6 +314,9 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         if self._fitting is not None:
             assert self.lightning_module is not None
             self._end(self.lightning_module.trainer.interrupted)
+            # The groups of an earlier fit keep their threads and sockets until Python collects what refers to them: a
+            # Trainer, its strategy and its module refer to each other.
+            gc.collect()
         is_meta = self.lightning_module is not None and any(p.is_meta for p in self.lightning_module.parameters())
         # If set-up has failed, there are no values to move. The error from set-up must not be hidden by one from here.
         with suppress(NotImplementedError) if is_meta else nullcontext():

@@ -419,6 +419,8 @@ class ShardReduction:
         for undo in self._undo:
             undo()
         self._undo.clear()
+        for unit in self._units:  # it refers to this object, whose group would keep its threads until the next gc
+            unit.reduce_scatter = None
         self._communicator.close()
         if self._last_comparison is None or self._last_comparison.has_arrived:
             dist.destroy_process_group(self._all_ranks)

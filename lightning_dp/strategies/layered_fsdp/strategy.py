@@ -23,12 +23,13 @@ from lightning_dp._private.lightning_names import (
     DEFAULT_TIMEOUT,
     converts_batch_norm,
     give_device_mesh,
+    set_up_process_group,
     strategy_timeout,
 )
 from lightning_dp._private.torch_names import is_in_backward
 from lightning_dp.collectives.compression.layout import ParameterTable
 from lightning_dp.collectives.compression.options import Compression, PowerSGD, has_error_feedback
-from lightning_dp.collectives.groups import RankTopology, create_groups, destroy_group, resolve_group
+from lightning_dp.collectives.groups import RankTopology, create_groups, resolve_group
 from lightning_dp.strategies import complete_files
 from lightning_dp.strategies.base import AVERAGING, is_a
 from lightning_dp.strategies.layered_fsdp.reduction import Residuals, ShardReduction
@@ -217,12 +218,8 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        super().setup_environment()
-        # Lightning's own mesh knows nodes only. It is not used, and each fit would make new groups.
-        for name in self.device_mesh.mesh_dim_names or ():
-            group = self.device_mesh[name].get_group()
-            if group is not dist.group.WORLD:
-                destroy_group(group)
+        # Lightning's mesh knows nodes only, and each fit would make new groups for it.
+        set_up_process_group(self)
         mesh = make_mesh(self.topology, self.global_rank, self.root_device.type, strategy_timeout(self))
         give_device_mesh(self, mesh)
         give_device_mesh(self.lightning_module, mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -222,4 +223,7 @@ class PostponedUpdates(_Base):
         if self._reduction is not None:
             self._reduction.close()
             self._reduction = None
+            # The groups of an earlier fit keep their threads and sockets until Python collects what refers to them: a
+            # Trainer, its strategy and its module refer to each other.
+            gc.collect()
         super().teardown()
