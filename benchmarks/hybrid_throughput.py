@@ -60,7 +60,7 @@ from lightning_dp.strategies import KrizhevskyHybridStrategy
 
 WARM_UP = 2
 SMOKE = {
-    "hosts": [2], "rates": ["1gbit"], "batch_size": 4, "image_size": 64, "steps": 1, "rounds": 1, "network": SMALL,
+    "hosts": [2], "rates": ["1gbit"], "batch_size": 4, "image_size": 64, "steps": 3, "rounds": 1, "network": SMALL,
 }  # fmt: skip
 HYBRIDS: dict[str, dict[str, Any]] = {
     "hybrid a": {"scheme": "a"},
