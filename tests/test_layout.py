@@ -17,13 +17,14 @@ ALLOWED = {
     "_private": set(),
     "collectives": {"_private"},
     "layers": {"_private", "collectives"},
-    "recompute": {"_private", "collectives"},
+    "trial_run": set(),
+    "recompute": {"_private", "collectives", "trial_run"},
     "optim": set(),
-    "planner": {"_lightning", "_private", "callbacks", "collectives", "recompute", "strategies"},
+    "planner": {"_lightning", "_private", "callbacks", "collectives", "recompute", "strategies", "trial_run"},
     "losses": {"_private"},
     "models": {"_lightning", "layers", "losses"},
     "data": {"_lightning"},
-    "strategies": {"_lightning", "_private", "collectives", "layers", "losses", "recompute"},
+    "strategies": {"_lightning", "_private", "collectives", "layers", "losses", "recompute", "trial_run"},
     "callbacks": {"_lightning", "_private", "collectives", "layers", "recompute"},
     "launch": set(),
     "runs": {"_private", "callbacks", "data", "launch", "planner", "strategies"},
@@ -35,7 +36,7 @@ CONFIGURATION = {"hydra", "omegaconf"}
 # Formulas and simulations: to be used where there is no torch.
 PURE = ("accuracy", "advice", "convolutions/program", "formulas", "network", "report", "simulation", "workload")
 NO_TORCH = {f"planner/{name}.py" for name in PURE}
-ONLY_TORCH = {"_private", "collectives", "layers", "losses", "recompute", "optim", "launch"}
+ONLY_TORCH = {"_private", "collectives", "layers", "losses", "recompute", "optim", "launch", "trial_run"}
 
 
 def modules() -> list[Path]:

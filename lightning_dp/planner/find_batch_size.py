@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -12,7 +11,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -22,9 +20,10 @@ from lightning_dp._lightning import FRAMEWORK, Callback, LightningModule, requir
 from lightning_dp._private.lightning_names import before_batch_transfer
 from lightning_dp._private.torch_names import TorchDispatchMode, device_types
 from lightning_dp.collectives.groups import all_gather, resolve_group
-from lightning_dp.planner.convolutions.measure import measure_time_s, num_bytes, unchanged, unless_out_of_memory
+from lightning_dp.planner.convolutions.measure import measure_time_s, num_bytes, unless_out_of_memory
 from lightning_dp.planner.convolutions.measured_plans import resized
 from lightning_dp.planner.formulas import require_count
+from lightning_dp.trial_run import unchanged
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +41,8 @@ class FindBatchSize(Callback):
 
     The module is as training will have it: layers that ``setup`` or ``configure_model`` made, the Trainer's precision,
     and batches by the hooks of Lightning's batch transfer. In manual optimization the optimizers and schedules do not
-    step. Parameters, buffers, gradients, metrics and the random numbers of torch, Python and NumPy are put back. The
-    first batch of the data module is used for all trials, its rows repeated.
+    step. The first batch of the data module is used for all trials, its rows repeated. Afterwards parameters, gradients
+    and what `trial_run.unchanged` names are as before.
 
     Checkpoints hold the result. A fit that continues from one takes its size: another search may find another size, and
     the run would end with other weights.
@@ -195,8 +194,6 @@ def alone(module: LightningModule, world_size: int = 1) -> Iterator[None]:
     """Let ``training_step`` run outside of a training: nothing is logged, nothing is sent, nothing stays changed."""
     grads = [(parameter, parameter.grad) for parameter in module.parameters()]
     trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-    mode = module.training
-    python, numpy_state = random.getstate(), np.random.get_state()
 
     def repeated(data: Any, *args: Any, **kwargs: Any) -> Any:
         return apply_to_collection(data, Tensor, lambda x: x.unsqueeze(0).repeat(world_size, *(1 for _ in x.shape)))
@@ -218,16 +215,12 @@ def alone(module: LightningModule, world_size: int = 1) -> Iterator[None]:
             setattr(module, name, stand_in)
             stack.callback(delattr, module, name)
         try:
-            module.train()
             yield
         finally:
-            module.train(mode)
             for parameter, grad in grads:
                 parameter.grad = grad
             for parameter, requires_grad in trained:  # what toggle_optimizer leaves after an error
                 parameter.requires_grad = requires_grad
-            random.setstate(python)
-            np.random.set_state(numpy_state)
 
 
 class _Idle:

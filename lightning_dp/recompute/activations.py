@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_dp._private.torch_names import TorchDispatchMode
 from lightning_dp.recompute.operators import name_of
 from lightning_dp.recompute.tape import Location
 from lightning_dp.recompute.values import is_plain, tensors_in
+from lightning_dp.trial_run import unchanged, unchanged_parameters
 
 
 class ActivationRow(NamedTuple):
@@ -133,41 +132,3 @@ class _Seen(TorchDispatchMode):
             for module, (operators, total) in by_module.items()
         ]
         return tuple(sorted(rows, key=lambda row: (-row.num_bytes, row.module)))
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Put buffers and random number generators back afterwards."""
-    before = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for module, name, buffer, value in before:
-                    buffer.copy_(value)
-                    setattr(module, name, buffer)  # the model may have put another tensor in its place
-
-
-@contextmanager
-def unchanged_parameters(model: nn.Module) -> Iterator[None]:
-    """Put parameters and gradients back afterwards: a forward pass may move the average of another network, say."""
-    # `.data` is the memory of now, with a version of its own: what was computed from it stays valid.
-    before = [
-        (parameter, parameter.data, parameter.detach().clone(), parameter.grad)
-        for parameter in model.parameters()
-        if not is_lazy(parameter)  # it has no memory yet
-    ]
-    for parameter, *_ in before:
-        parameter.grad = None  # a backward within the forward pass would add to it
-    try:
-        yield
-    finally:
-        for parameter, memory, value, gradient in before:
-            memory.copy_(value)
-            parameter.data = memory  # the model may have given it other memory
-            parameter.grad = gradient

@@ -14,13 +14,13 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import override
 
-from lightning_dp.recompute.activations import unchanged, unchanged_parameters
 from lightning_dp.recompute.apply import apply_recompute, check_budget
 from lightning_dp.recompute.operators import Kind
 from lightning_dp.recompute.policies import Cheap, Policy
 from lightning_dp.recompute.profile import Operation, Profiler
 from lightning_dp.recompute.solvers import solve_graph
 from lightning_dp.recompute.values import tensors_in
+from lightning_dp.trial_run import unchanged, unchanged_parameters
 
 VERSION = 1
 SOLVER = "graph"

@@ -170,8 +170,27 @@ def test_training_starts_as_if_nothing_had_been_tried():
     assert data.batch_size == finder.trials.batch_size in (2, 4, 8)
     assert all(torch.equal(value, before[name]) for name, value in seen.state.items())
     assert seen.total == 0
-    assert net.sizes[-1] == data.batch_size, "training uses the new size"
+    assert net.sizes == [data.batch_size] * (32 // data.batch_size), "training uses the new size"
     assert "log" not in vars(net)
+
+
+class FrozenNorm(Net):
+    """Its batch norm stays in evaluation, as in fine-tuning."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=100)
+        self.net[1].eval()
+
+    def training_step(self, batch, batch_idx):
+        assert self.net[2].training
+        assert not self.net[1].training
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_trial_and_the_training_keep_the_modes_of_parts():
+    net = FrozenNorm()
+    fit(net, Data(), FindBatchSize((2, 4), repeats=1))
+    assert not net.net[1].running_mean.any()
 
 
 class LoadsLate(SingleDeviceStrategy):

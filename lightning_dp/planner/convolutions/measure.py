@@ -21,11 +21,10 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
-from torchmetrics import Metric
 
 from lightning_dp.planner.formulas import require_count
-from lightning_dp.recompute import activations
 from lightning_dp.recompute.values import tensors_in
+from lightning_dp.trial_run import unchanged
 
 
 def measure_time_s(function: Callable[[], Any], device: torch.device | str = "cpu", repeats: int = 5) -> float:
@@ -150,34 +149,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _MESSAGES)
-
-
-# Puts back what a trial run of a model has changed.
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Put buffers, what metrics have counted, and random number generators back afterwards."""
-    before = [(module, _plain_attributes(module)) for module in model.modules() if isinstance(module, Metric)]
-    with activations.unchanged(model):
-        try:
-            yield
-        finally:
-            for metric, attributes in before:
-                vars(metric).update(attributes)
-
-
-def _plain_attributes(metric: Metric) -> dict[str, Any]:
-    """Return copies of a metric's states, which are no buffers, and of its counters."""
-    copies: dict[str, Any] = {}
-    for name, value in vars(metric).items():
-        if isinstance(value, Tensor):
-            copies[name] = value.detach().clone()
-        elif isinstance(value, list):
-            copies[name] = list(value)
-        elif value is None or isinstance(value, (bool, int, float)):
-            copies[name] = value
-    return copies
 
 
 # The layers of a model, as one forward pass meets them.

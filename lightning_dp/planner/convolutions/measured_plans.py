@@ -35,7 +35,6 @@ from lightning_dp.planner.convolutions.measure import (
     num_bytes,
     tensors_of,
     trace_layers,
-    unchanged,
     unless_out_of_memory,
 )
 from lightning_dp.planner.convolutions.program import (
@@ -50,6 +49,7 @@ from lightning_dp.planner.convolutions.program import (
 from lightning_dp.planner.formulas import require_count
 from lightning_dp.recompute.apply import PolicyName, apply_recompute, check_policy
 from lightning_dp.recompute.values import tensors_in
+from lightning_dp.trial_run import unchanged
 
 log = logging.getLogger(__name__)
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import inspect
 import logging
-import random
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import zip_longest
 from types import MethodType
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, MultilabelAccuracy
@@ -39,6 +35,7 @@ from lightning_dp.strategies.base import (
 )
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import SCHEMES
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, divisible_layers, replaced, require_whole_layer
+from lightning_dp.trial_run import unchanged
 
 log = logging.getLogger(__name__)
 
@@ -314,41 +311,9 @@ def no_counting(module: LightningModule, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def nothing_recorded(module: LightningModule) -> Iterator[None]:
-    """Log nothing, and leave what ``module`` keeps as it is, whatever ``head_step`` does within.
-
-    That is buffers, metrics, and all other attributes, as counters and lists, and Python's random numbers.
-    """
-    with ExitStack() as undo:
-        undo.callback(random.setstate, random.getstate())
-        undo.callback(np.random.set_state, np.random.get_state())
-        seen: set[int] = set()
-        for part in {*module.modules(), *(metric for _, metric in _metrics(module))}:
-            _restore_later(vars(part), undo, seen)
-            for buffer in part.buffers(recurse=False):  # a scripted part keeps them elsewhere
-                _restore_later(buffer, undo, seen)
-        undo.enter_context(replaced(module, "log", lambda *_, **__: None))
+    """Log nothing, and leave what ``module`` keeps as it is, whatever ``head_step`` does within."""
+    with unchanged(module), replaced(module, "log", lambda *_, **__: None):
         yield
-
-
-def _restore_later(value: Any, undo: ExitStack, seen: set[int]) -> None:
-    """Have ``undo`` give a tensor, a list or a dictionary, and those in it, the content that they have now."""
-    if id(value) in seen or isinstance(value, nn.Parameter):
-        return
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        # torch lets nobody write to expanded tensors, nor to those of inference mode.
-        if value.layout == torch.strided and 0 not in value.stride() and not value.is_inference():
-            # Past autograd, which may need the tensor for the backward of the loss.
-            undo.callback(value.data.copy_, value.detach().clone())
-    elif type(value) in (list, deque):
-        undo.callback(value.extend, list(value))
-        undo.callback(value.clear)
-    elif type(value) in (set, dict, OrderedDict, defaultdict, Counter):
-        undo.callback(value.update, value.copy())
-        undo.callback(value.clear)
-    if isinstance(value, dict | list | deque | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            _restore_later(each, undo, seen)
 
 
 def _metrics(module: nn.Module) -> Iterator[tuple[str, Metric]]:

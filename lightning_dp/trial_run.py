@@ -1,0 +1,76 @@
+"""Run a module to see what it does, and leave it as it was."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Put back afterwards what a run of ``module`` changes: all but its parameters and their gradients.
+
+    That is buffers, metrics, modes, counters, lists and dictionaries of all its parts, and the random number generators
+    of torch, NumPy and Python. Objects of other classes that it keeps are left as they are.
+    """
+    with ExitStack() as undo:
+        undo.callback(random.setstate, random.getstate())
+        undo.callback(np.random.set_state, np.random.get_state())
+        undo.enter_context(torch.random.fork_rng())
+        _restore_later(module, undo, set())
+        yield
+
+
+def _restore_later(value: Any, undo: ExitStack, seen: set[int]) -> None:
+    """Have ``undo`` give a module, tensor, list or dictionary, and those in it, the content that they have now."""
+    if id(value) in seen or isinstance(value, nn.Parameter) or is_lazy(value):
+        return
+    seen.add(id(value))
+    inner: list[Any] = []
+    if isinstance(value, Tensor):
+        # torch lets nobody write to expanded tensors, nor to those of inference mode.
+        if value.layout == torch.strided and 0 not in value.stride() and not value.is_inference():
+            # Past autograd, which may need the tensor for the backward of a loss.
+            undo.callback(value.data.copy_, value.detach().clone())
+    elif isinstance(value, nn.Module):
+        # A lazy part becomes another class in its first run, and stays one. A scripted part keeps buffers elsewhere.
+        inner = [*value.children()] if isinstance(value, LazyModuleMixin) else [vars(value), *value.buffers(False)]
+    elif type(value) in (list, deque):
+        undo.callback(value.extend, list(value))
+        undo.callback(value.clear)
+    elif type(value) in (set, dict, OrderedDict, defaultdict, Counter):
+        undo.callback(value.update, value.copy())
+        undo.callback(value.clear)
+    if isinstance(value, dict | list | deque | tuple):
+        inner = list(value.values() if isinstance(value, dict) else value)
+    for each in inner:
+        _restore_later(each, undo, seen)
+
+
+@contextmanager
+def unchanged_parameters(module: nn.Module) -> Iterator[None]:
+    """Put parameters and gradients back afterwards: a forward pass may move the average of another network, say."""
+    # `.data` is the memory of now, with a version of its own: what was computed from it stays valid.
+    before = [
+        (parameter, parameter.data, parameter.detach().clone(), parameter.grad)
+        for parameter in module.parameters()
+        if not is_lazy(parameter)  # it has no memory yet
+    ]
+    for parameter, *_ in before:
+        parameter.grad = None  # a backward within the forward pass would add to it
+    try:
+        yield
+    finally:
+        for parameter, memory, value, gradient in before:
+            memory.copy_(value)
+            parameter.data = memory  # the model may have given it other memory
+            parameter.grad = gradient

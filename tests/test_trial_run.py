@@ -1,0 +1,87 @@
+"""A trial run leaves a module as it was."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from lightning_dp.trial_run import unchanged, unchanged_parameters
+
+
+class Recording(nn.Module):
+    """Keeps something of each run in every way that Python offers a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.frozen, self.lazy = nn.BatchNorm1d(3), nn.BatchNorm1d(3).eval(), nn.LazyLinear(2)
+        self.register_buffer("replaced", torch.zeros(3))
+        self.register_buffer("expanded", torch.zeros(1).expand(3))
+        self.metric, self.listed = MeanMetric(), [MeanMetric()]
+        self.calls, self.last = 0, None
+        self.kept: dict[str, Any] = {"list": [torch.zeros(3)], "tuple": (deque([1], maxlen=2), {1})}
+        self.counts, self.of, self.order = Counter(a=1), defaultdict(list, a=[1]), OrderedDict(b=1, a=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.train()
+        y = self.lazy(self.frozen(self.norm(x + torch.rand(3) + random.random() + np.random.rand())))
+        self.replaced = self.replaced + x.mean(0)
+        self.metric.update(x.mean())
+        self.listed[0].update(x.mean())
+        self.calls, self.last = self.calls + 1, y
+        self.kept["list"][0] += 1
+        self.kept["list"].append(y)
+        self.kept["tuple"][0].append(self.calls)
+        self.kept["tuple"][1].add(self.calls)
+        self.kept["new"] = self.new = y
+        self.counts["b"] += 1
+        self.of["b"].append(1)
+        self.order.move_to_end("b")
+        return y
+
+
+def content(module: Recording) -> str:
+    state = {name: value.tolist() for name, value in module.state_dict().items() if not name.startswith("lazy")}
+    metrics = [(metric.update_count, float(metric.mean_value)) for metric in (module.metric, *module.listed)]
+    kept = [module.calls, module.last, module.kept, module.counts, module.of, list(module.order)]
+    modes = [part.training for part in module.modules()]
+    numbers = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
+    return str([state, metrics, kept, modes, numbers, hasattr(module, "new")])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_all_that_a_module_keeps_is_put_back(fails):
+    module = Recording()
+    before = content(module)
+    buffer, tensors = module.replaced, module.kept["list"]
+    try:
+        with unchanged(module):
+            for _ in range(2):
+                module(torch.randn(4, 3))
+            assert content(module) != before
+            if fails:
+                raise KeyError
+    except KeyError:
+        assert fails
+    assert content(module) == before
+    assert module.replaced is buffer
+    assert module.kept["list"] is tensors
+    assert module(torch.randn(4, 3)).shape == (4, 2)  # the lazy layer has become a linear one
+
+
+def test_parameters_and_gradients_are_put_back():
+    layer = nn.Linear(2, 1)
+    layer(torch.ones(1, 2)).sum().backward()
+    weight, gradient = layer.weight.detach().clone(), layer.weight.grad
+    with unchanged_parameters(layer):
+        layer(torch.ones(1, 2)).sum().backward()
+        layer.weight.data = torch.zeros(1, 2)
+    assert torch.equal(layer.weight, weight)
+    assert layer.weight.grad is gradient
+    assert torch.equal(gradient, torch.ones(1, 2))
