@@ -203,6 +203,7 @@ RECIPES = [
     ("trainer=cpu trainer.max_epochs=-1", "trainer.max_epochs=-1 ... OneCycleLR ... trainer.max_steps"),
     ("trainer=cpu trainer.limit_train_batches=0", "trainer.limit_train_batches=0 ... use train=false"),
     ("trainer=cpu trainer.max_steps=0", "trainer.max_steps=0 ... use train=false"),
+    ("trainer=cpu trainer.max_epochs=0", "trainer.max_epochs=0 ... use train=false"),
     ("trainer=cpu trainer.limit_test_batches=0", "trainer.limit_test_batches=0 ... use test=false"),
     ("strategy=krizhevsky_hybrid strategy.state_dict_type=sharded", "test=last needs whole weights ... use test=false"),
     ("test=best trainer.limit_val_batches=0.0", "test=best ... trainer.limit_val_batches=0"),

@@ -454,7 +454,7 @@ def check_together(config: Config) -> None:
                 "ckpt_path=best"
             )
         return
-    for key in ("limit_train_batches", "max_steps"):
+    for key in ("limit_train_batches", "max_steps", "max_epochs"):
         if trainer.get(key) == 0:
             raise ValueError(
                 f"trainer.{key}=0 leaves nothing to train; use train=false to test the weights of ckpt_path"

@@ -45,17 +45,6 @@ def fail(monkeypatch, tmp_path, capsys):
     return fail
 
 
-def test_a_run_of_no_epochs_ends_well_without_a_metric_of_training(monkeypatch, capsys):
-    monkeypatch.setattr(train, "launch", lambda *args, **options: {"test/acc": 0.125})
-    monkeypatch.setattr(sys, "argv", ["train.py", "trainer=cpu", "trainer.max_epochs=0", "optimized_metric=val/acc"])
-    handlers, level = list(logging.root.handlers), logging.root.level
-    command_line.run(train.job, "train")
-    for handler in set(logging.root.handlers) - set(handlers):
-        handler.close()
-    logging.root.handlers[:], logging.root.level = handlers, level
-    assert "test/acc=0.1250" in capsys.readouterr().out
-
-
 def test_a_run_that_sigterm_ends_has_not_ended_well(monkeypatch, capsys):
     """Lightning raises a SystemExit without a status."""
 
