@@ -52,6 +52,7 @@ def pollute() -> int:
 
 def test_a_single_process_is_this_one_and_its_changes_to_the_environment_are_undone(monkeypatch):
     monkeypatch.setenv("GIVEN", "1")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)  # an earlier Trainer of this process may have left it
     assert launch(pollute, num_processes=1) == os.getpid()
     assert "LOCAL_RANK" not in os.environ
     assert os.environ["GIVEN"] == "1"
