@@ -60,7 +60,6 @@ from lightning_dp.strategies.krizhevsky_hybrid.state import (
     gather_optimizer_state,
     gather_parameters,
     make_whole,
-    memory_of,
     own_optimizer_state,
     require_one_trunk,
     shard_state,
@@ -403,13 +402,11 @@ class HybridFitState(SharedOnDeepcopy):
         require_one_trunk(self._module, self.head)
         head = self.head
         values = {p: p.detach() for p in head.parameters} if self._keeps_shards else gather_parameters(head)
-        # A module may give its parameters other names in its state_dict, or leave some out.
+        # A module may give its parameters other names and forms in its state_dict.
         with self._state_dict_hooks.returning(values):
             state = state_dict()
-        state |= {name: values[p] for name, p in head.names_in(self._module).items() if name in state}
-        # It may also list its parameters themselves, past the hooks. Under other names they are known by their memory.
-        by_place = {memory_of(p): value for p, value in values.items()}
-        found: State = tree_map_only(Tensor, lambda each: by_place.get(memory_of(each), each), state)
+        # If it lists the parameters themselves, these hold the local shard again.
+        found: State = tree_map_only(Tensor, lambda each: values.get(each, each), state)
         return found
 
     def optimizer_state(self, optimizer: Optimizer, state: State) -> State:

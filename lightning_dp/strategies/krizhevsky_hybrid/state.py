@@ -405,7 +405,7 @@ class StateDictHooks(SharedOnDeepcopy):
     def __init__(self, head: ShardedHead, gathered: Callable[[], GatheredHead | None]) -> None:
         self._head = head
         self._gathered = gathered
-        self._values: dict[Tensor, Tensor] | None = None  # set by `returning`
+        self._is_saving = False  # set by `returning`
         self._has_warned = False
         self._registered = ExitStack()  # hooks of the layers, to be removed
 
@@ -419,12 +419,20 @@ class StateDictHooks(SharedOnDeepcopy):
 
     @contextmanager
     def returning(self, values: dict[Tensor, Tensor]) -> Iterator[None]:
-        """Within the context ``state_dict`` returns these values of the parameters, without a warning."""
-        self._values = values
+        """Within the context the parameters hold these values, so that ``state_dict`` returns them, and no warning.
+
+        The parameters themselves, because a module's own ``state_dict`` may copy them past the hooks.
+        """
+        shards = {p: p.data for p in values}
+        self._is_saving = True
         try:
+            for p, value in values.items():
+                p.data = value
             yield
         finally:
-            self._values = None
+            for p, shard in shards.items():
+                p.data = shard
+            self._is_saving = False
 
     def _register(self) -> None:
         for layer in self._head.linears:
@@ -438,6 +446,8 @@ class StateDictHooks(SharedOnDeepcopy):
         return gathered if gathered is not None and gathered.is_current else None
 
     def _on_state_dict(self, layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        if self._is_saving:
+            return
         gathered = self._known()
         for name, parameter in layer.named_parameters(recurse=False):
             value = state.get(prefix + name)
@@ -446,9 +456,7 @@ class StateDictHooks(SharedOnDeepcopy):
             is_wanted = value is not None and not isinstance(value, nn.Parameter) and self._head.owns(parameter)
             if not is_wanted:
                 continue
-            if self._values is not None:
-                state[prefix + name] = self._values[parameter]
-            elif gathered is not None:
+            if gathered is not None:
                 state[prefix + name] = gathered.value_of(parameter)
             elif not self._has_warned:
                 self._has_warned = True

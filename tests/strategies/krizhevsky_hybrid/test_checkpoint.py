@@ -287,6 +287,13 @@ class Listed(StepNet):
         return {f"net.{name}": value for name, value in self.named_parameters()}
 
 
+class Copied(Listed):
+    """It copies the parameters that it lists, as code does that saves them from a GPU."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {name: value.detach().clone() for name, value in super().state_dict().items()}
+
+
 class Renamed(StepNet):
     """Its checkpoints give the head other names, so that another program can load them."""
 
@@ -316,14 +323,16 @@ def _refused(rank: int, net: type[StepNet], folder: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("net", [Nested, Halved])
+@pytest.mark.parametrize("net", [Nested, Halved, Copied])
 def test_a_sharded_checkpoint_without_the_head_in_a_known_form_is_refused(tmp_path, net):
     for text in run_processes(2, _refused, net, str(tmp_path)):
         assert f"the state_dict of {net.__name__} lacks head.1.weight and has other keys ('net" in text
 
 
-@pytest.mark.parametrize("net", [Renamed, Listed])
-@pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
+@pytest.mark.parametrize(
+    ("state_dict_type", "net"),
+    [("full", Renamed), ("full", Listed), ("full", Copied), ("sharded", Renamed), ("sharded", Listed)],
+)
 def test_a_head_under_other_names_is_saved_as_a_whole(tmp_path, state_dict_type, net):
     run_processes(4, _saved_by, 4, net, str(tmp_path), state_dict_type)
     path = tmp_path / f"step={STEPS}.ckpt"
