@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
+from lightning_dp._private.torch_names import preserved_version
+
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
     """Put back afterwards what a run of ``module`` changes: all but its parameters and their gradients.
 
-    That is buffers, metrics, modes, counters, lists and dictionaries of all its parts, and the random number generators
-    of torch, NumPy and Python. Objects of other classes that it keeps are left as they are.
+    That is buffers, arrays, metrics, modes, counters, lists and dictionaries of all its parts, and the random number
+    generators of torch, NumPy and Python. Objects of other classes that it keeps are left as they are.
     """
     with ExitStack() as undo:
         undo.callback(random.setstate, random.getstate())
@@ -31,7 +33,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 
 def _restore_later(value: Any, undo: ExitStack, seen: set[int]) -> None:
-    """Have ``undo`` give a module, tensor, list or dictionary, and those in it, the content that they have now."""
+    """Have ``undo`` give a module, tensor, array, list or dictionary, and those in it, the content of now."""
     if id(value) in seen or isinstance(value, nn.Parameter) or is_lazy(value):
         return
     seen.add(id(value))
@@ -39,11 +41,15 @@ def _restore_later(value: Any, undo: ExitStack, seen: set[int]) -> None:
     if isinstance(value, Tensor):
         # torch lets nobody write to expanded tensors, nor to those of inference mode.
         if value.layout == torch.strided and 0 not in value.stride() and not value.is_inference():
-            # Past autograd, which may need the tensor for the backward of a loss.
-            undo.callback(value.data.copy_, value.detach().clone())
+            # Past autograd, which may need the tensor for the backward of a loss of before.
+            undo.enter_context(preserved_version(value))
+            undo.callback(_put_back, value, value.data, value.detach().clone())
     elif isinstance(value, nn.Module):
         # A lazy part becomes another class in its first run, and stays one. A scripted part keeps buffers elsewhere.
         inner = [*value.children()] if isinstance(value, LazyModuleMixin) else [vars(value), *value.buffers(False)]
+    elif isinstance(value, np.ndarray):
+        if value.flags.writeable:
+            undo.callback(np.copyto, value, value.copy())
     elif type(value) in (list, deque):
         undo.callback(value.extend, list(value))
         undo.callback(value.clear)
@@ -54,6 +60,18 @@ def _restore_later(value: Any, undo: ExitStack, seen: set[int]) -> None:
         inner = list(value.values() if isinstance(value, dict) else value)
     for each in inner:
         _restore_later(each, undo, seen)
+
+
+def _put_back(tensor: Tensor, memory: Tensor, content: Tensor) -> None:
+    """Give ``tensor`` the memory and the content that it had."""
+    try:
+        is_changed = not torch.equal(memory, content)
+    except NotImplementedError:  # for some dtypes, and on the meta device
+        is_changed = True
+    if is_changed:  # otherwise the memory may be that of a file which is open for reading only
+        memory.copy_(content)
+    if tensor.data_ptr() != memory.data_ptr():
+        tensor.data = memory
 
 
 @contextmanager

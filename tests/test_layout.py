@@ -17,7 +17,7 @@ ALLOWED = {
     "_private": set(),
     "collectives": {"_private"},
     "layers": {"_private", "collectives"},
-    "trial_run": set(),
+    "trial_run": {"_private"},
     "recompute": {"_private", "collectives", "trial_run"},
     "optim": set(),
     "planner": {"_lightning", "_private", "callbacks", "collectives", "recompute", "strategies", "trial_run"},

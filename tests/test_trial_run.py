@@ -24,7 +24,9 @@ class Recording(nn.Module):
         self.register_buffer("replaced", torch.zeros(3))
         self.register_buffer("expanded", torch.zeros(1).expand(3))
         self.metric, self.listed = MeanMetric(), [MeanMetric()]
+        self.register_buffer("given_memory", torch.zeros(3))
         self.calls, self.last = 0, None
+        self.array, self.constant = np.zeros(3), np.broadcast_to(0, 3)
         self.kept: dict[str, Any] = {"list": [torch.zeros(3)], "tuple": (deque([1], maxlen=2), {1})}
         self.counts, self.of, self.order = Counter(a=1), defaultdict(list, a=[1]), OrderedDict(b=1, a=2)
 
@@ -32,9 +34,11 @@ class Recording(nn.Module):
         self.train()
         y = self.lazy(self.frozen(self.norm(x + torch.rand(3) + random.random() + np.random.rand())))
         self.replaced = self.replaced + x.mean(0)
+        self.given_memory.data = x.mean(0)
         self.metric.update(x.mean())
         self.listed[0].update(x.mean())
         self.calls, self.last = self.calls + 1, y
+        self.array += 1
         self.kept["list"][0] += 1
         self.kept["list"].append(y)
         self.kept["tuple"][0].append(self.calls)
@@ -49,7 +53,7 @@ class Recording(nn.Module):
 def content(module: Recording) -> str:
     state = {name: value.tolist() for name, value in module.state_dict().items() if not name.startswith("lazy")}
     metrics = [(metric.update_count, float(metric.mean_value)) for metric in (module.metric, *module.listed)]
-    kept = [module.calls, module.last, module.kept, module.counts, module.of, list(module.order)]
+    kept = [module.calls, module.last, module.array.tolist(), module.kept, module.counts, module.of, list(module.order)]
     modes = [part.training for part in module.modules()]
     numbers = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
     return str([state, metrics, kept, modes, numbers, hasattr(module, "new")])
@@ -73,6 +77,34 @@ def test_all_that_a_module_keeps_is_put_back(fails):
     assert module.replaced is buffer
     assert module.kept["list"] is tensors
     assert module(torch.randn(4, 3)).shape == (4, 2)  # the lazy layer has become a linear one
+
+
+def test_what_was_computed_before_a_trial_run_can_run_backward():
+    layer = nn.BatchNorm1d(3, affine=False)
+    layer.running_mean.add_(1)
+    x = torch.randn(4, 3, requires_grad=True)
+    loss = (x * layer.running_mean).sum()
+    with unchanged(layer):
+        layer(x.detach())
+    loss.backward()
+    assert torch.equal(x.grad, torch.ones(4, 3))
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_memory_that_cannot_be_written_is_left_alone(tmp_path):
+    np.save(tmp_path / "weights.npy", np.ones(3))
+    module = nn.Identity()
+    module.weights = torch.from_numpy(np.load(tmp_path / "weights.npy", mmap_mode="r"))
+    with unchanged(module):
+        module(module.weights)
+    assert torch.equal(module.weights, torch.ones(3, dtype=torch.float64))
+
+
+def test_a_trial_run_on_the_meta_device_has_nothing_to_put_back():
+    layer = nn.BatchNorm1d(3, device="meta")
+    with unchanged(layer):
+        layer(torch.zeros(4, 3, device="meta"))
+    assert layer.num_batches_tracked.is_meta
 
 
 def test_parameters_and_gradients_are_put_back():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -176,6 +176,11 @@ def scaler_device(scaler: torch.amp.GradScaler) -> str:
 def version_of(tensor: Tensor) -> int:
     """Return how often ``tensor`` was changed in place."""
     return tensor._version
+
+
+def preserved_version(tensor: Tensor) -> AbstractContextManager[None]:
+    """Return a context after which ``tensor`` has the version of before: autograd sees no change that was undone."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)
 
 
 def is_memory_shared(tensor: Tensor) -> bool:

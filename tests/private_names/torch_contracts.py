@@ -257,6 +257,18 @@ def check_changes_in_place_are_counted() -> None:
     assert torch_names.version_of(tensor) == before + 1
 
 
+@contract(torch.autograd, "_unsafe_preserve_version_counter")
+def check_autograd_sees_no_change_that_was_undone() -> None:
+    tensor = torch.ones(1)
+    x = torch.ones(1, requires_grad=True)
+    product = x * tensor
+    with torch_names.preserved_version(tensor):
+        tensor.add_(1)
+        tensor.sub_(1)
+    product.backward()
+    assert x.grad.item() == 1
+
+
 @contract(torch.UntypedStorage, "_cdata")
 @contract(torch._C, "_storage_Use_Count")
 def check_other_tensors_of_a_memory_are_seen() -> None:
