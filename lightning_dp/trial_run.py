@@ -16,11 +16,11 @@ from torch.nn.parameter import is_lazy
 
 
 @contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
+def unchanged(module: nn.Module | list[Any]) -> Iterator[None]:
     """Put back afterwards what a run of ``module`` changes: all but its parameters and their gradients.
 
-    That is buffers, metrics, modes, counters, lists and dictionaries of all its parts, and the random number generators
-    of torch, NumPy and Python. Objects of other classes that it keeps are left as they are.
+    That is buffers, metrics, modes, counters, arrays, lists and dictionaries of all its parts, and random number
+    generators: those of torch, NumPy and Python, and those that it keeps. Other objects are left as they are.
     """
     with ExitStack() as undo:
         undo.callback(random.setstate, random.getstate())
@@ -39,11 +39,23 @@ def _restore_later(value: Any, undo: ExitStack, seen: set[int]) -> None:
     if isinstance(value, Tensor):
         # torch lets nobody write to expanded tensors, nor to those of inference mode.
         if value.layout == torch.strided and 0 not in value.stride() and not value.is_inference():
-            # Past autograd, which may need the tensor for the backward of a loss.
-            undo.callback(value.data.copy_, value.detach().clone())
+            undo.callback(_put_back, value, value.data, value.detach().clone())
+    elif isinstance(value, nn.Module) and isinstance(value, LazyModuleMixin):
+        # It becomes another class in its first run, and stays one.
+        undo.callback(_forget_statistics, value)
+        inner = [*value.children()]
     elif isinstance(value, nn.Module):
-        # A lazy part becomes another class in its first run, and stays one. A scripted part keeps buffers elsewhere.
-        inner = [*value.children()] if isinstance(value, LazyModuleMixin) else [vars(value), *value.buffers(False)]
+        # A scripted part keeps its buffers and parts elsewhere.
+        inner = [vars(value), *value.buffers(False), *value.children()]
+    elif isinstance(value, np.ndarray):
+        if value.flags.writeable:
+            undo.callback(np.copyto, value, value.copy())
+    elif isinstance(value, torch.Generator):
+        undo.callback(value.set_state, value.get_state())
+    elif isinstance(value, random.Random):
+        undo.callback(value.setstate, value.getstate())
+    elif isinstance(value, np.random.Generator):
+        undo.callback(setattr, value.bit_generator, "state", value.bit_generator.state)
     elif type(value) in (list, deque):
         undo.callback(value.extend, list(value))
         undo.callback(value.clear)
@@ -56,12 +68,30 @@ def _restore_later(value: Any, undo: ExitStack, seen: set[int]) -> None:
         _restore_later(each, undo, seen)
 
 
+def _forget_statistics(layer: nn.Module) -> None:
+    """Let a lazy layer that has become one of batch norm begin with the statistics that it would have begun with."""
+    reset = getattr(layer, "reset_running_stats", None)
+    if reset is not None:
+        reset()
+
+
+def _put_back(tensor: Tensor, memory: Tensor, value: Tensor) -> None:
+    """Give a tensor its memory and value of before. Past autograd, which may need them for the backward of a loss."""
+    memory.copy_(value)
+    tensor.data = memory  # the model may have given it other memory
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Return a copy on the host: a trial on a GPU may need all of the GPU's memory."""
+    return tensor.cpu() if tensor.is_cuda else tensor.clone()
+
+
 @contextmanager
 def unchanged_parameters(module: nn.Module) -> Iterator[None]:
     """Put parameters and gradients back afterwards: a forward pass may move the average of another network, say."""
     # `.data` is the memory of now, with a version of its own: what was computed from it stays valid.
     before = [
-        (parameter, parameter.data, parameter.detach().clone(), parameter.grad)
+        (parameter, parameter.data, _copy(parameter.detach()), parameter.grad)
         for parameter in module.parameters()
         if not is_lazy(parameter)  # it has no memory yet
     ]
@@ -71,6 +101,5 @@ def unchanged_parameters(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for parameter, memory, value, gradient in before:
-            memory.copy_(value)
-            parameter.data = memory  # the model may have given it other memory
+            _put_back(parameter, memory, value)
             parameter.grad = gradient
