@@ -18,11 +18,11 @@ from lightning_dp._private.torch_names import preserved_version
 
 
 @contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
+def unchanged(module: nn.Module | list[Any]) -> Iterator[None]:
     """Put back afterwards what a run of ``module`` changes: all but its parameters and their gradients.
 
-    That is buffers, arrays, metrics, modes, counters, lists and dictionaries of all its parts, and the random number
-    generators of torch, NumPy and Python. Objects of other classes that it keeps are left as they are.
+    That is buffers, metrics, modes, counters, arrays, lists and dictionaries of all its parts, and random number
+    generators: those of torch, NumPy and Python, and those that it keeps. Other objects are left as they are.
     """
     with ExitStack() as undo:
         undo.callback(random.setstate, random.getstate())
@@ -44,12 +44,22 @@ def _restore_later(value: Any, undo: ExitStack, seen: set[int]) -> None:
             # Past autograd, which may need the tensor for the backward of a loss of before.
             undo.enter_context(preserved_version(value))
             undo.callback(_put_back, value, value.data, value.detach().clone())
+    elif isinstance(value, nn.Module) and isinstance(value, LazyModuleMixin):
+        # It becomes another class in its first run, and stays one.
+        undo.callback(_forget_statistics, value)
+        inner = [*value.children()]
     elif isinstance(value, nn.Module):
-        # A lazy part becomes another class in its first run, and stays one. A scripted part keeps buffers elsewhere.
-        inner = [*value.children()] if isinstance(value, LazyModuleMixin) else [vars(value), *value.buffers(False)]
+        # A scripted part keeps its buffers and parts elsewhere.
+        inner = [vars(value), *value.buffers(False), *value.children()]
     elif isinstance(value, np.ndarray):
         if value.flags.writeable:
             undo.callback(np.copyto, value, value.copy())
+    elif isinstance(value, torch.Generator):
+        undo.callback(value.set_state, value.get_state())
+    elif isinstance(value, random.Random):
+        undo.callback(value.setstate, value.getstate())
+    elif isinstance(value, np.random.Generator):
+        undo.callback(setattr, value.bit_generator, "state", value.bit_generator.state)
     elif type(value) in (list, deque):
         undo.callback(value.extend, list(value))
         undo.callback(value.clear)
@@ -62,6 +72,13 @@ def _restore_later(value: Any, undo: ExitStack, seen: set[int]) -> None:
         _restore_later(each, undo, seen)
 
 
+def _forget_statistics(layer: nn.Module) -> None:
+    """Let a lazy layer that has become one of batch norm begin with the statistics that it would have begun with."""
+    reset = getattr(layer, "reset_running_stats", None)
+    if reset is not None:
+        reset()
+
+
 def _put_back(tensor: Tensor, memory: Tensor, content: Tensor) -> None:
     """Give ``tensor`` the memory and the content that it had."""
     try:
@@ -70,16 +87,17 @@ def _put_back(tensor: Tensor, memory: Tensor, content: Tensor) -> None:
         is_changed = True
     if is_changed:  # otherwise the memory may be that of a file which is open for reading only
         memory.copy_(content)
-    if tensor.data_ptr() != memory.data_ptr():
+    if tensor.data_ptr() != memory.data_ptr() or tensor.shape != memory.shape:
         tensor.data = memory
 
 
 @contextmanager
 def unchanged_parameters(module: nn.Module) -> Iterator[None]:
     """Put parameters and gradients back afterwards: a forward pass may move the average of another network, say."""
-    # `.data` is the memory of now, with a version of its own: what was computed from it stays valid.
+    # `.data` is the memory of now, with a version of its own: what was computed from it stays valid. The copies are on
+    # the host, because a trial on a GPU may need all of the GPU's memory.
     before = [
-        (parameter, parameter.data, parameter.detach().clone(), parameter.grad)
+        (parameter, parameter.data, parameter.detach().clone().cpu(), parameter.grad)
         for parameter in module.parameters()
         if not is_lazy(parameter)  # it has no memory yet
     ]

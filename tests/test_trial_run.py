@@ -117,3 +117,74 @@ def test_parameters_and_gradients_are_put_back():
     assert torch.equal(layer.weight, weight)
     assert layer.weight.grad is gradient
     assert torch.equal(gradient, torch.ones(1, 2))
+
+
+class MovesMemory(nn.Module):
+    """Gives its buffers other memory, in three ways, each of which keeps the tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("assigned", "set", "resized"):
+            self.register_buffer(name, torch.zeros(3))
+
+    def forward(self, x: Tensor) -> None:
+        self.assigned.data = self.assigned + x
+        self.set.set_(self.set + x)
+        self.resized.resize_(6).fill_(1)
+
+
+def test_a_buffer_that_gets_other_memory_is_put_back():
+    module = MovesMemory()
+    with unchanged(module):
+        module(torch.ones(3))
+        assert module.resized.shape == (6,)
+    assert [(name, buffer.tolist()) for name, buffer in module.named_buffers()] == [
+        (name, [0.0, 0.0, 0.0]) for name in ("assigned", "set", "resized")
+    ]
+
+
+def test_a_tensor_kept_from_an_earlier_step_has_its_graph_afterwards():
+    module, weight = nn.Module(), torch.ones(3, requires_grad=True)
+    module.last = (weight * 2).exp()
+    with unchanged(module):
+        module.last.data.zero_()
+    module.last.sum().backward()
+    assert torch.equal(weight.grad, 2 * torch.full((3,), 2.0).exp())
+
+
+def test_generators_and_arrays_that_a_module_keeps_are_put_back():
+    module = nn.Module()
+    module.torch, module.python, module.numpy = torch.Generator(), random.Random(1), np.random.default_rng(1)
+    module.counts, module.constant = np.zeros(3), np.zeros(3)
+    module.constant.flags.writeable = False
+
+    def numbers() -> list[float]:
+        module.counts[0] += 1
+        return [
+            float(torch.rand((), generator=module.torch)),
+            module.python.random(),
+            module.numpy.random(),
+            *module.counts,
+        ]
+
+    with unchanged(module):
+        first = numbers()
+        assert numbers() != first
+    assert numbers() == first
+
+
+def test_batch_norm_within_a_scripted_part_is_put_back():
+    part = torch.jit.script(nn.Sequential(nn.BatchNorm1d(3)))
+    with unchanged(nn.Sequential(part)):
+        part(torch.ones(4, 3))
+        assert part.state_dict()["0.num_batches_tracked"] == 1
+    assert part.state_dict()["0.num_batches_tracked"] == 0
+    assert not part.state_dict()["0.running_mean"].any()
+
+
+def test_lazy_batch_norm_begins_with_no_statistics():
+    lazy = nn.LazyBatchNorm1d()
+    with unchanged(nn.Sequential(lazy)):
+        lazy(torch.ones(4, 3))
+    assert lazy.num_batches_tracked == 0
+    assert not lazy.running_mean.any()

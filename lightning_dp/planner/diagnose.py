@@ -153,11 +153,13 @@ class Diagnose(StepTimer):
     @override
     def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Note the end of a forward."""
+        self._layers.pause()
         self._end_phase("forward_s", pl_module)
 
     @override
     def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
         """Note the end of a backward."""
+        self._layers.resume()
         self._end_phase("backward_s", pl_module)
         self._step.num_backwards += 1
 
@@ -364,6 +366,7 @@ class LayerTimes:
         self._running: list[_Call] = []
         self._calls: dict[int, _Call] = {}  # by module, as the forward meets them
         self._last_s = 0.0
+        self._is_paused = False
 
     def start(self, model: nn.Module) -> None:
         """Put the hooks in place."""
@@ -372,6 +375,14 @@ class LayerTimes:
             if module is not model:  # some strategies call it for the whole step, others do not
                 self._hooks.append(module.register_forward_pre_hook(self._enter(name)))
                 self._hooks.append(module.register_forward_hook(self._leave))
+
+    def pause(self) -> None:
+        """Count nothing in backward, in which `torch.utils.checkpoint` runs modules again, some of them in part."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Count again."""
+        self._is_paused = False
 
     def stop(self) -> None:
         """Take the hooks off. A second call does nothing."""
@@ -406,6 +417,8 @@ class LayerTimes:
 
     def _enter(self, name: str) -> Any:
         def enter(module: nn.Module, args: Any) -> None:
+            if self._is_paused:
+                return
             call = self._calls.setdefault(id(module), _Call(name, module))
             call.input_bytes = call.input_bytes or sum(map(num_bytes, tensors_in(args)))
             self._add_time()
@@ -414,8 +427,9 @@ class LayerTimes:
         return enter
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._add_time()
-        self._running.pop()
+        if not self._is_paused:
+            self._add_time()
+            self._running.pop()
 
     def _add_time(self) -> None:
         """Add the time since the last hook to the innermost module that runs."""

@@ -23,7 +23,7 @@ from lightning_dp.collectives.groups import all_gather, resolve_group
 from lightning_dp.planner.convolutions.measure import measure_time_s, num_bytes, unless_out_of_memory
 from lightning_dp.planner.convolutions.measured_plans import resized
 from lightning_dp.planner.formulas import require_count
-from lightning_dp.trial_run import unchanged
+from lightning_dp.trial_run import unchanged, unchanged_parameters
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,10 @@ class _Step:
     def __init__(self, trainer: Any, module: LightningModule) -> None:
         self._trainer, self._module = trainer, module
         combined = importlib.import_module(f"{FRAMEWORK}.utilities").CombinedLoader
-        batch, _, _ = next(iter(combined(trainer.datamodule.train_dataloader(), "max_size_cycle")))
+        loaders = combined(trainer.datamodule.train_dataloader(), "max_size_cycle")
+        parts = [part for loader in loaders.flattened for part in (loader, getattr(loader, "sampler", None))]
+        with unchanged([getattr(part, "generator", None) for part in parts]):  # training draws from it, too
+            batch, _, _ = next(iter(loaders))
         # As the training loop does it.
         batch = trainer.precision_plugin.convert_input(batch)
         self._batch = trainer.strategy.batch_to_device(before_batch_transfer(module, batch))
@@ -192,7 +195,6 @@ class _RefuseCollectives(TorchDispatchMode):
 @contextmanager
 def alone(module: LightningModule, world_size: int = 1) -> Iterator[None]:
     """Let ``training_step`` run outside of a training: nothing is logged, nothing is sent, nothing stays changed."""
-    grads = [(parameter, parameter.grad) for parameter in module.parameters()]
     trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
 
     def repeated(data: Any, *args: Any, **kwargs: Any) -> Any:
@@ -209,6 +211,7 @@ def alone(module: LightningModule, world_size: int = 1) -> Iterator[None]:
         stand_ins["all_gather"] = repeated
     with ExitStack() as stack:
         stack.enter_context(unchanged(module))
+        stack.enter_context(unchanged_parameters(module))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_own_statistics(module))
         for name, stand_in in stand_ins.items():
@@ -217,8 +220,6 @@ def alone(module: LightningModule, world_size: int = 1) -> Iterator[None]:
         try:
             yield
         finally:
-            for parameter, grad in grads:
-                parameter.grad = grad
             for parameter, requires_grad in trained:  # what toggle_optimizer leaves after an error
                 parameter.requires_grad = requires_grad
 

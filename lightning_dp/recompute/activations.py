@@ -95,8 +95,9 @@ def activation_bytes(model: nn.Module, batch: Any, method: str = "forward") -> A
                 f"{type(model).__name__}.{method} returned nothing that depends on a trainable parameter; give a batch "
                 "on which it computes a loss or logits, and parameters with requires_grad=True"
             )
-        del outputs  # what is left belongs to the graph
-        return ActivationTable(seen.rows())
+        del outputs
+    # Not earlier: the model may keep other tensors, such as a new buffer. What is left belongs to the graph.
+    return ActivationTable(seen.rows())
 
 
 class _Seen(TorchDispatchMode):

@@ -11,6 +11,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_dp.planner import Diagnose, Link, Network, Workload, diagnose, make_diagnosis, simulate
 from lightning_dp.planner.diagnose import NOT_CALLED, WARM_UP, LayerTimes
@@ -165,6 +166,31 @@ def test_the_time_of_a_module_is_without_that_of_the_modules_within(monkeypatch)
     # As the forward meets them. The outer one has its own parameters and those of modules that it does not call.
     assert [(layer.name, layer.forward_s) for layer in layers] == [("0", 3.0), ("0.slow", 10.0), ("2", 10.0)]
     assert [layer.num_bytes for layer in layers] == [4 * (3 + 12 + 12), 4 * 12, 4 * 12]
+
+
+class Checkpointed(pl.LightningModule):
+    """Runs its blocks again in backward. The second linear layer of a block is not reached there to its end."""
+
+    def __init__(self, clock: list[float]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(Slow(clock), nn.ReLU(), Slow(clock)) for _ in range(2))
+
+    def training_step(self, batch, batch_idx):
+        x = batch.flatten(1)[:, :3]
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-9)
+
+
+def test_what_a_checkpoint_runs_again_in_backward_is_no_forward_of_its_layers(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(diagnose, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    callback = Diagnose(num_steps=1, network=NETWORK, world_size=2, memonger=False, stop=True, max_s=1e9)
+    fit(callback, Checkpointed(clock))
+    assert [layer.forward_s for layer in callback.diagnosis.profile.layers] == [10.0] * 4
 
 
 class Functional(pl.LightningModule):

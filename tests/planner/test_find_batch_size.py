@@ -174,6 +174,43 @@ def test_training_starts_as_if_nothing_had_been_tried():
     assert "log" not in vars(net)
 
 
+class Student(Net):
+    """Has a teacher that follows it, in each training step, and draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=100)
+        self.teacher = nn.Conv2d(3, 4, 3).requires_grad_(False)
+        self.generator = torch.Generator()
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.net[0].weight, 0.1)
+        noise = torch.randn(batch[0].shape, generator=self.generator)
+        return super().training_step((batch[0] + noise, batch[1]), batch_idx)
+
+
+class Drawn(Data):
+    """Its loader shuffles by a generator that the data module keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def train_dataloader(self) -> DataLoader:
+        images = super().train_dataloader().dataset
+        return DataLoader(images, batch_size=self.batch_size, shuffle=True, generator=self.generator)
+
+
+def test_a_training_with_a_teacher_and_generators_of_its_own_is_the_same():
+    states = []
+    for callbacks in ([], [FindBatchSize((2,), repeats=1)]):
+        torch.manual_seed(0)
+        net = Student()
+        fit(net, Drawn(), *callbacks, limit_train_batches=2)
+        states.append(net.state_dict())
+    assert [name for name, value in states[0].items() if not torch.equal(value, states[1][name])] == []
+
+
 class FrozenNorm(Net):
     """Its batch norm stays in evaluation, as in fine-tuning."""
 

@@ -12,7 +12,7 @@ import torchmetrics
 from torch import nn
 
 from lightning_dp.models import resnet20
-from lightning_dp.planner import Candidate, Choice, apply_algorithms, plan_batch_size
+from lightning_dp.planner import Candidate, Choice, apply_algorithms, plan_batch_size, trace_layers
 from lightning_dp.planner.convolutions import measured_plans
 from lightning_dp.planner.convolutions.measured_plans import StepMeasurement, measure_plans, measure_step, resized
 from tests.planner.networks import chosen_algorithm, network
@@ -139,6 +139,27 @@ def test_metrics_do_not_count_what_is_measured():
     assert model.images.compute() == 4
     assert model.sizes.compute().flatten().tolist() == [4.0]
     assert model.images.update_count == 1
+
+
+class Following(nn.Module):
+    """A teacher that follows its student in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3).requires_grad_(False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.student.weight, 0.1)
+        return self.student(images) - self.teacher(images)
+
+
+def test_a_teacher_does_not_move_while_plans_are_measured():
+    model, images = Following(), torch.randn(2, 3, 6, 6)
+    before = model.teacher.weight.detach().clone()
+    trace_layers(model, images)
+    plan_batch_size(model, images, (2,), 10**9, repeats=1)
+    assert torch.equal(model.teacher.weight, before)
 
 
 @dataclasses.dataclass

@@ -94,6 +94,23 @@ def test_arguments_are_a_tuple_and_another_method_may_be_meant():
     assert activation_bytes(Net(), (IMAGES, 2.0), method="step").total_bytes > 0
 
 
+class Queue(nn.Linear):
+    """Puts a new queue of earlier inputs in the place of the old one, in each step, as MoCo may do."""
+
+    def __init__(self):
+        super().__init__(30, 30)
+        self.register_buffer("queue", torch.zeros(1000, 30))
+
+    def forward(self, x):
+        self.queue = torch.cat([self.queue[len(x) :], x.detach()])
+        return super().forward(x).exp().sum()
+
+
+def test_a_buffer_that_the_forward_replaces_is_no_activation():
+    rows = activation_bytes(Queue(), torch.ones(50, 30)).rows
+    assert [(row.operators, row.num_bytes) for row in rows] == [(("exp",), 50 * 30 * 4)]
+
+
 class Squared(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_dp.planner.formulas import require_count
 from lightning_dp.recompute.values import tensors_in
-from lightning_dp.trial_run import unchanged
+from lightning_dp.trial_run import unchanged, unchanged_parameters
 
 
 def measure_time_s(function: Callable[[], Any], device: torch.device | str = "cpu", repeats: int = 5) -> float:
@@ -234,7 +234,7 @@ def trace_layers(model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], A
             is_layer = is_leaf or isinstance(module, (*CONVOLUTIONS, nn.Linear))
             if is_layer or next(module.parameters(recurse=False), None) is not None:
                 hooks.append(module.register_forward_hook(seen.hook(name), with_kwargs=True))
-        with unchanged(model), torch.no_grad():
+        with unchanged(model), unchanged_parameters(model), torch.no_grad():
             if run is not None:
                 run(model, batch)
             else:

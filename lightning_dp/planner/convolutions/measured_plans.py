@@ -10,8 +10,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -49,7 +48,7 @@ from lightning_dp.planner.convolutions.program import (
 from lightning_dp.planner.formulas import require_count
 from lightning_dp.recompute.apply import PolicyName, apply_recompute, check_policy
 from lightning_dp.recompute.values import tensors_in
-from lightning_dp.trial_run import unchanged
+from lightning_dp.trial_run import unchanged, unchanged_parameters
 
 log = logging.getLogger(__name__)
 
@@ -250,7 +249,7 @@ def measure_step(
             loss(model, batch).backward()
 
     try:
-        with _gradients_kept(parameters), unchanged(model):
+        with unchanged(model), unchanged_parameters(model):
             time_s = measure_time_s(step, device, repeats)
             for parameter in parameters:
                 parameter.grad = None  # so that the step allocates them, and they are counted
@@ -267,16 +266,6 @@ def measure_step(
         )
     tensors = [*model.parameters(), *model.buffers(), *tensors_of(batch)]
     return StepMeasurement(time_s, peak_bytes + sum(map(num_bytes, tensors)), recomputes)
-
-
-@contextmanager
-def _gradients_kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    before = [parameter.grad for parameter in parameters]
-    try:
-        yield
-    finally:
-        for parameter, grad in zip(parameters, before, strict=True):
-            parameter.grad = grad
 
 
 def resized(batch: Any, batch_size: int) -> Any:
