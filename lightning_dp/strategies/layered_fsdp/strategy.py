@@ -307,7 +307,9 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         check_hooks(self.lightning_module)
         self._free_gathered()  # somebody may have gathered a part by hand, and changed its parameters since
         with self._steps.running():
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        # Without automatic optimization its backward passes are over, if it had any.
+        return output if self.lightning_module.automatic_optimization else self._then_free(output)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
