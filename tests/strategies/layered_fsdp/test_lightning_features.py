@@ -274,6 +274,42 @@ def test_a_module_that_was_run_by_hand_is_fitted_again():
     run_processes(4, run_by_hand_and_fit_again)
 
 
+class FailsOnce(Net):
+    """Raises in its third step, before backward. It has a parameter that the root gathers."""
+
+    has_failed = False
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(FEATURES, dtype=torch.float64))
+
+    def forward(self, x):
+        return super().forward(x * self.scale)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2 and not self.has_failed:
+            self.has_failed = True
+            raise ArithmeticError
+        return loss
+
+
+def fail_and_fit_again(rank):
+    results = []
+    for strategy in (DDPStrategy, lambda: layered(wrap=None), lambda: layered(wrap=None, reshard_after_forward=False)):
+        module = FailsOnce()
+        with pytest.raises(ArithmeticError):
+            fit(strategy(), 4, module)
+        results.append(snapshot(*fit(strategy(), 4, module)))
+    expected, *others = results
+    for actual in others:
+        assert_same(actual, expected)
+
+
+def test_a_module_whose_training_step_has_failed_is_fitted_again():
+    run_processes(4, fail_and_fit_again)
+
+
 class Even(Net):
     """All sizes are multiples of the group's, so that no shard is padded."""
 
