@@ -326,6 +326,9 @@ class ShardReduction:
         self._will_release = False
         self.stop_prefetch()
         for unit in reversed(self._units):  # the order of backward
+            part = unit.part()
+            if isinstance(part, FSDPModule):
+                part.reshard()  # FSDP2 keeps what no backward has used: `on_after_backward` would write to a copy
             if self._is_accumulating:
                 unit.kept.update(unit.ready)
             elif (unit.ready or unit.kept) and not unit.is_submitted:

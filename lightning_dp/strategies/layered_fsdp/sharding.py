@@ -164,6 +164,17 @@ def _is_unit(part: nn.Module) -> bool:
     return isinstance(part, FSDPModule)
 
 
+def forget_failed_step(module: nn.Module) -> None:
+    """Let FSDP2 begin anew where an exception has ended the last forward: parts that it had gathered stay so."""
+    if not isinstance(module, FSDPModule):
+        for part in module.children():
+            forget_failed_step(part)
+        return
+    is_gathered = not all(isinstance(parameter, DTensor) for parameter in module.parameters())
+    if is_gathered and hasattr(module, "reset_iter_state"):  # not in all versions of torch
+        module.reset_iter_state()
+
+
 def own_parameters(unit: nn.Module) -> list[Tensor]:
     """Return the parameters that FSDP2 gathers and reduces with ``unit``: those that no unit inside of it has."""
     inner = [part for part in unit.modules() if part is not unit and _is_unit(part)]

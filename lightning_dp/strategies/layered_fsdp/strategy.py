@@ -40,6 +40,7 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     check_embeddings,
     check_hooks,
     check_wrap,
+    forget_failed_step,
     load_optimizer,
     materialize,
     own_parameters,
@@ -244,6 +245,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         units = sharded_units(module)
         self._units = [unit for _, unit in units if isinstance(unit, FSDPModule)]
         self._free_gathered()  # the user may have run a part since an earlier fit
+        forget_failed_step(module)
         self._steps.watch(part for _, part in units)
         self._require_all_sharded(module, units)
         self.model_to_device()
@@ -270,7 +272,8 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
             if getattr(parameter, "device_mesh", None) != self.device_mesh[SHARD]:
                 raise ValueError(
                     f"{name} is not sharded over the ranks of its group: configure_model must call fully_shard with "
-                    f'mesh=self.device_mesh["{SHARD}"] for every part that has parameters'
+                    f'mesh=self.device_mesh["{SHARD}"] for every part that has parameters; if an earlier fit had '
+                    "another group_size, make a new module"
                 )
         sizes = ", ".join(f"{name} {sum(p.numel() for p in own_parameters(unit)):,}" for name, unit in units)
         if self.is_global_zero:
@@ -307,7 +310,9 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         check_hooks(self.lightning_module)
         self._free_gathered()  # somebody may have gathered a part by hand, and changed its parameters since
         with self._steps.running():
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        # Without automatic optimization its backward passes are over, if it had any.
+        return output if self.lightning_module.automatic_optimization else self._then_free(output)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -31,6 +31,7 @@ class LayeredReduction:
     def __init__(self, communicator: GradientCommunicator, world_size: int, module: nn.Module) -> None:
         self._communicator = communicator
         self._world_size = world_size
+        self._has_reduced = False  # a bucket of the present DDP
         self._has_final_buckets = False
         self._will_release = False
         self.compressed = communicator.compressed
@@ -38,7 +39,7 @@ class LayeredReduction:
 
     def feed_from(self, model: DistributedDataParallel) -> None:
         """Take the gradient buckets of ``model`` from now on."""
-        self._has_final_buckets = False
+        self._has_reduced = self._has_final_buckets = False
         model.register_comm_hook(None, self._reduce_bucket)
 
     def before_forward(self) -> None:
@@ -48,7 +49,7 @@ class LayeredReduction:
         ready. It copies the gradients into the new buckets, so they must have been averaged by then.
         """
         self._will_release = False  # an earlier backward may have raised
-        if self.updates.has_sums and not self._has_final_buckets:
+        if self._has_reduced and not self._has_final_buckets:
             self.updates.wait_for_gradients()
             self._has_final_buckets = True
 
@@ -60,6 +61,7 @@ class LayeredReduction:
 
         DDP is told that the bucket is done. Its gradients are views of the buffer that the communicator works on.
         """
+        self._has_reduced = True
         # Divided before the sum, as DDP does, so that 16-bit sums do not overflow (Algorithm 3 divides after it).
         buffer = bucket.buffer().div_(self._world_size)
         parameters = bucket.parameters()

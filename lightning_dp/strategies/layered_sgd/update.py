@@ -340,11 +340,6 @@ class UpdateQueue:
         """Whether the last backward pass has summed a gradient of a parameter of ``optimizer``."""
         return any(parameter in self._sums for group in optimizer.param_groups for parameter in group["params"])
 
-    @property
-    def has_sums(self) -> bool:
-        """Whether there was a backward pass."""
-        return bool(self._sums)
-
     def close(self) -> None:
         """Give up what is pending."""
         _queues.discard(self)

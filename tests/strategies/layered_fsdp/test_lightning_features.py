@@ -19,7 +19,7 @@ from lightning_dp.strategies.layered_sgd import parameter_watch
 from lightning_dp.strategies.layered_sgd.host_communicator import Communicator
 from tests.ranks import RankError, run_cases, run_processes
 from tests.strategies.layered_fsdp.modules import fit, layered, snapshot, whole
-from tests.strategies.layered_fsdp.user_cases import CASES, Manual, Normalized, Tied, options_of
+from tests.strategies.layered_fsdp.user_cases import CASES, Manual, Normalized, Teacher, Tied, options_of
 from tests.strategies.layered_sgd.staged import is_watched
 from tests.strategies.modules import FEATURES, Net, assert_same, trainer
 
@@ -111,6 +111,39 @@ def gather_by_hand(rank):
 
 def test_a_unit_that_the_user_gathers_is_up_to_date():
     run_processes(4, gather_by_hand)
+
+
+class WritesToTeacher(Teacher):
+    """Steps after every second batch. What no backward uses is written to, before and after each batch's end."""
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            target = self.teacher(batch[0])
+        self.manual_backward((self.student(batch[0]) - target).square().mean() + self.loss(batch))
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    def write(self, factor):
+        with torch.no_grad():
+            for parameter in self.teacher.parameters():
+                parameter.mul_(factor)
+
+    def on_after_backward(self):
+        self.write(0.9)
+
+    def on_train_batch_end(self, *args):
+        self.write(1.2)
+
+
+def write_to_teacher(rank):
+    expected = snapshot(*fit(DDPStrategy(find_unused_parameters=True), 4, WritesToTeacher()))
+    for reshards in (False, True):
+        assert_same(snapshot(*fit(layered(reshard_after_forward=reshards), 4, WritesToTeacher())), expected)
+
+
+def test_what_callbacks_write_to_a_part_without_backward_stays():
+    run_processes(4, write_to_teacher)
 
 
 def save_and_resume(rank, folder):
@@ -239,6 +272,42 @@ def run_by_hand_and_fit_again(rank):
 
 def test_a_module_that_was_run_by_hand_is_fitted_again():
     run_processes(4, run_by_hand_and_fit_again)
+
+
+class FailsOnce(Net):
+    """Raises in its third step, before backward. It has a parameter that the root gathers."""
+
+    has_failed = False
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(FEATURES, dtype=torch.float64))
+
+    def forward(self, x):
+        return super().forward(x * self.scale)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2 and not self.has_failed:
+            self.has_failed = True
+            raise ArithmeticError
+        return loss
+
+
+def fail_and_fit_again(rank):
+    results = []
+    for strategy in (DDPStrategy, lambda: layered(wrap=None), lambda: layered(wrap=None, reshard_after_forward=False)):
+        module = FailsOnce()
+        with pytest.raises(ArithmeticError):
+            fit(strategy(), 4, module)
+        results.append(snapshot(*fit(strategy(), 4, module)))
+    expected, *others = results
+    for actual in others:
+        assert_same(actual, expected)
+
+
+def test_a_module_whose_training_step_has_failed_is_fitted_again():
+    run_processes(4, fail_and_fit_again)
 
 
 class Even(Net):

@@ -11,14 +11,15 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import WeightAveraging
+from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 
 from lightning_dp.strategies.layered_sgd.update import UpdateQueue
 from tests.ranks import RankError, run_processes
 from tests.strategies.layered_sgd.late_sums import sum_late
 from tests.strategies.layered_sgd.modules import OVERLAPS, Unused
-from tests.strategies.layered_sgd.user_cases import Case, Manual, compare
-from tests.strategies.modules import Net, TogglesOptimizers, data
+from tests.strategies.layered_sgd.user_cases import Case, Manual, compare, fit, layered
+from tests.strategies.modules import Net, TogglesOptimizers, assert_same, data, optimizers, snapshot
 
 UNUSED = {"ddp": {"find_unused_parameters": True}}
 
@@ -122,3 +123,34 @@ def test_equals_ddp():
 def test_a_wait_that_is_left_out_is_seen():
     with pytest.raises(RankError, match="first.weight|was changed while it was summed"):
         run_processes(2, compare_late, ["in place"], True)
+
+
+class UnfreezesAndAccumulates(InPlace):
+    """The first layer is frozen for two batches. DDP must have wrapped it as trainable, to reduce it afterwards."""
+
+    def __init__(self, freezes_in: str) -> None:
+        super().__init__()
+        self.freezes_in = freezes_in
+
+    def setup(self, stage: str) -> None:
+        self.first.requires_grad_(self.freezes_in != "setup")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.first.requires_grad_(batch_idx >= 2)
+
+    def configure_optimizers(self) -> Any:
+        parts = (self.first, self.shared, self.last)
+        return optimizers("momentum", [parameter for part in parts for parameter in part.parameters()])
+
+
+def compare_unfrozen(rank):
+    sum_late()
+    module = UnfreezesAndAccumulates("on_train_batch_start")
+    expected = snapshot(module, fit(DDPStrategy(find_unused_parameters=True), module))
+    for overlap in OVERLAPS:
+        module = UnfreezesAndAccumulates("setup")
+        assert_same(snapshot(module, fit(layered(overlap), module)), expected)
+
+
+def test_an_accumulation_in_which_a_layer_is_unfrozen_equals_ddp():
+    run_processes(2, compare_unfrozen)

@@ -145,6 +145,24 @@ def test_only_the_forward_in_which_ddp_rebuilds_its_buckets_waits_for_all_sums()
     assert num_waited == [NUM_LAYERS, 0, 0]
 
 
+class NewDDP:
+    """What the strategy wraps the module in when a parameter was unfrozen."""
+
+    def register_comm_hook(self, state: None, hook: Callable[..., Any]) -> None: ...
+
+
+def test_the_forward_in_which_a_new_ddp_rebuilds_its_buckets_waits_for_all_sums():
+    """Not the one before it, in which it has reduced nothing yet."""
+    training = Training()
+    training.stage(have_arrived=False)
+    training.reduction.updates.bring_up_to_date()
+    training.reduction.feed_from(NewDDP())
+    training.reduction.before_forward()
+    training.stage(have_arrived=False)
+    training.reduction.before_forward()
+    assert all(bucket.num_waits > 0 for bucket in training.communicator.buckets)
+
+
 def test_what_may_have_been_read_unseen_stays_watched_until_it_is_used(num_intercepted):
     training = Training(layers_in_bucket=NUM_LAYERS)
     training.stage(have_arrived=True)
