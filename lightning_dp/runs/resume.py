@@ -197,9 +197,12 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except Exception as error:  # an unpickler can raise any error for bytes that are not a pickle
         found = re.search(r"GLOBAL (\S+)", str(error))
         if found is not None:
+            # Hydra passes lists and dicts of a configuration as objects of its own.
+            is_list = found[1].startswith("omegaconf.")
+            remedy = "with _convert_: all beside the _target_" if is_list else "with save_hyperparameters(ignore=...)"
             raise ValueError(
                 f"{path} holds an object of {found[1]}, and to read it would run code that the file names; keep "
-                "objects out of checkpoints, for example with save_hyperparameters(ignore=...)"
+                f"objects out of checkpoints, for example {remedy}"
             ) from error
         raise ValueError(
             f"{path} is no checkpoint of a run, or is damaged ({type(error).__name__}); {OTHERS}"
