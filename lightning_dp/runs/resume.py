@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
+from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from lightning_dp._private.lightning_names import begin_next_epoch, restart_loader
@@ -196,9 +197,12 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except Exception as error:  # an unpickler can raise any error for bytes that are not a pickle
         found = re.search(r"GLOBAL (\S+)", str(error))
         if found is not None:
+            # Hydra passes lists and dicts of a configuration as objects of its own.
+            is_list = found[1].startswith("omegaconf.")
+            remedy = "with _convert_: all beside the _target_" if is_list else "with save_hyperparameters(ignore=...)"
             raise ValueError(
                 f"{path} holds an object of {found[1]}, and to read it would run code that the file names; keep "
-                "objects out of checkpoints, for example with save_hyperparameters(ignore=...)"
+                f"objects out of checkpoints, for example {remedy}"
             ) from error
         raise ValueError(
             f"{path} is no checkpoint of a run, or is damaged ({type(error).__name__}); {OTHERS}"
@@ -391,8 +395,21 @@ class ContinuesAfterCheckpoint(Callback):
         begin_next_epoch(trainer)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         stoppers = [callback for callback in callbacks if isinstance(callback, EarlyStopping)]
-        if any(each.stopped_epoch > 0 or each.wait_count >= max(1, each.patience) for each in stoppers):
+        # The epoch does not tell that it stopped in the first one, nor the reason that another rank had one.
+        running = EarlyStoppingReason.NOT_STOPPED
+        if any(each.stopped_epoch > 0 or each.stopping_reason != running for each in stoppers):
             trainer.should_stop = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep a last.ckpt that was written before this run continued.
+
+        Lightning does not know of it any more, and would write it again, with other weights if a monitored metric has
+        not improved since.
+        """
+        for each in trainer.checkpoint_callbacks:
+            # With filename: last, one file is both, and a kill between the two writes leaves it known as the best only.
+            if isinstance(each, ModelCheckpoint) and (each.last_model_path or each.kth_best_model_path):
+                each.save_last = False
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the epoch of a checkpoint as completed, also if no step was left: then no hook of training was called.

@@ -288,7 +288,11 @@ def check_arguments(path: str, node: dict[str, Any]) -> None:
 
 
 def _parameters(target: str) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(pkgutil.resolve_name(target)).parameters
+    found = pkgutil.resolve_name(target)
+    try:
+        return inspect.signature(found).parameters
+    except ValueError:  # of a class in C, such as datetime.timedelta
+        return inspect.signature(lambda **arguments: None).parameters
 
 
 def _types_of_arguments(target: str) -> dict[str, Any]:
@@ -392,6 +396,7 @@ def check_top_level_types(config: Config) -> None:
     for key, annotation in TOP_LEVEL_TYPES.items():
         if key in config and not fits(config[key], annotation):
             raise ValueError(f"{key}={config[key]} must be {spelled(annotation)}")
+    config["seed"] = int(config["seed"])  # 1e3, which would seed other images than 1000
     if not 0 <= config["seed"] <= MAX_SEED:
         raise ValueError(f"seed={config['seed']} must be 0 to {MAX_SEED}")
     # Configurations of old runs do not have it.

@@ -43,6 +43,19 @@ def test_an_object_among_its_hyperparameters_is_warned_of(tmp_path, caplog):
         completed_steps(tmp_path / "checkpoints" / "last.ckpt")
 
 
+def test_a_list_among_its_hyperparameters_can_be_read_if_hydra_converts_it(tmp_path, caplog):
+    """Else it is an object of OmegaConf, and the warning says how to convert it."""
+    checkpoint = tmp_path / "checkpoints" / "last.ckpt"
+    config = own(tmp_path, batch_size=8, transform=[1, 2]) | {"test": False}
+    train(config)
+    (record,) = [record for record in caplog.records if "no run can continue" in record.message]
+    assert "omegaconf.listconfig.ListConfig" in record.message
+    assert "with _convert_: all beside the _target_" in record.message
+    config["data"]["_convert_"] = "all"
+    train(config)
+    assert completed_steps(checkpoint) == 6
+
+
 def test_what_it_lacks_is_named(tmp_path):
     with pytest.raises(ValueError, match="NoTest has no test_dataloader; use test=false"):
         validate(own(tmp_path, "NoTest"))

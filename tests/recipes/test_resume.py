@@ -469,6 +469,37 @@ def test_a_run_that_stopped_early_has_ended(tmp_path, patience):
     assert again["test/acc"] == found["test/acc"]
 
 
+def test_a_run_that_stopped_in_its_first_epoch_has_ended(tmp_path):
+    """Lightning's number of the epoch in which it stopped is then that of a run that has not stopped."""
+    config = tiny(tmp_path, "trainer.max_epochs=3")
+    early = {"monitor": "val/loss", "stopping_threshold": 99.0}
+    config["callbacks"]["early"] = {"_target_": "pytorch_lightning.callbacks.EarlyStopping", **early}
+    found = train(config)
+    again = train(config | {"ckpt_path": str(last(tmp_path))})
+    assert completed_steps(last(tmp_path)) == 3, "one epoch"
+    assert again["test/acc"] == found["test/acc"]
+
+
+class Worse(Callback):
+    """Logs a loss that is best in the first epoch."""
+
+    def on_validation_epoch_end(self, trainer, module):
+        module.log("worse", float(trainer.current_epoch))
+
+
+def test_a_continued_run_keeps_the_best_weights_that_are_also_its_last_checkpoint(tmp_path):
+    """The epochs after the checkpoint are not better. Lightning would write last.ckpt at their end all the same."""
+    config = tiny(tmp_path, "trainer.max_epochs=3")
+    config["callbacks"]["checkpoint"] |= {"monitor": "worse", "save_top_k": 1, "save_last": True}
+    config["callbacks"]["worse"] = {"_target_": f"{__name__}.Worse"}
+    train(config)
+    assert completed_steps(last(tmp_path)) == 3, "Lightning writes it with the best weights only"
+    rows = metrics(tmp_path)
+    train(config | {"ckpt_path": str(last(tmp_path))})
+    assert completed_steps(last(tmp_path)) == 3
+    assert metrics(tmp_path) == rows
+
+
 class NumpyState(Callback):
     def state_dict(self):
         return {"score": np.float64(0.5)}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Optional
 
@@ -103,6 +104,19 @@ def test_what_is_no_mistake_is_taken(tmp_path):
     arguments = arguments_of_rank(["logger=null", "callbacks=null", "experiment=null", "seed=1"], None, "")
     config = composed(tmp_path, *arguments)
     assert (config["logger"], config["callbacks"], config["seed"]) == ({}, {}, 1)
+
+
+def test_an_argument_may_be_an_object_of_a_class_in_c(tmp_path):
+    timeout = ("+strategy.timeout._target_=datetime.timedelta", "+strategy.timeout.minutes=2")
+    config = composed(tmp_path, "trainer=cpu", *timeout)
+    validate(config)
+    assert instantiate(config["strategy"]["timeout"]) == timedelta(minutes=2)
+
+
+def test_a_seed_that_is_written_as_a_float_is_the_whole_number(tmp_path):
+    config = composed(tmp_path, "trainer=cpu", "seed=1e3")
+    validate(config)
+    assert (repr(config["seed"]), repr(config["data"]["seed"])) == ("1000", "1000")
 
 
 @pytest.mark.parametrize(
