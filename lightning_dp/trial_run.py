@@ -46,8 +46,9 @@ def _restore_later(value: Any, undo: ExitStack, seen: set[int]) -> None:
             undo.callback(_put_back, value, value.data, value.detach().clone())
     elif isinstance(value, nn.Module) and isinstance(value, LazyModuleMixin):
         # It becomes another class in its first run, and stays one.
-        undo.callback(_forget_statistics, value)
-        inner = [*value.children()]
+        if any(is_lazy(buffer) for buffer in value.buffers(False)):
+            undo.callback(_forget_statistics, value)
+        inner = [*value.buffers(False), *value.children()]
     elif isinstance(value, nn.Module):
         # A scripted part keeps its buffers and parts elsewhere.
         inner = [vars(value), *value.buffers(False), *value.children()]
@@ -56,8 +57,10 @@ def _restore_later(value: Any, undo: ExitStack, seen: set[int]) -> None:
             undo.callback(np.copyto, value, value.copy())
     elif isinstance(value, torch.Generator):
         undo.callback(value.set_state, value.get_state())
-    elif isinstance(value, random.Random):
+    elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
         undo.callback(value.setstate, value.getstate())
+    elif isinstance(value, np.random.RandomState):
+        undo.callback(value.set_state, value.get_state())
     elif isinstance(value, np.random.Generator):
         undo.callback(setattr, value.bit_generator, "state", value.bit_generator.state)
     elif type(value) in (list, deque):
@@ -75,29 +78,32 @@ def _restore_later(value: Any, undo: ExitStack, seen: set[int]) -> None:
 def _forget_statistics(layer: nn.Module) -> None:
     """Let a lazy layer that has become one of batch norm begin with the statistics that it would have begun with."""
     reset = getattr(layer, "reset_running_stats", None)
-    if reset is not None:
+    if reset is not None and not any(is_lazy(buffer) for buffer in layer.buffers(False)):  # else it did not run
         reset()
 
 
 def _put_back(tensor: Tensor, memory: Tensor, content: Tensor) -> None:
     """Give ``tensor`` the memory and the content that it had."""
     try:
-        is_changed = not torch.equal(memory, content)
-    except NotImplementedError:  # for some dtypes, and on the meta device
+        is_changed = not torch.equal(memory.to(content.device), content)
+    except RuntimeError:  # for some dtypes, on the meta device, and for fake tensors
         is_changed = True
     if is_changed:  # otherwise the memory may be that of a file which is open for reading only
         memory.copy_(content)
-    if tensor.data_ptr() != memory.data_ptr() or tensor.shape != memory.shape:
-        tensor.data = memory
+    tensor.data = memory
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Return a copy on the host: a trial on a GPU may need all of the GPU's memory."""
+    return tensor.cpu() if tensor.is_cuda else tensor.clone()
 
 
 @contextmanager
 def unchanged_parameters(module: nn.Module) -> Iterator[None]:
     """Put parameters and gradients back afterwards: a forward pass may move the average of another network, say."""
-    # `.data` is the memory of now, with a version of its own: what was computed from it stays valid. The copies are on
-    # the host, because a trial on a GPU may need all of the GPU's memory.
+    # `.data` is the memory of now, with a version of its own: what was computed from it stays valid.
     before = [
-        (parameter, parameter.data, parameter.detach().clone().cpu(), parameter.grad)
+        (parameter, parameter.data, _copy(parameter.detach()), parameter.grad)
         for parameter in module.parameters()
         if not is_lazy(parameter)  # it has no memory yet
     ]
@@ -107,6 +113,5 @@ def unchanged_parameters(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for parameter, memory, value, gradient in before:
-            memory.copy_(value)
-            parameter.data = memory  # the model may have given it other memory
+            _put_back(parameter, memory, value)
             parameter.grad = gradient

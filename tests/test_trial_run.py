@@ -188,3 +188,37 @@ def test_lazy_batch_norm_begins_with_no_statistics():
         lazy(torch.ones(4, 3))
     assert lazy.num_batches_tracked == 0
     assert not lazy.running_mean.any()
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_parameters_that_cannot_be_written_to_need_not_be(tmp_path):
+    np.zeros((3, 3), np.float32).tofile(tmp_path / "weight")
+    read_only = torch.from_numpy(np.memmap(tmp_path / "weight", dtype=np.float32, mode="r", shape=(3, 3)))
+    with torch.device("meta"):
+        on_meta = nn.Linear(2, 2)
+    module = nn.ParameterList([nn.Parameter(read_only), nn.Parameter(torch.ones(1).expand(3)), *on_meta.parameters()])
+    with unchanged(module), unchanged_parameters(module):
+        module[0].sum()
+    assert not module[0].any()
+
+
+def test_lazy_batch_norm_keeps_what_it_has():
+    trained = nn.BatchNorm1d(3)
+    trained.running_mean.fill_(5.0)
+    loaded, not_reached = nn.LazyBatchNorm1d(), nn.LazyBatchNorm1d()
+    loaded.load_state_dict(trained.state_dict())
+    with unchanged(nn.ModuleList([loaded, not_reached])):
+        loaded(torch.randn(4, 3))
+    assert loaded.running_mean.tolist() == [5.0, 5.0, 5.0]
+    assert not_reached.has_uninitialized_params()
+
+
+def test_generators_of_older_kinds_and_of_the_system():
+    module = nn.Module()
+    module.system, module.legacy, module.square = random.SystemRandom(), np.random.RandomState(1), torch.eye(2)
+    with unchanged(module):
+        first = module.legacy.rand()
+        module.square[0, 1] = 1
+        module.square.t_()
+    assert module.legacy.rand() == first
+    assert torch.equal(module.square, torch.eye(2))

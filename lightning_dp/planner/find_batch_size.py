@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -11,6 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -154,8 +156,7 @@ class _Step:
         self._trainer, self._module = trainer, module
         combined = importlib.import_module(f"{FRAMEWORK}.utilities").CombinedLoader
         loaders = combined(trainer.datamodule.train_dataloader(), "max_size_cycle")
-        parts = [part for loader in loaders.flattened for part in (loader, getattr(loader, "sampler", None))]
-        with unchanged([getattr(part, "generator", None) for part in parts]):  # training draws from it, too
+        with unchanged([each for loader in loaders.flattened for each in _generators(loader)]):  # training draws, too
             batch, _, _ = next(iter(loaders))
         # As the training loop does it.
         batch = trainer.precision_plugin.convert_input(batch)
@@ -178,6 +179,15 @@ class _Step:
                     )
                 loss.backward()
         self._is_checked = True
+
+
+def _generators(loader: Any) -> list[Any]:
+    """Return the random number generators of a loader, its samplers and its dataset."""
+    batches = getattr(loader, "batch_sampler", None)
+    parts = [loader, batches, *(getattr(part, "sampler", None) for part in (loader, batches))]
+    parts.append(getattr(loader, "dataset", None))
+    kinds = (torch.Generator, random.Random, np.random.Generator)
+    return [each for part in parts for each in getattr(part, "__dict__", {}).values() if isinstance(each, kinds)]
 
 
 class _RefuseCollectives(TorchDispatchMode):

@@ -12,7 +12,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_dp import AdaptiveGlobalBatchNorm
@@ -198,7 +198,8 @@ class Drawn(Data):
 
     def train_dataloader(self) -> DataLoader:
         images = super().train_dataloader().dataset
-        return DataLoader(images, batch_size=self.batch_size, shuffle=True, generator=self.generator)
+        batches = BatchSampler(RandomSampler(images, generator=self.generator), self.batch_size, drop_last=False)
+        return DataLoader(images, batch_sampler=batches)
 
 
 def test_a_training_with_a_teacher_and_generators_of_its_own_is_the_same():
