@@ -16,10 +16,15 @@ from torch.nn.parameter import is_lazy
 
 from lightning_dp._private.torch_names import preserved_version
 
+GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
+"""Classes of random number generators."""
+
 
 @contextmanager
 def unchanged(module: nn.Module | list[Any]) -> Iterator[None]:
     """Put back afterwards what a run of ``module`` changes: all but its parameters and their gradients.
+
+    ``module`` may also be a list of other objects that are to be put back, such as `GENERATORS`.
 
     That is buffers, metrics, modes, counters, arrays, lists and dictionaries of all its parts, and random number
     generators: those of torch, NumPy and Python, and those that it keeps. Other objects are left as they are.

@@ -72,6 +72,15 @@ def destroy_group(group: dist.ProcessGroup | None) -> None:
             dist.destroy_process_group(group)
 
 
+def free_earlier_groups() -> None:
+    """Free the threads and sockets of destroyed groups of an earlier fit.
+
+    They stay until Python collects what refers to the groups: a Trainer, its strategy and its module refer to each
+    other.
+    """
+    gc.collect()
+
+
 _locks: WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = WeakKeyDictionary()
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_dp._lightning import LightningModule
-from lightning_dp._private.torch_names import BatchNorm
+from lightning_dp._private.torch_names import BatchNorm, is_in_backward
 from lightning_dp.callbacks.timers import StepTimer
 from lightning_dp.collectives.small_all_gather import waited_s
 from lightning_dp.planner.convolutions.measure import num_bytes, tensors_of
@@ -153,13 +153,11 @@ class Diagnose(StepTimer):
     @override
     def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Note the end of a forward."""
-        self._layers.pause()
         self._end_phase("forward_s", pl_module)
 
     @override
     def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
         """Note the end of a backward."""
-        self._layers.resume()
         self._end_phase("backward_s", pl_module)
         self._step.num_backwards += 1
 
@@ -366,7 +364,6 @@ class LayerTimes:
         self._running: list[_Call] = []
         self._calls: dict[int, _Call] = {}  # by module, as the forward meets them
         self._last_s = 0.0
-        self._is_paused = False
 
     def start(self, model: nn.Module) -> None:
         """Put the hooks in place."""
@@ -375,14 +372,6 @@ class LayerTimes:
             if module is not model:  # some strategies call it for the whole step, others do not
                 self._hooks.append(module.register_forward_pre_hook(self._enter(name)))
                 self._hooks.append(module.register_forward_hook(self._leave))
-
-    def pause(self) -> None:
-        """Count nothing in backward, in which `torch.utils.checkpoint` runs modules again, some of them in part."""
-        self._is_paused = True
-
-    def resume(self) -> None:
-        """Count again."""
-        self._is_paused = False
 
     def stop(self) -> None:
         """Take the hooks off. A second call does nothing."""
@@ -417,7 +406,7 @@ class LayerTimes:
 
     def _enter(self, name: str) -> Any:
         def enter(module: nn.Module, args: Any) -> None:
-            if self._is_paused:
+            if is_in_backward():  # `torch.utils.checkpoint` runs modules again, some of them in part
                 return
             call = self._calls.setdefault(id(module), _Call(name, module))
             call.input_bytes = call.input_bytes or sum(map(num_bytes, tensors_in(args)))
@@ -427,7 +416,7 @@ class LayerTimes:
         return enter
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._is_paused:
+        if not is_in_backward():
             self._add_time()
             self._running.pop()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -12,7 +11,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -25,7 +23,7 @@ from lightning_dp.collectives.groups import all_gather, resolve_group
 from lightning_dp.planner.convolutions.measure import measure_time_s, num_bytes, unless_out_of_memory
 from lightning_dp.planner.convolutions.measured_plans import resized
 from lightning_dp.planner.formulas import require_count
-from lightning_dp.trial_run import unchanged, unchanged_parameters
+from lightning_dp.trial_run import GENERATORS, unchanged, unchanged_parameters
 
 log = logging.getLogger(__name__)
 
@@ -186,8 +184,7 @@ def _generators(loader: Any) -> list[Any]:
     batches = getattr(loader, "batch_sampler", None)
     parts = [loader, batches, *(getattr(part, "sampler", None) for part in (loader, batches))]
     parts.append(getattr(loader, "dataset", None))
-    kinds = (torch.Generator, random.Random, np.random.Generator)
-    return [each for part in parts for each in getattr(part, "__dict__", {}).values() if isinstance(each, kinds)]
+    return [each for part in parts for each in getattr(part, "__dict__", {}).values() if isinstance(each, GENERATORS)]
 
 
 class _RefuseCollectives(TorchDispatchMode):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dp._private.lightning_names import wrap_in_ddp
-from lightning_dp.collectives.groups import OnStage
+from lightning_dp.collectives.groups import OnStage, free_earlier_groups
 from lightning_dp.strategies import complete_files
 from lightning_dp.strategies.base import BaseStrategy
 from lightning_dp.strategies.krizhevsky_hybrid import checkpoint as files
@@ -314,9 +313,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         if self._fitting is not None:
             assert self.lightning_module is not None
             self._end(self.lightning_module.trainer.interrupted)
-            # The groups of an earlier fit keep their threads and sockets until Python collects what refers to them: a
-            # Trainer, its strategy and its module refer to each other.
-            gc.collect()
+            free_earlier_groups()
         is_meta = self.lightning_module is not None and any(p.is_meta for p in self.lightning_module.parameters())
         # If set-up has failed, there are no values to move. The error from set-up must not be hidden by one from here.
         with suppress(NotImplementedError) if is_meta else nullcontext():

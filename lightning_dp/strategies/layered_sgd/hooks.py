@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dp.collectives.compression.stages import CompressedAllReduce
-from lightning_dp.collectives.groups import OnStage, RankTopology
+from lightning_dp.collectives.groups import OnStage, RankTopology, free_earlier_groups
 from lightning_dp.strategies.layered_sgd.gradient_sum import WAIT
 from lightning_dp.strategies.layered_sgd.options import CommunicatorOptions
 from lightning_dp.strategies.layered_sgd.postponement import Postponement, why_step_is_not_postponed
@@ -223,7 +222,5 @@ class PostponedUpdates(_Base):
         if self._reduction is not None:
             self._reduction.close()
             self._reduction = None
-            # The groups of an earlier fit keep their threads and sockets until Python collects what refers to them: a
-            # Trainer, its strategy and its module refer to each other.
-            gc.collect()
+            free_earlier_groups()
         super().teardown()
