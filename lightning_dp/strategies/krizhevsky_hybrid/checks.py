@@ -282,6 +282,7 @@ def check_optimizers(optimizers: list[Optimizer], head: ShardedHead) -> None:
 
 _EVERY_SAMPLE = "within head_step, where every rank sees the samples of all ranks"
 _LOG = inspect.signature(LightningModule.log)
+_OF_EACH_MODULE = frozenset(vars(nn.Module()))  # its parts, and a dozen kinds of hooks: to look in costs time each step
 _MEANS = (MeanMetric, BinaryAccuracy, MulticlassAccuracy, MultilabelAccuracy)  # and no subclass: it may count
 
 
@@ -295,11 +296,11 @@ def no_counting(module: LightningModule, world_size: int) -> Iterator[None]:
     if world_size == 1:
         yield
         return
-    before = {id(metric): metric.update_count for _, metric in _metrics(module)}
+    before = [(name, metric, metric.update_count) for name, metric in _metrics(module)]  # one made within: next time
     with _no_logged_sums(module):
         yield
-    for name, metric in _metrics(module):
-        is_updated = metric.update_count != before.get(id(metric), 0)
+    for name, metric, update_count in before:
+        is_updated = metric.update_count != update_count
         is_mean = type(metric) in _MEANS and getattr(metric, "multidim_average", "global") == "global"
         if is_updated and not is_mean and not getattr(metric, "same_if_repeated", False):
             raise ValueError(
@@ -321,8 +322,9 @@ def _metrics(module: nn.Module) -> Iterator[tuple[str, Metric]]:
     for path, part in module.named_modules():
         if isinstance(part, Metric):
             yield path, part
-        for name, value in vars(part).items():
-            if isinstance(value, list | tuple | dict) and name not in ("_modules", "_parameters", "_buffers"):
+        for name in vars(part).keys() - _OF_EACH_MODULE:
+            value = vars(part)[name]
+            if isinstance(value, list | tuple | dict):
                 inner = (leaf for leaf in tree_leaves(value) if isinstance(leaf, nn.Module))
                 yield from ((name, metric) for each in inner for metric in each.modules() if isinstance(metric, Metric))
 
