@@ -282,7 +282,7 @@ def check_optimizers(optimizers: list[Optimizer], head: ShardedHead) -> None:
 
 _EVERY_SAMPLE = "within head_step, where every rank sees the samples of all ranks"
 _LOG = inspect.signature(LightningModule.log)
-_OF_EACH_MODULE = frozenset(vars(nn.Module()))  # its parts, and a dozen kinds of hooks: to look in costs time each step
+_OF_EACH_MODULE = frozenset(vars(nn.Module()))  # its parts, and a dozen kinds of hooks
 _MEANS = (MeanMetric, BinaryAccuracy, MulticlassAccuracy, MultilabelAccuracy)  # and no subclass: it may count
 
 
@@ -322,6 +322,8 @@ def _metrics(module: nn.Module) -> Iterator[tuple[str, Metric]]:
     for path, part in module.named_modules():
         if isinstance(part, Metric):
             yield path, part
+        if type(part).__module__.startswith("torch.nn."):  # their tuples of numbers would take milliseconds each step
+            continue
         for name in vars(part).keys() - _OF_EACH_MODULE:
             value = vars(part)[name]
             if isinstance(value, list | tuple | dict):
