@@ -285,8 +285,16 @@ class AdaptiveGlobalBatchNorm(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # The checkpoint already holds the state_dict. Its tensors are the buffers themselves, so averaging in place
         # changes it too. A rank that saves a checkpoint after an exception must not wait for the other ranks.
-        if not trainer.interrupted:
-            self._average(trainer, pl_module)
+        if trainer.interrupted:
+            return
+        saved = checkpoint["state_dict"]
+        ours = {id(buffer) for layer in global_batch_norm_layers(pl_module) for buffer in layer.buffers()}
+        buffers = {name: each for name, each in pl_module.named_buffers(remove_duplicate=False) if id(each) in ours}
+        # Those of a state_dict that copies or converts. What else is there may be an averaged model's.
+        copied = [name for name, buffer in buffers.items() if is_copy_of(buffer, saved.get(name))]
+        self._average(trainer, pl_module)
+        for name in copied:
+            saved[name] = buffers[name].to(saved[name], copy=True)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -508,6 +516,13 @@ def average_over_ranks(callbacks: Iterable[Callback], model: LightningModule) ->
                 "copies stay those of their rank. Keep the copy on all ranks"
             )
     average_running_statistics(model, copies=copies)
+
+
+def is_copy_of(tensor: Tensor, value: Any) -> bool:
+    """Return whether ``value`` has the contents of ``tensor``, in memory of its own and perhaps in another dtype."""
+    if not isinstance(value, Tensor) or value.data_ptr() == tensor.data_ptr() or value.shape != tensor.shape:
+        return False
+    return torch.equal(value, tensor.to(value))
 
 
 def model_copies(callbacks: Iterable[Callback], model: nn.Module) -> list[nn.Module]:

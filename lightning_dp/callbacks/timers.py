@@ -36,7 +36,8 @@ class StepTimer(_OwnCallback):
     ranks can be compared. They are not averaged over the ranks, and measuring them needs no communication.
 
     - ``time/step_s``: time from the end of one batch to the end of the next.
-    - ``time/data_wait_s``: portion spent waiting for the batch.
+    - ``time/data_wait_s``: portion spent waiting for the batch, and on what follows this callback after a step: other
+      callbacks, such as a checkpoint within an epoch, and loggers.
     - ``time/exposed_communication_s``: portion spent waiting for the network while nothing is computed. For a model in
       DistributedDataParallel it is the time of the reduction minus its overlap with backward, as measured by DDP. (It
       is zero if a communication hook returns a finished future, as that of layered SGD does.) A strategy with an

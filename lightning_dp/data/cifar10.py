@@ -6,6 +6,7 @@ a numpy array. It resolves even these to classes of its own, so a file never cal
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import hashlib
 import http.client
@@ -18,6 +19,8 @@ import tempfile
 import urllib.error
 import urllib.request
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -193,10 +196,14 @@ class CIFAR10(ImageDataModule):
 
     def prepare_data(self) -> None:
         """Download and unpack the data if it is missing and ``download`` is set. Called on one rank of each node."""
-        if self.download and not self.folder.exists():
-            archive = self.root / ARCHIVE
-            download(self.url, archive, self.sha256)
-            extract(archive, FOLDER, self.root)
+        if not self.download or self.folder.exists():
+            return
+        archive = self.root / ARCHIVE
+        # The nodes of a run, and the jobs of a sweep, may share the folder.
+        with alone(self.root / f".{ARCHIVE}.lock"):
+            if not self.folder.exists():
+                download(self.url, archive, self.sha256)
+                extract(archive, FOLDER, self.root)
 
     def sizes(self) -> dict[str, int]:
         """Return the number of images in each split. Data that is not downloaded yet counts as the official data."""
@@ -261,6 +268,16 @@ def _check_val_size(val_size: int, num_images: int, where: object) -> int:
 # --- Downloads that resume, are verified before they are used, and never leave a partial file under the final name.
 
 CHUNK_BYTES = 1 << 18
+
+
+@contextmanager
+def alone(file: Path) -> Iterator[None]:
+    """Let one process at a time into the context, on all machines that share the folder of ``file``, which stays."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "a") as lock:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def download(url: str, path: Path, sha256: str, timeout_s: float = 30.0) -> None:

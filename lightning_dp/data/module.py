@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from typing_extensions import override
 
 from lightning_dp._lightning import LightningDataModule
 from lightning_dp.data.loading import BatchSlice, EvaluationSampler, ImageDataset, TrainingSampler, normalize
@@ -105,9 +106,6 @@ class ImageDataModule(LightningDataModule):
         sampler = TrainingSampler(
             dataset, self.batch_size, rank, world_size, self.seed, self.drop_last, self.image_size_of()
         )
-        if self.trainer is not None:
-            # A resumed run starts its workers, which fixes the order of images, before Lightning calls `set_epoch`.
-            sampler.set_epoch(self.trainer.current_epoch)
         return self._loader(dataset, sampler, persistent_workers=self.num_workers > 0)
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
@@ -139,7 +137,7 @@ class ImageDataModule(LightningDataModule):
         self, dataset: Dataset[Any], sampler: DistributedSampler[BatchSlice], persistent_workers: bool = False
     ) -> DataLoader[Any]:
         on_cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        return DataLoader(
+        return _LateLoader(
             dataset,
             batch_size=None,
             sampler=sampler,
@@ -187,6 +185,18 @@ class ImageDataModule(LightningDataModule):
         for name in ("val", "test"):
             if 0 < sizes.get(name, 0) < world_size:
                 raise ValueError(f"{sizes[name]} {name} images are too few for {world_size} ranks; use more images")
+
+
+class _LateLoader(DataLoader[Any]):
+    """A loader whose workers start when the first batch is asked for.
+
+    Lightning makes the first iterator of a run before it tells the sampler the epoch that the run continues with.
+    Workers that started with the iterator would load the images of epoch 0, in its order.
+    """
+
+    @override
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        yield from super().__iter__()
 
 
 class ByteImageDataModule(ImageDataModule):

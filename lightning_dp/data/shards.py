@@ -11,7 +11,7 @@ import tarfile
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -291,7 +291,7 @@ class _Scan:
             file.seek(member.offset_data)
             text = file.read(length)
             if len(text) < length:
-                raise tarfile.ReadError("unexpected end of data")
+                raise _incomplete(self.path, "unexpected end of data")
             self.labels[key] = _parse_label(text, member.name, self.path)
         else:
             self.images[key] = (member.offset_data, member.size)
@@ -341,13 +341,26 @@ def scan_shard(path: Path) -> Members:
         try:
             # "r:" reads uncompressed files only.
             with tarfile.open(fileobj=file, mode="r:") as tar:
-                for member in tar:
-                    scan.add(member, label_file)
+                members = list(_forward(tar))
                 end = tar.offset
-        except (tarfile.TarError, MemoryError) as error:  # a header may claim a name of any length
+        except OSError:
+            raise
+        except Exception as error:  # a header may claim anything, and tarfile raises errors of any kind
             raise _incomplete(path, str(error) or "a header claims more bytes than there is memory for") from error
+        for member in members:
+            scan.add(member, label_file)
         _require_end(path, file, end)
     return scan.members()
+
+
+def _forward(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Yield the members. With a negative length tarfile goes back, and reads the same headers for ever."""
+    last = -1
+    for member in tar:
+        if member.size < 0 or member.offset <= last:
+            raise tarfile.ReadError("a header claims a negative number of bytes")
+        last = member.offset
+        yield member
 
 
 def member_name(path: Path, offset: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,8 @@ def apply_global_batch_norm(model: nn.Module, group: dist.ProcessGroup | None = 
     The new layer has the same parameter and buffer tensors, so that optimizers stay valid and the state_dict does not
     change. It also has the same training mode and hooks. A layer that is registered at several places is replaced by
     one layer at all of them. Layers that are already global only get ``group``. References outside the module tree,
-    for example in a plain list, keep the old layer. `revert_global_batch_norm` is the reverse.
+    for example in a plain list, keep the old layer, which raises an error if it is called, and whose mode no longer
+    counts. `revert_global_batch_norm` is the reverse.
 
     Args:
         model: contains the layers. It cannot be a batch norm layer itself.
@@ -158,7 +160,16 @@ def _to_global(layer: BatchNorm) -> GlobalBatchNorm:
     new = _GLOBAL[type(layer)](0, affine=False, track_running_stats=False)
     vars(new).update(vars(layer))
     new.set_origin(layer)
+    # Until it is put back. It would normalize with local statistics, without a word.
+    vars(layer)["forward"] = _refuse_call
     return new
+
+
+def _refuse_call(*_: object, **__: object) -> NoReturn:
+    raise RuntimeError(
+        "a batch norm layer was called that a global one has replaced: something outside the module tree, such as a "
+        "plain list or a function, has kept the old layer; use an nn.ModuleList, or an attribute of the module"
+    )
 
 
 def _to_plain(layer: GlobalBatchNorm) -> BatchNorm:

@@ -52,6 +52,34 @@ def test_all_ranks_contribute_to_validation_and_checkpoints(tmp_path):
         torch.testing.assert_close(saved, expected, rtol=1e-12, atol=1e-12)
 
 
+class Copies(Net):
+    """A network whose state_dict holds copies, in half the precision."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        values = super().state_dict(*args, **kwargs)
+        return {name: value.float() if value.is_floating_point() else value for name, value in values.items()}
+
+
+def save_copies(rank: int, folder: str) -> dict[str, Tensor]:
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+            if trainer.global_step == 3:
+                self.before = {name: value.clone() for name, value in Net.state_dict(pl_module).items()}
+                trainer.save_checkpoint(folder + "/saved.ckpt")
+
+    save = Save()
+    fit(2, AdaptiveGlobalBatchNorm(max_batch_size=1), save, net=Copies())
+    return save.before
+
+
+def test_a_state_dict_that_copies_has_the_statistics_of_all_ranks(tmp_path):
+    first, second = run_processes(2, save_copies, str(tmp_path))
+    assert any(not torch.equal(first[name], second[name]) for name in first), "each rank has its own statistics"
+    for name, saved in torch.load(tmp_path / "saved.ckpt", weights_only=True)["state_dict"].items():
+        mean = ((first[name].double() + second[name].double()) / 2).to(saved)
+        torch.testing.assert_close(saved, mean, msg=lambda text, name=name: f"{name}: {text}")
+
+
 LOSSES = (3.0, 2.0, 2.0, 2.0, 2.0, 2.0)
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from lightning_dp._lightning import LightningModule, Trainer
-from lightning_dp.data import CIFAR10
+from lightning_dp.data import CIFAR10, cifar10
 from lightning_dp.data.cifar10 import download
 from tests.data.images import FOLDER, pack, serve, sha256, write_folder
-from tests.ranks import run_processes
+from tests.ranks import LIMIT_S, run_processes
 
 CONTENT = bytes(range(256)) * 4000
 
@@ -123,8 +127,30 @@ def test_one_rank_downloads_for_all(tmp_path):
     with serve(archive) as server:
         assert run_processes(2, evaluate_on_rank, 2, server.url, sha256(archive), root) == [20, 20]
     assert server.asked == [None]
-    assert names(root) == {"cifar-10-python.tar.gz", FOLDER}
+    assert names(root) == {"cifar-10-python.tar.gz", ".cifar-10-python.tar.gz.lock", FOLDER}
     assert len(names(root / FOLDER)) == 6
+
+
+def test_a_second_node_that_shares_the_folder_waits_for_the_download(tmp_path, monkeypatch):
+    archive = pack(write_folder(tmp_path / "source"))
+    first, waits, lock = count(), threading.Event(), fcntl.flock
+
+    def watched(*arguments):
+        if next(first) == 1:
+            waits.set()
+        lock(*arguments)
+
+    def late(*arguments):
+        assert waits.wait(LIMIT_S)
+        download(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", watched)
+    monkeypatch.setattr(cifar10, "download", late)
+    with serve(archive) as server, ThreadPoolExecutor() as pool:
+        module = CIFAR10(tmp_path / "root", download=True, url=server.url, sha256=sha256(archive))
+        for done in [pool.submit(module.prepare_data) for _ in range(2)]:
+            done.result()
+    assert server.asked == [None]  # once
 
 
 def test_a_wrong_archive_is_not_unpacked(tmp_path):
@@ -132,4 +158,4 @@ def test_a_wrong_archive_is_not_unpacked(tmp_path):
         data = CIFAR10(tmp_path / "root", download=True, url=server.url)
         with pytest.raises(ValueError, match="expected sha256 6d958be0"):
             data.prepare_data()
-    assert names(tmp_path / "root") == set()
+    assert names(tmp_path / "root") == {".cifar-10-python.tar.gz.lock"}

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
@@ -132,6 +133,27 @@ def test_a_resumed_run_goes_on_with_the_next_epoch(tmp_path, num_workers):
     rest = Probe()
     trainer = Trainer(max_epochs=3, enable_checkpointing=False, **QUIET)
     trainer.fit(rest, datamodule=data(num_workers=num_workers), ckpt_path=tmp_path / "last.ckpt")
+    assert rest.seen == whole.seen[5:]
+
+
+class Scheduled(Probe):
+    """A probe whose schedule asks for the number of steps: Lightning makes the loader before it restores the epoch."""
+
+    def configure_optimizers(self):
+        self.trainer.estimated_stepping_batches  # noqa: B018
+        return super().configure_optimizers()
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+@pytest.mark.parametrize(("probe", "options"), [(Probe, {}), (Scheduled, {}), (Probe, {"every_n_train_steps": 5})])
+def test_workers_of_a_run_that_continues_from_a_callbacks_checkpoint_load_the_next_epoch(tmp_path, probe, options):
+    whole = Probe()
+    Trainer(max_epochs=3, enable_checkpointing=False, **QUIET).fit(whole, datamodule=data())
+    checkpoint = ModelCheckpoint(tmp_path, save_last=True, **options)
+    Trainer(max_epochs=1, callbacks=[checkpoint], **QUIET).fit(Probe(), datamodule=data())
+    rest = probe()
+    trainer = Trainer(max_epochs=3, callbacks=[ModelCheckpoint(tmp_path, save_last=True, **options)], **QUIET)
+    trainer.fit(rest, datamodule=data(num_workers=2), ckpt_path=tmp_path / "last.ckpt")
     assert rest.seen == whole.seen[5:]
 
 

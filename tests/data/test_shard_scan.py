@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tarfile
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,23 @@ def test_a_shard_that_is_not_whole_is_refused_wherever_it_ends(tmp_path):
         path.write_bytes(whole[:size])
         with pytest.raises(ValueError, match=r"x.tar is not a whole tar file: .*; download it or write it again"):
             scan_shard(path)
+
+
+@pytest.mark.parametrize("length", [-5, -512, -1024])
+@pytest.mark.parametrize("name", ["b.jpg", "b.txt", "b.cls"])
+def test_a_header_with_a_negative_length_is_refused_and_not_read_for_ever(tmp_path, monkeypatch, name, length):
+    info = tarfile.TarInfo(name)
+    info.size = length
+    path = write_tar(tmp_path / "x.tar", sample("a", 1))
+    whole = path.read_bytes().rstrip(b"\0")
+    begin = -(-len(whole) // 512) * 512
+    path.write_bytes(whole.ljust(begin, b"\0") + info.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+    read, calls = tarfile.TarFile.next, count()
+
+    def read_a_few(tar):
+        assert next(calls) < 10
+        return read(tar)
+
+    monkeypatch.setattr(tarfile.TarFile, "next", read_a_few)
+    with pytest.raises(ValueError, match=r"x.tar is not a whole tar file: a header claims a negative number of bytes"):
+        scan_shard(path)

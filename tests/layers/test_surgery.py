@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -244,3 +245,16 @@ def test_averaging_more_often_does_not_change_the_result():
     for momentum in (0.2, None):
         often, once = (run_threads(2, work, often, momentum) for often in (True, False))
         torch.testing.assert_close(often[0], once[1], rtol=1e-12, atol=1e-12)
+
+
+def test_a_call_of_a_layer_that_was_replaced_is_refused_until_it_is_put_back():
+    """A plain list or a function that has kept it would normalize with local statistics."""
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    old, x = model[0], torch.randn(4, 3)
+    expected = copy.deepcopy(old)(x)
+    apply_global_batch_norm(model)
+    with pytest.raises(RuntimeError, match="outside the module tree, such as a plain list or a function"):
+        old(x)
+    revert_global_batch_norm(model)
+    assert model[0] is old
+    assert torch.equal(old(x), expected)

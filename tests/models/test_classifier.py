@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dp._lightning import DDPStrategy, Trainer
 from lightning_dp.models import Classifier, resnet20
+from lightning_dp.optim import polynomial_with_warmup
 from tests.ranks import run_processes
 
 CLASSES = 7
@@ -197,3 +198,16 @@ def test_few_classes_have_no_top_5_and_a_wrong_interval_is_refused():
     assert Classifier(nn.Linear(2, 3), 3, SGD_PARTIAL).test_acc5 is None
     with pytest.raises(ValueError, match="interval='batch'"):
         Classifier(nn.Linear(2, 3), 3, SGD_PARTIAL, interval="batch")
+
+
+@pytest.mark.parametrize(
+    ("interval", "options", "message"),
+    [
+        ("epoch", {"max_epochs": 2}, r"interval='epoch' with a schedule that has total_steps.*use interval='step'"),
+        ("step", {"max_epochs": -1}, r"max_epochs=-1 does not end; set max_epochs or max_steps"),
+    ],
+)
+def test_a_schedule_of_steps_that_counts_epochs_or_has_no_end_is_refused(interval, options, message):
+    images = DataLoader([batch(4, seed) for seed in range(3)], batch_size=None)
+    with pytest.raises(ValueError, match=message):
+        trainer(**options).fit(classifier(scheduler=polynomial_with_warmup, interval=interval), images, images)
