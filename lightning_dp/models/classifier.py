@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -34,7 +35,7 @@ class Classifier(LightningModule):
             gets all parameters in one group unless ``parameter_groups`` is given, so weight decay applies to all of
             them, as in He et al. 2015.
         scheduler: makes a learning rate schedule from an optimizer. If it has an argument ``total_steps`` that is not
-            set, that is set to the number of optimizer steps of the whole fit.
+            set, that is set to the number of optimizer steps, or of epochs, of the whole fit: what ``interval`` counts.
         interval: what the schedule counts, ``"step"`` or ``"epoch"``.
         label_smoothing: label smoothing of the training loss, 0 to 1. The other losses are not smoothed.
         channels_last: use the channels-last memory format for weights and images. On CPU, ResNet-20 then trains 1.2 to
@@ -113,10 +114,22 @@ class Classifier(LightningModule):
         given = getattr(self.scheduler, "keywords", {})
         fill = {}
         if "total_steps" in arguments and given.get("total_steps") is None:
-            fill["total_steps"] = int(self.trainer.estimated_stepping_batches)
-            self._planned_steps = fill["total_steps"]
+            fill["total_steps"] = self._planned_steps = self._schedule_steps()
         scheduler = self.scheduler(optimizer, **fill)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+
+    def _schedule_steps(self) -> int:
+        """Return how often Lightning steps the schedule in the whole fit: as often as ``interval`` passes."""
+        trainer = self.trainer
+        num_steps = int(trainer.estimated_stepping_batches)
+        if self.interval == "step":
+            return num_steps
+        if trainer.max_epochs == -1:
+            raise ValueError(
+                "max_epochs=-1 does not tell how many epochs a schedule with interval='epoch' has; give max_epochs, or "
+                "use interval='step'"
+            )
+        return math.ceil(num_steps / math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches))
 
     def on_train_start(self) -> None:
         """Raise ValueError if a checkpoint has brought a schedule that ends before this training does."""

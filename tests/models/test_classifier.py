@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import torchmetrics.metric
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, MultiStepLR, OneCycleLR
 from torch.utils.data import DataLoader
 
 from lightning_dp._lightning import DDPStrategy, Trainer
@@ -151,6 +151,31 @@ def test_schedules_count_what_they_should_and_checkpoints_hold_plain_values(tmp_
     checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
     assert checkpoint["hyper_parameters"]["num_classes"] == CLASSES
     assert set(checkpoint["state_dict"]) == {f"model.{name}" for name in model.model.state_dict()}
+
+
+def fit_with_a_schedule_of_epochs(**end: int) -> list[int]:
+    """Fit with three batches, two in a step, and return what the schedule was told."""
+    told = []
+
+    def schedule(optimizer, total_steps):
+        told.append(total_steps)
+        return LambdaLR(optimizer, lambda _: 1.0)
+
+    images = DataLoader([batch(4, seed) for seed in range(3)], batch_size=None)
+    model = classifier(scheduler=schedule, interval="epoch")
+    trainer(accumulate_grad_batches=2, **end).fit(model, images, images)
+    return told
+
+
+@pytest.mark.parametrize("end", [{"max_epochs": 4}, {"max_epochs": 9, "max_steps": 7}])
+def test_a_schedule_of_epochs_ends_with_the_last_one(end):
+    """It is told how many epochs there are: with the number of steps it would still be at its beginning."""
+    assert fit_with_a_schedule_of_epochs(**end) == [4]
+
+
+def test_a_schedule_of_epochs_must_know_how_many_there_are():
+    with pytest.raises(ValueError, match="max_epochs=-1 does not tell"):
+        fit_with_a_schedule_of_epochs(max_epochs=-1, max_steps=8)
 
 
 def test_a_schedule_that_a_checkpoint_ends_too_early_is_refused_at_once(tmp_path):
