@@ -31,6 +31,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,8 @@ def run_and_report(folder: str, function: Callable[..., Any], args: tuple[Any, .
     with _locked(alive):
         try:
             result = function(*args)
+            if rank == 0:
+                ForkingPickler.dumps(result)  # as the agent will, where an error of it would have no message
         except BaseException as error:
             died = dead_ranks(Path(folder), but=rank)
             message = f"{type(error).__name__}: {error}"

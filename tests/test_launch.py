@@ -87,6 +87,15 @@ def test_a_failed_rank_stops_the_others_and_its_message_comes_back(tmp_path, cap
     assert "====" not in output.err + output.out, "the banner of the elastic agent"
 
 
+def make_closure() -> object:
+    return lambda: 0
+
+
+def test_a_result_that_cannot_be_sent_is_named(forked):
+    with pytest.raises(LaunchError, match=r"rank 0 of 2: .*make_closure"):
+        launch(make_closure, num_processes=2)
+
+
 def assert_gone(folder: Path, num_processes: int) -> None:
     pids = [int(path.read_text()) for path in folder.iterdir()]
     assert len(pids) == num_processes

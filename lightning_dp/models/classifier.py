@@ -35,7 +35,7 @@ class Classifier(LightningModule):
             gets all parameters in one group unless ``parameter_groups`` is given, so weight decay applies to all of
             them, as in He et al. 2015.
         scheduler: makes a learning rate schedule from an optimizer. If it has an argument ``total_steps`` that is not
-            set, that is set to the number of optimizer steps of the whole fit, for which ``interval`` must be "step".
+            set, that is set to the number of optimizer steps, or of epochs, of the whole fit: what ``interval`` counts.
         interval: what the schedule counts, ``"step"`` or ``"epoch"``.
         label_smoothing: label smoothing of the training loss, 0 to 1. The other losses are not smoothed.
         channels_last: use the channels-last memory format for weights and images. On CPU, ResNet-20 then trains 1.2 to
@@ -114,25 +114,23 @@ class Classifier(LightningModule):
         given = getattr(self.scheduler, "keywords", {})
         fill = {}
         if "total_steps" in arguments and given.get("total_steps") is None:
-            fill["total_steps"] = self._planned_steps = self._plan_steps()
+            fill["total_steps"] = self._planned_steps = self._schedule_steps()
         scheduler = self.scheduler(optimizer, **fill)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
 
-    def _plan_steps(self) -> int:
-        """Return the number of optimizer steps of the whole fit, for a schedule that counts them."""
-        remedy = "set its total_steps yourself, with functools.partial"
-        if self.interval != "step":
-            raise ValueError(
-                f"interval={self.interval!r} with a schedule that has total_steps, the number of optimizer steps of "
-                f"the whole training: it would go only a small part of its way; use interval='step', or {remedy}"
-            )
-        steps = self.trainer.estimated_stepping_batches
-        if math.isinf(steps):
-            raise ValueError(
-                f"the schedule needs the number of steps, and max_epochs={self.trainer.max_epochs} does not end; set "
-                f"max_epochs or max_steps, or {remedy}"
-            )
-        return int(steps)
+    def _schedule_steps(self) -> int:
+        """Return how often Lightning steps the schedule in the whole fit: as often as ``interval`` passes."""
+        trainer = self.trainer
+        num_steps, num_batches = trainer.estimated_stepping_batches, trainer.num_training_batches
+        if self.interval == "step" and math.isfinite(num_steps):
+            return int(num_steps)
+        if self.interval == "epoch" and trainer.max_epochs != -1 and math.isfinite(num_batches):
+            return math.ceil(num_steps / max(1, math.ceil(num_batches / trainer.accumulate_grad_batches)))
+        raise ValueError(
+            f"the schedule needs to know how many {self.interval}s training has, which max_epochs={trainer.max_epochs} "
+            f"with {num_batches} batches in each does not tell; set max_epochs, or, with interval='step', max_steps; "
+            "or set its total_steps yourself, with functools.partial"
+        )
 
     def on_train_start(self) -> None:
         """Raise ValueError if a checkpoint has brought a schedule that ends before this training does."""

@@ -12,6 +12,7 @@ trust, use --metrics-only: then nothing is built.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from omegaconf import OmegaConf
 from lightning_dp.planner.plots import colors_of
 from lightning_dp.runs.command_line import argument_parser, message_of
 from lightning_dp.runs.metrics import rows_of
-from lightning_dp.runs.resume import CURVES, METRICS
+from lightning_dp.runs.resume import CURVES, METRICS, OF_A_RUN
 from lightning_dp.runs.traffic import bytes_per_step
 
 log = logging.getLogger("compare")
@@ -34,6 +35,7 @@ log = logging.getLogger("compare")
 TESTED = "test/acc"
 DEFAULT_METRICS = ("val/acc", "train/acc")
 LEAST_SPAN = 0.02  # of the accuracy's axis
+CONTINUED = {f"ckpt_path={requested}" for requested in OF_A_RUN}  # a job continues its own checkpoint
 
 Points = list[tuple[float, float]]  # (seconds of training, metric)
 
@@ -45,7 +47,7 @@ class Job:
     Attributes:
         label: its overrides that other jobs of the sweep do not share, without the seed.
         finished: it came to its end.
-        accuracy: the last value of `result_column`; None if the job has not finished.
+        accuracy: the last value of `result_column`; None if the job has not finished, or if it is NaN.
         images_per_s: training images per second, the mean over the epochs but the first, which warms up.
         global_share: share of the steps with global statistics; None without AGBN.
         num_bytes: bytes that a rank sends in a step, by calculation; None if `bytes_per_step` cannot say.
@@ -91,8 +93,8 @@ def read_sweep(folder: Path, metric: str, count_bytes: bool = True) -> list[Job]
     shared = set.intersection(*map(set, overrides))
     jobs = []
     for path, own in zip(folders, overrides, strict=True):
-        different = [text for text in own if text not in shared and not text.startswith(("seed=", "ckpt_path="))]
-        jobs.append((path, " ".join(different)))
+        different = [text for text in own if text not in shared and text not in CONTINUED]
+        jobs.append((path, " ".join(text for text in different if not text.startswith("seed="))))
     # One of several rows may have no overrides of its own: the defaults.
     empty = "defaults" if any(label for _, label in jobs) else "all jobs"
     result = result_column(folder, metric)
@@ -175,12 +177,13 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
     return Job(
         label=label,
         finished=finished,
-        accuracy=found[-1] if found else None,
+        # NaN has no place in an order, so that a median of it would be any value.
+        accuracy=found[-1] if found and not math.isnan(found[-1]) else None,
         images_per_s=mean(rates[1:] or rates) if rates else None,
         global_share=share,
         num_bytes=_num_bytes(config, folder, share or 0.0) if count_bytes else None,
         lower_is_better=optimizes_least if is_optimized else "loss" in metric,
-        curve=[(seconds[step], value) for step, value in sorted(logged.items()) if step in seconds],
+        curve=[(seconds[step], value) for step, value in sorted(logged.items()) if step in seconds and value == value],
     )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning import seed_everything
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from lightning_dp.data.module import ImageDataModule
@@ -61,7 +62,11 @@ def evaluate(
         check_arguments(path, node)
     if config["trainer"].get("limit_test_batches") == 0:
         raise ValueError("trainer.limit_test_batches=0 leaves nothing to test; leave it out")
+    seed_everything(config["seed"], workers=True, verbose=False)
     trainer, model, data = build(config)
+    # The strategies of runs do so before the data module's setup, which may divide the images at random. Otherwise some
+    # of those that are tested were trained on.
+    seed_everything(config["seed"], workers=True, verbose=False)
     if isinstance(data, ImageDataModule):
         data.check(world_size=1)
     # Of the callbacks that were there in training, which are not needed.

@@ -192,8 +192,9 @@ def read_metrics(run_dir: Path) -> dict[str, Series]:
     The file has one row for each time of logging, with gaps. Steps count from 0.
     """
     rows = rows_of(run_dir)
-    ends = [(int(row["step"]) + 1, float(row["epoch"]) + 1) for row in rows if "train/loss" in row]
-    steps_per_epoch = ends[-1][0] / ends[-1][1] if ends else 1.0
+    # Largest where a row ends an epoch. Others are within theirs, as the last one may be where max_steps ends a run.
+    rates = [(int(row["step"]) + 1) / (float(row["epoch"]) + 1) for row in rows if "epoch" in row]
+    steps_per_epoch = max(rates, default=1.0)
     series: dict[str, Series] = {}
     for row in rows:
         for name, value in row.items():
@@ -243,8 +244,8 @@ def draw_curves(run_dir: str | Path, file: str = CURVES) -> Path:
             accuracy.axhline(
                 value, color=TEST_COLOR, linewidth=1, linestyle=":", label=f"test, at the end: {value:.4f}"
             )
-        elif name.startswith("lr-"):
-            _plot_learning_rate(loss, values)
+    if rates := [values for name, values in series.items() if name.startswith("lr-")]:
+        _plot_learning_rates(loss, rates)
     for axes in (loss, accuracy):
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="best", fontsize=8, framealpha=0.9)
@@ -259,10 +260,11 @@ def _plot(axes: Axes, values: Series, color: str, label: str) -> None:
         axes.plot(*zip(*values, strict=True), marker=marker, markersize=3.5, color=color, label=label)
 
 
-def _plot_learning_rate(axes: Axes, values: Series) -> None:
-    """Plot the learning rate on an axis of its own at the right. The legend of ``axes`` names it."""
+def _plot_learning_rates(axes: Axes, rates: list[Series]) -> None:
+    """Plot those of all parameter groups on an axis of their own at the right. The legend of ``axes`` names it."""
     right = axes.twinx()
-    right.plot(*zip(*values, strict=True), color=RATE_COLOR, linewidth=1, linestyle="--")
+    for values in rates:
+        right.plot(*zip(*values, strict=True), color=RATE_COLOR, linewidth=1, linestyle="--")
     right.set_ylim(bottom=0)
     right.tick_params(labelsize=8, colors=RATE_COLOR)
     right.spines["top"].set_visible(False)

@@ -216,7 +216,7 @@ def result_line(metrics: dict[str, float], run_dir: str) -> str:
     """Return the last line that a run prints, for example ``test/acc=0.9861  run_dir=runs/...``."""
     folder = os.path.relpath(run_dir)
     shown = [f"{name}={metrics[name]:.4f}" for name in ("test/acc", "val/acc", "train/loss") if name in metrics]
-    return f"{shown[0] if shown else 'done'}  run_dir={run_dir if folder.startswith('..') else folder}"
+    return f"{shown[0] if shown else 'done'}  run_dir={run_dir if folder.startswith('.') else folder}"
 
 
 def optimized(metrics: dict[str, float], name: str | None, required: bool) -> float | None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -61,6 +63,28 @@ def test_a_job_that_was_continued_is_in_the_row_of_the_others(tmp_path):
     job(tmp_path / "0", ["strategy=ddp", "seed=1"], rows([0.5], [10], 0.7))
     job(tmp_path / "1", ["strategy=ddp", "seed=2", "ckpt_path=last"], rows([0.5], [10], 0.7))
     assert [job.label for job in read_sweep(tmp_path, "val/acc")] == 2 * ["all jobs"]
+
+
+def test_jobs_from_other_checkpoints_are_rows_of_their_own(tmp_path):
+    for name in ("a", "b"):
+        job(tmp_path / name, [f"ckpt_path={name}/last.ckpt", "seed=1"], rows([0.5], [10], 0.7))
+    assert [job.label for job in read_sweep(tmp_path, "val/acc")] == ["ckpt_path=a/last.ckpt", "ckpt_path=b/last.ckpt"]
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_a_job_that_has_diverged_has_no_result_whatever_its_place(tmp_path, order):
+    losses = [[2.0, 0.5], [0.9, 0.7], [3.0, "nan"]]
+    for name, place in enumerate(order):
+        job(tmp_path / str(name), [f"seed={name}"], rows(losses[place], [10, 20], losses[place][-1]))
+        file = tmp_path / str(name) / "metrics.csv"
+        file.write_text(file.read_text().replace("val/acc", "val/loss"))
+    jobs = read_sweep(tmp_path, "val/loss")
+    assert common_accuracy(jobs) == 3.0
+    assert (
+        table(jobs, "val/loss", None)
+        .splitlines()[-1]
+        .startswith("| all jobs | 3 | 0.6000 (0.5000 to 0.7000), 1 without |")
+    )
 
 
 def test_an_accuracy_that_a_job_has_not_reached_is_named_as_such(sweep):

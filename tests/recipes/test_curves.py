@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_dp.runs import metrics
 from lightning_dp.runs.metrics import draw_curves, main, phases, read_metrics
 
 HEADER = "agbn/is_global,epoch,lr-SGD,step,test/acc,train/acc,train/loss,val/acc,val/loss\n"
@@ -22,6 +23,28 @@ def test_columns_become_series_over_epochs(tmp_path):
     assert series["train/loss"] == [(1.0, 1.5), (2.0, 0.5), (3.0, 0.2)]
     assert series["val/acc"] == [(1.0, 0.3)]
     assert series["lr-SGD"] == [(0.2, 0.1), (1.2, 0.05)]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        "0,4,2.0,,\n0,4,,2.5,\n1,7,,1.5,\n",  # the end of a run by max_steps
+        "0,4,2.0,,\n0,2,,2.5,\n1,6,,1.5,\n",  # a module that logs its loss in steps
+        "0,4,2.0,,\n1,9,1.0,,\n,9,,,3.0\n2,10,,,\n",  # one that logs no train/loss; the test's row is the last
+    ],
+)
+def test_an_epoch_is_an_epoch_whatever_the_last_row_is_of(tmp_path, rows):
+    (tmp_path / "metrics.csv").write_text(f"epoch,step,val/loss,train/loss,other\n{rows}")
+    assert read_metrics(tmp_path)["val/loss"][0] == (1.0, 2.0)
+
+
+def test_learning_rates_of_several_groups_have_one_scale(tmp_path, monkeypatch):
+    (tmp_path / "metrics.csv").write_text("epoch,lr-SGD/head,lr-SGD/trunk,step\n0,0.1,0.4,4\n1,0.01,0.04,9\n")
+    drawn = []
+    monkeypatch.setattr(metrics.Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
+    draw_curves(tmp_path)
+    _, _, right = drawn[0].axes
+    assert [list(line.get_ydata()) for line in right.lines] == [[0.1, 0.01], [0.4, 0.04]]
 
 
 def test_a_last_row_that_was_cut_is_not_drawn(tmp_path):

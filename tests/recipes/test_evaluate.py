@@ -4,10 +4,13 @@ import pickle
 import shutil
 import warnings
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 from omegaconf import OmegaConf
+from pytorch_lightning import LightningDataModule
+from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from lightning_dp.models import Classifier
 from lightning_dp.runs.command_line import message_of
@@ -112,6 +115,35 @@ def test_with_own_the_model_may_be_the_users(tmp_path):
         found = evaluate(Path(checkpoint), ["experiment=my", *TINY[2:6]], own=True, config_dir=tmp_path / "mine")
     (tested,) = [row for row in metrics(tmp_path / "run") if row["test/acc"]]
     assert found["test/acc"] == pytest.approx(float(tested["test/acc"]))
+
+
+class Divided(LightningDataModule):
+    """Its split is drawn in ``setup``, once for all stages."""
+
+    tested: ClassVar[list[list[int]]] = []
+
+    def setup(self, stage):
+        if not hasattr(self, "train"):
+            images = TensorDataset(torch.zeros(64, 3, 8, 8), torch.zeros(64, dtype=torch.int64))
+            self.train, self.test = random_split(images, [48, 16])
+
+    def train_dataloader(self):
+        return DataLoader(self.train, 16)
+
+    def test_dataloader(self):
+        self.tested.append(list(self.test.indices))
+        return DataLoader(self.test, 16)
+
+
+def test_images_that_are_divided_at_random_are_divided_as_in_the_run(tmp_path):
+    """Else the run would be tested on images that it has trained on."""
+    config = tiny(tmp_path, "trainer.max_epochs=1", "seed=4") | {"data": {"_target_": f"{__name__}.Divided"}}
+    train(config)
+    (tmp_path / ".hydra").mkdir()
+    OmegaConf.save(config, tmp_path / ".hydra" / "config.yaml")
+    evaluate(tmp_path / "checkpoints" / "last.ckpt", [])
+    of_run, again = Divided.tested
+    assert again == of_run
 
 
 class Late(Classifier):

@@ -88,3 +88,9 @@ def test_the_result_is_the_best_known_metric():
     assert result_line({"test/acc": 0.5, "val/acc": 1.0}, "runs/a") == "test/acc=0.5000  run_dir=runs/a"
     assert result_line({"val/acc": 1.0}, "runs/a") == "val/acc=1.0000  run_dir=runs/a"
     assert result_line({}, "runs/a") == "done  run_dir=runs/a"
+
+
+def test_a_run_in_the_working_folder_is_named(tmp_path, monkeypatch):
+    """As with hydra.job.chdir=true."""
+    monkeypatch.chdir(tmp_path)
+    assert result_line({}, str(tmp_path)) == f"done  run_dir={tmp_path}"
