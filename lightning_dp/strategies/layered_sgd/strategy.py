@@ -172,8 +172,9 @@ class LayeredSGDStrategy(PostponedUpdates, BaseStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         self._bring_up_to_date()
-        assert self.lightning_module is not None
-        self._compression_checkpoint.add_to(checkpoint, self._compressed, self.lightning_module.trainer.interrupted)
+        if self._options.compression is not None:
+            assert self.lightning_module is not None
+            self._compression_checkpoint.add_to(checkpoint, self._compressed, self.lightning_module.trainer.interrupted)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
