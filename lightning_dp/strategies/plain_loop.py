@@ -41,14 +41,15 @@ class LayeredSGDLoop:
     """Layered SGD (arXiv 1906.05936) without a Trainer: wraps a model as DistributedDataParallel does.
 
     Every rank makes it, after `torch.distributed.init_process_group`, and makes the same calls. Call it for the
-    forward, then `backward` and `step`. Call ``model`` itself to evaluate. At the end of the context what is pending is
-    applied; before a checkpoint, call `finish`.
+    forward, then `backward` and `step`. Call ``model`` itself to evaluate. At the end of the context, also after an
+    exception, what is pending is applied; before a checkpoint, call `finish`.
 
     Args:
         model: on this rank's device. Ranks start from rank 0's parameters.
         group_size: number of ranks in a group. There must be several groups.
         overlap, communicator: as for `LayeredSGDStrategy`.
-        **ddp_options: of DistributedDataParallel. ``bucket_cap_mb`` defaults to 2.
+        **ddp_options: of DistributedDataParallel. ``bucket_cap_mb`` defaults to 2. Gradients are summed over all ranks,
+            so ``process_group`` and ``device_mesh`` are refused.
 
     Raises:
         ValueError: there is a single group, groups would not be equal, an option is not known or takes the place of the
@@ -136,6 +137,12 @@ class LayeredSGDLoop:
         try:
             if error is None:
                 self.finish()
+            else:
+                self._updates.finish()  # not the gradients of a backward that has failed: nobody may send them
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"{type(self).__name__}: the update of the last step is lost: {failure}")
         finally:
             self._reduction.close()
             release_reducer(self._ddp)

@@ -64,7 +64,9 @@ def assert_equal(model: Net, expected: Net) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def layered(model: Net, x: Tensor, y: Tensor, clips: bool, kind: Any, **options: Any) -> torch.optim.Optimizer:
+def layered(
+    model: Net, x: Tensor, y: Tensor, clips: bool, kind: Any, then: type[Exception] | None = None, **options: Any
+) -> torch.optim.Optimizer:
     optimizer = sgd(model, kind)
     with LayeredSGDLoop(model, 2, bucket_cap_mb=1e-4, **options) as loop:
         for each_x, each_y in zip(x[:, dist.get_rank()], y[:, dist.get_rank()], strict=True):
@@ -74,6 +76,8 @@ def layered(model: Net, x: Tensor, y: Tensor, clips: bool, kind: Any, **options:
             if clips:
                 nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             loop.step(optimizer)
+        if then is not None:
+            raise then
     return optimizer
 
 
@@ -192,6 +196,44 @@ def test_the_state_of_an_optimizer_shows_the_steps_of_two_loops():
     run_processes(2, two_loops_in_turn)
 
 
+def trained_until_an_exception(rank: int, case: str) -> None:
+    """A loop that is left by an exception right after a step has the weights of one that ends there."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    model, x, y = problem()
+    expected = copy.deepcopy(model)
+    layered(expected, x, y, False, torch.optim.SGD, overlap=case)
+    with pytest.raises(KeyError):
+        layered(model, x, y, False, torch.optim.SGD, overlap=case, then=KeyError)
+    assert_equal(model, expected)
+
+
+def test_an_exception_loses_no_update():
+    run_cases(4, trained_until_an_exception, ["step", "load"])
+
+
+def fails_after_its_peer_is_gone(rank: int) -> str:
+    dist.init_process_group("gloo")
+    model, x, y = problem()
+    error = ""
+    try:
+        with LayeredSGDLoop(model, 1) as loop:
+            loss = F.cross_entropy(loop(x[0, rank]), y[0, rank])
+            if rank == 0:
+                loop.backward(loss)
+                loop.step(sgd(model))
+            raise KeyError(rank)
+    except KeyError as raised:
+        error = " ".join(getattr(raised, "__notes__", ()))
+    return error
+
+
+def test_an_update_that_cannot_be_applied_after_an_exception_is_a_note():
+    first, second = run_processes(2, fails_after_its_peer_is_gone)
+    assert "the update of the last step is lost" in first
+    assert second == ""
+
+
 def refused(message: str, call: Callable[[], Any]) -> None:
     with pytest.raises(ValueError, match=message):
         call()
@@ -204,6 +246,9 @@ def refusals(rank: int) -> None:
     refused("single group of 2 ranks", lambda: LayeredSGDLoop(model, 2))
     refused("not a multiple of group_size=3", lambda: LayeredSGDLoop(model, 3))
     refused("ddp_comm_hook cannot be given", lambda: LayeredSGDLoop(model, 1, ddp_comm_hook=print))
+    of_two = dist.new_group([0, 1])
+    refused("process_group cannot be given.*over all ranks", lambda: LayeredSGDLoop(model, 1, process_group=of_two))
+    refused("device_mesh cannot be given", lambda: LayeredSGDLoop(model, 1, device_mesh="mesh"))
     refused("names no submodule", sharded_head(model, "tail").__enter__)
     with sharded_head(model, "head") as head:
         refused("computes with whole parameters", lambda: head.step(LARS(model.parameters(), 0.1)))

@@ -376,7 +376,8 @@ class PowerSGDCompressor(Compressor):
         assert shape is not None
         assert rank is not None
         residual = self.residuals.get(part)
-        values = here.to(info.dtype) if residual is None else residual + here
+        # A copy: BLAS rounds by the alignment of memory, and a place in the bucket must not change the bits.
+        values = here.to(info.dtype, copy=True) if residual is None else residual + here
         right = self._right.get(info)
         if right is None:
             # The same on all ranks, and the same whichever bucket comes first.
@@ -387,7 +388,6 @@ class PowerSGDCompressor(Compressor):
     def _finish(self, matrix: _Matrix, left: Tensor, own_right: Tensor, right: Tensor) -> None:
         """Write the low-rank approximation of the sum, ``left @ right.T``; store the local error as residual."""
         info = matrix.part.info
-        # Before `here` is written: without a residual, `values` is the same memory.
         left_out = torch.addmm(matrix.values, left, own_right.T, alpha=-1) if self._options.error_feedback else None
         matrix.here.copy_((left @ right.T).view(-1))
         if not right.sum().isfinite():

@@ -109,13 +109,15 @@ class ParameterTable:
 
     def _add(self, name: str, parameter: Tensor) -> None:
         with without_torch_function():  # layered SGD watches its parameters, and this is no use of one
+            # DDP shows its hooks complex gradients as pairs of real numbers.
+            real = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
             info = ParameterInfo(
                 name,
                 len(self._infos),
-                tuple(parameter.shape),
-                _bucket_stride(parameter),
+                tuple(real.shape),
+                _bucket_stride(real),
                 self._num_blocks,
-                torch.float64 if parameter.dtype == torch.float64 else torch.float32,
+                torch.float64 if real.dtype == torch.float64 else torch.float32,
             )
         self._infos[parameter] = info
         self._num_blocks += info.num_blocks

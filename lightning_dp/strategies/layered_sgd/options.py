@@ -247,6 +247,12 @@ def check_ddp_options(ddp_kwargs: dict[str, Any]) -> None:
             raise ValueError(
                 f"{name} cannot be given: layered SGD reduces the gradients itself; use DDPStrategy for it"
             )
+    for name in ("process_group", "device_mesh"):
+        if ddp_kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name} cannot be given: layered SGD sums the gradients over all ranks of the job; leave it out, or "
+                "use DistributedDataParallel for some of the ranks"
+            )
     if not ddp_kwargs.pop("gradient_as_bucket_view", True):
         raise ValueError(
             "gradient_as_bucket_view=False cannot work: the gradients must be views of the buckets, which are summed "

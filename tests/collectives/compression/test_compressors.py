@@ -167,6 +167,28 @@ def test_all_carriers_end_with_the_same_bits_whatever_the_buckets_are(choice, nu
                 assert torch.equal(result[step][place], first[step][place])
 
 
+@pytest.mark.parametrize("options", [PowerSGD(rank=1, error_feedback=False), PowerSGD(rank=2, start_step=1)], ids=str)
+def test_the_place_of_a_matrix_in_its_bucket_does_not_change_the_bits(options):
+    """Nor does it without a residual, when the gradient itself would be multiplied: BLAS rounds by the alignment."""
+    shape, others = (37, 128), range(1, 8)
+
+    def carry(wire, num_before):
+        matrix, vector = torch.zeros(shape), torch.zeros(num_before)
+        table = ParameterTable([("matrix", matrix), ("vector", vector)])
+        compressor = make_compressor(options)
+        sums = []
+        for step in range(2):
+            gradient = torch.randn(shape, generator=torch.Generator().manual_seed(2 * step + wire.rank))
+            flat = torch.cat([vector, gradient.flatten()])
+            compressor.all_reduce(flat, whole_shard([table(vector), table(matrix)]), wire)
+            sums.append(flat[num_before:])
+        return sums
+
+    aligned, *shifted = (run_ranks(local_wires(2), lambda wire, n=n: carry(wire, n))[0] for n in (0, *others))
+    for sums in shifted:
+        assert all(map(torch.equal, sums, aligned))
+
+
 class MixesResiduals(Int8):
     """Keeps the residual of a parameter with its place in the bucket."""
 

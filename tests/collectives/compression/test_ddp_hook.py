@@ -52,6 +52,35 @@ def test_gradients_are_bitwise_those_of_one_process():
     assert sum(sent for _, sent in results) == 3 * 2 * len(groups) * (256 + 4)
 
 
+class Complex(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.weight = torch.nn.Parameter(torch.randn(9, 6, dtype=torch.complex64))
+
+    def forward(self, x):
+        return torch.view_as_real(x @ self.weight.T).square().sum()
+
+
+def averaged_complex(rank, choice):
+    dist.init_process_group("gloo")
+    gradients = []
+    for hook in (None, compression_hook):
+        model = DistributedDataParallel(Complex())
+        if hook is not None:
+            model.register_comm_hook(CompressionState(choice), hook)
+        model(torch.randn(2, 6, generator=torch.Generator().manual_seed(rank)).to(torch.complex64)).backward()
+        gradients.append(model.module.weight.grad)
+    return gradients
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="before 2.13 DDP refuses complex parameters")
+@pytest.mark.parametrize("choice", ["bf16", "int8", PowerSGD(rank=9, min_compression_rate=1.0)], ids=str)
+def test_complex_gradients_are_those_of_ddp(choice):
+    for exact, compressed in run_processes(2, averaged_complex, choice):
+        torch.testing.assert_close(compressed, exact, rtol=0, atol=0.01 * exact.abs().max().item())
+
+
 class Register(Callback):
     """The example of the method page."""
 
