@@ -16,6 +16,7 @@ from torch._dynamo import OptimizedModule
 from torch._dynamo.callback import callback_handler
 from torch._functorch import config as functorch_config
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.backends import ContextProp
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -387,6 +388,12 @@ def detach_with_version(tensor: Tensor) -> Tensor:
     # Below autograd, a view would have a version of its own.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
+
+
+class Nnpack:
+    """The flag of NNPACK, as other backends have theirs: `torch.backends.nnpack` has functions alone."""
+
+    enabled = ContextProp(torch._C._get_nnpack_enabled, torch._C._set_nnpack_enabled)
 
 
 def flag_reader(module: Any, name: str) -> Callable[[], Any]:

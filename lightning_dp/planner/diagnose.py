@@ -369,7 +369,9 @@ class LayerTimes:
         """Put the hooks in place."""
         self._model = model
         for name, module in model.named_modules():
-            if module is not model:  # some strategies call it for the whole step, others do not
+            # Some strategies call the model for the whole step, others do not. A scripted part takes no hooks: its
+            # parameters are those of the module around it.
+            if module is not model and not isinstance(module, torch.jit.ScriptModule):
                 self._hooks.append(module.register_forward_pre_hook(self._enter(name)))
                 self._hooks.append(module.register_forward_hook(self._leave))
 

@@ -134,7 +134,13 @@ class FindBatchSize(Callback):
 
     def _set_batch_size(self, trainer: Any, why: str) -> None:
         assert self.trials is not None
-        trainer.datamodule.batch_size = self.trials.batch_size * (trainer.world_size if self._is_global else 1)
+        data = trainer.datamodule
+        before = data.batch_size
+        data.batch_size = self.trials.batch_size * (trainer.world_size if self._is_global else 1)
+        # The loader may read it there, and checkpoints hold it. Lightning refuses two that differ.
+        for hparams in (data.hparams, trainer.lightning_module.hparams):
+            if hparams.get("batch_size") == before:
+                hparams["batch_size"] = data.batch_size
         if trainer.is_global_zero:
             log.info(f"FindBatchSize: {self.trials.batch_size} images per rank, {why}")
 
@@ -160,14 +166,16 @@ class _Step:
         batch = trainer.precision_plugin.convert_input(batch)
         self._batch = trainer.strategy.batch_to_device(before_batch_transfer(module, batch))
         self._is_checked = trainer.world_size == 1
+        # As the training loop does it, too.
+        signatures = importlib.import_module(f"{FRAMEWORK}.utilities.signature_utils")
+        self._takes_index = signatures.is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
     def __call__(self, batch_size: int) -> None:
         module = self._module
         module.zero_grad()
         # Looked for once, in the first call, which is not timed: it takes time for each operator.
         with nullcontext() if self._is_checked else _RefuseCollectives():
-            with self._trainer.precision_plugin.train_step_context():  # autocast, if training will have it
-                output: Any = module.training_step(resized(self._batch, batch_size), 0)
+            output = self._run(resized(self._batch, batch_size))
             if module.automatic_optimization:
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if loss is None:
@@ -177,6 +185,20 @@ class _Step:
                     )
                 loss.backward()
         self._is_checked = True
+
+    def _run(self, batch: Any) -> Any:
+        """Return what ``training_step`` returns."""
+        args = (batch, 0) if self._takes_index else (batch,)
+        try:
+            with self._trainer.precision_plugin.train_step_context():  # autocast, if training will have it
+                return self._module.training_step(*args)
+        except Exception as error:
+            error.add_note(
+                "FindBatchSize ran this training_step when the fit started: before on_train_start, "
+                "on_train_epoch_start and on_train_batch_start. If it needs what they set, set it in setup, or set "
+                "batch_size yourself"
+            )
+            raise
 
 
 def _generators(loader: Any) -> list[Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.backends import cudnn, mkldnn
 
-from lightning_dp._private.torch_names import flag_reader, mutated_arguments
+from lightning_dp._private.torch_names import Nnpack, flag_reader, mutated_arguments
 
 
 class Kind(enum.StrEnum):
@@ -144,6 +144,7 @@ _FLAGS: tuple[tuple[Any, str], ...] = (
     (cudnn, "enabled"),
     (cudnn, "benchmark"),
     (cudnn, "deterministic"),
+    (Nnpack(), "enabled"),
 )
 # Of convolutions and matrix products. torch 2.8 has the switches of before 2.9.
 _PRECISIONS: tuple[tuple[Any, str], ...] = (

@@ -207,6 +207,23 @@ def test_single_images_and_empty_batches():
     assert set(convolution_choices(OneByOne(nn.Conv2d(3, 4, 3)), torch.randn(2, 3, 6, 6), repeats=1)) == {"0"}
 
 
+def test_a_single_image_with_the_strides_of_channels_last_has_the_right_gradient():
+    layer = copy.deepcopy(LAYERS["groups"]).double()
+    x = torch.randn(2, 4, 6, 6, dtype=torch.float64).to(memory_format=torch.channels_last)[0]
+    for algorithm in algorithms_for(layer):
+        outputs = [layer(x.contiguous()), convolve(layer, x, algorithm)]
+        expected, found = (torch.autograd.grad(out.square().sum(), layer.weight)[0] for out in outputs)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [(2, 9), (9, 1)])
+def test_a_kernel_that_is_larger_than_the_image_is_an_error_of_each_algorithm(size):
+    layer = nn.Conv2d(3, 2, 3)
+    for algorithm in algorithms_for(layer):
+        with pytest.raises(RuntimeError, match=r"(?i)kernel"):
+            convolve(layer, torch.randn(1, 3, *size), algorithm)
+
+
 def test_float64_stays_float64_under_autocast():
     layer, x = copy.deepcopy(LAYERS["plain"]).double(), torch.randn(2, 3, 6, 6, dtype=torch.float64)
     with torch.autocast("cpu", dtype=torch.bfloat16):

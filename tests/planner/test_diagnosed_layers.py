@@ -134,6 +134,16 @@ def test_attention_counts_the_projection_whose_module_it_does_not_call():
     assert sum(sizes.values()) == bytes_of(model)
 
 
+def test_the_parameters_of_a_scripted_part_are_those_of_the_module_around_it():
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(3, 2, bias=False), nn.ReLU()))
+    model = nn.Sequential(nn.Sequential(scripted, nn.Linear(2, 5, bias=False)), scripted)
+    times = LayerTimes()
+    times.start(model)
+    model[0](torch.randn(4, 3))
+    times.stop()
+    assert [(layer.name, layer.num_bytes) for layer in times.profiles()] == [("0", 4 * 6), ("0.1", 4 * 10)]
+
+
 class Nested(nn.Module):
     """Has a parameter of its own, uses a module without calling it, and calls one that takes longer than itself."""
 

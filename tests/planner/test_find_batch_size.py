@@ -407,6 +407,64 @@ def test_what_would_give_a_wrong_size_is_one_error(net, message):
     assert data.batch_size == 2
 
 
+class Without(Net):
+    """Takes no ``batch_idx``."""
+
+    def training_step(self, batch):
+        return super().training_step(batch, None)
+
+
+def test_a_training_step_may_have_no_batch_idx():
+    net, finder = Without(limit=8), FindBatchSize((2, 4, 8), repeats=1)
+    fit(net, Data(), finder, limit_train_batches=1)
+    assert (list(finder.trials.images_per_s), finder.trials.too_large) == ([2, 4], 8)
+
+
+class Weighted(Net):
+    """Needs what a hook of training has set."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.weight = 2.0
+
+    def training_step(self, batch, batch_idx):
+        return self.weight * super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_fails_for_lack_of_a_hook_says_which_hooks_have_not_run():
+    with pytest.raises(AttributeError, match="no attribute 'weight'") as caught:
+        fit(Weighted(100), Data(), FindBatchSize((2,), repeats=1))
+    assert "before on_train_start" in caught.value.__notes__[0]
+
+
+class Saved(Data):
+    """Its loader reads the size among its hyperparameters."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader:
+        self.batch_size = self.hparams.batch_size
+        return super().train_dataloader()
+
+
+class SavedNet(Net):
+    def __init__(self, limit: int, batch_size: int) -> None:
+        super().__init__(limit)
+        self.save_hyperparameters()
+
+
+@pytest.mark.parametrize("of_module", [2, 5])
+def test_the_size_is_also_that_among_the_hyperparameters(tmp_path, of_module):
+    net, data, finder = SavedNet(100, of_module), Saved(2), FindBatchSize((4,), repeats=1)
+    trainer = fit(net, data, finder, limit_train_batches=1)
+    assert net.sizes[-1] == data.batch_size == 4
+    assert net.hparams.batch_size == (4 if of_module == 2 else 5), "another number means something else"
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert Saved.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=False).batch_size == 4
+
+
 class Gathering(Net):
     """Compares its features with those of all ranks, as contrastive losses do."""
 

@@ -100,6 +100,8 @@ def test_input_that_cannot_be_traced_is_refused():
 
     with pytest.raises(ValueError, match="Aside called no module"):
         trace_layers(Aside(), torch.zeros(1))
+    with pytest.raises(ValueError, match="1 is scripted, which hides its layers"):
+        trace_layers(nn.Sequential(nn.Linear(1, 1), torch.jit.script(nn.ReLU())), torch.zeros(1))
 
 
 def test_memory_is_measured_to_the_byte():

@@ -174,6 +174,16 @@ def check_a_flag_of_a_backend_is_read() -> None:
         assert torch_names.flag_reader(operator, "fp32_precision")() == operator.fp32_precision
 
 
+@contract(torch._C, "_get_nnpack_enabled")
+@contract(torch._C, "_set_nnpack_enabled")
+def check_the_flag_of_nnpack_is_read_and_set() -> None:
+    flag = torch_names.Nnpack()
+    with torch.backends.nnpack.flags(enabled=False):
+        assert not torch_names.flag_reader(flag, "enabled")()
+        flag.enabled = True
+        assert torch.backends.nnpack.set_flags(False) == (True,)
+
+
 @contract("torch._functorch.config", "_functorch")
 def check_a_share_of_activations_can_be_asked_of_the_compiler() -> None:
     config = importlib.import_module("torch._functorch.config")

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_dp._private.torch_names import Nnpack
 from lightning_dp.recompute import apply_recompute
 from tests.recompute.counting import Operators, differing, state_of
 from tests.recompute.models import Model
@@ -150,28 +151,29 @@ def test_a_graph_that_dies_within_the_forward_frees_its_memory_at_once(policy):
         assert peak(policy, 6) <= peak(None, 6) + 4096
 
 
+@pytest.mark.parametrize("backend", [torch.backends.mkldnn, Nnpack()])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_recomputation_runs_under_the_backends_flags_of_the_forward(policy):
+def test_recomputation_runs_under_the_backends_flags_of_the_forward(policy, backend):
     seen: list[bool] = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func is torch.ops.aten.sigmoid.default:
-                seen.append(torch.backends.mkldnn.enabled)
+                seen.append(backend.enabled)
             return func(*args, **(kwargs or {}))
 
     def forward(model: Model, x: Tensor) -> Tensor:
-        torch.backends.mkldnn.enabled = False  # `flags` warns of TF32 on a machine without such a device
+        backend.enabled = False  # `flags` warns of TF32 on a machine without such a device
         try:
             return model.last(torch.sigmoid(model.norm(model.first(x))) * 2)
         finally:
-            torch.backends.mkldnn.enabled = True
+            backend.enabled = True
 
     model = Model(forward)
     apply_recompute(model, policy)
     out = model(torch.randn(32, 16)).sum()
     with Watch():
         out.backward()
-    assert torch.backends.mkldnn.enabled
+    assert backend.enabled
     assert seen
     assert not any(seen)

@@ -64,7 +64,9 @@ def convolve(module: nn.Conv2d, x: Tensor, algorithm: str) -> Tensor:
     if algorithm == BACKEND or x.numel() == 0:
         return type(module).forward(module, x)
     if x.dim() == 3:
-        return convolve(module, x.unsqueeze(0), algorithm).squeeze(0)
+        # Of one image with the strides of channels_last, torch's backward computes a wrong gradient for a weight of
+        # several groups (float64, torch 2.13).
+        return convolve(module, x.contiguous().unsqueeze(0), algorithm).squeeze(0)
     assert not isinstance(module.padding, str)
     weight: Tensor = module.weight
     bias: Tensor | None = module.bias
@@ -98,6 +100,11 @@ def fft_convolution(
         return fft_convolution(x.float(), weight.float(), wide, stride, padding).to(x.dtype)
     x = nn.functional.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     size = x.shape[-2:]
+    if any(kernel > length for kernel, length in zip(weight.shape[-2:], size, strict=True)):
+        raise RuntimeError(
+            f"a kernel of size {tuple(weight.shape[-2:])} does not fit into the padded input of size {tuple(size)}; "
+            "use larger images, or more padding"
+        )
     # Networks correlate: the filter is not mirrored, so its spectrum is conjugated.
     spectrum = torch.fft.rfft2(weight, s=size).conj()
     product = torch.einsum("nchw,ochw->nohw", torch.fft.rfft2(x), spectrum)

@@ -218,7 +218,7 @@ def trace_layers(model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], A
         run: called with model and batch in the place of the model's forward.
 
     Raises:
-        ValueError: the model has no layers, or the batch no tensor.
+        ValueError: the model has no layers, a part of it is scripted, or the batch has no tensor.
     """
     tensors = tensors_of(batch)
     if not tensors:
@@ -229,6 +229,8 @@ def trace_layers(model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], A
     hooks = []
     try:
         for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ValueError(f"{name or 'the model'} is scripted, which hides its layers; give the plain model")
             is_leaf = next(module.children(), None) is None
             # The parameters of a parametrized layer are those of a submodule.
             is_layer = is_leaf or isinstance(module, (*CONVOLUTIONS, nn.Linear))
