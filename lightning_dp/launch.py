@@ -18,6 +18,7 @@ in whatever way.
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import logging
 import multiprocessing
@@ -35,6 +36,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -262,6 +264,17 @@ class RankReport:
     follows_death: bool
 
 
+class _Probe(ForkingPickler):
+    """Finds what cannot be sent, as the agent will send it, where an error would have no message. Tensors stay here."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        if value.requires_grad and not value.is_leaf:
+            raise RuntimeError("a tensor that is part of a graph cannot be sent to another process; return x.detach()")
+        return int, ()
+
+
 def run_and_report(folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Call ``function(*args)`` in the process of a rank. Return its result on rank 0, and None on the others.
 
@@ -274,7 +287,7 @@ def run_and_report(folder: str, function: Callable[..., Any], args: tuple[Any, .
         try:
             result = function(*args)
             if rank == 0:
-                ForkingPickler.dumps(result)  # as the agent will, where an error of it would have no message
+                _Probe(io.BytesIO()).dump(result)
         except BaseException as error:
             died = dead_ranks(Path(folder), but=rank)
             message = f"{type(error).__name__}: {error}"

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -91,9 +93,24 @@ def make_closure() -> object:
     return lambda: 0
 
 
-def test_a_result_that_cannot_be_sent_is_named(forked):
-    with pytest.raises(LaunchError, match=r"rank 0 of 2: .*make_closure"):
-        launch(make_closure, num_processes=2)
+def make_graph() -> object:
+    return torch.ones(1, requires_grad=True) * 2
+
+
+@pytest.mark.parametrize(("function", "message"), [(make_closure, "make_closure"), (make_graph, "return x.detach()")])
+def test_a_result_that_cannot_be_sent_is_named(forked, function, message):
+    with pytest.raises(LaunchError, match=rf"rank 0 of 2: .*{re.escape(message)}"):
+        launch(function, num_processes=2)
+
+
+def make_many_tensors() -> list[torch.Tensor]:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (700, hard))
+    return [torch.ones(1) for _ in range(250)]
+
+
+def test_a_result_of_many_tensors_needs_no_more_descriptors_than_to_send_it(forked):
+    assert len(launch(make_many_tensors, num_processes=2)) == 250
 
 
 def assert_gone(folder: Path, num_processes: int) -> None:

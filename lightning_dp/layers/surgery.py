@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
-from typing import NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,40 @@ _GLOBAL: dict[type[BatchNorm], type[GlobalBatchNorm]] = {
     nn.BatchNorm3d: GlobalBatchNorm3d,
 }
 _PLAIN = {new: old for old, new in _GLOBAL.items()}
+
+
+class _Kept(nn.Module):
+    """A layer that a global one has replaced, and that something outside the module tree has kept.
+
+    In training it would normalize with local statistics, without a word. In evaluation it computes what the global one
+    does.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            raise RuntimeError(
+                "a batch norm layer was called that a global one has replaced: something outside the module tree, such "
+                "as a plain list or a function, has kept the old layer; use an nn.ModuleList, or an attribute of the "
+                "module"
+            )
+        output: torch.Tensor = super().forward(x)
+        return output
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are plain layers: nothing would put them back."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, (_, *arguments), *state = reduced
+        return make, (_kind(self), *arguments), *state
+
+
+_KEPT: dict[type[BatchNorm], type[BatchNorm]] = {kind: type(kind.__name__, (_Kept, kind), {}) for kind in _GLOBAL}
+
+
+def _kind(layer: nn.Module) -> Any:
+    """Return the class of ``layer``, without what was put before it when it was replaced."""
+    return type(layer).__mro__[2] if isinstance(layer, _Kept) else type(layer)
+
+
 # The attributes that a global layer has beside those of PyTorch's layer.
 _GLOBAL_ATTRIBUTES = vars(GlobalBatchNorm1d(1)).keys() - vars(nn.BatchNorm1d(1)).keys()
 
@@ -38,8 +72,8 @@ def apply_global_batch_norm(model: nn.Module, group: dist.ProcessGroup | None = 
     The new layer has the same parameter and buffer tensors, so that optimizers stay valid and the state_dict does not
     change. It also has the same training mode and hooks. A layer that is registered at several places is replaced by
     one layer at all of them. Layers that are already global only get ``group``. References outside the module tree,
-    for example in a plain list, keep the old layer, which raises an error if it is called, and whose mode no longer
-    counts. `revert_global_batch_norm` is the reverse.
+    for example in a plain list, keep the old layer, which raises an error if it is called in training.
+    `revert_global_batch_norm` is the reverse.
 
     Args:
         model: contains the layers. It cannot be a batch norm layer itself.
@@ -54,7 +88,7 @@ def apply_global_batch_norm(model: nn.Module, group: dist.ProcessGroup | None = 
     """
     for name, module in model.named_modules():
         _check_convertible(name, module)
-    to_convert = {module for module in model.modules() if isinstance(module, BatchNorm) and type(module) in _GLOBAL}
+    to_convert = {module for module in model.modules() if isinstance(module, BatchNorm) and _kind(module) in _GLOBAL}
     _replace(model, {layer: _to_global(layer) for layer in to_convert})
     layers = global_batch_norm_layers(model)
     for layer in layers:
@@ -137,7 +171,7 @@ _COMPILED = "it is compiled on its own, and the compiled code would keep calling
 
 def _require_replaceable(name: str, module: nn.Module, kinds: Collection[type[nn.Module]], action: str) -> None:
     """Raise ValueError if replacing ``module`` would lose its behavior, or not take effect."""
-    if type(module) not in kinds or "forward" in vars(module):
+    if _kind(module) not in kinds or "forward" in vars(module):
         remedy = (
             "its own forward would be lost; replace it by a plain BatchNorm layer or by GlobalBatchNorm1d/2d/3d. (A "
             "lazy layer becomes a plain one in its first forward)"
@@ -157,19 +191,11 @@ def _refusal(action: str, name: str, module: nn.Module, remedy: str) -> str:
 
 def _to_global(layer: BatchNorm) -> GlobalBatchNorm:
     """Return a global layer with the contents of ``layer``, which must not be used any more: they share their state."""
-    new = _GLOBAL[type(layer)](0, affine=False, track_running_stats=False)
+    new = _GLOBAL[_kind(layer)](0, affine=False, track_running_stats=False)
     vars(new).update(vars(layer))
     new.set_origin(layer)
-    # Until it is put back. It would normalize with local statistics, without a word.
-    vars(layer)["forward"] = _refuse_call
+    layer.__class__ = _KEPT[_kind(layer)]  # until it is put back
     return new
-
-
-def _refuse_call(*_: object, **__: object) -> NoReturn:
-    raise RuntimeError(
-        "a batch norm layer was called that a global one has replaced: something outside the module tree, such as a "
-        "plain list or a function, has kept the old layer; use an nn.ModuleList, or an attribute of the module"
-    )
 
 
 def _to_plain(layer: GlobalBatchNorm) -> BatchNorm:
@@ -177,7 +203,9 @@ def _to_plain(layer: GlobalBatchNorm) -> BatchNorm:
 
     It is the layer that was converted, if there is one, so that references outside the module tree are valid again.
     """
-    plain = layer.origin or _PLAIN[type(layer)](0, affine=False, track_running_stats=False)
+    kind = _PLAIN[type(layer)]
+    plain = layer.origin or kind(0, affine=False, track_running_stats=False)
+    plain.__class__ = kind
     vars(plain).clear()  # an attribute may have been deleted in the meantime
     vars(plain).update({name: value for name, value in vars(layer).items() if name not in _GLOBAL_ATTRIBUTES})
     return plain

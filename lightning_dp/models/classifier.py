@@ -121,16 +121,22 @@ class Classifier(LightningModule):
     def _schedule_steps(self) -> int:
         """Return how often Lightning steps the schedule in the whole fit: as often as ``interval`` passes."""
         trainer = self.trainer
-        num_steps, num_batches = trainer.estimated_stepping_batches, trainer.num_training_batches
-        if self.interval == "step" and math.isfinite(num_steps):
-            return int(num_steps)
-        if self.interval == "epoch" and trainer.max_epochs != -1 and math.isfinite(num_batches):
-            return math.ceil(num_steps / max(1, math.ceil(num_batches / trainer.accumulate_grad_batches)))
-        raise ValueError(
-            f"the schedule needs to know how many {self.interval}s training has, which max_epochs={trainer.max_epochs} "
-            f"with {num_batches} batches in each does not tell; set max_epochs, or, with interval='step', max_steps; "
-            "or set its total_steps yourself, with functools.partial"
-        )
+        if self.interval == "step":
+            total = trainer.estimated_stepping_batches  # -1 or infinite if it is not known
+        else:
+            total = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
+            if trainer.max_steps != -1:
+                trainer.fit_loop.setup_data()  # makes the loader, as `estimated_stepping_batches` does
+                if math.isfinite(trainer.num_training_batches):
+                    in_epoch = max(1, math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches))
+                    total = min(total, math.ceil(trainer.max_steps / in_epoch))
+        if not 0 <= total < math.inf:
+            raise ValueError(
+                f"the schedule needs to know how many {self.interval}s training has, which "
+                f"max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps} do not tell; set "
+                f"max_{self.interval}s, or the schedule's total_steps, with functools.partial"
+            )
+        return int(total)
 
     def on_train_start(self) -> None:
         """Raise ValueError if a checkpoint has brought a schedule that ends before this training does."""
@@ -138,8 +144,8 @@ class Classifier(LightningModule):
             total_steps = getattr(each.scheduler, "total_steps", self._planned_steps)
             if total_steps < self._planned_steps:
                 raise ValueError(
-                    f"the checkpoint's {type(each.scheduler).__name__} ends after {total_steps} steps, and this "
-                    f"training after {self._planned_steps}; this schedule cannot be extended on resume: "
+                    f"the checkpoint's {type(each.scheduler).__name__} ends after {total_steps} {self.interval}s, and "
+                    f"this training after {self._planned_steps}; this schedule cannot be extended on resume: "
                     "keep the original max_epochs, or start a new run"
                 )
 

@@ -139,7 +139,10 @@ class FindBatchSize(Callback):
         data.batch_size = self.trials.batch_size * (trainer.world_size if self._is_global else 1)
         # The loader may read it there, and checkpoints hold it. Lightning refuses two that differ.
         for hparams in (data.hparams, trainer.lightning_module.hparams):
-            if hparams.get("batch_size") == before:
+            if hparams.get("batch_size") != before:
+                continue
+            is_plain = isinstance(hparams, dict)  # else it is a configuration of OmegaConf, which may be read-only
+            with nullcontext() if is_plain else importlib.import_module("omegaconf").read_write(hparams):
                 hparams["batch_size"] = data.batch_size
         if trainer.is_global_zero:
             log.info(f"FindBatchSize: {self.trials.batch_size} images per rank, {why}")

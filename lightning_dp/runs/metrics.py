@@ -9,6 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
@@ -192,15 +193,33 @@ def read_metrics(run_dir: Path) -> dict[str, Series]:
     The file has one row for each time of logging, with gaps. Steps count from 0.
     """
     rows = rows_of(run_dir)
-    # Largest where a row ends an epoch. Others are within theirs, as the last one may be where max_steps ends a run.
-    rates = [(int(row["step"]) + 1) / (float(row["epoch"]) + 1) for row in rows if "epoch" in row]
-    steps_per_epoch = max(rates, default=1.0)
+    steps, epochs = _ends_of_epochs(rows)
     series: dict[str, Series] = {}
     for row in rows:
+        trained = int(row["step"]) + 1.0
+        if epochs:
+            trained = float(np.interp(trained, [0.0, *steps], [0.0, *epochs]))
         for name, value in row.items():
             if name not in ("epoch", "step"):
-                series.setdefault(name, []).append(((int(row["step"]) + 1) / steps_per_epoch, float(value)))
+                series.setdefault(name, []).append((trained, float(value)))
     return series
+
+
+def _ends_of_epochs(rows: Sequence[dict[str, str]]) -> tuple[list[float], list[float]]:
+    """Return the steps after which epochs had ended, as far as rows tell, and how many epochs had."""
+    last: dict[float, float] = {}
+    for row in rows:
+        if "epoch" in row:
+            epoch = float(row["epoch"]) + 1
+            last[epoch] = max(last.get(epoch, 0.0), int(row["step"]) + 1.0)
+    epochs = sorted(last)
+    steps = [max(last[each] for each in epochs[: place + 1]) for place in range(len(epochs))]
+    if len(epochs) > 1:
+        # The last one may not have ended, where max_steps ends a run. It is taken to be as long as those before.
+        first_step, first_epoch = (steps[-3], epochs[-3]) if len(epochs) > 2 else (0.0, 0.0)
+        in_epoch = (steps[-2] - first_step) / (epochs[-2] - first_epoch)
+        steps[-1] = max(steps[-1], steps[-2] + in_epoch * (epochs[-1] - epochs[-2]))
+    return steps, epochs
 
 
 def phases(is_global: Series) -> list[Phase]:

@@ -258,3 +258,18 @@ def test_a_call_of_a_layer_that_was_replaced_is_refused_until_it_is_put_back():
     revert_global_batch_norm(model)
     assert model[0] is old
     assert torch.equal(old(x), expected)
+
+
+def test_a_layer_that_another_container_has_kept_evaluates_and_its_copies_are_plain():
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    other, x = nn.Sequential(model[0]), torch.randn(4, 3)
+    apply_global_batch_norm(model)
+    assert torch.equal(other.eval()(x), model.eval()(x))
+    copied = copy.deepcopy(other).train()
+    assert type(copied[0]) is nn.BatchNorm1d
+    copied(x)
+    assert apply_global_batch_norm(other) == 1
+    for each in (other, model):
+        revert_global_batch_norm(each)
+    assert type(model[0]) is nn.BatchNorm1d
+    model.train()(x)

@@ -10,7 +10,7 @@ import torchmetrics.metric
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, MultiStepLR, OneCycleLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dp._lightning import DDPStrategy, Trainer
 from lightning_dp.models import Classifier, resnet20
@@ -153,7 +153,7 @@ def test_schedules_count_what_they_should_and_checkpoints_hold_plain_values(tmp_
     assert set(checkpoint["state_dict"]) == {f"model.{name}" for name in model.model.state_dict()}
 
 
-def fit_with_a_schedule(interval: str = "epoch", **end: int) -> list[int]:
+def fit_with_a_schedule(interval: str = "epoch", data: Any = None, **end: int) -> list[int]:
     """Fit with three batches, two in a step, and return what the schedule was told."""
     told = []
 
@@ -161,22 +161,34 @@ def fit_with_a_schedule(interval: str = "epoch", **end: int) -> list[int]:
         told.append(total_steps)
         return LambdaLR(optimizer, lambda _: 1.0)
 
-    images = DataLoader([batch(4, seed) for seed in range(3)], batch_size=None)
+    images = DataLoader([batch(4, seed) for seed in range(3)] if data is None else data, batch_size=None)
     model = classifier(scheduler=schedule, interval=interval)
     trainer(accumulate_grad_batches=2, **end).fit(model, images, images)
     return told
 
 
-@pytest.mark.parametrize("end", [{"max_epochs": 4}, {"max_epochs": 9, "max_steps": 7}])
+@pytest.mark.parametrize(
+    "end", [{"max_epochs": 4}, {"max_epochs": 9, "max_steps": 7}, {"max_epochs": -1, "max_steps": 7}]
+)
 def test_a_schedule_of_epochs_ends_with_the_last_one(end):
     """It is told how many epochs there are: with the number of steps it would still be at its beginning."""
     assert fit_with_a_schedule(**end) == [4]
 
 
-@pytest.mark.parametrize(("interval", "end"), [("epoch", {"max_steps": 8}), ("step", {})])
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter([batch(4, seed) for seed in range(3)])
+
+
+@pytest.mark.parametrize(("interval", "end"), [("epoch", {"max_steps": 2}), ("step", {}), ("step", {"max_epochs": 2})])
 def test_a_schedule_must_know_where_training_ends(interval, end):
-    with pytest.raises(ValueError, match=f"how many {interval}s training has, which max_epochs=-1"):
-        fit_with_a_schedule(interval, max_epochs=-1, **end)
+    with pytest.raises(ValueError, match=f"how many {interval}s training has.*set max_{interval}s"):
+        fit_with_a_schedule(interval, data=Endless(), **({"max_epochs": -1} | end))
+
+
+def test_a_schedule_knows_the_end_of_data_without_a_length():
+    assert fit_with_a_schedule("step", data=Endless(), max_epochs=2, max_steps=3) == [3]
+    assert fit_with_a_schedule("epoch", data=Endless(), max_epochs=2, max_steps=9) == [2]
 
 
 def test_a_schedule_that_a_checkpoint_ends_too_early_is_refused_at_once(tmp_path):

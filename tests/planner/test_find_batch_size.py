@@ -465,6 +465,16 @@ def test_the_size_is_also_that_among_the_hyperparameters(tmp_path, of_module):
     assert Saved.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=False).batch_size == 4
 
 
+def test_hyperparameters_may_be_a_configuration_that_is_read_only():
+    omegaconf = pytest.importorskip("omegaconf")
+    config = omegaconf.OmegaConf.create({"batch_size": 2})
+    omegaconf.OmegaConf.set_readonly(config, True)
+    data = Data()
+    data.save_hyperparameters(config)
+    fit(Net(100), data, FindBatchSize((4,), repeats=1), limit_train_batches=1)
+    assert data.hparams.batch_size == data.batch_size == 4
+
+
 class Gathering(Net):
     """Compares its features with those of all ranks, as contrastive losses do."""
 

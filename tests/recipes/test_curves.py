@@ -38,6 +38,14 @@ def test_an_epoch_is_an_epoch_whatever_the_last_row_is_of(tmp_path, rows):
     assert read_metrics(tmp_path)["val/loss"][0] == (1.0, 2.0)
 
 
+def test_epochs_may_have_fewer_and_fewer_steps(tmp_path):
+    """As with GradientAccumulationScheduler."""
+    ends = [(0, 99), (1, 199), (2, 224), (3, 249), (4, 254)]  # max_steps ends the run within the last one
+    rows = "".join(f"{epoch},{step},1.0\n" for epoch, step in ends)
+    (tmp_path / "metrics.csv").write_text(f"epoch,step,train/loss\n{rows}")
+    assert [epoch for epoch, _ in read_metrics(tmp_path)["train/loss"]] == [1.0, 2.0, 3.0, 4.0, 4.2]
+
+
 def test_learning_rates_of_several_groups_have_one_scale(tmp_path, monkeypatch):
     (tmp_path / "metrics.csv").write_text("epoch,lr-SGD/head,lr-SGD/trunk,step\n0,0.1,0.4,4\n1,0.01,0.04,9\n")
     drawn = []

@@ -322,7 +322,8 @@ def _metrics(module: nn.Module) -> Iterator[tuple[str, Metric]]:
     for path, part in module.named_modules():
         if isinstance(part, Metric):
             yield path, part
-        if type(part).__module__.startswith("torch.nn."):  # their tuples of numbers would take milliseconds each step
+        # The tuples of numbers of torch's layers would take milliseconds each step. Parametrized ones are elsewhere.
+        if type(part).__module__.startswith("torch.nn.modules."):
             continue
         for name in vars(part).keys() - _OF_EACH_MODULE:
             value = vars(part)[name]

@@ -16,6 +16,7 @@ from torchmetrics import Metric, classification
 from torchmetrics.utilities.data import dim_zero_cat
 
 from lightning_dp import KrizhevskyHybridStrategy
+from lightning_dp.strategies.krizhevsky_hybrid import checks
 from lightning_dp.strategies.krizhevsky_hybrid.checks import no_counting
 from tests.ranks import run_processes
 from tests.strategies.krizhevsky_hybrid.modules import StepNet, all_batches, batches, fit_with
@@ -240,3 +241,10 @@ def test_a_penalty_on_weights_leaves_what_is_logged_and_kept_as_in_one_process()
     assert len(expected) == 8
     for actual in run_processes(2, _recorded_on_rank):
         assert_same(actual, expected, 1e-6)
+
+
+def test_a_list_of_a_part_that_is_parametrized_is_looked_into():
+    part = torch.nn.Linear(2, 2)
+    part.counts = [Correct()]
+    torch.nn.utils.parametrizations.weight_norm(part)
+    assert [type(metric) for _, metric in checks._metrics(torch.nn.Sequential(part))] == [Correct]
