@@ -37,7 +37,9 @@ class StepTimer(_OwnCallback):
 
     - ``time/step_s``: time from the end of one batch to the end of the next.
     - ``time/data_wait_s``: portion spent waiting for the batch, and on what follows this callback after a step: other
-      callbacks, such as a checkpoint within an epoch, and loggers.
+      callbacks, such as a checkpoint within an epoch, and loggers. Also the broadcast with which Lightning begins each
+      batch. In it a rank waits for slower ones, unless it has waited for their gradients in the step before: with
+      layered SGD or ``accumulate_grad_batches``, a slow rank makes the others' data wait longer.
     - ``time/exposed_communication_s``: portion spent waiting for the network while nothing is computed. For a model in
       DistributedDataParallel it is the time of the reduction minus its overlap with backward, as measured by DDP. (It
       is zero if a communication hook returns a finished future, as that of layered SGD does.) A strategy with an
