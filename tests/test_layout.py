@@ -20,7 +20,7 @@ ALLOWED = {
     "trial_run": {"_private"},
     "recompute": {"_private", "collectives", "trial_run"},
     "optim": set(),
-    "planner": {"_lightning", "_private", "callbacks", "collectives", "recompute", "strategies", "trial_run"},
+    "planner": {"_lightning", "_private", "callbacks", "collectives", "layers", "recompute", "strategies", "trial_run"},
     "losses": {"_private"},
     "models": {"_lightning", "layers", "losses"},
     "data": {"_lightning"},

@@ -37,7 +37,9 @@ class StepTimer(_OwnCallback):
 
     - ``time/step_s``: time from the end of one batch to the end of the next.
     - ``time/data_wait_s``: portion spent waiting for the batch, and on what follows this callback after a step: other
-      callbacks, such as a checkpoint within an epoch, and loggers.
+      callbacks, such as a checkpoint within an epoch, and loggers. Also the broadcast with which Lightning begins each
+      batch. In it a rank waits for slower ones, unless it has waited for their gradients in the step before: with
+      layered SGD or ``accumulate_grad_batches``, a slow rank makes the others' data wait longer.
     - ``time/exposed_communication_s``: portion spent waiting for the network while nothing is computed. For a model in
       DistributedDataParallel it is the time of the reduction minus its overlap with backward, as measured by DDP. (It
       is zero if a communication hook returns a finished future, as that of layered SGD does.) A strategy with an
@@ -200,7 +202,8 @@ class TimeToAccuracy(_OwnCallback):
     """Print and log the time from the start of training to the first validation with a given accuracy.
 
     The time includes validation and checkpoints. It does not include what comes before the first step: starting
-    processes and building the model. A resumed run adds the time of the run before, up to its checkpoint.
+    processes and building the model. A resumed run adds the time of the run before, up to its checkpoint; a second
+    ``fit`` that goes on with the training adds that of the first, without the time between them.
 
     Args:
         threshold: accuracy to reach, from 0 to 1. MLPerf's for ResNet-50 on ImageNet is 0.759.
@@ -218,12 +221,24 @@ class TimeToAccuracy(_OwnCallback):
         self.threshold = threshold
         self.monitor = monitor
         self.reached_s: float | None = None
-        self._before_s = 0.0  # of the runs that this one continues
+        self._before_s = 0.0  # of the runs, or the calls of `fit`, that this one continues
         self._start_s: float | None = None
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Start the clock."""
+        """Start the clock. A new training begins at 0, also if the callback has been in another one."""
+        if trainer.global_step == 0:
+            self._before_s = 0.0
+            self.reached_s = None
         self._start_s = time.perf_counter()
+
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Stop the clock: what comes after training is not in a later checkpoint's time."""
+        self._before_s = self._elapsed_s()
+        self._start_s = None
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stop the clock. Lightning does not call `on_train_end` after an exception."""
+        self.on_train_end(trainer, pl_module)
 
     def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Print and log the time if the threshold is reached for the first time."""

@@ -93,11 +93,12 @@ def add_workers(profile: StepProfile) -> Change | None:
 
 
 def share_statistics(profile: StepProfile, network: Network, world_size: int) -> Change | None:
-    """Return the change to statistics of as few ranks as have `ENOUGH_IMAGES`; None if it takes all of them."""
+    """Return the change to statistics of as few ranks as have `ENOUGH_IMAGES`; None if no more ranks share them now."""
     size = next(size for size in range(1, world_size + 1) if _is_group(size, profile, network, world_size))
-    if size == world_size or not profile.batch_norm_s:
+    present = min(profile.statistics_ranks or world_size, world_size)
+    if size >= present or not profile.batch_norm_s:
         return None
-    before_s, after_s = network.small_exchange_s(world_size), network.small_exchange_s(size)
+    before_s, after_s = network.small_exchange_s(present), network.small_exchange_s(size)
     left = after_s / before_s if before_s else 0.0
     exchanges = 2 * profile.accumulate * profile.num_batch_norms
     messages_s = min(exchanges * (before_s - after_s), (1 - left) * profile.batch_norm_s)

@@ -17,7 +17,9 @@ from typing_extensions import override
 from lightning_dp._lightning import LightningModule
 from lightning_dp._private.torch_names import BatchNorm, is_in_backward
 from lightning_dp.callbacks.timers import StepTimer
+from lightning_dp.collectives.groups import group_size
 from lightning_dp.collectives.small_all_gather import waited_s
+from lightning_dp.layers import GlobalBatchNorm
 from lightning_dp.planner.convolutions.measure import num_bytes, tensors_of
 from lightning_dp.planner.formulas import require_count, require_positive
 from lightning_dp.planner.network import Network
@@ -144,7 +146,8 @@ class Diagnose(StepTimer):
         self._phase_begin_s = self._begin_s
         self._waited_s = waited_s()
         if self._num_batches == WARM_UP - 1:
-            self._batch_size = max((len(t) for t in tensors_of(batch) if t.dim()), default=1)
+            # The first tensor: another one may be longer, such as the boxes of all images.
+            self._batch_size = next((len(t) for t in tensors_of(batch) if t.dim()), 1)
             self._layers.start(pl_module)
         # Not the step in which layers are timed: recording takes time of its own. The first of them sets caches up.
         if self._memonger and self._num_batches < WARM_UP - 1:
@@ -272,6 +275,7 @@ class Diagnose(StepTimer):
             num_workers=getattr(trainer.train_dataloader, "num_workers", None),
             cores_per_rank=len(os.sched_getaffinity(0)) / (trainer.world_size // trainer.num_nodes),
             codec_s=self._codec_s(trainer),
+            statistics_ranks=_statistics_ranks(pl_module),
             **parts,
         )
 
@@ -322,6 +326,12 @@ class Diagnose(StepTimer):
     def _stop_recording(self) -> None:
         self._layers.stop()
         self._recomputation.stop()
+
+
+def _statistics_ranks(module: nn.Module) -> int | None:
+    """Return how many ranks share batch norm's statistics, None for all of them, or if no layer is global."""
+    sizes = [group_size(layer.group) for layer in module.modules() if isinstance(layer, GlobalBatchNorm)]
+    return max(sizes) if sizes and max(sizes) < group_size(None) else None
 
 
 def require_whole_model(strategy: Any) -> None:

@@ -112,8 +112,9 @@ class Diagnosis:
                 f"{1e3 * self.profile.step_s:.1f} ms per step (measured; {1e3 * self.now.step_s:.1f} simulated as DDP)"
             )
         if not self.advice:
+            keep = "keep" if self.profile.strategy == "DDPStrategy" else "use"
             return (
-                f"**Nothing to gain: keep {plan.method}.** No other method or change is predicted to save more of "
+                f"**Nothing to gain: {keep} {plan.method}.** No other method or change is predicted to save more of "
                 f"{now} than the error of the prediction, {error}."
             )
         rows = [

@@ -299,6 +299,7 @@ class StepProfile:
         num_workers: processes of the loader, of each rank. None: it is no loader that has them.
         cores_per_rank: processor cores of the machine over its ranks; None if it is not known.
         codec_s: see `Workload.codec_s`.
+        statistics_ranks: ranks that share batch norm's statistics; None: all of them.
     """
 
     strategy: str
@@ -320,6 +321,7 @@ class StepProfile:
     num_workers: int | None = 0
     cores_per_rank: float | None = None
     codec_s: Mapping[str, float] = field(default_factory=dict)
+    statistics_ranks: int | None = None
 
     @property
     def compute_s(self) -> float:

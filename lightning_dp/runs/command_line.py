@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import logging
 import os
 import re
@@ -197,9 +198,16 @@ def with_plan(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     overrides = read_overrides(path)
     others = [argument for argument in arguments if not argument.startswith(PLAN)]
     given = {key_of(argument) for argument in others if "=" in argument}
-    if twice := [override for override in overrides if key_of(override) in given]:
+    if twice := [override for override in overrides if _sets_again(key_of(override), given)]:
         raise ValueError(f"plan={path} sets {twice[0]}, and so does the command line; leave out one of the two")
-    return [*others, *overrides], f"plan={path}: {' '.join(overrides)}"
+    world_size = json.loads(path.read_text()).get("world_size")
+    made_for = "" if world_size is None else f", made for {world_size} rank{'s' * (world_size != 1)}"
+    return [*others, *overrides], f"plan={path}{made_for}: {' '.join(overrides)}"
+
+
+def _sets_again(key: str, given: set[str]) -> bool:
+    """Return whether one of the keys ``given`` is ``key``, or lies below it. Options below a group go with any file."""
+    return key in given or ("." in key and any(other.startswith(f"{key}.") for other in given))
 
 
 def key_of(override: str) -> str:

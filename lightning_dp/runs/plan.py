@@ -142,16 +142,22 @@ def run_steps(config: Config, callback: Callback) -> None:
     """Train on this rank until ``callback`` stops it, without what is not part of a step."""
     logging.getLogger("lightning_dp.planner.diagnose").setLevel(logging.WARNING)  # `main` prints the diagnosis
     # No checkpoints and no metrics: they are not what is measured. Callbacks that change training stay.
-    callbacks = {
-        name: node
-        for name, node in config["callbacks"].items()
-        if node is not None and not node["_target_"].startswith(("pytorch_lightning.", "lightning_dp.runs.progress."))
-    }
+    callbacks = {name: node for name, node in config["callbacks"].items() if node is not None and is_measured(node)}
     config = {**config, "callbacks": callbacks, "test": "last"}
     config["trainer"] = {**config["trainer"], "enable_checkpointing": False, "logger": False, "limit_val_batches": 0}
     trainer, model, data = build(config)
     trainer.callbacks.append(callback)
     trainer.fit(model, datamodule=data)
+
+
+CHANGE_STEPS = ("GradientAccumulationScheduler", "BackboneFinetuning", "ModelPruning", "WeightAveraging")
+"""Ends of the names of Lightning's callbacks that change what a step does."""
+
+
+def is_measured(callback: Config) -> bool:
+    """Return whether a callback of the configuration is part of a step, and does not only watch training."""
+    module, _, name = callback["_target_"].rpartition(".")
+    return not module.startswith(("pytorch_lightning", "lightning_dp.runs.progress")) or name.endswith(CHANGE_STEPS)
 
 
 @contextmanager
@@ -288,5 +294,5 @@ def verified_text(times: Mapping[str, Sequence[float]], configs: Mapping[str, Co
 
 
 def _images(config: Config) -> float:
-    """Return the images of a step of all ranks."""
-    return float(config["data"]["batch_size"] * (config["trainer"].get("accumulate_grad_batches") or 1))
+    """Return the images of a step of all ranks; its batches, for data without ``batch_size``, which no plan changes."""
+    return float(config["data"].get("batch_size", 1) * (config["trainer"].get("accumulate_grad_batches") or 1))

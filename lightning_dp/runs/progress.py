@@ -16,8 +16,8 @@ class Throughput(Callback):
     """Log how fast training is, once per epoch. The times are rank 0's, and include waiting for data.
 
     - ``time/images_per_s``: training images of all ranks per second, over the epoch.
-    - ``time/train_s``: seconds of training since the first epoch, without validation, checkpoints and tests. A resumed
-      run goes on counting.
+    - ``time/train_s``: seconds of training since the first epoch, without validation, tests and the checkpoints between
+      epochs. A resumed run goes on counting.
     """
 
     def __init__(self) -> None:

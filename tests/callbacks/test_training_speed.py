@@ -152,6 +152,32 @@ def test_a_resumed_run_adds_the_time_before_its_checkpoint(clock, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_the_time_between_two_fits_of_a_training_does_not_count(clock, tmp_path):
+    callback = TimeToAccuracy(0.4)
+    runner, net = trainer(callback, max_epochs=2), Net(clock)
+    runner.fit(net, loader(), loader(3))
+    clock.now += 1000
+    runner.validate(Net(clock, (1.0, 1.0, 1.0)), loader(3), verbose=False)
+    assert callback.reached_s is None, "no training has reached it"
+    runner.save_checkpoint(tmp_path / "last.ckpt", weights_only=False)
+    resumed = TimeToAccuracy(0.4)
+    trainer(resumed).fit(Net(clock), loader(), loader(3), ckpt_path=tmp_path / "last.ckpt")
+    assert resumed.reached_s == 54
+    runner.fit_loop.max_epochs = 4
+    runner.fit(net, loader(), loader(3))
+    assert callback.reached_s == 54
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_a_new_training_begins_at_zero(clock):
+    callback = TimeToAccuracy(0.2)
+    trainer(callback).fit(Net(clock), loader(), loader(3))
+    assert callback.reached_s == 36
+    trainer(callback).fit(Net(clock, (0.0, 0.0, 0.3, 0.3)), loader(), loader(3))
+    assert callback.reached_s == 54
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_a_metric_that_is_not_logged_is_named(clock):
     with pytest.raises(ValueError, match="monitor='val/accuracy' was not logged; there are val/acc"):
         trainer(TimeToAccuracy(monitor="val/accuracy")).fit(Net(clock), loader(), loader(3))

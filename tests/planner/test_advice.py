@@ -154,6 +154,8 @@ def test_nothing_to_gain_is_said():
     found = make_diagnosis(COMPUTE_ONLY, FAST_NODES, is_probed=True)
     assert (found.advice, found.best.method) == ((), "ddp")
     assert "**Nothing to gain: keep ddp.**" in str(found)
+    other = replace(COMPUTE_ONLY, strategy="LayeredSGDStrategy")
+    assert "**Nothing to gain: use ddp.**" in str(make_diagnosis(other, FAST_NODES, is_probed=True))
 
 
 def test_loading_brings_workers_and_hides_behind_them():

@@ -57,12 +57,14 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-9)
 
 
-def fit(callback: Diagnose, module: pl.LightningModule | None = None, **options) -> pl.Trainer:
+def fit(
+    callback: Diagnose, module: pl.LightningModule | None = None, loader: DataLoader | None = None, **options
+) -> pl.Trainer:
+    options = {"callbacks": [callback], **options}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = pl.Trainer(
             accelerator="cpu",
-            callbacks=[callback],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -70,7 +72,7 @@ def fit(callback: Diagnose, module: pl.LightningModule | None = None, **options)
             max_epochs=1,
             **options,
         )
-        trainer.fit(module or Net(), DataLoader(Items(), batch_size=4, num_workers=0))
+        trainer.fit(module or Net(), loader or DataLoader(Items(), batch_size=4, num_workers=0))
     return trainer
 
 
@@ -257,6 +259,35 @@ def test_two_ranks_measure_their_network_and_agree_on_it():
     assert not any(name.startswith("layered_sgd") for name in methods)
     assert results[0][2] == results[1][2]
     assert results[0][2].num_nodes(2) == 2
+
+
+def fit_with_groups(rank):
+    from lightning_dp import AdaptiveGlobalBatchNorm
+
+    callback = Diagnose(num_steps=2, stop=True, memonger=False, network=Network(Link(1.0, 1e8), Link(1.0, 1e10)))
+    # Groups of two ranks have the eight images that are enough.
+    fit(callback, callbacks=[AdaptiveGlobalBatchNorm(group_size=2), callback], devices=4, strategy="ddp")
+    return callback.diagnosis
+
+
+def test_groups_that_share_statistics_already_are_not_proposed():
+    found = run_processes(4, fit_with_groups)[0]
+    assert found.profile.batch_norm_s > 0
+    assert found.profile.statistics_ranks == 2
+    assert not any("group_size" in override for part in found.advice for override in part.overrides)
+
+
+class Boxes(Net):
+    def training_step(self, batch, batch_idx):
+        images, _ = batch
+        return super().training_step(images, batch_idx)
+
+
+def test_the_first_tensor_of_a_batch_has_its_images():
+    batches = [(torch.ones(4, 3, 6, 6), torch.ones(37, 4))] * (WARM_UP + 1)
+    callback = Diagnose(num_steps=1, stop=True, memonger=False)
+    fit(callback, Boxes(), loader=DataLoader(batches, batch_size=None))
+    assert callback.diagnosis.profile.batch_size == 4
 
 
 def two_by_two(rank):

@@ -130,6 +130,11 @@ def test_steps_of_the_plan_are_run_beside_those_of_the_present_configuration(mon
     # A method that accumulates is predicted for as many images as the present step has.
     accumulating = {**plan, "method": "ddp_accumulate_4", "step_ms": 10.0}
     assert recipe.verified_text({"present": [0.05], "plan": [0.05]}, sides, accumulating).endswith("predicted 1.25.")
+    # Without a batch size in the configuration, which no plan changes, steps have as many images.
+    for side in sides.values():
+        del side["data"]["batch_size"]
+        side["trainer"]["accumulate_grad_batches"] = 1
+    assert "present: 1.00, predicted 1.25." in recipe.verified_text({"present": [0.05], "plan": [0.05]}, sides, plan)
     disturbed = recipe.verified_text({"present": [0.04], "plan": [0.04]}, sides, plan)
     assert disturbed.endswith("other work has disturbed one of the two: run it again.")
 
@@ -208,7 +213,14 @@ def test_callbacks_that_change_training_are_measured_and_those_that_watch_it_are
         raise InterruptedError
 
     monkeypatch.setattr(recipe, "build", stop)
+    of_lightning = "{_target_:pytorch_lightning.callbacks."
     with pytest.raises(InterruptedError):
-        recipe.measure(composed(), None)
-    assert "checkpoint" not in seen
-    assert [node["_target_"] for node in seen.values()] == ["lightning_dp.AdaptiveGlobalBatchNorm"]
+        recipe.measure(
+            composed(
+                f"+callbacks.accumulate={of_lightning}GradientAccumulationScheduler,scheduling:{{0:4}}}}",
+                f"+callbacks.average={of_lightning}EMAWeightAveraging}}",
+                f"+callbacks.stop={of_lightning}EarlyStopping,monitor:val/acc}}",
+            ),
+            None,
+        )
+    assert set(seen) == {"adaptive_global_batch_norm", "accumulate", "average"}

@@ -69,11 +69,19 @@ def test_a_plan_with_factors_makes_the_compressor(plan):
         (("strategy=ddp",), "sets strategy=layered_sgd, and so does the command line; leave out one of the two"),
         (("+strategy.overlap=step",), "sets strategy.overlap=load, and so does the command line"),
         (("plan=other.yaml",), "give one plan"),
+        (("++callbacks.memonger.policy=cheap",), "sets .*callbacks.memonger=.*, and so does the command line"),
     ],
 )
 def test_contradictions_are_refused(plan, arguments, message):
+    overrides = ("strategy=layered_sgd", "strategy.overlap=load", "++callbacks.memonger={policy:budget}")
     with pytest.raises(ValueError, match=message):
-        command_line.with_plan([plan("strategy=layered_sgd", "strategy.overlap=load"), *arguments])
+        command_line.with_plan([plan(*overrides), *arguments])
+
+
+def test_the_line_says_for_how_many_ranks_the_plan_was_made(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text(json.dumps({"version": PLAN_VERSION, "overrides": ["strategy=ddp"], "world_size": 4}))
+    assert command_line.with_plan([f"plan={path}"])[1] == f"plan={path}, made for 4 ranks: strategy=ddp"
 
 
 @pytest.mark.parametrize("quote", ["'", '"'])
