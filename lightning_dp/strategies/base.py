@@ -20,13 +20,15 @@ from lightning_dp.strategies import complete_files
 
 
 class BaseStrategy(DDPStrategy):
-    """DDPStrategy with three changes.
+    """DDPStrategy with four changes.
 
     It refuses options that neither it nor DistributedDataParallel has. They would find out in the ranks, long after.
 
     It refuses a job with another number of ranks than the Trainer knows of: groups and samplers are made for those.
     Lightning's own environment takes the number of ranks from the Trainer. Others, like Ray's, take it from the job and
     say nothing where the Trainer's is another one.
+
+    It refuses a module that an earlier fit has left sharded.
 
     Checkpoints that Lightning would write as local files are written by `complete_files.write_file`: one that was
     complete stays until the next one is. An error of one that is read names it.
@@ -36,7 +38,7 @@ class BaseStrategy(DDPStrategy):
 
     Raises:
         TypeError: neither of them has such an option.
-        ValueError: in the Trainer's constructor, the number of ranks differs.
+        ValueError: in the Trainer's constructor, the number of ranks differs. In a run, the module is sharded.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -63,6 +65,17 @@ class BaseStrategy(DDPStrategy):
                 "start that many ranks (SLURM: srun --ntasks-per-node); in an interactive SLURM job, "
                 "plugins=[LightningEnvironment()]"
             )
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        assert self.lightning_module is not None
+        for name, parameter in self.lightning_module.named_parameters():
+            if hasattr(parameter, "device_mesh"):  # a DTensor, with which DDP fails in an operator of PyTorch
+                raise ValueError(
+                    f"{name} is sharded over ranks, as LayeredFSDPStrategy and FSDP2 leave it after a run, and "
+                    f"{type(self).__name__} needs whole parameters; build the module again, and load a checkpoint"
+                )
+        super().setup(trainer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import zip_longest
 from types import MethodType
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 from torch.optim import Optimizer
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, MultilabelAccuracy
+from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_dp._lightning import LightningModule
 from lightning_dp._private.lightning_names import pruned_layers
@@ -22,7 +25,6 @@ from lightning_dp._private.torch_names import (
     has_forward_hooks,
     has_tensor_hooks,
     is_compiled_function,
-    tree_leaves,
 )
 from lightning_dp.strategies.base import (
     AVERAGING,
@@ -282,7 +284,7 @@ def check_optimizers(optimizers: list[Optimizer], head: ShardedHead) -> None:
 
 _EVERY_SAMPLE = "within head_step, where every rank sees the samples of all ranks"
 _LOG = inspect.signature(LightningModule.log)
-_OF_EACH_MODULE = frozenset(vars(nn.Module()))  # its parts, and a dozen kinds of hooks
+_OF_EACH_MODULE = frozenset(vars(LightningModule()))  # its parts, a dozen kinds of hooks, and the Trainer
 _MEANS = (MeanMetric, BinaryAccuracy, MulticlassAccuracy, MultilabelAccuracy)  # and no subclass: it may count
 
 
@@ -296,18 +298,30 @@ def no_counting(module: LightningModule, world_size: int) -> Iterator[None]:
     if world_size == 1:
         yield
         return
-    before = [(name, metric, metric.update_count) for name, metric in _metrics(module)]  # one made within: next time
-    with _no_logged_sums(module):
+    with ExitStack() as undo:
+        undo.enter_context(_no_logged_sums(module))
+        found = {id(metric): (name, metric) for name, metric in _metrics(module)}  # one made within: next time
+        for name, metric in found.values():
+            # Asked at the update, and not afterwards: it may be reset by then.
+            update = partial(_update, name, metric, metric.update, world_size)
+            undo.enter_context(replaced(metric, "update", update))
         yield
-    for name, metric, update_count in before:
-        is_updated = metric.update_count != update_count
+
+
+def _update(
+    name: str, counting: Metric | MetricCollection, update: Any, world_size: int, /, *args: Any, **kwargs: Any
+) -> None:
+    # All of a collection: those that have the same states are updated through one of them.
+    for path, metric in counting.named_modules(prefix=name):
         is_mean = type(metric) in _MEANS and getattr(metric, "multidim_average", "global") == "global"
-        if is_updated and not is_mean and not getattr(metric, "same_if_repeated", False):
+        is_declared = getattr(metric, "same_if_repeated", False)
+        if isinstance(metric, Metric) and _counts(metric) and not (is_mean or is_declared):
             raise ValueError(
-                f"the {type(metric).__name__} {name} is updated {_EVERY_SAMPLE}, so each would be counted "
+                f"the {type(metric).__name__} {path} is updated {_EVERY_SAMPLE}, so each would be counted "
                 f"{world_size} times. Update it in training_step or in validation. If its value is the same when every "
                 "update is repeated, as a mean or a ratio is, set same_if_repeated = True on it or in its class"
             )
+    update(*args, **kwargs)
 
 
 @contextmanager
@@ -317,19 +331,34 @@ def nothing_recorded(module: LightningModule) -> Iterator[None]:
         yield
 
 
-def _metrics(module: nn.Module) -> Iterator[tuple[str, Metric]]:
-    """Yield the metrics of ``module`` by name, also those in its plain lists and dictionaries."""
+def _metrics(module: nn.Module) -> Iterator[tuple[str, Metric | MetricCollection]]:
+    """Yield what counts in ``module``, by name: also in its containers, and in objects of other classes."""
     for path, part in module.named_modules():
-        if isinstance(part, Metric):
+        if _counts(part):
             yield path, part
         # The tuples of numbers of torch's layers would take milliseconds each step. Parametrized ones are elsewhere.
         if type(part).__module__.startswith("torch.nn.modules."):
             continue
         for name in vars(part).keys() - _OF_EACH_MODULE:
-            value = vars(part)[name]
-            if isinstance(value, list | tuple | dict):
-                inner = (leaf for leaf in tree_leaves(value) if isinstance(leaf, nn.Module))
-                yield from ((name, metric) for each in inner for metric in each.modules() if isinstance(metric, Metric))
+            for each in _modules_in(vars(part)[name]):
+                yield from ((name, metric) for metric in each.modules() if _counts(metric))
+
+
+def _counts(part: nn.Module) -> TypeGuard[Metric | MetricCollection]:
+    return isinstance(part, (Metric, MetricCollection)) and not isinstance(part, WrapperMetric)  # it updates a part
+
+
+def _modules_in(value: Any) -> Iterator[nn.Module]:
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _modules_in(each)
+    elif isinstance(value, list | tuple | set | deque):
+        for each in value:
+            yield from _modules_in(each)
+    elif hasattr(value, "__dict__"):  # such as a dataclass; no deeper, because everything may be behind it
+        yield from (each for each in vars(value).values() if isinstance(each, nn.Module))
 
 
 def _no_logged_sums(module: LightningModule) -> AbstractContextManager[None]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -81,7 +83,9 @@ class Net(StepNet):
         self.metric = type(self).make()
 
     def head_step(self, features: Tensor, target: Tensor) -> Tensor:
-        self.metric.update(target, target)
+        metric = self.metric["count"] if isinstance(self.metric, dict) else self.metric
+        metric = metric[0] if isinstance(metric, deque) else metric
+        metric.update(target, target)
         return super().head_step(features, target)
 
 
@@ -100,6 +104,28 @@ class AccuracyCount(classification.MulticlassAccuracy):
         return self.tp.sum()
 
 
+@dataclass
+class Holder:
+    """Has a metric as an attribute."""
+
+    count: Metric
+
+    def update(self, *arguments: Tensor) -> None:
+        self.count.update(*arguments)
+
+
+class Attributes(dict[str, Metric]):
+    """As Lightning's `AttributeDict` is, a dictionary of another class."""
+
+
+def _of_same_states() -> torchmetrics.MetricCollection:
+    """The second is updated through the first, whose value is a mean."""
+    both = [classification.MulticlassAccuracy(CLASSES), classification.MulticlassStatScores(CLASSES)]
+    collection = torchmetrics.MetricCollection(both, compute_groups=[[type(each).__name__ for each in both]])
+    collection.update(torch.arange(CLASSES), torch.arange(CLASSES))  # as a validation before has done
+    return collection
+
+
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (Correct, "the Correct metric is updated within head_step"),
     (Collected, "set same_if_repeated = True on it or in its class"),
@@ -107,6 +133,14 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: AccuracyCount(CLASSES), "the AccuracyCount metric is updated"),
     (lambda: torchmetrics.MetricCollection({"c": Correct()}), "the Correct metric.c is updated"),
     (lambda: torchmetrics.ClasswiseWrapper(classification.MulticlassF1Score(CLASSES)), "metric.metric is updated"),
+    (lambda: Holder(Correct()), "the Correct metric is updated"),
+    (lambda: Attributes(count=Correct()), "the Correct metric is updated"),
+    (lambda: deque([Correct()]), "the Correct metric is updated"),
+    (  # it resets the metric that it has updated
+        lambda: torchmetrics.wrappers.Running(classification.MulticlassStatScores(CLASSES), window=2),
+        "the MulticlassStatScores metric.base_metric is updated",
+    ),
+    (_of_same_states, "the MulticlassStatScores metric.MulticlassStatScores is updated"),
 ]
 
 

@@ -11,7 +11,14 @@ from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAver
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 
-from lightning_dp import AdaptiveGlobalBatchNorm, LayeredFSDPStrategy, LayeredSGDStrategy, Memonger, RanksAgree
+from lightning_dp import (
+    AdaptiveGlobalBatchNorm,
+    KrizhevskyHybridStrategy,
+    LayeredFSDPStrategy,
+    LayeredSGDStrategy,
+    Memonger,
+    RanksAgree,
+)
 from lightning_dp._private.torch_names import group_timeout, local_part, without_torch_function
 from lightning_dp.strategies import PowerSGD
 from lightning_dp.strategies.layered_fsdp.reduction import ShardReduction
@@ -21,7 +28,7 @@ from tests.ranks import RankError, run_cases, run_processes
 from tests.strategies.layered_fsdp.modules import fit, layered, snapshot, whole
 from tests.strategies.layered_fsdp.user_cases import CASES, Manual, Normalized, Teacher, Tied, options_of
 from tests.strategies.layered_sgd.staged import is_watched
-from tests.strategies.modules import FEATURES, Net, assert_same, trainer
+from tests.strategies.modules import FEATURES, Net, assert_same, data, trainer
 
 LAYERS = [nn.Linear, nn.Conv1d]
 
@@ -308,6 +315,19 @@ def fail_and_fit_again(rank):
 
 def test_a_module_whose_training_step_has_failed_is_fitted_again():
     run_processes(4, fail_and_fit_again)
+
+
+def fit_then_run_otherwise(rank):
+    module, _ = fit(layered(1), 2)
+    for make in (lambda: LayeredSGDStrategy(1), lambda: KrizhevskyHybridStrategy(head="last")):
+        with pytest.raises(ValueError, match="is sharded over ranks.* build the module again"):
+            fit(make(), 2, module)
+        with pytest.raises(ValueError, match="is sharded over ranks.* build the module again"):
+            trainer(make(), 2).validate(module, data(2, 1), verbose=False)
+
+
+def test_another_strategy_refuses_the_module_that_was_sharded():
+    run_processes(2, fit_then_run_otherwise)
 
 
 class Even(Net):
