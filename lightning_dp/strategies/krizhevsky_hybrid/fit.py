@@ -61,6 +61,7 @@ from lightning_dp.strategies.krizhevsky_hybrid.state import (
     gather_parameters,
     make_whole,
     own_optimizer_state,
+    refuse_shard,
     require_one_trunk,
     shard_state,
 )
@@ -193,7 +194,7 @@ class HybridFitState(SharedOnDeepcopy):
             f"after an exception rank {self.head.channel.rank} holds only its local shard of {self._options.head!r}. "
             "Build the module again and load a checkpoint before you use it"
         )
-        self._stack.close()
+        self._leave_shards()
 
     def finish(self) -> None:
         """Make the head and its optimizer states whole again on every rank, in host memory. All ranks must call it."""
@@ -205,6 +206,7 @@ class HybridFitState(SharedOnDeepcopy):
                 f"{self._options.head!r} after fit. To use the whole head, convert a checkpoint with "
                 "lightning_dp.strategies.consolidate_checkpoint, and load it into a new module"
             )
+            self._leave_shards()
         else:
             # The gathered values were copies. Free them and the memory of gradients first, because what follows is the
             # peak of memory: each rank ends with the whole weights and optimizer states.
@@ -213,7 +215,13 @@ class HybridFitState(SharedOnDeepcopy):
             for optimizer in self._strategy.optimizers:
                 make_whole(optimizer, self.head)
             self._parameters.unshard()
+            self._stack.close()
+
+    def _leave_shards(self) -> None:
+        """End with this rank's local shard in the head, which must not be called: it has some of the classes only."""
         self._stack.close()
+        if self.head.channel.world_size > 1:
+            vars(self.head.head)["forward"] = partial(refuse_shard, self._options.head)
 
     def _destroy_groups(self) -> None:
         for channel in self.channels:

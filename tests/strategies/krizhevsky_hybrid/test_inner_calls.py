@@ -75,7 +75,8 @@ def _refused(rank: int) -> list[str]:
         with pytest.raises(RuntimeError) as error:
             fit(module, rank, 2)
         said.append(str(error.value))
-        assert [name for name, layer in module.head.named_modules() if "forward" in vars(layer)] == []
+        # The head itself refuses calls after an exception: it holds a part.
+        assert [name for name, layer in module.head.named_modules() if "forward" in vars(layer)] == [""]
     return said
 
 

@@ -53,6 +53,9 @@ def _fit(rank: int, world_size: int, folder: str, ckpt_path: str | None, epochs:
         runner.predict(module, loader, ckpt_path="best", weights_only=True)
     with pytest.raises(ValueError, match="leaves one rank's local shard there"):
         runner.save_checkpoint(Path(folder, "after.ckpt"))
+    # Under another strategy no shape would tell, where the ranks share a single layer's rows evenly.
+    with pytest.raises(RuntimeError, match="'head' holds only one rank's local shard"):
+        module.head(torch.zeros(2, 6, dtype=torch.float64))
     return sum(p.numel() for p in module.head.parameters())
 
 
