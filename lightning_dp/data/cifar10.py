@@ -200,7 +200,7 @@ class CIFAR10(ImageDataModule):
             return
         archive = self.root / ARCHIVE
         # The nodes of a run, and the jobs of a sweep, may share the folder.
-        with alone(self.root / f".{ARCHIVE}.lock"):
+        with alone_in(self.root):
             if not self.folder.exists():
                 download(self.url, archive, self.sha256)
                 extract(archive, FOLDER, self.root)
@@ -271,13 +271,16 @@ CHUNK_BYTES = 1 << 18
 
 
 @contextmanager
-def alone(file: Path) -> Iterator[None]:
-    """Let one process at a time into the context, on all machines that share the folder of ``file``, which stays."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "a") as lock:
+def alone_in(folder: Path) -> Iterator[None]:
+    """Let one process at a time into the context, on all machines that share the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)
 
 
 def download(url: str, path: Path, sha256: str, timeout_s: float = 30.0) -> None:

@@ -127,7 +127,7 @@ def test_one_rank_downloads_for_all(tmp_path):
     with serve(archive) as server:
         assert run_processes(2, evaluate_on_rank, 2, server.url, sha256(archive), root) == [20, 20]
     assert server.asked == [None]
-    assert names(root) == {"cifar-10-python.tar.gz", ".cifar-10-python.tar.gz.lock", FOLDER}
+    assert names(root) == {"cifar-10-python.tar.gz", FOLDER}
     assert len(names(root / FOLDER)) == 6
 
 
@@ -158,4 +158,4 @@ def test_a_wrong_archive_is_not_unpacked(tmp_path):
         data = CIFAR10(tmp_path / "root", download=True, url=server.url)
         with pytest.raises(ValueError, match="expected sha256 6d958be0"):
             data.prepare_data()
-    assert names(tmp_path / "root") == {".cifar-10-python.tar.gz.lock"}
+    assert names(tmp_path / "root") == set()
