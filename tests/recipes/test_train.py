@@ -90,7 +90,7 @@ def test_failed_jobs_fail_the_sweep_and_do_not_affect_the_others(failing_sweep, 
     assert failing_sweep.status == 1
     assert "Invalid momentum value: -1" in failing_sweep.err
     assert "Traceback" not in failing_sweep.err
-    assert "job 3 failed: batch_size=50 is larger" in failing_sweep.out
+    assert "job 3 failed: data.batch_size=50 is larger" in failing_sweep.out
     (top,) = failing_sweep.folder.glob("runs/tiny/sweep_*")
     assert sorted(path.name for path in top.iterdir()) == ["0", "1", "multirun.yaml"]
     assert "in configure_optimizers" in (top / "0" / "train.log").read_text()
