@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 import torch
@@ -200,7 +200,7 @@ class CIFAR10(ImageDataModule):
             return
         archive = self.root / ARCHIVE
         # The nodes of a run, and the jobs of a sweep, may share the folder.
-        with alone_in(self.root):
+        with one_at_a_time(self.root / f".{ARCHIVE}.lock"):
             if not self.folder.exists():
                 download(self.url, archive, self.sha256)
                 extract(archive, FOLDER, self.root)
@@ -271,16 +271,32 @@ CHUNK_BYTES = 1 << 18
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Let one process at a time into the context, on all machines that share the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
+def one_at_a_time(lock: Path) -> Iterator[None]:
+    """Let one process at a time into the context, on all machines that share the folder of the file ``lock``.
+
+    The file is removed at the end. A file system without locks lets all in.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        # For writing, which an exclusive lock needs over NFS.
+        with open(lock, "w") as file:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if not _is_at(lock, file):  # who held it has removed it, and others may wait for a new one
+                continue
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+            return
+
+
+def _is_at(path: Path, file: IO[str]) -> bool:
+    """Return whether ``path`` is still the name of an open file."""
     try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def download(url: str, path: Path, sha256: str, timeout_s: float = 30.0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -151,6 +152,22 @@ def test_a_second_node_that_shares_the_folder_waits_for_the_download(tmp_path, m
         for done in [pool.submit(module.prepare_data) for _ in range(2)]:
             done.result()
     assert server.asked == [None]  # once
+
+
+def test_one_at_a_time_is_let_in_although_each_removes_the_lock(tmp_path):
+    inside, lock = threading.Lock(), tmp_path / "lock"
+
+    def enter(_):
+        with cifar10.one_at_a_time(lock):
+            alone = inside.acquire(blocking=False)
+            os.sched_yield()
+            if alone:
+                inside.release()
+        return alone
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(enter, range(400)))
+    assert not lock.exists()
 
 
 def test_a_wrong_archive_is_not_unpacked(tmp_path):
