@@ -51,11 +51,12 @@ class _Kept(nn.Module):
 
 
 _KEPT: dict[type[BatchNorm], type[BatchNorm]] = {kind: type(kind.__name__, (_Kept, kind), {}) for kind in _GLOBAL}
+_BEFORE: dict[Any, type[BatchNorm]] = {kept: kind for kind, kept in _KEPT.items()}
 
 
 def _kind(layer: nn.Module) -> Any:
-    """Return the class of ``layer``, without what was put before it when it was replaced."""
-    return type(layer).__mro__[2] if isinstance(layer, _Kept) else type(layer)
+    """Return the class of ``layer``, of one that was replaced that of before."""
+    return _BEFORE.get(type(layer), type(layer))
 
 
 # The attributes that a global layer has beside those of PyTorch's layer.

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning_dp.planner.accuracy import expected_error, was_measured
 from lightning_dp.planner.advice import (
@@ -267,6 +268,12 @@ def read_overrides(path: str | Path) -> list[str]:
         FileNotFoundError: there is no such file.
         ValueError: the file is no plan of this version.
     """
+    overrides: list[str] = read_plan(path)["overrides"]
+    return overrides
+
+
+def read_plan(path: str | Path) -> dict[str, Any]:
+    """Return all that a plan file holds. For what it raises, see `read_overrides`."""
     remedy = "make it again with recipes/plan.py"
     try:
         plan = json.loads(Path(path).read_text())
@@ -277,7 +284,7 @@ def read_overrides(path: str | Path) -> list[str]:
         raise ValueError(f"{path} has version {version}, and this package reads version {PLAN_VERSION}; {remedy}")
     if not isinstance(overrides, list) or not all(isinstance(text, str) and "=" in text for text in overrides):
         raise ValueError(f"{path}: overrides={overrides!r} must be a list of texts like 'strategy=ddp'; {remedy}")
-    return overrides
+    return dict(plan)
 
 
 def make_diagnosis(

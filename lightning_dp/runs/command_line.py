@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import logging
 import os
 import re
@@ -29,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from lightning_dp.launch import LaunchError, external_rank
-from lightning_dp.planner import read_overrides
+from lightning_dp.planner.report import read_plan
 from lightning_dp.runs.hydra_versions import MAIN_OPTIONS
 from lightning_dp.runs.resume import OF_A_RUN
 from lightning_dp.runs.validation import with_keys
@@ -195,12 +194,12 @@ def with_plan(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     path = Path(files[0])
     if not path.is_file():
         raise FileNotFoundError(f"plan={files[0]}: there is no such file; lightning-dp-plan writes one, plan.yaml")
-    overrides = read_overrides(path)
+    plan = read_plan(path)
+    overrides, world_size = plan["overrides"], plan.get("world_size")
     others = [argument for argument in arguments if not argument.startswith(PLAN)]
     given = {key_of(argument) for argument in others if "=" in argument}
     if twice := [override for override in overrides if _sets_again(key_of(override), given)]:
         raise ValueError(f"plan={path} sets {twice[0]}, and so does the command line; leave out one of the two")
-    world_size = json.loads(path.read_text()).get("world_size")
     made_for = "" if world_size is None else f", made for {world_size} rank{'s' * (world_size != 1)}"
     return [*others, *overrides], f"plan={path}{made_for}: {' '.join(overrides)}"
 

@@ -183,7 +183,11 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
         global_share=share,
         num_bytes=_num_bytes(config, folder, share or 0.0) if count_bytes else None,
         lower_is_better=optimizes_least if is_optimized else "loss" in metric,
-        curve=[(seconds[step], value) for step, value in sorted(logged.items()) if step in seconds and value == value],
+        curve=[
+            (seconds[step], value)
+            for step, value in sorted(logged.items())
+            if step in seconds and not math.isnan(value)
+        ],
     )
 
 

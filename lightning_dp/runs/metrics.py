@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -194,30 +194,33 @@ def read_metrics(run_dir: Path) -> dict[str, Series]:
     """
     rows = rows_of(run_dir)
     steps, epochs = _ends_of_epochs(rows)
+    trained = np.interp([int(row["step"]) + 1 for row in rows], steps, epochs).tolist()
     series: dict[str, Series] = {}
-    for row in rows:
-        trained = int(row["step"]) + 1.0
-        if epochs:
-            trained = float(np.interp(trained, [0.0, *steps], [0.0, *epochs]))
+    for place, row in zip(trained, rows, strict=True):
         for name, value in row.items():
             if name not in ("epoch", "step"):
-                series.setdefault(name, []).append((trained, float(value)))
+                series.setdefault(name, []).append((place, float(value)))
     return series
 
 
 def _ends_of_epochs(rows: Sequence[dict[str, str]]) -> tuple[list[float], list[float]]:
-    """Return the steps after which epochs had ended, as far as rows tell, and how many epochs had."""
+    """Return the steps after which epochs had ended, as far as rows tell, and how many epochs had; both from 0 on.
+
+    Without any epoch in the rows, each step is one.
+    """
     last: dict[float, float] = {}
     for row in rows:
         if "epoch" in row:
             epoch = float(row["epoch"]) + 1
             last[epoch] = max(last.get(epoch, 0.0), int(row["step"]) + 1.0)
-    epochs = sorted(last)
-    steps = [max(last[each] for each in epochs[: place + 1]) for place in range(len(epochs))]
-    if len(epochs) > 1:
-        # The last one may not have ended, where max_steps ends a run. It is taken to be as long as those before.
-        first_step, first_epoch = (steps[-3], epochs[-3]) if len(epochs) > 2 else (0.0, 0.0)
-        in_epoch = (steps[-2] - first_step) / (epochs[-2] - first_epoch)
+    if not last:
+        end = max((int(row["step"]) + 1.0 for row in rows), default=1.0)
+        return [0.0, end], [0.0, end]
+    epochs = [0.0, *sorted(last)]
+    steps = [0.0, *accumulate((last[epoch] for epoch in epochs[1:]), max)]
+    if len(epochs) > 2:
+        # The last one may not have ended, where max_steps ends a run. It is taken to be as long as the one before.
+        in_epoch = (steps[-2] - steps[-3]) / (epochs[-2] - epochs[-3])
         steps[-1] = max(steps[-1], steps[-2] + in_epoch * (epochs[-1] - epochs[-2]))
     return steps, epochs
 

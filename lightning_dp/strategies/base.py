@@ -70,7 +70,7 @@ class BaseStrategy(DDPStrategy):
     def setup(self, trainer: Any) -> None:
         assert self.lightning_module is not None
         for name, parameter in self.lightning_module.named_parameters():
-            if hasattr(parameter, "device_mesh"):  # a DTensor, with which DDP fails in an operator of PyTorch
+            if local_part(parameter) is not parameter:  # a DTensor, with which DDP fails in an operator of PyTorch
                 raise ValueError(
                     f"{name} is sharded over ranks, as LayeredFSDPStrategy and FSDP2 leave it after a run, and "
                     f"{type(self).__name__} needs whole parameters; build the module again, and load a checkpoint"

@@ -8,7 +8,7 @@
 - in validation and between steps: `_OutsideSteps`. Any rank may call it alone.
 
 With ``evaluation="sharded"`` the head is never whole: a call in validation is made by all ranks, and one between steps
-raises.
+raises. So does one after a run that has left a rank's local shard in the head.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ from lightning_dp.strategies.krizhevsky_hybrid.state import (
     gather_parameters,
     make_whole,
     own_optimizer_state,
-    refuse_shard,
     require_one_trunk,
     shard_state,
 )
@@ -221,7 +220,7 @@ class HybridFitState(SharedOnDeepcopy):
         """End with this rank's local shard in the head, which must not be called: it has some of the classes only."""
         self._stack.close()
         if self.head.channel.world_size > 1:
-            vars(self.head.head)["forward"] = partial(refuse_shard, self._options.head)
+            vars(self.head.head)["forward"] = partial(_refuse_shard, self._options.head)
 
     def _destroy_groups(self) -> None:
         for channel in self.channels:
@@ -566,6 +565,13 @@ class _OutsideSteps(ShardedForward, SharedOnDeepcopy):
     def last_layer(self, features: Tensor) -> LastLayer | None:
         """See `ShardedForward`."""
         return self._current_head().last_layer(features)
+
+
+def _refuse_shard(name: str, *_: Any, **__: Any) -> Tensor:
+    raise RuntimeError(
+        f"{name!r} holds only one rank's local shard: its last run ended with an exception, or has "
+        "state_dict_type='sharded'. Build the module again, and load a checkpoint"
+    )
 
 
 @contextmanager

@@ -501,11 +501,3 @@ def _refuse_copy(name: str, *_: Any) -> Tensor:
         f"this copy of {name!r} was made during fit, when the rank held only its local shard of it. Copy it before "
         "fit, in validation, or after all ranks have called trainer.strategy.gather_head()"
     )
-
-
-def refuse_shard(name: str, *_: Any) -> Tensor:
-    """Stand for the ``forward`` of a head in which a run has left one rank's local shard."""
-    raise RuntimeError(
-        f"{name!r} holds only one rank's local shard: its last run ended with an exception, or has "
-        "state_dict_type='sharded'. Build the module again, and load a checkpoint"
-    )

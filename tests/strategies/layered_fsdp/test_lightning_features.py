@@ -265,6 +265,12 @@ def test_ranks_with_the_same_shards_are_compared():
     run_processes(4, compare_ranks)
 
 
+def assert_all_same(results):
+    expected, *others = results
+    for actual in others:
+        assert_same(actual, expected)
+
+
 def run_by_hand_and_fit_again(rank):
     """The user runs the module after a fit, which gathers it; it is sharded all the same when the next fit begins."""
     results = []
@@ -272,9 +278,7 @@ def run_by_hand_and_fit_again(rank):
         module, _ = fit(strategy(), 4, Tied(), steps=2)
         module(torch.ones(2, FEATURES, dtype=torch.float64))
         results.append(snapshot(*fit(strategy(), 4, module, steps=2)))
-    expected, *others = results
-    for actual in others:
-        assert_same(actual, expected)
+    assert_all_same(results)
 
 
 def test_a_module_that_was_run_by_hand_is_fitted_again():
@@ -308,9 +312,7 @@ def fail_and_fit_again(rank):
         with pytest.raises(ArithmeticError):
             fit(strategy(), 4, module)
         results.append(snapshot(*fit(strategy(), 4, module)))
-    expected, *others = results
-    for actual in others:
-        assert_same(actual, expected)
+    assert_all_same(results)
 
 
 def test_a_module_whose_training_step_has_failed_is_fitted_again():
