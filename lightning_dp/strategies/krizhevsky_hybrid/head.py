@@ -147,6 +147,21 @@ class ShardedHead(SharedOnDeepcopy):
         """
         return self._compute(self.layers, x, seed, gradients)[0]
 
+    def logits(self, x: Tensor, seed: int | None = None, gradients: ParameterGradients | None = None) -> Tensor:
+        """Return all columns of the output, (N, C), the same on all ranks. Arguments as for a call.
+
+        The layers behind the last nn.Linear are computed by every rank for all columns. Autograd may keep their output
+        for backward, and a second derivative reaches what is kept: if each rank kept its own columns, it would come
+        past the logits, and a hook on them would not get it.
+        """
+        count = 1 + max(number for number, layer in enumerate(self.layers) if isinstance(layer, nn.Linear))
+        own, _ = self._compute(self.layers[:count], x, seed, gradients)
+        logits = gathered(own, self.output_bounds, self.channel, "logits")
+        with seeded(None if seed is None else seed + 1 + self.channel.world_size, x.device):
+            for layer in self.layers[count:]:
+                logits = layer(logits)
+        return logits
+
     def input_of_last_layer(
         self, x: Tensor, seed: int | None = None, gradients: ParameterGradients | None = None
     ) -> Tensor:

@@ -43,7 +43,6 @@ from lightning_dp.strategies.krizhevsky_hybrid.head import (
     ParameterGradients,
     ShardedHead,
     SharedOnDeepcopy,
-    gathered,
     gradients_of,
     require_first_derivative,
     seeded,
@@ -370,8 +369,7 @@ class MicroBatch(ShardedForward, SharedOnDeepcopy):
         return self._head.by_rows(self._forward_rows, features)
 
     def _forward_rows(self, features: Tensor) -> Tensor:
-        own = self._head(self._entering(features), self._draw_seed(), self._sums)
-        logits = gathered(own, self._head.output_bounds, self._head.channel, "logits")
+        logits = self._head.logits(self._entering(features), self._draw_seed(), self._sums)
         self._passes.warn_of_logits(logits, self._head.num_inputs)
         return logits
 

@@ -223,17 +223,25 @@ def test_any_use_of_features_and_logits_is_exact(world_size):
     assert differences(world_size, range(IN_SUITE)) == []
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_hook_on_the_logits_gets_what_a_second_derivative_adds_at_an_output_that_is_kept(world_size):
+    # A head that ends in nn.Tanh, a hook that is not linear in the gradient, and a penalty on a gradient.
+    assert differences(world_size, range(168, 169)) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_thousands_of_uses_are_exact(world_size):
     assert differences(world_size, range(IN_SUITE, IN_ALL)) == []
 
 
+@pytest.mark.ci
 def test_without_the_sum_over_ranks_they_are_wrong(monkeypatch):
     monkeypatch.setattr(passes_module, "summed", lambda gradient, channel: gradient)
     assert differences(2, range(25))
 
 
+@pytest.mark.ci
 def test_where_each_sum_waits_for_the_end_of_the_pass_they_are_wrong(monkeypatch):
     def wait(self, gradient):
         self._has_partial_gradients = True

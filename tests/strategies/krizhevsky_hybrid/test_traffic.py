@@ -70,6 +70,7 @@ def _count(rank: int, sizes: list[int], cases: list[Case]) -> list[tuple[int, di
     return counted
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "sizes", [SIZES[2], [2, 0, 3], *(pytest.param(SIZES[n], marks=pytest.mark.slow) for n in (3, 4))], ids=str
 )
@@ -126,7 +127,7 @@ class WideStep(Wide, StepNet):
 def _peaks(rank: int, world_size: int, net: type[Wide]) -> dict[str, tuple[int, int]]:
     """Of what autograd keeps for the head, its weights left out; and of that together with the features that arrive."""
     peaks = {}
-    start, call = Channel.all_to_all, ShardedHead.__call__
+    start, call = Channel.all_to_all, ShardedHead._compute
     for scheme in "abc":
         saved, also_arriving = Kept(), Kept()
 
@@ -135,7 +136,7 @@ def _peaks(rank: int, world_size: int, net: type[Wide]) -> dict[str, tuple[int, 
                 arriving.note(messages[1][0])
             return start(self, what, *messages)
 
-        def calling(self: ShardedHead, *args: Any, both: tuple[Kept, Kept] = (saved, also_arriving)) -> Tensor:
+        def calling(self: ShardedHead, *args: Any, both: tuple[Kept, Kept] = (saved, also_arriving)) -> Any:
             weights = {p.untyped_storage()._cdata for p in self.parameters}
 
             def keep(tensor: Tensor) -> Tensor:
@@ -147,14 +148,15 @@ def _peaks(rank: int, world_size: int, net: type[Wide]) -> dict[str, tuple[int, 
             with saved_tensors_hooks(keep, lambda tensor: tensor):
                 return call(self, *args)
 
-        Channel.all_to_all, ShardedHead.__call__ = starting, calling
+        Channel.all_to_all, ShardedHead._compute = starting, calling
         own = trainer(KrizhevskyHybridStrategy(scheme=scheme), world_size, use_distributed_sampler=False)
         own.fit(net(), uneven([8] * world_size, rank))
         peaks[scheme] = saved.peak, also_arriving.peak
-    Channel.all_to_all, ShardedHead.__call__ = start, call
+    Channel.all_to_all, ShardedHead._compute = start, call
     return peaks
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_passes_in_turn_keep_a_fraction_of_the_activations(world_size):
     for in_turn, forward_first in zip(
