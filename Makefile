@@ -9,8 +9,9 @@ WORKERS ?= 2
 PIP     := pip install --quiet --disable-pip-version-check
 # Without a restart, a worker that crashes ends the run; with one, xdist can wait forever at the end.
 PYTEST  := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+ALL     := $(PYTEST) -m "not slow and not repository and not docs"
 
-.PHONY: demo test test-slow test-oldest test-newest test-torch test-lightning coverage mutants lint hooks bench gpu-check docs clean
+.PHONY: demo test test-ci test-slow test-oldest test-newest test-torch test-lightning coverage mutants lint hooks bench gpu-check docs clean
 
 # The main job: two processes on CPU train ResNet-20 on real images with layered SGD and adaptive global batch norm.
 demo: $(READY)
@@ -19,17 +20,21 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python $(PYTEST)
 
+# What takes seconds each: `make test` and this are what CI runs.
+test-ci: $(READY)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist load --max-worker-restart 0 -m "ci and not slow"
+
 test-slow: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist load -m slow
 
 # The lower bounds of pyproject.toml, in an environment of their own. Old packages use what newer ones deprecate. The
 # index may have such a torch for GPUs only, which is gigabytes.
 test-oldest: .venv-oldest/.ready
-	.venv-oldest/bin/python $(PYTEST) -W ignore::DeprecationWarning -W ignore::PendingDeprecationWarning
+	.venv-oldest/bin/python $(ALL) -W ignore::DeprecationWarning -W ignore::PendingDeprecationWarning
 
 # The newest versions, in an environment of their own. The index may have torch for GPUs only, which is gigabytes.
 test-newest: .venv-newest/.ready
-	.venv-newest/bin/python $(PYTEST)
+	.venv-newest/bin/python $(ALL)
 
 # Another torch beside the pins: make test-torch TORCH=2.15.0 [TESTS="tests/layers tests/callbacks"]. In an environment of
 # its own, which is removed afterwards: the index has torch for GPUs only, 5 to 7 GB, which runs on CPU as well.
@@ -40,13 +45,13 @@ test-torch:
 	grep -v "^torch==" constraints.txt > .venv-torch/constraints.txt; \
 	.venv-torch/bin/$(PIP) --no-cache-dir "torch==$(TORCH)"; \
 	.venv-torch/bin/$(PIP) -c .venv-torch/constraints.txt -e ".[test]"; \
-	.venv-torch/bin/python $(PYTEST) $(TESTS)
+	.venv-torch/bin/python $(ALL) $(TESTS)
 
 # Lines and branches, also of the processes that tests start. These have other working folders, hence the variable.
 coverage: export COVERAGE_FILE = $(CURDIR)/.coverage
 coverage: $(READY)
 	$(BIN)/coverage erase
-	$(BIN)/coverage run $(PYTEST)
+	$(BIN)/coverage run $(ALL)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 

@@ -173,7 +173,8 @@ def stages(tree: Path, module: Path) -> Iterator[list[str]]:
 def run_tests(tree: Path, tests: list[str], limit_s: float) -> tuple[int | None, str]:
     """Run the tests until one fails; return pytest's status, None at the limit, and its output."""
     environment = {**os.environ, "PYTHONPATH": str(tree)}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout=120", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout=120"]
+    command += ["-m", "not slow and not repository and not docs", *tests]
     with tempfile.TemporaryFile("w+") as output:
         files = {"stdout": output, "stderr": output}
         process = subprocess.Popen(command, cwd=tree, env=environment, start_new_session=True, **files)

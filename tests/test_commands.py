@@ -13,6 +13,7 @@ def test_status_output_and_environment(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (3, f"1 {tmp_path}\n", "no\n")
 
 
+@pytest.mark.ci
 def test_a_command_that_hangs_is_ended_with_the_processes_that_it_started():
     """The child holds the pipe of the output, so that the call would not return before the child has ended."""
     code = "import os, time; os.fork(); print('begun', flush=True); time.sleep(100000)"

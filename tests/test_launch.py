@@ -39,6 +39,7 @@ def sum_of_ranks(offset: float) -> tuple[float, int, list[str]]:
     return total.item(), world_size, [name for name in NAMES if name not in os.environ]
 
 
+@pytest.mark.ci
 def test_ranks_communicate_and_rank_0_returns_its_result_with_the_environment_restored(forked):
     environment, handler = dict(os.environ), signal.getsignal(signal.SIGINT)
     assert launch(sum_of_ranks, 10.0, num_processes=2) == (21.0, 2, [])
@@ -79,6 +80,7 @@ def fail_on_1(folder: str) -> None:
     dist.all_reduce(torch.zeros(1))  # waits for rank 1
 
 
+@pytest.mark.ci
 def test_a_failed_rank_stops_the_others_and_its_message_comes_back(tmp_path, capfd, forked):
     with pytest.raises(LaunchError) as caught:
         launch(fail_on_1, str(tmp_path), num_processes=2)
@@ -128,6 +130,7 @@ def die_on_1() -> None:
     dist.all_reduce(torch.zeros(1))
 
 
+@pytest.mark.ci
 def test_a_killed_rank_is_named_and_not_the_peer_that_lost_its_connection(forked):
     with pytest.raises(LaunchError, match=r"rank 1 of 2 was killed by SIGKILL \(often: out of memory\)"):
         launch(die_on_1, num_processes=2)

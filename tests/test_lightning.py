@@ -22,6 +22,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 # Most other tests follow `pytorch_lightning`.
+@pytest.mark.ci
 @pytest.mark.parametrize("framework", [pytest.param("pytorch_lightning", marks=pytest.mark.slow), "lightning.pytorch"])
 def test_follows_what_the_user_has_loaded(framework):
     code = f"""

@@ -48,6 +48,7 @@ def train_with_a_stuck_rank(rank: int, options: dict[str, Any]) -> str:
     return f"{type(error.value).__name__}: {error.value}"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("options", [{"max_batch_size": 100}, pytest.param({}, marks=pytest.mark.slow)], ids=str)
 def test_a_stuck_rank_is_named_within_the_timeout_of_the_strategy(options):
     """torch's default timeout, 30 minutes, would be longer than `run_processes` waits."""

@@ -166,6 +166,7 @@ def test_every_step_is_timed_after_a_parameter_was_unfrozen():
         assert exposed_s == pytest.approx((1 + 27) / 30)
 
 
+@pytest.mark.ci
 def test_layered_sgd_reports_communication_that_is_not_hidden():
     """One bucket per step takes 200 ms, of which loading hides 20: the rest is exposed."""
     strategy = LayeredSGDStrategy(1, overlap="load")
@@ -180,6 +181,7 @@ def test_layered_sgd_of_one_group_is_timed_as_ddp():
     assert times["time/exposed_communication_s"] > 0.0
 
 
+@pytest.mark.ci
 def test_the_hybrid_adds_its_own_waiting_time_to_that_of_ddp():
     strategy = KrizhevskyHybridStrategy(head="last", bucket_cap_mb=SMALL_BUCKETS_MB)
     times = run_processes(2, timed_fit, strategy, 2, False, True)[0]

@@ -145,6 +145,7 @@ def test_all_ranks_name_a_rank_that_is_dead_or_silent(way, timeout, collective):
             assert re.match(rf"rank {rank} could not (send to|receive from) rank 2 of the group: ", str(error))
 
 
+@pytest.mark.ci
 def test_the_neighbors_name_a_rank_that_stops_half_way(monkeypatch):
     run_ring = ring_module.run_ring
 

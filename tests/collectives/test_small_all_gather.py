@@ -147,6 +147,7 @@ def test_a_dead_rank_is_named():
     assert re.match("rank 0 could not (send to|receive from) rank 1 of the group", text)
 
 
+@pytest.mark.ci
 def test_a_silent_rank_is_named_after_the_timeout_of_the_group():
     assert "the group's timeout has expired" in failing(lambda group: None, 2.0)
 

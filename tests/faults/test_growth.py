@@ -57,6 +57,7 @@ SLOW = [pytest.param(strategy, 50, 2000, marks=pytest.mark.slow) for strategy in
 """Strategy, fits, steps."""
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore")  # advice on loaders
 @pytest.mark.parametrize(("strategy", "num_fits", "num_steps"), [("layered int8", 4, 24), *SLOW])
 def test_nothing_grows(strategy, num_fits, num_steps, tmp_path):
@@ -82,6 +83,7 @@ def fit_without_garbage_collection(rank: int, strategy: str, folder: Path) -> No
     assert usages[1][:2] == usages[2][:2], usages
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore")  # advice on loaders
 def test_a_fit_leaves_no_threads_to_the_garbage_collector(tmp_path):
     run_cases(WORLD_SIZE, fit_without_garbage_collection, ["layered PowerSGD", "FSDP shards", "hybrid c"], tmp_path)

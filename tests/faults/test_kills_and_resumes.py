@@ -15,6 +15,7 @@ KILLS = (("save", 0), ("pending", 1), ("rename", 0), ("backward", 1), ("validati
 MANY_KILLS = ("layered step", "layered load", "FSDP step", "FSDP shards", "hybrid a", "hybrid sharded")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("strategy", "num_kills"),
     [

@@ -109,6 +109,7 @@ def writers_fail(case: Case, ends: list[End | str]) -> None:
 CHECKS = {"stopped for 1 s": all_go_through, "disk full": writers_fail}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("strategy", [pytest.param(DDP, marks=pytest.mark.slow), "hybrid a"])
 def test_a_silent_rank_costs_one_timeout_where_lightning_drops_the_first(strategy, folder):
     """Before each batch rank 0 tells the others whether to stop. Global batch norm would wait once more after it."""

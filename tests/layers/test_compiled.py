@@ -152,6 +152,7 @@ def graphs_of_switched_network(rank: int, group: dist.ProcessGroup) -> list[int]
     return found
 
 
+@pytest.mark.ci
 def test_a_network_is_one_graph_for_each_kind_of_statistics():
     """The first step with local statistics compiles once, for all layers. No other switch compiles."""
     assert run_processes(2, switched) == [([1, 1, 2, 2],) * 2] * 2

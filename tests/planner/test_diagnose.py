@@ -242,6 +242,7 @@ def distributed_fit(rank):
     return callback.diagnosis, trainer.global_step, own
 
 
+@pytest.mark.ci
 def test_two_ranks_measure_their_network_and_agree_on_it():
     (first, steps, _), (second, _, _) = results = run_processes(2, distributed_fit)
     assert steps == WARM_UP + 4

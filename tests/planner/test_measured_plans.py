@@ -77,6 +77,7 @@ def test_recomputation_that_does_nothing_is_not_chosen():
         plan_batch_size(model, images, (4,), 10**9, around, recompute=("cheap",), repeats=1)
 
 
+@pytest.mark.ci
 def test_plans_are_run_with_their_recomputation():
     model, images = resnet20(), torch.randn(8, 3, 16, 16)
     plan = plan_batch_size(model, images, (8,), 10**9, recompute=("cheap",), repeats=1)

@@ -180,6 +180,7 @@ def num_bytes(tmp_path, *overrides, share=0.0):
     return bytes_per_step(composed(tmp_path, "trainer=cpu", *overrides), share)
 
 
+@pytest.mark.ci
 def test_bytes_are_those_of_the_strategys_formula(tmp_path):
     elements = 269_722
     assert num_bytes(tmp_path, "trainer.devices=1") == 0

@@ -83,6 +83,7 @@ def test_a_plot_is_drawn_for_any_logged_columns(tmp_path, columns):
     assert draw_curves(tmp_path).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.ci
 def test_a_plot_of_a_run_that_goes_on_does_not_mark_it_as_ended(tmp_path, monkeypatch):
     (tmp_path / "metrics.csv").write_text(HEADER + "".join(ROWS))
     monkeypatch.setattr("sys.argv", ["curves.py", str(tmp_path)])

@@ -62,6 +62,7 @@ def test_a_run_that_was_killed_continues_bitwise_as_if_nothing_had_happened(tmp_
     assert {name: resumed[name] for name in timeless} == timeless
 
 
+@pytest.mark.ci
 def test_dropout_draws_the_same_after_a_checkpoint_and_continues_in_another_folder(tmp_path):
     first, second, whole = tmp_path / "first", tmp_path / "second", tmp_path / "whole"
     alexnet = ("model=cifar_alexnet", "model.channels_last=false")
@@ -87,6 +88,7 @@ def whole_and_continued(tmp_path, own, *options, kill_after=5, kill=None):
     assert again.get("test/acc") == found.get("test/acc")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("own", "epoch", "test"), [("tiny", 1, "last"), ("own_loop", 0, "last"), ("own_loop", 2, "false")]
 )
@@ -104,6 +106,7 @@ def test_the_means_of_an_epoch_are_not_lost_in_a_kill_just_after_its_checkpoint(
 LAST_EPOCH = {"_target_": "tests.recipes.pieces.KillAfterCheckpoint", "epoch": 2}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kill", [None, LAST_EPOCH], ids=["second epoch", "nothing left to train"])
 def test_a_run_of_so_many_steps_continues_with_the_next_epoch(tmp_path, kill):
     """Lightning would go through the epoch that has ended again, without a batch, and number all others wrongly.
@@ -113,6 +116,7 @@ def test_a_run_of_so_many_steps_continues_with_the_next_epoch(tmp_path, kill):
     whole_and_continued(tmp_path, tiny, "trainer.max_steps=8", kill=kill)
 
 
+@pytest.mark.ci
 def test_weights_of_64_bits_are_not_rounded_when_they_are_loaded(tmp_path):
     whole_and_continued(tmp_path, tiny, "trainer.precision=64-true")
 
@@ -124,12 +128,14 @@ def own_loop(run_dir, *options):
     return config
 
 
+@pytest.mark.ci
 def test_rows_are_those_before_the_checkpoint_whatever_their_step(tmp_path):
     """Two optimizers step for each batch, rows are logged past the end of an epoch, and images are drawn at random."""
     whole_and_continued(tmp_path, own_loop, kill_after=10)
     assert len([row for row in metrics(tmp_path / "cut") if row["own/seen"]]) == 3
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("knows_epoch", [True, False])
 def test_workers_load_the_epoch_that_a_run_continues_with(tmp_path, knows_epoch):
     """Lightning starts them before it tells the sampler the epoch."""
@@ -146,6 +152,7 @@ class Draws(Callback):
         torch.rand(trainer.current_epoch + 1)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("reload", [0, 1])
 def test_what_a_callback_draws_when_an_epoch_begins_leaves_the_order_of_the_images(tmp_path, num_workers, reload):
@@ -173,6 +180,7 @@ class DrawingModule(TwoOptimizers):
         torch.rand(2)
 
 
+@pytest.mark.ci
 def test_what_a_module_draws_between_epochs_leaves_the_images_of_a_loader_that_is_made_again(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for run_dir, *options in (
@@ -185,6 +193,7 @@ def test_what_a_module_draws_between_epochs_leaves_the_images_of_a_loader_that_i
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
 
 
+@pytest.mark.ci
 def test_the_mean_of_the_weights_is_tested_of_a_run_that_has_ended(tmp_path):
     config = tiny(tmp_path, "trainer.max_epochs=1")
     config["callbacks"]["mean"] = {"_target_": "pytorch_lightning.callbacks.EMAWeightAveraging", "decay": 0.5}
@@ -194,6 +203,7 @@ def test_the_mean_of_the_weights_is_tested_of_a_run_that_has_ended(tmp_path):
     assert train(config | {"ckpt_path": str(last(tmp_path)), "train": False})["test/loss"] == found["test/loss"]
 
 
+@pytest.mark.ci
 def test_to_test_an_epoch_again_leaves_the_rows_of_later_ones(tmp_path):
     steps = "+optim.scheduler.total_steps=6"
     train(tiny(tmp_path, "trainer.max_epochs=1", steps))
@@ -407,6 +417,7 @@ def test_best_is_the_best_checkpoint_of_a_run(tmp_path):
 BEST = ("test=best", "optimized_metric=train/loss", "optimized_mode=max", "seed=1")
 
 
+@pytest.mark.ci
 def test_the_best_of_all_epochs_is_tested_after_a_continuation(tmp_path):
     whole = train(tiny(tmp_path / "whole", *BEST))
     expected = {name: value for name, value in whole.items() if name.startswith("test/")}
@@ -451,11 +462,13 @@ def test_the_best_of_a_run_that_went_on_meanwhile_is_not_taken_for_that_of_this_
     BestCheckpoint(config).load_state_dict(state | {"best_model_score": torch.tensor(0.75)})
 
 
+@pytest.mark.ci
 def test_validation_that_counts_steps_need_not_come_in_the_first_epoch(tmp_path):
     every = ("trainer.check_val_every_n_epoch=null", "+trainer.val_check_interval=4", "test=best")
     assert "test/acc" in train(tiny(tmp_path, *every))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("patience", [0, 1])
 def test_a_run_that_stopped_early_has_ended(tmp_path, patience):
     config = tiny(tmp_path, "trainer.max_epochs=5", "seed=1")
@@ -469,6 +482,7 @@ def test_a_run_that_stopped_early_has_ended(tmp_path, patience):
     assert again["test/acc"] == found["test/acc"]
 
 
+@pytest.mark.ci
 def test_a_run_that_stopped_in_its_first_epoch_has_ended(tmp_path):
     """Lightning's number of the epoch in which it stopped is then that of a run that has not stopped."""
     config = tiny(tmp_path, "trainer.max_epochs=3")
@@ -487,6 +501,7 @@ class Worse(Callback):
         module.log("worse", float(trainer.current_epoch))
 
 
+@pytest.mark.ci
 def test_a_continued_run_keeps_the_best_weights_that_are_also_its_last_checkpoint(tmp_path):
     """The epochs after the checkpoint are not better. Lightning would write last.ckpt at their end all the same."""
     config = tiny(tmp_path, "trainer.max_epochs=3")

@@ -33,6 +33,7 @@ def failing_sweep(start):
 JOBS = ("optim.optimizer.momentum=-1,0.9", "data.batch_size=16,50")
 
 
+@pytest.mark.ci
 def test_a_run_leaves_one_folder_with_the_documented_files_and_prints_its_result(single):
     assert single.status == 0, single.err
     assert single.files() == {str(single.run_dir().relative_to(single.folder)): EXPECTED}

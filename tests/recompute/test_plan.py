@@ -37,6 +37,7 @@ def test_ten_steps_with_a_plan_are_bitwise_the_same(name, share):
     assert differing(train(model), train(plain)) == []
 
 
+@pytest.mark.ci
 def test_a_plan_keeps_its_budget_and_uses_it():
     plain = counted_step(build("residual"), loss_of)
     total = plain_bytes("residual")

@@ -236,6 +236,7 @@ def unfreeze_on_one_rank(rank):
     fit(LayeredSGDStrategy(1, timeout=timedelta(seconds=5)), UnfrozenOnRank1())
 
 
+@pytest.mark.ci
 def test_unfreezing_on_one_rank_alone_ends_with_an_error_within_the_timeout():
     with pytest.raises(RankError, match="failed: one of these ranks has died, or has been silent"):
         run_processes(2, unfreeze_on_one_rank)

@@ -203,6 +203,7 @@ def _fit(rank: int) -> tuple[list[str], list[str]]:
     return counting, logging
 
 
+@pytest.mark.ci
 def test_what_counts_each_sample_once_per_rank_is_refused():
     for counting, logging in run_processes(2, _fit):
         for text, (_, message) in zip(counting, REFUSED, strict=True):

@@ -58,6 +58,7 @@ def _weight_penalty(rank: int) -> list[tuple[dict[str, Tensor], list[str]]]:
     return results
 
 
+@pytest.mark.ci
 def test_a_sum_over_the_heads_weights_may_be_a_penalty_and_comes_with_a_warning():
     expected = fit_with(all_batches(2), "auto", 1, WeightPenalty, {})
     first, second = run_processes(2, _weight_penalty)

@@ -95,6 +95,7 @@ def test_backward_of_the_whole_module_after_fit():
         assert_same(result, expected, 1e-9)
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore")
 def test_a_day_equals_one_process(tmp_path):
     expected = live(lambda: "auto", 1, all_batches(2, steps=STEPS), str(tmp_path / "one"))

@@ -213,6 +213,7 @@ def _rises(rank: int) -> list[int]:
     return rises
 
 
+@pytest.mark.ci
 def test_a_step_with_many_classes_needs_a_chunk_above_weights_gradients_and_momentum():
     row_bytes = MANY // 2 * WIDTH * 4
     for rise, rise_with_old_gradients in run_processes(2, _rises):

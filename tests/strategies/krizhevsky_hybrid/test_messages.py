@@ -112,6 +112,7 @@ def _refused(rank: int) -> list[str]:
     return results
 
 
+@pytest.mark.ci
 def test_what_is_wrong_and_what_to_do():
     for results in run_processes(2, _refused):
         for text, (_, _, message) in zip(results, REFUSED, strict=True):

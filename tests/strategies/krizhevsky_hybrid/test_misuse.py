@@ -189,6 +189,7 @@ def _refused(rank: int, scheme: str) -> dict[str, str]:
     return said
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("scheme", ["a", "c"])
 def test_what_would_go_wrong_silently(scheme):
     for said in run_processes(2, _refused, scheme):
@@ -290,6 +291,7 @@ def _variable(rank: int) -> list[str]:
     return said
 
 
+@pytest.mark.ci
 def test_with_variable_batch_the_head_is_updated_in_head_step_or_not_at_all():
     for said in run_processes(2, _variable):
         for text, message in zip(said, VARIABLE.values(), strict=True):

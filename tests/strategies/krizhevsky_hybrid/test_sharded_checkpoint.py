@@ -59,6 +59,7 @@ def _fit(rank: int, world_size: int, folder: str, ckpt_path: str | None, epochs:
     return sum(p.numel() for p in module.head.parameters())
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_it_goes_on_on_any_number_of_ranks_and_in_a_plain_trainer(tmp_path):
     expected = single(tmp_path / "one", 2)

@@ -147,6 +147,7 @@ def _variable(rank: int, world_size: int, cases: list[tuple[str, str]]) -> list[
     return results
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_variable_batch_equals_the_papers_order(world_size):
     cases = [("b", "momentum"), ("c", "momentum"), ("c", "adamw"), ("c2", "momentum")]

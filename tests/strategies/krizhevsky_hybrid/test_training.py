@@ -247,6 +247,7 @@ def assert_close_in_16_bits(actual: Result, expected: Result) -> None:
         torch.testing.assert_close(actual[name], expected[name], rtol=0.02, atol=0.005)
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:Found .* in eval mode")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile's own
 @pytest.mark.parametrize(
@@ -312,6 +313,7 @@ def _fp16(rank: int) -> list[tuple[Result, float]]:
     return results
 
 
+@pytest.mark.ci
 def test_fp16_skips_a_step_on_all_ranks_where_one_slice_overflows():
     first, second = run_processes(2, _fp16)
     expected = fit_with(all_batches(2), "auto", 1, StepNet, {"precision": "bf16-mixed"})
@@ -337,6 +339,7 @@ def _dropout(rank: int, net: type[HybridNet]) -> list[Result]:
 NETS = [pytest.param(HybridNet, marks=pytest.mark.slow), StepNet]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("net", NETS, ids=lambda net: net.__name__)
 def test_seeds_make_dropout_reproducible(net):
     first, second = run_processes(2, _dropout, net)

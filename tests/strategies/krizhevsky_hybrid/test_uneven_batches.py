@@ -117,6 +117,7 @@ def _each_with_nothing_between(rank: int) -> list[Result]:
     ]
 
 
+@pytest.mark.ci
 def test_momentum_goes_on_where_no_rank_has_a_sample():
     expected = _with_nothing_between(Sums, "auto", 1)
     for results in run_processes(2, _each_with_nothing_between):

@@ -90,6 +90,7 @@ def _all(rank: int) -> list[Result]:
     return [run(KrizhevskyHybridStrategy(scheme="c"), 2, net, batches(rank, 2, STEPS)) for net in NETS]
 
 
+@pytest.mark.ci
 def test_equals_one_process():
     of_ranks = run_processes(2, _all)
     for index, net in enumerate(NETS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
 import torch
 from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import BaseFinetuning
@@ -99,6 +100,7 @@ def save_and_resume(rank, case, folder):
         assert_same(snapshot(*resumed), expected)
 
 
+@pytest.mark.ci
 def test_what_is_saved_is_what_ddp_saves(tmp_path):
     run_cases(4, save_and_resume, MODULES, str(tmp_path))
 
@@ -121,6 +123,7 @@ def save_states_of_different_age(rank, path):
     assert_same(content(path), content(f"{path}.ddp"))
 
 
+@pytest.mark.ci
 def test_ranks_may_have_made_the_states_in_different_orders(tmp_path):
     run_processes(4, save_states_of_different_age, str(tmp_path / "a.ckpt"))
 
@@ -157,5 +160,6 @@ def resume_finetuning(rank, folder):
         assert_same(actual, expected)
 
 
+@pytest.mark.ci
 def test_groups_that_finetuning_has_added_are_resumed(tmp_path):
     run_processes(4, resume_finetuning, str(tmp_path))

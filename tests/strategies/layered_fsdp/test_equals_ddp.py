@@ -44,6 +44,7 @@ def compare_options(rank):
         compare_with_ddp(rank, "adamw", overlaps=["step"], **options)
 
 
+@pytest.mark.ci
 def test_options():
     run_processes(4, compare_options)
 

@@ -98,10 +98,12 @@ def change_within_forward(rank, is_checked):
     assert_same(snapshot(*fit(layered(), 4, Halves())), expected)
 
 
+@pytest.mark.ci
 def test_what_the_forward_changes_is_gathered_again():
     run_processes(4, change_within_forward, True)
 
 
+@pytest.mark.ci
 def test_differs_if_what_was_gathered_ahead_is_not_checked():
     with pytest.raises(RankError, match="weight"):
         run_processes(4, change_within_forward, False)
@@ -132,10 +134,12 @@ def start_late_sums(rank, is_right):
     assert_same(snapshot(*fit(layered(), 4, Net())), expected)
 
 
+@pytest.mark.ci
 def test_late_sums_are_awaited():
     run_processes(4, start_late_sums, True)
 
 
+@pytest.mark.ci
 def test_differs_if_a_sum_is_not_awaited_that_another_backward_adds_to():
     with pytest.raises(RankError):
         run_processes(4, start_late_sums, False)

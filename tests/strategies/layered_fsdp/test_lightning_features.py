@@ -56,6 +56,7 @@ def compare_one_wrap_with_ddp(rank, case):
     compare_with_ddp(rank, case, [None if by_size else LAYERS])
 
 
+@pytest.mark.ci
 def test_equals_ddp():
     run_cases(4, compare_one_wrap_with_ddp, CASES)
 
@@ -84,6 +85,7 @@ def see_that_updates_wait(rank):
     assert not any(uses.after_step), uses.after_step
 
 
+@pytest.mark.ci
 def test_updates_wait_for_the_next_forward_but_not_with_clipping_by_the_norm():
     run_processes(4, see_that_updates_wait)
 
@@ -93,6 +95,7 @@ def read_without_the_watch(rank):
     compare_with_ddp(rank, "dictionary")
 
 
+@pytest.mark.ci
 def test_differs_if_the_watch_does_not_see_that_a_unit_is_gathered():
     with pytest.raises(RankError, match="weight"):
         run_processes(4, read_without_the_watch)
@@ -149,6 +152,7 @@ def write_to_teacher(rank):
         assert_same(snapshot(*fit(layered(reshard_after_forward=reshards), 4, WritesToTeacher())), expected)
 
 
+@pytest.mark.ci
 def test_what_callbacks_write_to_a_part_without_backward_stays():
     run_processes(4, write_to_teacher)
 
@@ -181,6 +185,7 @@ def save_and_resume(rank, folder):
         assert_same(snapshot(module, t), expected)
 
 
+@pytest.mark.ci
 def test_checkpoints_go_from_and_to_other_strategies(tmp_path):
     run_processes(4, save_and_resume, str(tmp_path))
 
@@ -195,6 +200,7 @@ def save_on_four(rank, path):
     t.save_checkpoint(path)
 
 
+@pytest.mark.ci
 def test_checkpoints_are_resumed_on_another_number_of_ranks(tmp_path):
     path = str(tmp_path / "four.ckpt")
     run_processes(4, save_on_four, path)
@@ -213,6 +219,7 @@ def compress(rank):
         assert any(not torch.equal(actual[name], exact[name]) for name in exact)
 
 
+@pytest.mark.ci
 def test_compression_stays_close():
     run_processes(4, compress)
 
@@ -231,6 +238,7 @@ def resume_compressed(rank, folder):
             torch.testing.assert_close(actual[name], value, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.ci
 def test_what_compression_has_left_out_is_in_checkpoints(tmp_path):
     run_processes(4, resume_compressed, str(tmp_path))
 
@@ -240,6 +248,7 @@ def resume_without_residuals(rank, folder):
     resume_compressed(rank, folder)
 
 
+@pytest.mark.ci
 def test_training_differs_if_what_was_left_out_is_dropped(tmp_path):
     with pytest.raises(RankError, match="weight"):
         run_processes(4, resume_without_residuals, str(tmp_path))
@@ -261,6 +270,7 @@ def compare_ranks(rank):
     fit(layered(4), 4, callbacks=[RanksAgree(1)])  # nothing to compare
 
 
+@pytest.mark.ci
 def test_ranks_with_the_same_shards_are_compared():
     run_processes(4, compare_ranks)
 
@@ -281,6 +291,7 @@ def run_by_hand_and_fit_again(rank):
     assert_all_same(results)
 
 
+@pytest.mark.ci
 def test_a_module_that_was_run_by_hand_is_fitted_again():
     run_processes(4, run_by_hand_and_fit_again)
 
@@ -315,6 +326,7 @@ def fail_and_fit_again(rank):
     assert_all_same(results)
 
 
+@pytest.mark.ci
 def test_a_module_whose_training_step_has_failed_is_fitted_again():
     run_processes(4, fail_and_fit_again)
 
@@ -368,6 +380,7 @@ def count_bytes(rank):
     assert shards.found == {kind: size // 2 for kind, size in whole.found.items()}, shards.found
 
 
+@pytest.mark.ci
 def test_memory_is_that_of_layered_sgd_over_the_ranks_of_a_group():
     run_processes(4, count_bytes)
 
@@ -382,6 +395,7 @@ def fit_again_without_global_statistics(rank):
     assert_same(actual, expected)
 
 
+@pytest.mark.ci
 def test_batch_norm_that_was_global_in_an_earlier_fit_is_local_again():
     run_processes(4, fit_again_without_global_statistics)
 
@@ -396,6 +410,7 @@ def train_in_bfloat16(rank):
         assert any(not torch.equal(actual[name].float(), value) for name, value in exact.items())
 
 
+@pytest.mark.ci
 def test_precision():
     run_processes(4, train_in_bfloat16)
 
@@ -556,6 +571,7 @@ def change_in_load(rank, path):
     assert_same(snapshot(*fit(layered(), 4, Changes(), max_epochs=2, ckpt_path=path)), expected)
 
 
+@pytest.mark.ci
 def test_what_on_load_checkpoint_changes_is_loaded(tmp_path):
     run_processes(4, change_in_load, str(tmp_path / "a.ckpt"))
 

@@ -125,6 +125,7 @@ def compare_all(rank: int) -> None:
             raise AssertionError(f"{name}: {error}") from error
 
 
+@pytest.mark.ci
 def test_it_ends_as_under_ddp():
     run_processes(2, compare_all)
 
@@ -192,5 +193,6 @@ def name_users(rank: int) -> None:
         assert all(name in text for name, text in zip(expected, said, strict=True)), said
 
 
+@pytest.mark.ci
 def test_who_costs_the_overlap_in_step_after_step_is_named_once():
     run_processes(2, name_users)

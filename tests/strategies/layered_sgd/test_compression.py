@@ -157,6 +157,7 @@ def resume(rank, folder, restore=True):
             assert KEY in torch.load(after_fit)
 
 
+@pytest.mark.ci
 def test_a_resumed_training_continues_with_the_same_bits(tmp_path):
     run_processes(2, resume, str(tmp_path))
 

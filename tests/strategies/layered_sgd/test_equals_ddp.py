@@ -36,6 +36,7 @@ def test_equals_ddp():
     run_cases(4, compare_two_combinations_with_ddp, VARIANTS, 4, 2)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("world_size", "group_size"),
     [(2, 1), (2, 2), (3, 1), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((4, 1), (3, 3), (4, 4)))],
@@ -57,6 +58,7 @@ def compare_with_ring(rank):
         assert_same(snapshot(*fit(layered(2, communicator, all_reduce="ring"), 4)), expected)
 
 
+@pytest.mark.ci
 def test_ring_between_groups():
     run_processes(4, compare_with_ring)
 

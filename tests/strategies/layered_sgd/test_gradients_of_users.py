@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.ranks import run_cases
@@ -155,5 +156,6 @@ def compare_case(rank, name):
     compare_on_a_slow_network(CASES[name])
 
 
+@pytest.mark.ci
 def test_equals_ddp():
     run_cases(2, compare_case, CASES)

@@ -143,6 +143,7 @@ def compare_case(rank, name):
 COMPILED_ALIKE = {"compiled after set-up", "compiled code between steps"}
 
 
+@pytest.mark.ci
 def test_equals_ddp():
     run_cases(2, compare_case, [name for name in CASES if name not in COMPILED_ALIKE])
 

@@ -111,6 +111,7 @@ def compare_reduced_first(rank, lost):
     compare_with_ddp(rank, 4, 2, "clip, accumulate")
 
 
+@pytest.mark.ci
 def test_equals_ddp_if_groups_are_reduced_before_the_carriers_copy_their_part():
     run_processes(4, compare_reduced_first, False)
 

@@ -93,6 +93,7 @@ def at_line(
         sys.settrace(None)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_signal_handler_at_any_line_finds_a_whole_optimizer_and_changes_nothing(whole, stride):

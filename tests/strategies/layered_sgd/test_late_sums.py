@@ -116,6 +116,7 @@ def compare_late(rank, names, break_it=False):
     assert len(made) == len(names) * len(OVERLAPS)
 
 
+@pytest.mark.ci
 def test_equals_ddp():
     run_processes(2, compare_late, list(CASES))
 

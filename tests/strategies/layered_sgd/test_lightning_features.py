@@ -85,6 +85,7 @@ def resume_where_the_loader_can(rank, folder, steps=(EVERY, 2 * EVERY)):
             assert_same(two_epochs(layered(overlap), Resumable(), folder / overlap, step), expected)
 
 
+@pytest.mark.ci
 def test_resumed_in_mid_epoch_it_ends_as_ddp_does_without_interruption(tmp_path):
     run_processes(2, resume_where_the_loader_can, tmp_path)
 
@@ -119,6 +120,7 @@ def resume_where_the_loader_cannot(rank, folder):
             assert_same(two_epochs(layered(overlap), data(2, STEPS), folder / of, EVERY), resumed)
 
 
+@pytest.mark.ci
 def test_resumed_with_a_plain_loader_it_does_what_ddp_does(tmp_path):
     run_processes(2, resume_where_the_loader_cannot, tmp_path)
 

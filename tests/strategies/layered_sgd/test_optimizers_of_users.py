@@ -6,6 +6,7 @@ import functools
 import warnings
 from typing import Any
 
+import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import StochasticWeightAveraging
@@ -264,5 +265,6 @@ def compare_case(rank, name):
     compare_on_a_slow_network(CASES[name])
 
 
+@pytest.mark.ci
 def test_equals_ddp():
     run_cases(2, compare_case, CASES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import pytorch_lightning as pl
 
 from lightning_dp.strategies import LayeredSGDStrategy
@@ -59,5 +60,6 @@ def say_why(rank, name):
     assert [reason in record for record in records if "LayeredSGDStrategy:" in record] == [True], records
 
 
+@pytest.mark.ci
 def test_a_warning_names_what_costs_the_overlap_once():
     run_cases(2, say_why, CASES)

@@ -117,6 +117,7 @@ def read_in_workers(rank, name):
         assert_same(fit_with_workers(STRATEGIES[name](overlap)), expected)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_forked_loader_workers_find_the_module_up_to_date_and_wait_for_nobody(name):
     run_processes(2, read_in_workers, name)
