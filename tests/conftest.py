@@ -8,8 +8,11 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import multiprocessing
+import random
+import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +60,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             start_server()
 
 
+def unused_port() -> int:
+    """Return a port that stays free until a fit listens there, in seconds.
+
+    Lightning asks the system for one, and lets it go. The system may give it to a connection of another test.
+    """
+    first_of_system = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(10_000, max(20_000, first_of_system))
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+
+
 @pytest.fixture(autouse=True)
 def hermetic(tmp_path, monkeypatch) -> Iterator[None]:
     """Give each test its own working folder, environment and random state, and see that it leaves nothing behind."""
@@ -71,6 +87,7 @@ def hermetic(tmp_path, monkeypatch) -> Iterator[None]:
     rank = rank_zero_only.rank
     torch.manual_seed(0)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lightning_fabric.plugins.environments.lightning.find_free_network_port", unused_port)
     yield
     rank_zero_only.rank = rank
     torch.set_rng_state(rng_state)
