@@ -429,11 +429,17 @@ def _gradients(workload: Workload) -> Block:
 # What `recipes/train.py` is told to use a method.
 
 POWER_SGD = "{_target_:lightning_dp.strategies.PowerSGD,rank:4}"
+# Added to the job's callbacks: `callbacks=agbn` would take away its Memonger, and others of its own.
+PLATEAU = "{_target_:lightning_dp.Plateau,monitor:train/loss,patience:3,min_delta:0.001,mode:min}"
+GLOBAL_BATCH_NORM = (
+    "++callbacks.adaptive_global_batch_norm="
+    f"{{_target_:lightning_dp.AdaptiveGlobalBatchNorm,convergence:{PLATEAU}}}"
+)
 # The other methods are no option of the recipes: Lightning ignores communication hooks on CPU.
 OVERRIDES = {
     "ddp": ["strategy=ddp"],
     "ddp_accumulate_4": ["strategy=ddp"],  # and as many times as many batches as the job has in a step
-    "ddp_global_batch_norm": ["strategy=ddp", "callbacks=agbn"],
+    "ddp_global_batch_norm": ["strategy=ddp", GLOBAL_BATCH_NORM],
     "layered_sgd_load": ["strategy=layered_sgd", "strategy.overlap=load"],
     "layered_sgd_step": ["strategy=layered_sgd", "strategy.overlap=step"],
     "layered_sgd_step_sharded": ["strategy=layered_sgd", "strategy.overlap=step", "strategy.communicator=sharded"],

@@ -8,6 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from lightning_dp import Memonger
+from lightning_dp.planner.report import overrides_of
 from lightning_dp.runs.hydra_versions import VERSION_BASE, instantiate
 from lightning_dp.strategies import PowerSGD
 
@@ -77,6 +78,18 @@ def test_gpus_are_used_as_fast_as_they_are():
     assert (on_cpu.trainer.precision, on_cpu.matmul_precision) == ("32-true", "highest")
     assert "benchmark" not in on_cpu.trainer
     assert exact.trainer.precision == "32-true"
+
+
+def test_a_plan_adds_global_batch_norm_as_its_group_has_it_and_keeps_the_jobs_callbacks():
+    overrides = overrides_of("ddp_global_batch_norm", None, 2)
+    with initialize_config_dir(str(CONF), **VERSION_BASE):
+        config = compose("train", ["experiment=digits_resnet20", "callbacks=memonger", *overrides])
+        group = compose("train", ["experiment=digits_resnet20", "callbacks=agbn"]).callbacks
+    assert set(config.callbacks) > {"memonger", "checkpoint"}
+    added, ours = (instantiate(each.adaptive_global_batch_norm) for each in (config.callbacks, group))
+    assert vars(added.convergence) == vars(ours.convergence)
+    options = ("max_batch_size", "global_phase", "group_size")
+    assert [getattr(added, name) for name in options] == [getattr(ours, name) for name in options]
 
 
 def test_memonger_is_an_option_of_every_run():
