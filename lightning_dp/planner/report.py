@@ -432,8 +432,7 @@ POWER_SGD = "{_target_:lightning_dp.strategies.PowerSGD,rank:4}"
 # Added to the job's callbacks: `callbacks=agbn` would take away its Memonger, and others of its own.
 PLATEAU = "{_target_:lightning_dp.Plateau,monitor:train/loss,patience:3,min_delta:0.001,mode:min}"
 GLOBAL_BATCH_NORM = (
-    "++callbacks.adaptive_global_batch_norm="
-    f"{{_target_:lightning_dp.AdaptiveGlobalBatchNorm,convergence:{PLATEAU}}}"
+    f"++callbacks.adaptive_global_batch_norm={{_target_:lightning_dp.AdaptiveGlobalBatchNorm,convergence:{PLATEAU}}}"
 )
 # The other methods are no option of the recipes: Lightning ignores communication hooks on CPU.
 OVERRIDES = {
