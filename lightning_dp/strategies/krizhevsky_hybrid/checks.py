@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from types import MethodType
 from typing import Any, TypeGuard
 
@@ -285,6 +285,8 @@ def check_optimizers(optimizers: list[Optimizer], head: ShardedHead) -> None:
 _EVERY_SAMPLE = "within head_step, where every rank sees the samples of all ranks"
 _LOG = inspect.signature(LightningModule.log)
 _OF_EACH_MODULE = frozenset(vars(LightningModule()))  # its parts, a dozen kinds of hooks, and the Trainer
+_MOST_ENTRIES = 1000
+"""Of a container, looked at in each step. One with more holds data, as the labels of all images, and no metrics."""
 _MEANS = (MeanMetric, BinaryAccuracy, MulticlassAccuracy, MultilabelAccuracy)  # and no subclass: it may count
 
 
@@ -339,8 +341,9 @@ def _metrics(module: nn.Module) -> Iterator[tuple[str, Metric | MetricCollection
         # The tuples of numbers of torch's layers would take milliseconds each step. Parametrized ones are elsewhere.
         if type(part).__module__.startswith("torch.nn.modules."):
             continue
+        seen: set[int] = set()
         for name in vars(part).keys() - _OF_EACH_MODULE:
-            for each in _modules_in(vars(part)[name]):
+            for each in _modules_in(vars(part)[name], seen):
                 yield from ((name, metric) for metric in each.modules() if _counts(metric))
 
 
@@ -348,15 +351,15 @@ def _counts(part: nn.Module) -> TypeGuard[Metric | MetricCollection]:
     return isinstance(part, (Metric, MetricCollection)) and not isinstance(part, WrapperMetric)  # it updates a part
 
 
-def _modules_in(value: Any) -> Iterator[nn.Module]:
+def _modules_in(value: Any, seen: set[int]) -> Iterator[nn.Module]:
+    """Yield the modules in ``value``. ``seen`` has the containers before: one may contain itself."""
     if isinstance(value, nn.Module):
         yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _modules_in(each)
-    elif isinstance(value, list | tuple | set | deque):
-        for each in value:
-            yield from _modules_in(each)
+    elif isinstance(value, dict | list | tuple | set | deque):
+        entries = value.values() if isinstance(value, dict) else value
+        for each in () if id(value) in seen else islice(entries, _MOST_ENTRIES):
+            seen.add(id(value))
+            yield from _modules_in(each, seen)
     elif hasattr(value, "__dict__"):  # such as a dataclass; no deeper, because everything may be behind it
         yield from (each for each in vars(value).values() if isinstance(each, nn.Module))
 

@@ -217,10 +217,11 @@ class HybridFitState(SharedOnDeepcopy):
             self._stack.close()
 
     def _leave_shards(self) -> None:
-        """End with this rank's local shard in the head, which must not be called: it has some of the classes only."""
+        """End with this rank's local shard in the head, which must not be called: it has some of the outputs only."""
         self._stack.close()
         if self.head.channel.world_size > 1:
-            vars(self.head.head)["forward"] = partial(_refuse_shard, self._options.head)
+            for layer in (self.head.head, *self.head.linears):
+                vars(layer)["forward"] = partial(_refuse_shard, self._options.head)
 
     def _destroy_groups(self) -> None:
         for channel in self.channels:

@@ -257,7 +257,9 @@ def require_one_trunk(module: LightningModule, head: ShardedHead) -> None:
         raise RuntimeError(
             "the trunk's parameters are not the same on all ranks. Something in the module changes or skips their "
             "gradients depending on this rank's part of the head, as torch.nn.utils.clip_grad_norm_ does; use "
-            "self.clip_gradients(optimizer, gradient_clip_val=...), or Trainer(gradient_clip_val=...)"
+            "self.clip_gradients(optimizer, gradient_clip_val=...), or Trainer(gradient_clip_val=...). Or a backward "
+            "of manual optimization leaves parameters out, so that DDP does not reduce the others; use "
+            "find_unused_parameters=True"
         )
 
 

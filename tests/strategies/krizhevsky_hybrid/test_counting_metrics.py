@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -283,3 +283,29 @@ def test_a_list_of_a_part_that_is_parametrized_is_looked_into():
     part.counts = [Correct()]
     torch.nn.utils.parametrizations.weight_norm(part)
     assert [type(metric) for _, metric in checks._metrics(torch.nn.Sequential(part))] == [Correct]
+
+
+class Labels(list[Any]):
+    """Those of all images of a data set, which a module keeps. Counts how many are looked at."""
+
+    num_seen = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for each in super().__iter__():
+            self.num_seen += 1
+            yield each
+
+
+def test_of_many_labels_each_step_looks_at_a_thousand():
+    module = pl.LightningModule()
+    module.labels = Labels(range(5000))
+    module.counts = {"train": [Correct()]}
+    assert [type(metric) for _, metric in checks._metrics(module)] == [Correct]
+    assert module.labels.num_seen <= 1000
+
+
+def test_a_container_may_contain_itself():
+    module = pl.LightningModule()
+    module.tree = {"children": [Correct()]}
+    module.tree["root"] = module.tree
+    assert [type(metric) for _, metric in checks._metrics(module)] == [Correct]

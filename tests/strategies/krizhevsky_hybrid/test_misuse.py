@@ -155,6 +155,21 @@ class ReadsWeight(HybridNet):
         return F.linear(F.normalize(self.trunk(batch[0])), F.normalize(self.head.weight)).square().mean()
 
 
+class LeavesOut(HybridNet):
+    """The second of two backward passes leaves a layer of the trunk out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.behind = nn.Linear(CLASSES, CLASSES, dtype=torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self(batch[0])
+        self.manual_backward(self.cost(self.behind(logits), batch[1]), retain_graph=True)
+        self.manual_backward(logits.square().mean())
+        self.optimizers().step()
+
+
 REFUSED: dict[str, tuple[type[HybridNet], str]] = {
     "another parameter": (TemperatureNet, "head_step uses the parameter temperature"),
     "second derivative": (PenaltyOnGradientNet, "differentiated twice"),
@@ -176,6 +191,7 @@ REFUSED: dict[str, tuple[type[HybridNet], str]] = {
         ReadsWeight,
         "training_step never called it: it seems to read the weights of 'head' directly",
     ),
+    "a backward that leaves parameters out": (LeavesOut, "use find_unused_parameters=True"),
 }
 
 
