@@ -30,7 +30,7 @@ class _Kept(nn.Module):
     """A layer that a global one has replaced, and that something outside the module tree has kept.
 
     In training it would normalize with local statistics, without a word. In evaluation it computes what the global one
-    does.
+    does. The two share their attributes: a mode or momentum that is set on one of them is that of both.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -46,8 +46,8 @@ class _Kept(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are plain layers: nothing would put them back."""
         reduced: Any = super().__reduce_ex__(protocol)
-        make, (_, *arguments), *state = reduced
-        return make, (_kind(self), *arguments), *state
+        make, (_, *arguments), state, *rest = reduced
+        return make, (_kind(self), *arguments), _plain_attributes(state), *rest
 
 
 _KEPT: dict[type[BatchNorm], type[BatchNorm]] = {kind: type(kind.__name__, (_Kept, kind), {}) for kind in _GLOBAL}
@@ -61,6 +61,10 @@ def _kind(layer: nn.Module) -> Any:
 
 # The attributes that a global layer has beside those of PyTorch's layer.
 _GLOBAL_ATTRIBUTES = vars(GlobalBatchNorm1d(1)).keys() - vars(nn.BatchNorm1d(1)).keys()
+
+
+def _plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if name not in _GLOBAL_ATTRIBUTES}
 
 
 class NoEffectWarning(UserWarning):
@@ -191,9 +195,11 @@ def _refusal(action: str, name: str, module: nn.Module, remedy: str) -> str:
 
 
 def _to_global(layer: BatchNorm) -> GlobalBatchNorm:
-    """Return a global layer with the contents of ``layer``, which must not be used any more: they share their state."""
+    """Return a global layer with the contents of ``layer``, which must not train any more: they share their state."""
     new = _GLOBAL[_kind(layer)](0, affine=False, track_running_stats=False)
-    vars(new).update(vars(layer))
+    added = {name: vars(new)[name] for name in _GLOBAL_ATTRIBUTES}
+    new.__dict__ = vars(layer)
+    vars(new).update(added)
     new.set_origin(layer)
     layer.__class__ = _KEPT[_kind(layer)]  # until it is put back
     return new
@@ -207,6 +213,5 @@ def _to_plain(layer: GlobalBatchNorm) -> BatchNorm:
     kind = _PLAIN[type(layer)]
     plain = layer.origin or kind(0, affine=False, track_running_stats=False)
     plain.__class__ = kind
-    vars(plain).clear()  # an attribute may have been deleted in the meantime
-    vars(plain).update({name: value for name, value in vars(layer).items() if name not in _GLOBAL_ATTRIBUTES})
+    plain.__dict__ = _plain_attributes(vars(layer))
     return plain

@@ -78,7 +78,8 @@ class FindBatchSize(Callback):
         """Check that there is a batch size to set.
 
         Raises:
-            ValueError: the data module has no ``batch_size``, or the strategy shards the model's head.
+            ValueError: the data module has no ``batch_size``, or the strategy shards the model's head, or its
+                parameters over several ranks.
         """
         require_own_trainer(self, trainer)
         if stage != "fit":
@@ -90,10 +91,11 @@ class FindBatchSize(Callback):
                 f"FindBatchSize sets batch_size of the data module, and {type(data).__name__} has none that is an "
                 "integer; pass fit(datamodule=...) with such an attribute, which its train_dataloader uses"
             )
-        if hasattr(trainer.strategy, "gather_head"):
+        strategy = trainer.strategy
+        if hasattr(strategy, "gather_head") or getattr(strategy, "num_parameter_shards", 1) > 1:
             raise ValueError(
-                f"FindBatchSize cannot try steps under {type(trainer.strategy).__name__}, which exchange features with "
-                "the other ranks; find the size with strategy='ddp', and set it"
+                f"FindBatchSize cannot try steps under {type(strategy).__name__}, which exchange features or shards of "
+                "parameters with the other ranks; find the size with strategy='ddp', or set batch_size yourself"
             )
 
     def state_dict(self) -> dict[str, Any]:

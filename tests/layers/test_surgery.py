@@ -273,3 +273,24 @@ def test_a_layer_that_another_container_has_kept_evaluates_and_its_copies_are_pl
         revert_global_batch_norm(each)
     assert type(model[0]) is nn.BatchNorm1d
     model.train()(x)
+
+
+def test_what_is_set_on_a_layer_is_set_on_the_one_that_has_replaced_it():
+    """Such as the momentum of all layers of a plain list, or a mode that is set on the model after the conversion."""
+    model = nn.Sequential(nn.BatchNorm1d(3)).eval()
+    old, x = model[0], torch.randn(4, 3)
+    apply_global_batch_norm(model)
+    old.momentum = 0.5
+    assert model[0].momentum == 0.5
+    old.eval()
+    assert not model[0].training
+    model.train()
+    with pytest.raises(RuntimeError, match="outside the module tree"):
+        old(x)
+    model.eval()
+    assert torch.equal(old(x), model(x))
+    copied = copy.deepcopy(old)
+    assert vars(copied).keys() == vars(nn.BatchNorm1d(3)).keys()
+    revert_global_batch_norm(model)
+    assert vars(old).keys() == vars(nn.BatchNorm1d(3)).keys()
+    assert old.momentum == 0.5

@@ -268,11 +268,11 @@ def test_what_cannot_be_tried_is_refused_before_training():
     data.batch_size = None
     with pytest.raises(ValueError, match=r"sets batch_size of the data module, and .* has none that is an integer"):
         fit(Net(100), data, FindBatchSize((2,)))
-    sharding = SimpleNamespace(datamodule=Data(), strategy=SimpleNamespace(gather_head=None))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_dp.planner.find_batch_size.require_own_trainer", lambda *args: None)
-        with pytest.raises(ValueError, match="cannot try steps under SimpleNamespace, which exchange features"):
-            FindBatchSize((2,)).setup(sharding, Net(100), "fit")
+        for strategy in (SimpleNamespace(gather_head=None), SimpleNamespace(num_parameter_shards=2)):
+            with pytest.raises(ValueError, match="cannot try steps under SimpleNamespace, which exchange features"):
+                FindBatchSize((2,)).setup(SimpleNamespace(datamodule=Data(), strategy=strategy), Net(100), "fit")
     with pytest.raises(ValueError, match="batch_sizes=0"):
         FindBatchSize((0,))
     with pytest.raises(ValueError, match="batch_sizes is empty"):
