@@ -123,6 +123,7 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
             # A checkpoint from the end of a run leaves nothing to train, so nothing is logged.
             metrics |= last_values(rows)
             metrics |= trainer.callback_metrics
+            remove_checkpoints_of_slurm(trainer, config)
         if config["test"]:
             weights = weights_to_test(config, trainer)
             if weights is not None:
@@ -153,6 +154,14 @@ def make_loggers(config: Config, rows: list[dict[str, str]]) -> list[Any]:
     """Return the loggers: always that of metrics.csv, which begins with ``rows``, and those of the group ``logger``."""
     chosen = [instantiate(node) for node in config["logger"].values() if node is not None]
     return [MetricsFile(config["run_dir"], rows), *chosen]
+
+
+def remove_checkpoints_of_slurm(trainer: Any, config: Config) -> None:
+    """Remove what Lightning has written on SLURM's signal: its test would load that, not the weights at the end."""
+    if trainer.is_global_zero:
+        for path in Path(config["run_dir"]).glob("hpc_ckpt_*.ckpt"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    trainer.strategy.barrier()  # each rank looks for them
 
 
 def weights_to_test(config: Config, trainer: Any) -> str | None:
