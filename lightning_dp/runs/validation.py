@@ -419,6 +419,24 @@ def check_top_level(config: DictConfig, *also_read: str) -> None:
             similar = difflib.get_close_matches(key, sorted(READ_BY_RECIPES), n=1)
             remedy = f"did you mean {similar[0]}?" if similar else f"there are {', '.join(sorted(READ_BY_RECIPES))}"
             raise ValueError(f"nothing reads the key {key!s}; {remedy}")
+    _check_optim(node)
+
+
+OF_OPTIM = {"optimizer", "scheduler", "interval", "parameter_groups"}  # of which a model of the user's may read some
+
+
+def _check_optim(node: Any) -> None:
+    """Raise ValueError for an option of ``optim`` that no interpolation reads. It is no object, so none refuses it."""
+    texts = list(_strings(node))
+    if any(re.search(r"[{:]\s*optim\s*[,}]", text) for text in texts):  # the whole of it
+        return
+    read = OF_OPTIM | {name for text in texts for name in re.findall(r"\.(\w+)", text)}
+    optim = node.get("optim")
+    for key in optim if isinstance(optim, dict) else ():
+        if str(key) not in read:
+            raise ValueError(
+                f"nothing reads optim.{key}; if it is an argument of the optimizer, write ++optim.optimizer.{key}=..."
+            )
 
 
 def _strings(node: Any) -> Iterator[str]:

@@ -25,6 +25,19 @@ def test_a_key_that_nobody_reads_is_refused():
     check_top_level(OmegaConf.create({"size": 8, "model": {"width": "${oc.select:size,3}"}}))
 
 
+def test_an_option_of_optim_that_nobody_reads_is_refused(tmp_path):
+    """The group is no object, and only what interpolations name comes from it."""
+    for override in ("+optim.weight_decay=0", "+optim.momentum=0.5"):
+        with pytest.raises(ValueError, match=r"nothing reads optim\.(\w+); .* write \+\+optim\.optimizer\.\1="):
+            composed(tmp_path, override)
+    assert composed(tmp_path, "++optim.optimizer.weight_decay=0")["model"]["optimizer"]["weight_decay"] == 0
+    assert composed(tmp_path, "optim=lars", "optim.weight_decay=0")["model"]["optimizer"]["weight_decay"] == 0
+    own = {"lr": 0.1, "optimizer": {}, "interval": "step"}  # a model of the user's need not read all parts
+    check_top_level(OmegaConf.create({"optim": own, "model": {"lr": "${optim.lr}"}}))
+    check_top_level(OmegaConf.create({"optim": {"lr": 0.1, "optimizer": {"lr": "${..lr}"}}}))
+    check_top_level(OmegaConf.create({"optim": {"lr": 0.1}, "model": {"optim": "${optim}"}}))
+
+
 @pytest.mark.parametrize(
     ("option", "left_out"),
     [
