@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning import seed_everything
 from pytorch_lightning.callbacks import WeightAveraging
@@ -31,6 +32,7 @@ from lightning_dp.runs.command_line import (
     is_search,
     job_error,
     job_logging,
+    key_of,
     run,
     write_configuration,
 )
@@ -57,7 +59,7 @@ from lightning_dp.runs.resume import (
     find_checkpoint,
     naming_another_model,
 )
-from lightning_dp.runs.validation import Config, resolved, validate, without_contradictions
+from lightning_dp.runs.validation import Config, check_given_optim, resolved, validate, without_contradictions
 from lightning_dp.strategies.base import BaseStrategy
 
 log = logging.getLogger("train")
@@ -75,6 +77,7 @@ def job(cfg: DictConfig) -> float | None:
         try:
             check_mode()
             config = resolved(cfg)
+            check_given_optim(cfg, map(key_of, HydraConfig.get().overrides.task))
             num_processes = validate(config)
             checkpoint = find_checkpoint(config, in_sweep=is_in_sweep(), launched=external_rank() is not None)
             config["ckpt_path"] = None if checkpoint is None else str(checkpoint)
