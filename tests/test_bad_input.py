@@ -106,6 +106,8 @@ RECIPES = [
     ("experiments=digits_resnet20", "experiments is unknown; did you mean experiment?"),
     ("data.bach_size=3", "data.bach_size is unknown; did you mean batch_size? ... num_workers, seed"),
     ("trainer.profiler=simple", "trainer.profiler is unknown ... write +trainer.profiler=..."),
+    ("optim.weight_decay=0", "optim.weight_decay is unknown ... write ++optim.optimizer.weight_decay=..."),
+    ("+optim.momentum=0.5", "nothing reads optim.momentum; ... write ++optim.optimizer.momentum=..."),
     ("+ckpt_pth=a.ckpt", "nothing reads the key ckpt_pth; did you mean ckpt_path?"),
     ("+data.augment=true", "data.augment is not an argument of lightning_dp.data.Digits; there are batch_size"),
     ("run_dir=elsewhere", "run_dir=elsewhere ... name the run folder with hydra.run.dir=FOLDER"),

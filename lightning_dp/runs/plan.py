@@ -43,7 +43,7 @@ from lightning_dp.runs.command_line import (
 from lightning_dp.runs.hydra_versions import instantiate
 from lightning_dp.runs.resume import require_unused
 from lightning_dp.runs.train import build, configure_logging
-from lightning_dp.runs.validation import Config, check_arguments, naming_keys, resolved, validate
+from lightning_dp.runs.validation import Config, check_arguments, check_given_optim, naming_keys, resolved, validate
 
 
 def main() -> None:
@@ -56,7 +56,9 @@ def job(cfg: DictConfig) -> None:
     try:
         check_mode()
         config = resolved(cfg, "plan", "verify")
-        check_plan(config, list(map(key_of, HydraConfig.get().overrides.task)))
+        given = list(map(key_of, HydraConfig.get().overrides.task))
+        check_given_optim(cfg, given)
+        check_plan(config, given)
         num_processes = validate(config)
         require_whole_model(instantiate(config["strategy"]))
         check_verify(config, num_processes * config["trainer"]["num_nodes"])

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning import seed_everything
 from pytorch_lightning.callbacks import WeightAveraging
@@ -31,6 +32,7 @@ from lightning_dp.runs.command_line import (
     is_search,
     job_error,
     job_logging,
+    key_of,
     run,
     write_configuration,
 )
@@ -57,7 +59,7 @@ from lightning_dp.runs.resume import (
     find_checkpoint,
     naming_another_model,
 )
-from lightning_dp.runs.validation import Config, resolved, validate, without_contradictions
+from lightning_dp.runs.validation import Config, check_given_optim, resolved, validate, without_contradictions
 from lightning_dp.strategies.base import BaseStrategy
 
 log = logging.getLogger("train")
@@ -75,6 +77,7 @@ def job(cfg: DictConfig) -> float | None:
         try:
             check_mode()
             config = resolved(cfg)
+            check_given_optim(cfg, map(key_of, HydraConfig.get().overrides.task))
             num_processes = validate(config)
             checkpoint = find_checkpoint(config, in_sweep=is_in_sweep(), launched=external_rank() is not None)
             config["ckpt_path"] = None if checkpoint is None else str(checkpoint)
@@ -123,6 +126,7 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
             # A checkpoint from the end of a run leaves nothing to train, so nothing is logged.
             metrics |= last_values(rows)
             metrics |= trainer.callback_metrics
+            remove_checkpoints_of_slurm(trainer, config)
         if config["test"]:
             weights = weights_to_test(config, trainer)
             if weights is not None:
@@ -153,6 +157,14 @@ def make_loggers(config: Config, rows: list[dict[str, str]]) -> list[Any]:
     """Return the loggers: always that of metrics.csv, which begins with ``rows``, and those of the group ``logger``."""
     chosen = [instantiate(node) for node in config["logger"].values() if node is not None]
     return [MetricsFile(config["run_dir"], rows), *chosen]
+
+
+def remove_checkpoints_of_slurm(trainer: Any, config: Config) -> None:
+    """Remove what Lightning has written on SLURM's signal: its test would load that, not the weights at the end."""
+    if trainer.is_global_zero:
+        for path in Path(config["run_dir"]).glob("hpc_ckpt_*.ckpt"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    trainer.strategy.barrier()  # each rank looks for them
 
 
 def weights_to_test(config: Config, trainer: Any) -> str | None:

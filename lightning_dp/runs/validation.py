@@ -9,7 +9,7 @@ import math
 import os
 import pkgutil
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -138,6 +138,14 @@ def _require_kind(made: type, kind: type, path: str, node: Config) -> None:
 
 def _check_optimizer(config: Config) -> None:
     """Raise ValueError for options that the optimizer or the schedule does not take. Both are made for one number."""
+    optimizer, groups = (config["model"].get(name) for name in ("optimizer", "parameter_groups"))
+    if isinstance(optimizer, dict) and isinstance(groups, dict) and groups["_target_"].startswith("lightning_dp."):
+        for key in sorted({"lr", "weight_decay"} & optimizer.keys() & groups.keys()):
+            if optimizer[key] != groups[key]:
+                raise ValueError(
+                    f"model.optimizer.{key}={optimizer[key]} has no effect, because model.parameter_groups sets {key} "
+                    f"of all parameters; write optim.{key}={optimizer[key]}"
+                )
     made: Any = None
     for name in ("optimizer", "scheduler"):
         node = config["model"].get(name)
@@ -419,6 +427,27 @@ def check_top_level(config: DictConfig, *also_read: str) -> None:
             similar = difflib.get_close_matches(key, sorted(READ_BY_RECIPES), n=1)
             remedy = f"did you mean {similar[0]}?" if similar else f"there are {', '.join(sorted(READ_BY_RECIPES))}"
             raise ValueError(f"nothing reads the key {key!s}; {remedy}")
+
+
+def check_given_optim(config: DictConfig, given: Iterable[str]) -> None:
+    """Raise ValueError for an option of ``optim`` on the command line that no interpolation reads.
+
+    The group is no object that could refuse it.
+
+    Args:
+        config: the whole configuration.
+        given: the keys of the command line.
+    """
+    texts = list(_strings(OmegaConf.to_container(config, resolve=False)))
+    if any(re.search(r"[{:]\s*optim\s*[,}]", text) for text in texts):  # the whole of it
+        return
+    read = {name for text in texts for name in re.findall(r"\.(\w+)", text)}
+    for group, _, option in (key.partition(".") for key in given):
+        name = option.partition(".")[0]
+        if group == "optim" and name in (config.get("optim") or {}) and name not in read:
+            raise ValueError(
+                f"nothing reads optim.{name}; if it is an argument of the optimizer, write ++optim.optimizer.{name}=..."
+            )
 
 
 def _strings(node: Any) -> Iterator[str]:

@@ -31,6 +31,14 @@ class Kill(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class SignalOfSlurm(Callback):
+    """Sends this process the signal on which Lightning saves a checkpoint, and has SLURM queue the job again."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
 class KillAfterCheckpoint(Checkpoint):
     """Kills the rank's process when the checkpoint of an epoch is there, but not the row of its means.
 

@@ -41,8 +41,9 @@ def test_an_epoch_is_an_epoch_whatever_the_last_row_is_of(tmp_path, rows):
 def test_epochs_may_have_fewer_and_fewer_steps(tmp_path):
     """As with GradientAccumulationScheduler."""
     ends = [(0, 99), (1, 199), (2, 224), (3, 249), (4, 254)]  # max_steps ends the run within the last one
-    rows = "".join(f"{epoch},{step},1.0\n" for epoch, step in ends)
-    (tmp_path / "metrics.csv").write_text(f"epoch,step,train/loss\n{rows}")
+    rows = "".join(f"{epoch},{step},1.0,\n" for epoch, step in ends)
+    # The test's row comes last, in the default recipe.
+    (tmp_path / "metrics.csv").write_text(f"epoch,step,train/loss,test/acc\n{rows}5,255,,1.0\n")
     assert [epoch for epoch, _ in read_metrics(tmp_path)["train/loss"]] == [1.0, 2.0, 3.0, 4.0, 4.2]
 
 

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_dp.runs.train import result_line
-from lightning_dp.runs.validation import check_top_level, without_contradictions
+from lightning_dp.runs.validation import check_given_optim, check_top_level, validate, without_contradictions
 from tests.recipes.conftest import metrics
 from tests.recipes.in_process import composed, tiny, train
 
@@ -23,6 +23,31 @@ def test_a_key_that_nobody_reads_is_refused():
     check_top_level(OmegaConf.create({"plan": {}}), "plan")
     check_top_level(OmegaConf.create({"width": 8, "model": {"_target_": "a.B", "width": "${width}"}}))
     check_top_level(OmegaConf.create({"size": 8, "model": {"width": "${oc.select:size,3}"}}))
+
+
+def test_an_option_of_optim_that_nobody_reads_is_refused():
+    """The group is no object, and only what interpolations name comes from it."""
+    config = OmegaConf.create(
+        {
+            "optim": {"lr": 0.1, "weight_decay": 0, "momentum": 0.5, "optimizer": {"lr": "${..lr}", "momentum": 0.9}},
+            "model": {"optimizer": "${optim.optimizer}"},
+        }
+    )
+    check_given_optim(config, ["optim", "optim.lr", "optim.optimizer.momentum", "data.weight_decay", "optim.gone"])
+    for name in ("weight_decay", "momentum"):
+        with pytest.raises(ValueError, match=rf"nothing reads optim\.{name}; .* write \+\+optim\.optimizer\.{name}="):
+            check_given_optim(config, ["seed", f"optim.{name}"])
+    config.model.optim = "${optim}"
+    check_given_optim(config, ["optim.weight_decay"])
+
+
+@pytest.mark.parametrize("option", ["lr=7", "weight_decay=0.5"])
+def test_an_option_that_each_group_of_parameters_has_is_no_option_of_the_optimizer(option, tmp_path):
+    key = f"optim.{option.partition('=')[0]}"
+    with pytest.raises(ValueError, match=f"optim.optimizer.{option} has no effect.* write {key}="):
+        validate(tiny(tmp_path, "optim=goyal", f"++optim.optimizer.{option}"))
+    validate(tiny(tmp_path, "optim=goyal", f"optim.{option}"))
+    validate(tiny(tmp_path, "optim=lars", f"optim.optimizer.{option}"))
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,14 @@ import resource
 import shutil
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from pytorch_lightning import Callback
 from pytorch_lightning.plugins.io import TorchCheckpointIO
+from pytorch_lightning.trainer.connectors import signal_connector
 
 from lightning_dp.runs.command_line import arguments_of_rank, named_run_dir
 from lightning_dp.runs.metrics import rows_before
@@ -60,6 +62,19 @@ def test_a_run_that_was_killed_continues_bitwise_as_if_nothing_had_happened(tmp_
     assert all(torch.equal(ours[name], reference[name]) for name in ours)
     timeless = {name: value for name, value in expected.items() if not name.startswith("time/")}
     assert {name: resumed[name] for name in timeless} == timeless
+
+
+def test_a_checkpoint_on_the_signal_of_slurm_is_not_what_is_tested(tmp_path, monkeypatch):
+    """Lightning looks for it in the run folder, also for a test, and in a run that was started again."""
+    job = {"NTASKS": "1", "JOB_NAME": "train", "JOB_ID": "7", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
+    for name, value in job.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr(signal_connector, "call", saved := Mock(return_value=0))
+    whole, queued = tmp_path / "whole", tmp_path / "queued"
+    train(tiny(whole))
+    train(tiny(queued, "+callbacks.signal._target_=tests.recipes.pieces.SignalOfSlurm"))
+    saved.assert_called_once_with(["scontrol", "requeue", "7"])
+    assert metrics(queued) == metrics(whole)
 
 
 @pytest.mark.ci
