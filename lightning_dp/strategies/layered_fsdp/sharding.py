@@ -148,6 +148,8 @@ def _outermost_with_forward(module: nn.Module, name: str) -> Iterator[nn.Module]
             "forward"
         )
     for child_name, child in module.named_children():
+        if not any(True for _ in child.parameters()):
+            continue  # nothing to gather; and FSDP2 loses its state of a metric, whose hash changes
         if has_own_forward(child):
             yield child
         else:

@@ -51,6 +51,7 @@ class PostponedUpdates(_Base):
     - ``optimizer_step``: stages the update instead of applying it.
     - ``on_train_end``, ``on_validation_start``, ``lightning_module_state_dict``, ``optimizer_state``, ``on_exception``:
       apply what is pending, so that nothing is lost and evaluation runs without a watch over the parameters.
+    - ``__getstate__``: leaves threads and locks out of copies.
     """
 
     _options: CommunicatorOptions
@@ -116,6 +117,11 @@ class PostponedUpdates(_Base):
             self._waited_s += end_s - start_s
         if self.on_stage is not None:
             self.on_stage(stage, start_s, end_s)
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, which one of the progress bar makes too, is outside of the fit: threads and locks cannot be copied.
+        return {**super().__getstate__(), "_reduction": None, "_postponement": None}
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

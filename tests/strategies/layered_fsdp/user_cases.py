@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import BaseFinetuning
 from torch import nn
+from torchmetrics import MeanMetric
 
 from lightning_dp import AdaptiveGlobalBatchNorm, StepTimer
 from tests.strategies.layered_fsdp.modules import whole
@@ -47,6 +48,20 @@ class TwoBackwards(Manual):
         self.manual_backward(self.loss((x[1:], y[1:])))
         for optimizer in self.optimizers():
             optimizer.step()
+
+
+class ManualMetric(Manual):
+    """A metric and a loss are parts without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+        self.criterion = nn.CrossEntropyLoss()
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        self.mean(self.criterion(self(batch[0]), batch[1]).detach())
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
 
 
 class Gan(TogglesOptimizers):
@@ -302,6 +317,7 @@ class Transformer(Net):
 
 CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "manual": (Manual, {}),
+    "manual with a metric": (ManualMetric, {}),
     "two backwards": (TwoBackwards, {}),
     "gan": (Gan, {}),
     "tied": (Tied, {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -61,6 +62,13 @@ class KeepsLoadedState(KeepsState):
         super().on_train_start(t, module)
 
 
+class CopiesTrainer(Noting):
+    """As a copy of the callbacks does: the progress bar has the trainer."""
+
+    def look(self, module: Any) -> Any:
+        return copy.deepcopy(module.trainer).lightning_module.first.weight.detach().square().sum()
+
+
 class Traces(Noting):
     def look(self, module: Any) -> Any:
         return module.to_torchscript(method="trace", example_inputs=EXAMPLE)(EXAMPLE).square().sum()
@@ -108,6 +116,7 @@ EACH_ITS_BUCKET = {"ddp": {"bucket_cap_mb": 1e-6}}
 CASES: dict[str, Case] = {
     "state that is kept": (Net, (KeepsState,), {}),
     "state that is loaded and kept": (Net, (KeepsLoadedState,), {}),
+    "a copy of the trainer": (Net, (CopiesTrainer,), {}),
     "a trace": (Net, (Traces,), {}),
     "a reset of the compiler": (Net, (Resets,), {}),
     "an export": (Net, (Exports,), {}),
