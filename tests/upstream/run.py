@@ -38,7 +38,7 @@ IGNORED = (
     *("test_cli.py", "utilities/test_cli.py", "models/test_onnx.py"),
     "callbacks/test_throughput_monitor.py",  # allows six calls of `time.perf_counter`
     # They start processes of their own: those of both ranks meet, and wait for ever.
-    *("core/test_results.py", "utilities/test_all_gather_grad.py"),
+    *("core/test_results.py", "core/test_metric_result_integration.py", "utilities/test_all_gather_grad.py"),
 )
 
 
