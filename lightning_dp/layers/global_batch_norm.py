@@ -17,19 +17,13 @@ from lightning_dp.layers.fused_batch_norm import FusedGlobalBatchNormFunction, u
 
 
 class _Reference:
-    """A module's reference to an object that is not its child: a process group, or another layer. A pickle loses it.
+    """A layer's reference to a process group: a deep copy of the layer shares it, and a pickle loses it."""
 
-    Args:
-        target: the object.
-        is_kept_in_copies: whether a deep copy of the module refers to the same object, or to none.
-    """
-
-    def __init__(self, target: Any = None, is_kept_in_copies: bool = False) -> None:
+    def __init__(self, target: Any = None) -> None:
         self.target = target
-        self.is_kept_in_copies = is_kept_in_copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Reference:
-        return self if self.is_kept_in_copies else _Reference()
+        return self
 
     def __reduce__(self) -> tuple[type[_Reference], tuple[()]]:
         return _Reference, ()
@@ -70,17 +64,6 @@ class GlobalBatchNorm(BatchNorm):
         self.is_global = True
         self.had_single_value = False
         self.group = group
-        self._origin = _Reference()
-
-    def set_origin(self, layer: BatchNorm | None) -> None:
-        """Remember the layer that this one was converted from, which `revert_global_batch_norm` puts back."""
-        # A copy that kept it would take over the layer of another model when it is reverted.
-        self._origin = _Reference(layer)
-
-    @property
-    def origin(self) -> BatchNorm | None:
-        """The layer that this one was converted from, or None: it was built, copied or loaded as a global layer."""
-        return self._origin.target
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -89,7 +72,7 @@ class GlobalBatchNorm(BatchNorm):
 
     @group.setter
     def group(self, group: dist.ProcessGroup | None) -> None:
-        self._group = _Reference(group, is_kept_in_copies=True)
+        self._group = _Reference(group)
 
     @override
     def forward(self, input: Tensor) -> Tensor:

@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dp.layers import GlobalBatchNorm2d, apply_global_batch_norm, batch_statistics, global_batch_norm_layers
+from lightning_dp.layers import (
+    GlobalBatchNorm2d,
+    apply_global_batch_norm,
+    batch_statistics,
+    global_batch_norm_layers,
+    revert_global_batch_norm,
+)
 from tests.layers.oracle import EXACT, SHARDS, C, batches, compare, randomize, run
 from tests.layers.split_kernels import KERNELS
 from tests.ranks import run_processes
@@ -91,6 +97,31 @@ def compiled_widths(rank: int) -> None:
         for layer in (*global_batch_norm_layers(model), *global_batch_norm_layers(eager)):
             layer.is_global = False
         compare([run(torch.compile(model, backend=backend), steps)], run(eager, steps), **EXACT)
+
+
+def converted_later(rank: int) -> None:
+    dist.init_process_group("gloo")
+    import warnings
+
+    warnings.simplefilter("ignore")  # dynamo uses functions that it has deprecated
+    torch.manual_seed(1)
+    x = torch.randn(8, C, dtype=torch.float64)
+    own = x[4 * rank : 4 * rank + 4]
+    for compiles in (lambda model: torch.compile(model, backend="eager"), lambda model: model.compile(backend="eager")):
+        model = nn.Sequential(nn.Linear(C, 6), nn.BatchNorm1d(6)).double()
+        whole = model(x)
+        compiled = compiles(model) or model
+        local = compiled(own)
+        assert not torch.allclose(local, whole[4 * rank : 4 * rank + 4])
+        apply_global_batch_norm(model)
+        torch.testing.assert_close(compiled(own), whole[4 * rank : 4 * rank + 4])
+        revert_global_batch_norm(model)
+        torch.testing.assert_close(compiled(own), local)
+
+
+@pytest.mark.ci
+def test_a_network_that_was_compiled_and_has_run_follows_a_conversion():
+    run_processes(2, converted_later)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 
 import pytest
@@ -156,9 +155,12 @@ def test_layers_that_would_lose_behavior_are_refused_before_any_change(make, mes
     assert type(model[0]) is nn.BatchNorm2d
 
 
-def test_a_model_that_is_a_batch_norm_layer_is_refused():
-    with pytest.raises(ValueError, match=r"put it into an nn\.Sequential"):
-        apply_global_batch_norm(nn.BatchNorm2d(2))
+def test_a_model_that_is_a_batch_norm_layer_is_converted():
+    layer = nn.BatchNorm2d(2)
+    assert apply_global_batch_norm(layer) == 1
+    assert type(layer) is GlobalBatchNorm2d
+    assert revert_global_batch_norm(layer) == 1
+    assert type(layer) is nn.BatchNorm2d
 
 
 def recorded(rank: int) -> nn.Module:
@@ -247,50 +249,30 @@ def test_averaging_more_often_does_not_change_the_result():
         torch.testing.assert_close(often[0], once[1], rtol=1e-12, atol=1e-12)
 
 
-def test_a_call_of_a_layer_that_was_replaced_is_refused_until_it_is_put_back():
-    """A plain list or a function that has kept it would normalize with local statistics."""
-    model = nn.Sequential(nn.BatchNorm1d(3))
-    old, x = model[0], torch.randn(4, 3)
-    expected = copy.deepcopy(old)(x)
-    apply_global_batch_norm(model)
-    with pytest.raises(RuntimeError, match="outside the module tree, such as a plain list or a function"):
-        old(x)
-    revert_global_batch_norm(model)
-    assert model[0] is old
-    assert torch.equal(old(x), expected)
+class WithList(nn.Module):
+    """Calls its layer through a plain list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3).double()
+        self.norms = [self.norm]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norms[0](x)
 
 
-def test_a_layer_that_another_container_has_kept_evaluates_and_its_copies_are_plain():
-    model = nn.Sequential(nn.BatchNorm1d(3))
-    other, x = nn.Sequential(model[0]), torch.randn(4, 3)
-    apply_global_batch_norm(model)
-    assert torch.equal(other.eval()(x), model.eval()(x))
-    copied = copy.deepcopy(other).train()
-    assert type(copied[0]) is nn.BatchNorm1d
-    copied(x)
-    assert apply_global_batch_norm(other) == 1
-    for each in (other, model):
-        revert_global_batch_norm(each)
-    assert type(model[0]) is nn.BatchNorm1d
-    model.train()(x)
+def test_a_layer_that_a_plain_list_holds_is_global_and_what_is_set_there_counts():
+    x = torch.randn(8, 3, dtype=torch.float64)
 
+    def work(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        model = WithList()
+        apply_global_batch_norm(model, group)
+        model.norms[0].momentum = 0.5
+        return model(x[4 * rank : 4 * rank + 4]), model.norm.running_mean
 
-def test_what_is_set_on_a_layer_is_set_on_the_one_that_has_replaced_it():
-    """Such as the momentum of all layers of a plain list, or a mode that is set on the model after the conversion."""
-    model = nn.Sequential(nn.BatchNorm1d(3)).eval()
-    old, x = model[0], torch.randn(4, 3)
-    apply_global_batch_norm(model)
-    old.momentum = 0.5
-    assert model[0].momentum == 0.5
-    old.eval()
-    assert not model[0].training
-    model.train()
-    with pytest.raises(RuntimeError, match="outside the module tree"):
-        old(x)
-    model.eval()
-    assert torch.equal(old(x), model(x))
-    copied = copy.deepcopy(old)
-    assert vars(copied).keys() == vars(nn.BatchNorm1d(3)).keys()
-    revert_global_batch_norm(model)
-    assert vars(old).keys() == vars(nn.BatchNorm1d(3)).keys()
-    assert old.momentum == 0.5
+    plain = WithList()
+    plain.norm.momentum = 0.5
+    expected = plain(x)
+    for rank, (output, running_mean) in enumerate(run_threads(2, work)):
+        torch.testing.assert_close(output, expected[4 * rank : 4 * rank + 4])
+        torch.testing.assert_close(running_mean, plain.norm.running_mean)
