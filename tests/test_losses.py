@@ -153,6 +153,7 @@ def test_in_one_process_they_are_torchs(chunk_bytes):
             torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("chunk_bytes", [1, 10**6])
 @pytest.mark.parametrize("world_size", [2, 3, 8])  # with 8 ranks one has no class
 def test_over_ranks_they_are_torchs_and_no_logits_travel(world_size, chunk_bytes):

@@ -159,5 +159,6 @@ def resume_where_it_is_not_logged(rank: int, folder: str) -> list[tuple[float | 
     return [counts(4), counts(4, Path(folder, "epoch=0.ckpt"))]
 
 
+@pytest.mark.ci
 def test_a_run_is_resumed_in_an_epoch_without_the_metric(tmp_path):
     assert run_processes(2, resume_where_it_is_not_logged, str(tmp_path))[0] == [(1.0, 1), (1.0, 1)]

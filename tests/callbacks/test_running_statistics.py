@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
@@ -101,6 +102,7 @@ def train_and_resume(rank: int, folder: str, at_validation: bool) -> dict[str, A
     return results
 
 
+@pytest.mark.ci
 def test_a_resumed_run_continues_in_the_same_phase(tmp_path):
     for rank in run_processes(2, train_and_resume, str(tmp_path), False):
         assert rank["through"] == [True] * 4 * STEPS + [False] * 2 * STEPS
@@ -109,6 +111,7 @@ def test_a_resumed_run_continues_in_the_same_phase(tmp_path):
             assert_same(rank[f"net{epoch}"], rank["net"])
 
 
+@pytest.mark.ci
 def test_a_checkpoint_saved_at_validation_lacks_the_training_metrics_of_its_epoch(tmp_path):
     """Lightning reduces them after validation. The phase is restored, but the criterion misses that epoch."""
     for rank in run_processes(2, train_and_resume, str(tmp_path), True):

@@ -78,6 +78,7 @@ def test_one_process():
     assert times["time/exposed_communication_s"] == 0.0
 
 
+@pytest.mark.ci
 def test_ddp():
     times = run_processes(2, timed_fit, DDPStrategy(), 2)[0]
     check(times)
@@ -175,6 +176,7 @@ def test_layered_sgd_reports_communication_that_is_not_hidden():
     assert times["time/exposed_communication_s"] >= 0.25 * NETWORK_S
 
 
+@pytest.mark.ci
 def test_layered_sgd_of_one_group_is_timed_as_ddp():
     times = run_processes(2, timed_fit, LayeredSGDStrategy(2, bucket_cap_mb=SMALL_BUCKETS_MB), 2)[0]
     check(times)

@@ -135,6 +135,7 @@ def silent(rank, _, scene, collective):
     return scene.survive(group, collective)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("collective", [ring_all_reduce, star_all_reduce])
 @pytest.mark.parametrize(("way", "timeout"), [(dead, 20.0), (silent, 2.0)])
 def test_all_ranks_name_a_rank_that_is_dead_or_silent(way, timeout, collective):

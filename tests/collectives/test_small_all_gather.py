@@ -223,6 +223,7 @@ def compile_and_fall_back(rank: int) -> list[list[float]]:
     return [result.tolist() for result in results]
 
 
+@pytest.mark.ci
 def test_a_rank_that_falls_back_to_eager_code_meets_the_compiled_ranks():
     expected = [[18.0, 12.0 * step] for step in range(3)]
     assert run_processes(2, compile_and_fall_back) == [expected, expected]

@@ -101,6 +101,7 @@ def fit_and_test(rank: int, world_size: int, kind: type[Synthetic]) -> tuple[dic
     return metrics, probe.seen
 
 
+@pytest.mark.ci
 def test_three_ranks_train_and_evaluate_on_the_same_images_as_one():
     one, seen = fit_and_test(0, 1, Synthetic)
     ranks = run_processes(3, fit_and_test, 3, Synthetic)
@@ -117,6 +118,7 @@ def test_three_ranks_train_and_evaluate_on_the_same_images_as_one():
         assert [value for _, rank_seen in ranks for value in rank_seen[step][1]] == sums
 
 
+@pytest.mark.ci
 def test_the_test_above_detects_padding():
     ranks = run_processes(3, fit_and_test, 3, PaddedByTorch)
     assert [metrics["test/count"] for metrics, _ in ranks] == [102] * 3

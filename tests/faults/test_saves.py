@@ -83,6 +83,7 @@ def value_at(path: Path) -> float:
 SAVES = {"file": file_save, "folder": folder_save}
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize(
     ("before", "kind"), [("file", "file"), ("folder", "folder"), ("file", "folder"), ("folder", "file")]

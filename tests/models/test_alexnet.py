@@ -20,6 +20,7 @@ def alexnet() -> AlexNet:
     return AlexNet()
 
 
+@pytest.mark.ci
 def test_alexnet_has_the_published_filters_and_units(alexnet):
     convolutions = [m for m in alexnet.trunk if isinstance(m, nn.Conv2d)]
     assert [m.out_channels for m in convolutions] == [64, 192, 384, 384, 256]

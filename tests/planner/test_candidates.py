@@ -76,6 +76,7 @@ def test_recomputation_that_the_loss_goes_around_is_named(caplog):
     assert "recompute='cheap' keeps everything in this step" in caplog.text
 
 
+@pytest.mark.ci
 def test_a_host_without_memory_for_an_algorithm_leaves_it_out(monkeypatch):
     model, images = network(), torch.randn(4, 3, 14, 14)
     model(images)

@@ -176,6 +176,7 @@ def test_a_method_that_the_job_cannot_use_is_named(tmp_path, caplog):
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"plan.md", "plan.png"}
 
 
+@pytest.mark.ci
 def test_measuring_stops_when_the_time_is_up():
     callback = Diagnose(num_steps=90, max_s=0.3)
     trainer = fit(callback, limit_train_batches=15)

@@ -120,6 +120,7 @@ def test_frozen_layers_are_measured_without_gradients(monkeypatch):
     assert {choice.num_bytes for choice in choices["0"]} == {0}
 
 
+@pytest.mark.ci
 def test_an_algorithm_that_runs_out_of_memory_is_left_out(monkeypatch):
     from lightning_dp.planner.convolutions import measured_plans
 

@@ -39,6 +39,7 @@ def test_a_plan_is_run_and_gets_the_memory_that_it_really_leaves(monkeypatch):
     assert (plan.step_s, plan.peak_bytes) == (0.5, 1000)
 
 
+@pytest.mark.ci
 def test_a_plan_that_holds_more_than_there_is_does_not_count(monkeypatch):
     model, images = network(), torch.randn(4, 3, 14, 14)
     model(images)
@@ -69,6 +70,7 @@ def around(model: nn.Module, batch: Any) -> torch.Tensor:
     return type(model).forward(model, batch).square().mean()
 
 
+@pytest.mark.ci
 def test_recomputation_that_does_nothing_is_not_chosen():
     model, images = resnet20(), torch.randn(4, 3, 16, 16)
     plan = plan_batch_size(model, images, (4,), 10**9, around, recompute=("cheap", None), repeats=1)
@@ -133,6 +135,7 @@ class Counting(nn.Module):
         return self.layers(images)
 
 
+@pytest.mark.ci
 def test_metrics_do_not_count_what_is_measured():
     model, images = Counting(), torch.randn(4, 3, 14, 14)
     model(images)

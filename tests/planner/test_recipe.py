@@ -33,6 +33,7 @@ def made(config: dict[str, Any]) -> Diagnose:
     return instantiate(config["plan"], config["run_dir"])
 
 
+@pytest.mark.ci
 def test_a_run_says_what_to_use_and_leaves_its_files(tmp_path):
     config = composed(
         "plan.gbit_per_s=1",
@@ -107,6 +108,7 @@ def test_a_key_that_nothing_reads_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.ci
 def test_steps_of_the_plan_are_run_beside_those_of_the_present_configuration(monkeypatch):
     monkeypatch.setattr(recipe, "ROUNDS", 1)
     monkeypatch.setattr(recipe, "NUM_STEPS", 1)

@@ -114,6 +114,7 @@ def test_jobs_without_validation_are_compared_by_their_training(tmp_path, monkey
     assert second.startswith("| strategy=layered_sgd_single | 1 | 0.7000 |")
 
 
+@pytest.mark.ci
 def test_unfinished_jobs_are_marked_and_have_no_result(sweep, capsys, monkeypatch):
     """One that was killed after its first epoch, with a row cut by a full disk, and one before it logged anything."""
     job(sweep / "3", ["trainer.devices=2", "strategy=ddp", "seed=3"], [",0,9,,,,0.99\n", "1.0,0,9,,100,5,\n", ",0,1"])
@@ -205,6 +206,7 @@ def test_bytes_are_those_of_the_strategys_formula(tmp_path):
     assert num_bytes(tmp_path, "trainer.devices=2", share=0.5) is None, "who shares them is not known"
 
 
+@pytest.mark.ci
 def test_statistics_travel_within_their_group_and_in_each_batch(tmp_path):
     agbn = ("trainer.devices=4", "callbacks=agbn")
     group = "callbacks.adaptive_global_batch_norm.group_size"

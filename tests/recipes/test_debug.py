@@ -14,6 +14,7 @@ def test_fast_dev_run_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.ci
 def test_the_profiler_writes_its_table(tmp_path):
     train(tiny(tmp_path, "debug=profiler"))
     assert "run_training_batch" in (tmp_path / "fit-profile.txt").read_text()

@@ -50,6 +50,7 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path):
     assert Trap.sprung, "the trap works"
 
 
+@pytest.mark.ci
 def test_another_model_is_one_line(run_dir, monkeypatch):
     checkpoint = str(run_dir / "checkpoints" / "last.ckpt")
     monkeypatch.setattr("sys.argv", ["evaluate.py", checkpoint, "model.model.num_classes=9"])
@@ -103,6 +104,7 @@ def test_a_run_folder_of_somebody_else_need_not_be_trusted(run_dir, tmp_path, mo
     assert (tmp_path / "sprung").exists(), "the trap works"
 
 
+@pytest.mark.ci
 def test_with_own_the_model_may_be_the_users(tmp_path):
     """Its experiment is in a folder of the user's, and the run folder is not looked at."""
     train(tiny(tmp_path / "run", "trainer.max_epochs=1", "model.model._target_=lightning_dp.models.resnet20"))
@@ -158,6 +160,7 @@ class Late(Classifier):
             self.model = self.make()
 
 
+@pytest.mark.ci
 def test_layers_of_configure_model_are_there_when_weights_are_loaded(tmp_path):
     config = tiny(tmp_path, "trainer.max_epochs=1")
     config["model"] |= {"_target_": f"{__name__}.Late"}

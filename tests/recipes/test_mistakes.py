@@ -80,6 +80,7 @@ def mirror(tmp_path_factory):
         thread.join()
 
 
+@pytest.mark.ci
 def test_a_wrong_checksum_ends_a_run_before_it_starts(fail, mirror, tmp_path_factory):
     (address, served), root = mirror, tmp_path_factory.mktemp("root")
     (served / "archive").write_bytes(b"not the archive")

@@ -65,6 +65,7 @@ def test_what_the_trainer_switches_off_is_left_out_of_the_callbacks(option, left
     assert set(without_contradictions(config)["callbacks"]) == set(config["callbacks"])
 
 
+@pytest.mark.ci
 def test_a_run_without_progress_bar_and_checkpoints_trains(tmp_path):
     train(tiny(tmp_path / "run", "trainer.max_epochs=1", "trainer.enable_checkpointing=false"))
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"curves.png", "hparams.yaml", "metrics.csv"}
@@ -84,6 +85,7 @@ def test_the_best_weights_are_tested_and_then_tested_again_alone(tmp_path):
     assert not (tmp_path / "again" / "checkpoints").exists()
 
 
+@pytest.mark.ci
 def test_every_logger_gets_the_whole_configuration_and_curves_are_drawn(tmp_path):
     target = ("logger=tensorboard", "logger.tensorboard._target_=tests.recipes.pieces.Recorder")
     config = tiny(tmp_path, "trainer.max_epochs=1", *target)
@@ -101,6 +103,7 @@ def test_loggers_are_chosen_by_name_one_or_several(loggers, tmp_path):
     assert set(composed(tmp_path, f"logger={loggers}")["logger"]) == set(loggers.strip("[]").split(","))
 
 
+@pytest.mark.ci
 def test_images_per_second_are_logged_and_shown(tmp_path, capsys):
     found = train(tiny(tmp_path, "trainer.max_epochs=1", "trainer.enable_progress_bar=true", "test=false"))
     assert found["time/images_per_s"] > 0

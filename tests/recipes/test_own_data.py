@@ -18,6 +18,7 @@ def own(run_dir, name="OwnData", **values):
     return config
 
 
+@pytest.mark.ci
 def test_it_is_trained_and_tested_with(tmp_path):
     config = own(tmp_path, batch_size=8)
     assert validate(config) == 1
@@ -31,6 +32,7 @@ def test_it_is_trained_and_tested_with(tmp_path):
     assert again == {name: value for name, value in found.items() if name.startswith("test/")}
 
 
+@pytest.mark.ci
 def test_an_object_among_its_hyperparameters_is_warned_of(tmp_path, caplog):
     """Lightning saves it, and a checkpoint with it cannot be read without running its code."""
     config = own(tmp_path, batch_size=8, transform={"_target_": "fractions.Fraction"})
@@ -43,6 +45,7 @@ def test_an_object_among_its_hyperparameters_is_warned_of(tmp_path, caplog):
         completed_steps(tmp_path / "checkpoints" / "last.ckpt")
 
 
+@pytest.mark.ci
 def test_a_list_among_its_hyperparameters_can_be_read_if_hydra_converts_it(tmp_path, caplog):
     """Else it is an object of OmegaConf, and the warning says how to convert it."""
     checkpoint = tmp_path / "checkpoints" / "last.ckpt"

@@ -384,6 +384,7 @@ def save_as(config, age_s=0):
     return path
 
 
+@pytest.mark.ci
 def test_last_continues_only_a_run_of_the_same_configuration(tmp_path):
     runs = tmp_path / "tiny"
     mine = save_as(tiny(runs / "mine"), age_s=10)
@@ -399,6 +400,7 @@ def test_last_continues_only_a_run_of_the_same_configuration(tmp_path):
         find_checkpoint(tiny(runs / "new", "ckpt_path=last", "trainer.max_epochs=3"))
 
 
+@pytest.mark.ci
 def test_a_run_puts_its_configuration_into_its_checkpoints(tmp_path):
     config = tiny(tmp_path / "run", "trainer.max_epochs=1", "test=false")
     train(config)
@@ -535,6 +537,7 @@ class NumpyState(Callback):
         return {"score": np.float64(0.5)}
 
 
+@pytest.mark.ci
 def test_a_state_that_no_run_can_continue_from_is_warned_of_when_it_is_saved(tmp_path, caplog):
     config = tiny(tmp_path, "test=false")
     config["callbacks"]["mine"] = {"_target_": f"{__name__}.NumpyState"}

@@ -114,6 +114,7 @@ def test_rows_of_table_1_compose(num_gpus, head):
     assert config["strategy"]["scheme"] == "b"
 
 
+@pytest.mark.ci
 def test_headers_give_commands_that_compose():
     """Every command in the header of an experiment on ImageNet, up to its continuation."""
     for path in sorted((CONF / "experiment").glob("imagenet_*.yaml")):

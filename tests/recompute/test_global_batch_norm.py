@@ -83,6 +83,7 @@ def test_it_is_bitwise_the_same_with_as_many_collectives(name, policy):
     assert num_collectives == num_plain == 2 * 2 * NUM_LAYERS[name] * STEPS  # ranks, forward and backward
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_switch_to_local_statistics_is_bitwise_the_same(policy):
     plain, num_plain = run("residual", lambda model: None, switch_at=2)

@@ -192,6 +192,7 @@ def test_a_plan_is_saved_as_json_and_loaded(tmp_path):
             RecomputePlan.load(tmp_path / "bad.json")
 
 
+@pytest.mark.ci
 def test_the_trade_off_is_drawn_and_falls(tmp_path, monkeypatch):
     drawn: list[Figure] = []
     save = Figure.savefig

@@ -59,6 +59,7 @@ def fork_fits(rank):
         assert_same(launched_fit(layered(overlap, start_method="fork")), expected)
 
 
+@pytest.mark.ci
 def test_fork():
     run_processes(1, fork_fits)
 

@@ -152,6 +152,7 @@ def compare(rank, name, expected):
         assert_same(snapshot(module, t), expected)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(name):
     make, callback, _ = CASES[name]

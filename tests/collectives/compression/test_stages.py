@@ -151,6 +151,7 @@ def regroup(rank, state, communicator):
             assert torch.equal(reread["residuals"][name][0], reread["residuals"][name][3])
 
 
+@pytest.mark.ci
 def test_a_loaded_state_continues_with_the_same_bits_and_its_sum_does_not_depend_on_the_groups():
     run_processes(WORLD_SIZE, save_and_load)
 

@@ -122,6 +122,7 @@ def _fail(rank: int, folder: str, save: bool) -> str:
     return str(error.value)
 
 
+@pytest.mark.ci
 def test_an_exception_leaves_nothing_behind_but_parts_of_the_head(tmp_path):
     assert set(run_processes(2, _fail, str(tmp_path), False)) == {"'broken'"}
     for text in run_processes(2, _fail, str(tmp_path), True):
@@ -138,6 +139,7 @@ def _refit(rank: int) -> Result:
     return fit_with(batches(rank, 2), KrizhevskyHybridStrategy(scheme="c"), 2, lambda: module, {})
 
 
+@pytest.mark.ci
 def test_after_a_mistake_in_the_optimizer_one_can_go_on():
     expected = fit_with(all_batches(2), "auto", 1, StepNet, {})
     for result in run_processes(2, _refit):
@@ -330,6 +332,7 @@ def test_a_sharded_checkpoint_without_the_head_in_a_known_form_is_refused(tmp_pa
         assert f"the state_dict of {net.__name__} lacks head.1.weight and has other keys ('net" in text
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("state_dict_type", "net"),
     [("full", Renamed), ("full", Listed), ("full", Copied), ("sharded", Renamed), ("sharded", Listed)],

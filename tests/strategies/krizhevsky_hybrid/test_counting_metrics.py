@@ -271,6 +271,7 @@ def _recorded_on_rank(rank: int) -> dict[str, Tensor]:
     return _recorded(batches(rank, 2, 2), KrizhevskyHybridStrategy(), 2)
 
 
+@pytest.mark.ci
 def test_a_penalty_on_weights_leaves_what_is_logged_and_kept_as_in_one_process():
     expected = _recorded(all_batches(2, 2), "auto", 1)
     assert len(expected) == 8

@@ -76,6 +76,7 @@ def single(world_size: int) -> dict[str, list[Tensor]]:
     return sample.seen
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("sampling", [0, 2])
 def test_one_rank_alone_can_call_the_model(sampling):
     expected = single(3)
@@ -178,6 +179,7 @@ def _saliency(rank: int) -> list[Tensor]:
     return module.validated
 
 
+@pytest.mark.ci
 def test_gradients_in_validation_are_those_of_the_whole_head():
     module = Saliency()
     runner = trainer("auto", 1, inference_mode=False)
@@ -213,6 +215,7 @@ def _margins(rank: int) -> list[Tensor]:
     return module.validated
 
 
+@pytest.mark.ci
 def test_a_loss_by_name_in_validation():
     module = Margins()
     trainer("auto", 1).fit(module, all_batches(2), DataLoader(all_batches(1).dataset, 2))
@@ -381,6 +384,7 @@ def _repeated(rank: int) -> list[Tensor]:
     return module.validated
 
 
+@pytest.mark.ci
 def test_a_head_that_applies_a_layer_twice():
     expected = RepeatedLayer()
     trainer("auto", 1, max_epochs=2).fit(expected, all_batches(2, STEPS), all_batches(1))

@@ -36,6 +36,7 @@ def _weighted(rank: int) -> dict[str, Tensor]:
     return fit_with(batches(rank, 2), KrizhevskyHybridStrategy(scheme="c"), 2, Weighted, {})
 
 
+@pytest.mark.ci
 def test_head_step_may_have_further_arguments():
     expected = fit_with(all_batches(2), "auto", 1, Weighted, {})
     for result in run_processes(2, _weighted):

@@ -125,6 +125,7 @@ def _works(rank: int) -> None:
     fit(ByLayers(), rank, 2, head="head.4")  # the remedy
 
 
+@pytest.mark.ci
 def test_the_head_and_its_copies_work():
     run_processes(2, _works)
 

@@ -89,6 +89,7 @@ def _late(rank: int) -> list[tuple[str, int, list[str]]]:
     return said
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore")
 def test_an_optimizer_of_whole_parameters_is_refused_before_its_first_update():
     for said in run_processes(2, _late):

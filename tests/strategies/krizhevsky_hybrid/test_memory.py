@@ -101,6 +101,7 @@ def _meta(rank: int, seed: int, ckpt_path: str | None, epochs: int) -> tuple[dic
     return keep.values, snapshot(module, runner)
 
 
+@pytest.mark.ci
 def test_a_head_on_the_meta_device_gets_its_values_row_by_row():
     values, after = zip(*run_processes(2, _meta, 3, None, 1), strict=True)
     assert_same(values[0], values[1], 0.0)

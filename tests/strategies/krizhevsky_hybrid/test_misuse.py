@@ -292,6 +292,7 @@ def _data_of_one_rank(rank: int) -> list[str]:
     return errors_of(rank, DATA_OF_ONE_RANK, ValueError)
 
 
+@pytest.mark.ci
 def test_data_of_one_rank_is_found_in_a_later_step_in_one_of_two_calls_and_where_features_are_positive():
     for said in run_processes(2, _data_of_one_rank):
         for text in said:
@@ -334,6 +335,7 @@ def _one_rank_more(rank: int) -> list[str]:
     return errors_of(rank, (Twice, TwiceInStep), RuntimeError, timeout=timedelta(seconds=30))
 
 
+@pytest.mark.ci
 def test_a_call_on_one_rank_alone_in_a_step_is_named():
     for said in run_processes(2, _one_rank_more):
         assert all("made a call that the other has not" in text or "could not receive from" in text for text in said)
@@ -435,6 +437,7 @@ def _looking(rank: int) -> Any:
     ]
 
 
+@pytest.mark.ci
 def test_what_rank_0_alone_may_look_at():
     for plain, looking in run_processes(2, _looking):
         for name, value in plain.items():

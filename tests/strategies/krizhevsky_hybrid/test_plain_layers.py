@@ -166,6 +166,7 @@ def _changed(rank: int) -> dict[str, str]:
     return said
 
 
+@pytest.mark.ci
 def test_new_parameters_of_the_head_after_set_up():
     for said in run_processes(2, _changed):
         for change in CHANGES:

@@ -278,6 +278,7 @@ def _clip_in_sub_passes(rank: int) -> Result:
     return {name: p.detach() for name, p in module.named_parameters()}
 
 
+@pytest.mark.ci
 def test_variable_batch_clips_each_update_by_the_norm_of_what_it_updates():
     from tests.strategies.krizhevsky_hybrid.test_strategy import variable_batch_loop
 
@@ -359,6 +360,7 @@ def _batch_norm(rank: int) -> tuple[Result, dict[str, Tensor]]:
     return snapshot(module, runner), dict(module.state_dict())
 
 
+@pytest.mark.ci
 def test_global_batch_norm_in_the_trunk():
     module = BatchNormNet()
     runner = trainer("auto", 1)
@@ -385,6 +387,7 @@ def _random(rank: int) -> Tensor:
     return module.drawn
 
 
+@pytest.mark.ci
 def test_ranks_draw_the_same_within_head_step():
     first, second = run_processes(2, _random)
     assert torch.equal(first, second)

@@ -53,6 +53,7 @@ def _while_fitting(module: HybridNet, world_size: int, scheme: str, own: list[Te
     return seen
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("scheme", ["a", "b", "c"])
 def test_uneven_batches(scheme):
     results = run_processes(3, _uneven, 3, StepNet, scheme)
@@ -80,6 +81,7 @@ def _unequal_own_batches(rank: int, strategy: str) -> Result:
     return snapshot(module, runner)
 
 
+@pytest.mark.ci
 def test_without_head_step_ranks_count_equally_as_under_ddp():
     for ours, theirs in zip(
         run_processes(2, _unequal_own_batches, "hybrid"), run_processes(2, _unequal_own_batches, "ddp"), strict=True

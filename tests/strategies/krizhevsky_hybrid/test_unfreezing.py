@@ -137,6 +137,7 @@ def _with_statistics(rank: int, strategy: Any) -> tuple[Result, list[Tensor]]:
     return dict(module.state_dict()), module.validated
 
 
+@pytest.mark.ci
 def test_a_frozen_trunk_has_the_statistics_that_it_has_under_ddp():
     of_ddp = run_processes(2, _with_statistics, "ddp")
     for actual, expected in zip(run_processes(2, _with_statistics, KrizhevskyHybridStrategy()), of_ddp, strict=True):

@@ -50,6 +50,7 @@ def _doubled(rank: int, hook: str) -> tuple[dict[str, Tensor], list[set[str]], i
     return {name: p.detach() for name, p in module.named_parameters()}, callback.seen, runner.global_step
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_hook_changes_the_gradients_of_each_update(hook):
@@ -85,6 +86,7 @@ def _accumulating(rank: int) -> tuple[list[Tensor], list[bool]]:
     return module.between, module.hidden
 
 
+@pytest.mark.ci
 def test_hooks_do_not_see_gradients_that_the_trunk_accumulates():
     for between, hidden in run_processes(2, _accumulating):
         assert hidden == [True] * 8

@@ -34,6 +34,7 @@ def test_equals_ddp_with_both_overlaps():
     run_cases(4, compare_with_ddp, VARIANTS)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("world_size", "group_size"), [(2, 1), (2, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_equals_ddp_in_every_topology(world_size, group_size):
     run_cases(world_size, compare_with_ddp, ["adamw"], world_size, group_size)

@@ -77,6 +77,7 @@ def see_what_overlaps(rank):
     assert sum(started) == 6, started
 
 
+@pytest.mark.ci
 def test_units_are_gathered_ahead_and_summed_behind():
     run_processes(4, see_what_overlaps)
 
@@ -186,5 +187,6 @@ def put_back(rank):
     assert weight == [3.0 if rank < 2 else 7.0], weight
 
 
+@pytest.mark.ci
 def test_fsdp2_has_its_own_collectives_after_fit():
     run_processes(4, put_back)

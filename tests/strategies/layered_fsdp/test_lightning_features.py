@@ -119,6 +119,7 @@ def gather_by_hand(rank):
     assert_same(snapshot(*fit(layered(), 4, Net(), callbacks=[UnshardEarly()])), expected)
 
 
+@pytest.mark.ci
 def test_a_unit_that_the_user_gathers_is_up_to_date():
     run_processes(4, gather_by_hand)
 
@@ -429,6 +430,7 @@ def seed_differently(rank):
     assert all(torch.equal(other, rows) for other in others)
 
 
+@pytest.mark.ci
 def test_all_ranks_begin_with_the_parameters_of_rank_0():
     run_processes(4, seed_differently)
 
@@ -491,6 +493,7 @@ def hook(rank):
                 fit(layered(group_size), 4, module, callbacks=callbacks)
 
 
+@pytest.mark.ci
 def test_hooks_that_would_not_be_called_are_refused():
     run_processes(4, hook)
 

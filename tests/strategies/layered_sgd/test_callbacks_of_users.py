@@ -144,6 +144,7 @@ def compare_views_without_the_search(rank: int) -> None:
     compare_on_a_slow_network(CASES["overlapping views"])
 
 
+@pytest.mark.ci
 def test_overlapping_views_differ_without_the_search_for_shared_memory():
     with pytest.raises(RankError, match="not close|modified by an inplace operation"):
         run_processes(2, compare_views_without_the_search)

@@ -154,6 +154,7 @@ def compare_copies(rank):
     return got
 
 
+@pytest.mark.ci
 def test_sums_of_copies_are_to_the_bit_those_of_the_buffers():
     oracle = [sum(each) for each in zip(*([v.double() for v in values(rank)] for rank in range(4)), strict=True)]
     for got in run_processes(4, compare_copies):

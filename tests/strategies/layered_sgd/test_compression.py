@@ -87,6 +87,7 @@ def test_parameters_are_those_of_one_process_that_plays_all_groups():
     run_processes(4, compare)
 
 
+@pytest.mark.ci
 def test_they_are_not_if_error_feedback_is_dropped():
     with pytest.raises(RankError, match="first.weight"):
         run_processes(4, compare, True)

@@ -49,6 +49,7 @@ def all_reduce(rank, topologies):
     return results
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("world_size", "group_sizes"), [(4, (1, 2, 4)), (3, (1, 3))])
 def test_sums_over_all_ranks(world_size, group_sizes):
     """Also with fewer elements than ranks in a group, and with a rest."""

@@ -196,6 +196,7 @@ def find_stale_use(rank, make, bucket_cap_mb):
     assert module.trainer.global_step == (1 if make is ThroughAViewFirst else 2)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("make", "bucket_cap_mb"),
     [(Scripted, EACH_PARAMETER), (ThroughAView, EACH_PARAMETER), (ThroughAViewFirst, ALL_PARAMETERS)],

@@ -116,6 +116,7 @@ def test_equals_ddp_if_groups_are_reduced_before_the_carriers_copy_their_part():
     run_processes(4, compare_reduced_first, False)
 
 
+@pytest.mark.ci
 def test_differs_from_ddp_if_groups_are_not_reduced():
     with pytest.raises(RankError, match="first.weight"):
         run_processes(4, compare_reduced_first, True)

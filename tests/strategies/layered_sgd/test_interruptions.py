@@ -147,6 +147,7 @@ class FromZero(WithSums):
             return set(torch.cat([parameter.detach().flatten() for parameter in self.parameters]).tolist())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_signal_handler_finds_part_of_an_update_only_where_it_is_told_so(whole):
     num_told = num_parts = 0

@@ -163,6 +163,7 @@ def stop_early(rank, name):
     return ends[0][1]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", STOPS)
 def test_early_stopping_stops_where_ddp_does_and_loses_no_update(name):
     for steps in run_processes(2, stop_early, name):
@@ -209,6 +210,7 @@ def compare_compiled(rank, make):
     return counts
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("make", [Net, pytest.param(ManualNet, marks=pytest.mark.slow)])
 def test_a_compiled_lightning_module(make):
     for counts in run_processes(2, compare_compiled, make):

@@ -93,6 +93,7 @@ def compare_manual(rank):
         torch.testing.assert_close(module.norms, norms, rtol=1e-10, atol=0)
 
 
+@pytest.mark.ci
 def test_manual_optimization_with_two_optimizers():
     run_processes(2, compare_manual)
 
@@ -103,6 +104,7 @@ def compare_unused(rank):
         assert_same(snapshot(*fit(layered(overlap=overlap, find_unused_parameters=True), 2, Unused())), expected)
 
 
+@pytest.mark.ci
 def test_unused_parameters():
     run_processes(2, compare_unused)
 
@@ -143,6 +145,7 @@ def compare_precision(rank, precision):
             assert_same(each, expected, rtol=1e-5)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_mixed_precision(precision):
     run_processes(2, compare_precision, precision)
@@ -154,6 +157,7 @@ def compare_in_float32(rank):
         assert_same(snapshot(*fit(layered(2, overlap=overlap), 4, Net().float())), expected, rtol=1e-5)
 
 
+@pytest.mark.ci
 def test_in_float32_equals_ddp_to_the_rounding_of_another_order():
     run_processes(4, compare_in_float32)
 

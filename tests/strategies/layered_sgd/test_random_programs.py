@@ -153,6 +153,7 @@ def test_12_random_programs():
     assert min(run_processes(2, run_programs, range(12))) >= 3, "a backward pass has several buckets"
 
 
+@pytest.mark.ci
 def test_gradients_that_nobody_waits_for_are_seen():
     """The twin: the programs do look at what is pending."""
     with pytest.raises(RankError, match="seed"):

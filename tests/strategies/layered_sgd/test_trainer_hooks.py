@@ -54,6 +54,7 @@ def compare_watched_fits(rank, folder):
         torch.testing.assert_close(seen, expected_seen, rtol=1e-10, atol=0)
 
 
+@pytest.mark.ci
 def test_validation_checkpoints_and_weight_averaging_see_the_updated_weights(tmp_path):
     run_processes(2, compare_watched_fits, str(tmp_path))
     names = sorted(path.name for path in (tmp_path / "ddp").iterdir())
@@ -66,6 +67,7 @@ def test_validation_checkpoints_and_weight_averaging_see_the_updated_weights(tmp
             assert ours["lr_schedulers"] == ddps["lr_schedulers"]
 
 
+@pytest.mark.ci
 def test_a_checkpoint_goes_on_in_a_plain_trainer_as_ddps_would(tmp_path):
     run_processes(2, compare_watched_fits, str(tmp_path))
     ends = []
@@ -174,5 +176,6 @@ def fit_validate_fit(rank):
     assert [thread.name for thread in threading.enumerate() if "communicator" in thread.name] == []
 
 
+@pytest.mark.ci
 def test_a_trainer_can_be_used_again_and_leaves_no_thread():
     run_processes(2, fit_validate_fit)
