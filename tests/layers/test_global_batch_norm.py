@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections import Counter
 from typing import Any
 
@@ -206,19 +207,25 @@ def test_a_layer_with_only_one_of_weight_and_bias(left_out):
 def count_collectives(monkeypatch) -> Counter:
     """Count the calls of each collective, and the numbers that batch norm gathers, in all ranks together."""
     calls: Counter = Counter()
+    adding = threading.Lock()  # ranks are threads
+
+    def add(name: str, number: int) -> None:
+        with adding:
+            calls[name] += number
+
     for name in ("all_gather", "all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "barrier"):
         original = getattr(dist, name)
 
         def counted(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
-            calls[_name] += 1
+            add(_name, 1)
             return _original(*args, **kwargs)
 
         monkeypatch.setattr(dist, name, counted)
     gather = batch_statistics.small_all_gather
 
     def counted_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        calls["small_all_gather"] += 1
-        calls["numbers"] += tensor.numel()
+        add("small_all_gather", 1)
+        add("numbers", tensor.numel())
         return gather(tensor, group)
 
     monkeypatch.setattr(batch_statistics, "small_all_gather", counted_gather)
