@@ -356,10 +356,11 @@ def _modules_in(value: Any, seen: set[int]) -> Iterator[nn.Module]:
     if isinstance(value, nn.Module):
         yield value
     elif isinstance(value, dict | list | tuple | set | deque):
-        entries = value.values() if isinstance(value, dict) else value
-        for each in () if id(value) in seen else islice(entries, _MOST_ENTRIES):
+        if id(value) not in seen:
             seen.add(id(value))
-            yield from _modules_in(each, seen)
+            entries = value.values() if isinstance(value, dict) else value
+            for each in islice(entries, _MOST_ENTRIES):
+                yield from _modules_in(each, seen)
     elif hasattr(value, "__dict__"):  # such as a dataclass; no deeper, because everything may be behind it
         yield from (each for each in vars(value).values() if isinstance(each, nn.Module))
 
