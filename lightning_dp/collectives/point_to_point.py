@@ -43,14 +43,23 @@ class Transfer:
         action: "send to" or "receive from", for the error message.
         message: tensor and peer.
         works: the backend's handles. Empty if nothing is sent.
+        failure: the backend's error, if the message could not be started. `wait` raises it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, action: str, message: Message, works: Sequence[dist.Work]) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        action: str,
+        message: Message,
+        works: Sequence[dist.Work],
+        failure: RuntimeError | None = None,
+    ) -> None:
         tensor, peer = message
         self._group = group
         self._action = action
         self._peer = peer
         self._works = works
+        self._failure = failure
         # gloo does not hold a reference: without this one the memory could be reused while the message is in flight.
         self._tensor = tensor
 
@@ -61,6 +70,8 @@ class Transfer:
             PeerError: the peer has died, or has been silent for longer than the timeout of the group.
         """
         try:
+            if self._failure is not None:
+                raise self._failure
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
@@ -98,7 +109,11 @@ def post(
 def start_message(
     group: dist.ProcessGroup, action: Literal["send to", "receive from"], message: Message, tag: int = 0
 ) -> Transfer:
-    """Start one message, from host memory. gloo matches messages between two ranks by ``tag``, and then by order."""
+    """Start one message, from host memory. gloo matches messages between two ranks by ``tag``, and then by order.
+
+    If the peer has died, only `Transfer.wait` raises, after the messages to other ranks have been started. A rank that
+    raised here would keep theirs back, and they would blame this rank, after the whole timeout.
+    """
     tensor, peer = message
     if not tensor.numel():
         return Transfer(group, action, message, [])
@@ -108,7 +123,7 @@ def start_message(
         else:
             work = dist.irecv(tensor, group=group, group_src=peer, tag=tag)
     except RuntimeError as error:
-        raise peer_error(group, action, peer, error) from error
+        return Transfer(group, action, message, [], error)
     assert work is not None, "this rank is not a member of the group"
     return Transfer(group, action, message, [work])
 

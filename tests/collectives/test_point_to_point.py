@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_dp.collectives import PeerError, ring_all_gather, ring_all_reduce, ring_reduce_scatter, star_all_reduce
 from lightning_dp.collectives import ring as ring_module
 from lightning_dp.collectives.groups import exclusive_use
-from lightning_dp.collectives.point_to_point import Transfer, naming_backend_errors
+from lightning_dp.collectives.point_to_point import Transfer, naming_backend_errors, post
 from lightning_dp.collectives.small_all_gather import small_all_gather
 from tests.ranks import run_processes, run_threads, thread_group
 
@@ -144,6 +144,29 @@ def test_all_ranks_name_a_rank_that_is_dead_or_silent(way, timeout, collective):
         if rank != GONE:
             assert error.group_rank == GONE
             assert re.match(rf"rank {rank} could not (send to|receive from) rank 2 of the group: ", str(error))
+
+
+def send_beside_a_dead_rank(rank, _, scene):
+    group = scene.group(rank)
+    if rank == GONE:
+        return None  # its connections are closed
+    if rank == 0:
+        received = torch.zeros(1)
+        post(group, [(received, 1)], [])[0][0].wait()
+        return received.item()
+    if rank == 1:
+        with pytest.raises(PeerError):
+            post(group, [(torch.zeros(1), GONE)], [])[0][0].wait()
+        # The connection is known to be closed now, so this message fails at its start.
+        (dead_one,), (living_one,) = post(group, [(torch.zeros(1), GONE)], [(torch.ones(1), 0)])
+        living_one.wait()
+        with pytest.raises(PeerError, match="rank 1 could not receive from rank 2"):
+            dead_one.wait()
+    return None
+
+
+def test_a_message_that_cannot_be_started_does_not_keep_another_back():
+    assert run_threads(WORLD_SIZE, send_beside_a_dead_rank, Scene(20.0))[0] == 1
 
 
 @pytest.mark.ci
