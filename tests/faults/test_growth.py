@@ -74,13 +74,15 @@ def fit_without_garbage_collection(rank: int, strategy: str, folder: Path) -> No
     gc.collect()
     gc.disable()
     usages = []
-    for _ in range(3):
+    for _ in range(5):
         case = Case("none", "start", strategy)
         fault = Fault(case, rank, folder)
         make_trainer(case, folder).fit(Net(fault), datamodule=Data(fault, rank))
         usages.append(usage())
     gc.enable()
-    assert usages[1][:2] == usages[2][:2], usages
+    # Each of the last three fits would leave one at least. A socket may close a moment after its fit has ended.
+    assert usages[4].threads - usages[1].threads < 3, usages
+    assert usages[4].descriptors - usages[1].descriptors < 3, usages
 
 
 @pytest.mark.ci
