@@ -61,7 +61,10 @@ def simulate(
             has no plan.
     """
     require_count("num_steps", num_steps, least=WARM_UP + 1)
-    method = find_method(method)
+    if not isinstance(method, Method):
+        if method not in METHODS:
+            raise ValueError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}, or a Method")
+        method = METHODS[method]
     job = _Job(workload, network, world_size, method, seed)
     for _ in range(num_steps):
         job.add_step()
@@ -72,19 +75,6 @@ def simulate(
     images = world_size * job.workload.batch_size * job.workload.accumulate
     rate = images / step_s if step_s else float("inf")
     return StepTime(step_s, min(busy_s, step_s), rate)
-
-
-def find_method(method: Method | str) -> Method:
-    """Return the method of this name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if isinstance(method, Method):
-        return method
-    if method not in METHODS:
-        raise ValueError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}, or a Method")
-    return METHODS[method]
 
 
 def all_reduce_s(block: Block, method: Method, network: Network, world_size: int) -> float:
@@ -100,13 +90,6 @@ def inter_group_s(block: Block, method: Method, network: Network, world_size: in
     if method.compression == 1.0:
         return network.inter_group_all_reduce_s(num_bytes, world_size)
     return network.compressed_all_reduce_s(num_bytes, world_size, num_rounds(method))
-
-
-def bucket_codec_s(block: Block, method: Method, workload: Workload) -> float:
-    """Return the processor time in which the method's compressor encodes and decodes a bucket."""
-    total = workload.gradient_bytes
-    seconds = workload.codec_s.get(method.compression, 0.0) if isinstance(method.compression, str) else 0.0
-    return seconds * block.num_bytes / total if total else 0.0
 
 
 class _Job:
@@ -279,8 +262,7 @@ class _Job:
 
     def _send(self, place: int, duration_s: float, after: Sequence[int], priority: float | None = None) -> int:
         """Add the sum of a bucket over the network. A compressor encodes it before, and decodes it afterwards."""
-        codec_s = bucket_codec_s(self.buckets[place], self.method, self.workload)
-        codec_s /= self._group_size if self._is_sharded else 1
+        codec_s = self.workload.codec_s.get(str(self.method.compression), 0.0) * self._part_of(self.buckets[place])
         if not codec_s:
             return self.schedule.add(duration_s, after, self._net, priority=priority)
         encoded = self.schedule.add(codec_s / 2, after, self._codec, priority=priority)
@@ -356,9 +338,13 @@ class _Job:
 
     def _update_s(self, bucket: Block) -> float:
         """Return a bucket's part of a rank's update."""
+        return self.workload.update_s * self._part_of(bucket)
+
+    def _part_of(self, bucket: Block) -> float:
+        """Return which part of all gradients a rank has of a bucket."""
         total = self.workload.gradient_bytes
         part = bucket.num_bytes / total if total else 1 / len(self.buckets)
-        return self.workload.update_s * part / (self._group_size if self._is_sharded else 1)
+        return part / (self._group_size if self._is_sharded else 1)
 
 
 # A discrete-event simulation of tasks, what they wait for, and the resources that they share.
