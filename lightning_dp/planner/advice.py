@@ -136,10 +136,6 @@ class Plan:
     time: StepTime
     error: float
 
-    def is_as_fast_as(self, other: Plan) -> bool:
-        """Return whether it is at most slower by what the simulation may be wrong."""
-        return are_equal(self.time, self.error, other.time, other.error) or self.images_per_s > other.images_per_s
-
     @property
     def images_per_s(self) -> float:
         """Of all ranks."""
@@ -183,7 +179,7 @@ def choose_plan(
                 time = simulate(changed, network, world_size, name)
                 plans.append(Plan(chosen, name, changed, time, error_of(name)))
     fastest = max(plans, key=lambda plan: plan.images_per_s)
-    equal = [plan for plan in plans if plan.is_as_fast_as(fastest)]
+    equal = [plan for plan in plans if are_equal(plan.time, plan.error, fastest.time, fastest.error)]
     return min(equal, key=lambda plan: (plan.num_changes, methods.index(plan.method), -plan.images_per_s))
 
 
