@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_dp.planner.accuracy import expected_error, was_measured
 from lightning_dp.planner.advice import (
     WORTH_NAMING,
     Advice,
@@ -18,7 +17,9 @@ from lightning_dp.planner.advice import (
     are_equal,
     changes_for,
     choose_plan,
+    expected_error,
     larger_batch_gain,
+    was_measured,
 )
 from lightning_dp.planner.formulas import amdahl_efficiency
 from lightning_dp.planner.network import Link, Network
