@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,6 +40,7 @@ from lightning_dp.planner.convolutions.program import (
     BatchPlan,
     Candidate,
     Choice,
+    Layers,
     choose_algorithms,
     fastest,
     held_bytes,
@@ -453,82 +454,71 @@ def measure_plans(
         loss: see `plan_batch_size`.
         repeats: see `plan_batch_size`.
     """
-    plans = []
-    for candidate in candidates:
-        trials = _Trials(model, resized(batch, candidate.batch_size), candidate, memory_bytes, loss, repeats)
-        trials.run_planned()
-        trials.run_uniform()
-        plans += trials.fastest()
-    return plans
+    plans = [
+        _fastest_plan(model, resized(batch, candidate.batch_size), candidate, memory_bytes, loss, repeats)
+        for candidate in candidates
+    ]
+    return [plan for plan in plans if plan is not None]
 
 
-class _Trials:
-    """Runs plans of one candidate, each once."""
+def _fastest_plan(
+    model: nn.Module, batch: Any, candidate: Candidate, memory_bytes: int, loss: Loss, repeats: int
+) -> BatchPlan | None:
+    """Run the plans of a candidate, each once, and return the fastest; None if none fits."""
+    tried: dict[tuple[str, ...], tuple[dict[str, Choice], StepMeasurement]] = {}
 
-    def __init__(
-        self, model: nn.Module, batch: Any, candidate: Candidate, memory_bytes: int, loss: Loss, repeats: int
-    ) -> None:
-        self._model, self._batch, self._loss, self._repeats = model, batch, loss, repeats
-        self._candidate, self._memory_bytes = candidate, memory_bytes
-        self._steps: dict[tuple[str, ...], StepMeasurement] = {}
-        self._fitting: list[BatchPlan] = []
+    def run(chosen: dict[str, Choice]) -> StepMeasurement:
+        key = tuple(choice.algorithm for choice in chosen.values())
+        if key not in tried:
+            algorithms = apply_algorithms(model, _names(chosen))
+            recompute: Any = candidate.recompute or None
+            try:
+                step = unless_out_of_memory(partial(measure_step, model, batch, loss, recompute, repeats))
+            finally:
+                algorithms.remove()
+            tried[key] = chosen, step or StepMeasurement(float("inf"), memory_bytes + 1)
+        return tried[key][1]
 
-    def fastest(self) -> list[BatchPlan]:
-        """Return the fastest plan that fits, or nothing."""
-        return sorted(self._fitting, key=lambda plan: plan.step_s)[:1]
+    # The plan of equation 6, and again with the memory that it really leaves.
+    bound_bytes = candidate.bound_bytes
+    for _ in range(NUM_PLANS):
+        planned = choose_algorithms(candidate.layers, bound_bytes)
+        if planned is None:
+            break
+        bound_bytes = memory_bytes - (run(planned).total_bytes - held_bytes(list(planned.values())))
+    for uniform in _uniform_plans(candidate.layers):
+        run(uniform)
+    fitting = [(chosen, step) for chosen, step in tried.values() if step.total_bytes <= memory_bytes]
+    if not fitting:
+        return None
+    chosen, step = min(fitting, key=lambda trial: trial[1].time_s)
+    held = held_bytes(list(chosen.values()))
+    return BatchPlan(
+        candidate.batch_size,
+        _names(chosen),
+        step.time_s,
+        held,
+        memory_bytes - (step.total_bytes - held),
+        candidate.recompute,
+        peak_bytes=step.total_bytes,
+    )
 
-    def run_planned(self) -> None:
-        """Run the plan of equation 6, and again with the memory that it really leaves."""
-        bound_bytes = self._candidate.bound_bytes
-        for _ in range(NUM_PLANS):
-            chosen = choose_algorithms(self._candidate.layers, bound_bytes)
-            if chosen is None:
-                break
-            other_bytes = self._run(chosen).total_bytes - held_bytes(list(chosen.values()))
-            bound_bytes = self._memory_bytes - other_bytes
 
-    def run_uniform(self) -> None:
-        """Run each algorithm in all layers that it can compute, unless they are slow by themselves.
+def _names(chosen: Mapping[str, Choice]) -> dict[str, str]:
+    return {layer: choice.algorithm for layer, choice in chosen.items()}
 
-        The backend's always: the candidate was measured with it, so that it fits.
-        """
-        layers = self._candidate.layers
-        least_s = sum(min(choice.time_s for choice in choices) for choices in layers.values())
-        for algorithm in dict.fromkeys(choice.algorithm for choices in layers.values() for choice in choices):
-            chosen = {
-                name: next((c for c in choices if c.algorithm == algorithm), choices[0])  # BACKEND is the first
-                for name, choices in layers.items()
-            }
-            alone_s = sum(choice.time_s for choice in chosen.values())
-            if algorithm == BACKEND or alone_s <= WORTH_A_TRIAL * least_s:
-                self._run(chosen)
 
-    def _run(self, chosen: Mapping[str, Choice]) -> StepMeasurement:
-        names = {name: choice.algorithm for name, choice in chosen.items()}
-        key = tuple(names.values())
-        if key not in self._steps:
-            step = self._steps[key] = self._measure(names)
-            if step.total_bytes <= self._memory_bytes:
-                self._fitting.append(
-                    BatchPlan(
-                        self._candidate.batch_size,
-                        names,
-                        step.time_s,
-                        held := held_bytes(list(chosen.values())),
-                        self._memory_bytes - (step.total_bytes - held),
-                        self._candidate.recompute,
-                        peak_bytes=step.total_bytes,
-                    )
-                )
-        return self._steps[key]
+def _uniform_plans(layers: Layers) -> Iterator[dict[str, Choice]]:
+    """Yield each algorithm in all layers that it can compute, unless they are slow by themselves.
 
-    def _measure(self, algorithms: Mapping[str, str]) -> StepMeasurement:
-        recompute: Any = self._candidate.recompute or None
-        handle = apply_algorithms(self._model, algorithms)
-        try:
-            step = unless_out_of_memory(
-                lambda: measure_step(self._model, self._batch, self._loss, recompute, self._repeats)
-            )
-        finally:
-            handle.remove()
-        return step or StepMeasurement(float("inf"), self._memory_bytes + 1)
+    The backend's always: the candidate was measured with it, so that it fits.
+    """
+    least_s = sum(min(choice.time_s for choice in choices) for choices in layers.values())
+    for algorithm in dict.fromkeys(choice.algorithm for choices in layers.values() for choice in choices):
+        chosen = {
+            name: next((c for c in choices if c.algorithm == algorithm), choices[0])  # BACKEND is the first
+            for name, choices in layers.items()
+        }
+        alone_s = sum(choice.time_s for choice in chosen.values())
+        if algorithm == BACKEND or alone_s <= WORTH_A_TRIAL * least_s:
+            yield chosen
