@@ -387,13 +387,11 @@ def measure_convolution(
 
     cotangent = torch.randn_like(forward())
 
-    def backward(out: Tensor) -> Any:
+    def backward(out: Tensor) -> tuple[Tensor, ...]:
+        if not wanted:  # the layer is frozen, and nothing before it is trained
+            return ()
         return torch.autograd.grad(out, wanted, cotangent, retain_graph=True)
 
-    if not wanted:  # a frozen layer, with nothing before it that is trained
-        return Choice(
-            algorithm, measure_time_s(forward, weight.device, repeats), 0, _extra_bytes(forward, weight.device)
-        )
     time_s = measure_time_s(lambda: backward(forward()), weight.device, repeats)
     there = measure_memory(forward, weight.device)
     back = measure_memory(lambda: backward(there.result), weight.device)
@@ -403,12 +401,6 @@ def measure_convolution(
         max(0, there.kept_bytes - num_bytes(there.result)),
         max(0, there.peak_bytes - there.kept_bytes, back.peak_bytes - back.kept_bytes),
     )
-
-
-def _extra_bytes(forward: Callable[[], Tensor], device: torch.device) -> int:
-    """Return what a forward holds at a time, beyond its result."""
-    use = measure_memory(forward, device)
-    return max(0, use.peak_bytes - use.kept_bytes)
 
 
 def _signature(module: nn.Conv2d) -> tuple[Any, ...]:
