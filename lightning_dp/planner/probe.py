@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -143,13 +141,9 @@ def probe_compressors(shapes: Sequence[Sequence[int]], repeats: int = 3) -> dict
 
 def _compress_s(choice: Compression, gradients: Tensor, piece: BucketShard, repeats: int) -> float:
     compressor = make_compressor(choice)
-    measured = []
-    for _ in range(repeats + 1):
-        bucket = gradients.clone()
-        begin_s = time.perf_counter()
-        compressor.all_reduce(bucket, piece, _Loopback())
-        measured.append(time.perf_counter() - begin_s)
-    return median(measured[1:])  # the first sum has no residuals yet
+    bucket = gradients.clone()
+    # The first sum, which is not timed, has no residuals yet.
+    return measure_time_s(lambda: compressor.all_reduce(bucket, piece, _Loopback()), repeats=repeats)
 
 
 class _Loopback(Transport):
