@@ -98,7 +98,7 @@ class Diagnosis:
             self._advice_text(),
             *self._what_changes_training(),
             profile.table(),
-            f"Overhead ratio (Lemma 3.1): {ratio:.3f}. {_efficiencies(ratio, (2, 4, 8))}",
+            f"Overhead ratio (Lemma 3.1): {ratio:.3f}. {_efficiencies(ratio)}",
             self._rows() if self.predictions else
             "One rank needs no network. To predict for more: Diagnose(network=..., world_size=...).",
             *self._notes(),
@@ -352,10 +352,10 @@ def _ratio(time: StepTime, other: StepTime) -> str:
     return f"{other.images_per_s / time.images_per_s:.2f} x"
 
 
-def _efficiencies(ratio: float, sizes: Sequence[int]) -> str:
+def _efficiencies(ratio: float) -> str:
     if ratio == float("inf"):
         return "Nothing is computed that more GPUs could divide."
-    values = ", ".join(f"{amdahl_efficiency(size, ratio):.0%} on {size}" for size in sizes)
+    values = ", ".join(f"{amdahl_efficiency(size, ratio):.0%} on {size}" for size in (2, 4, 8))
     return f"If it stayed so, efficiency would be {values} GPUs."
 
 
@@ -429,38 +429,19 @@ def _gradients(workload: Workload) -> Block:
 
 # What `recipes/train.py` is told to use a method.
 
+# The recipes have no option for the others: Lightning ignores communication hooks of DDP on CPU.
+WITH_PLAN = tuple(
+    name
+    for name, method in METHODS.items()
+    if method.family != "ddp" or (method.compression == 1.0 and method.all_reduce == "native")
+)
+STRATEGIES = {"hybrid": "krizhevsky_hybrid"}  # the others have the name of their family
 POWER_SGD = "{_target_:lightning_dp.strategies.PowerSGD,rank:4}"
-# Added to the job's callbacks: `callbacks=agbn` would take away its Memonger, and others of its own.
+# Added to the job's callbacks: `callbacks=agbn` would take away its Memonger, `callbacks=memonger` its batch norm.
 PLATEAU = "{_target_:lightning_dp.Plateau,monitor:train/loss,patience:3,min_delta:0.001,mode:min}"
 GLOBAL_BATCH_NORM = (
     f"++callbacks.adaptive_global_batch_norm={{_target_:lightning_dp.AdaptiveGlobalBatchNorm,convergence:{PLATEAU}}}"
 )
-# The other methods are no option of the recipes: Lightning ignores communication hooks on CPU.
-OVERRIDES = {
-    "ddp": ["strategy=ddp"],
-    "ddp_accumulate_4": ["strategy=ddp"],  # and as many times as many batches as the job has in a step
-    "ddp_global_batch_norm": ["strategy=ddp", GLOBAL_BATCH_NORM],
-    "layered_sgd_load": ["strategy=layered_sgd", "strategy.overlap=load"],
-    "layered_sgd_step": ["strategy=layered_sgd", "strategy.overlap=step"],
-    "layered_sgd_step_sharded": ["strategy=layered_sgd", "strategy.overlap=step", "strategy.communicator=sharded"],
-    "layered_sgd_step_bf16": ["strategy=layered_sgd", "strategy.overlap=step", "strategy.compression=bf16"],
-    "layered_sgd_step_int8": ["strategy=layered_sgd", "strategy.overlap=step", "strategy.compression=int8"],
-    "layered_sgd_step_power_sgd": [
-        "strategy=layered_sgd",
-        "strategy.overlap=step",
-        f"strategy.compression={POWER_SGD}",
-    ],
-    "layered_fsdp_load": ["strategy=layered_fsdp", "strategy.overlap=load"],
-    "layered_fsdp_step": ["strategy=layered_fsdp", "strategy.overlap=step"],
-    "layered_fsdp_step_int8": ["strategy=layered_fsdp", "strategy.overlap=step", "strategy.compression=int8"],
-    "hybrid_a": ["strategy=krizhevsky_hybrid", "strategy.scheme=a"],
-    "hybrid_b": ["strategy=krizhevsky_hybrid", "strategy.scheme=b"],
-    "hybrid_c": ["strategy=krizhevsky_hybrid", "strategy.scheme=c"],
-}
-MEMONGER = ("ddp_memonger", "ddp_memonger_larger_batch")
-"""Their options depend on the job: a budget in bytes, and the number of images."""
-WITH_PLAN = (*OVERRIDES, *MEMONGER)
-"""The methods that the recipes have."""
 
 
 def overrides_of(name: str, profile: StepProfile, world_size: int) -> list[str] | None:
@@ -471,22 +452,28 @@ def overrides_of(name: str, profile: StepProfile, world_size: int) -> list[str] 
         profile: the measured job.
         world_size: number of ranks that will train. ``data.batch_size`` counts the images of all of them.
     """
-    if name not in MEMONGER:
-        found = OVERRIDES.get(name)
-        if METHODS[name].accumulate > 1 and found is not None:
-            return [*found, f"trainer.accumulate_grad_batches={METHODS[name].accumulate * profile.accumulate}"]
-        return found
-    plan = profile.recomputation
-    if plan is None:
+    method, plan = METHODS[name], profile.recomputation
+    if name not in WITH_PLAN or (method.recompute and plan is None):
         return None
-    is_larger = name == "ddp_memonger_larger_batch"
-    factor = plan.batch_factor if is_larger else 1
-    # A budget is for the batch that is trained with, and activations grow with it.
-    budget_bytes = round(factor * plan.held_bytes)
-    # Added to the job's callbacks: `callbacks=memonger` would take away that of global batch norm.
-    target = "_target_:lightning_dp.Memonger"
-    overrides = [
-        "strategy=ddp",
-        f"++callbacks.memonger={{{target},policy:budget,budget_bytes:{budget_bytes}}}",
-    ]
-    return overrides + ([f"data.batch_size={factor * profile.batch_size * world_size}"] if is_larger else [])
+    overrides = [f"strategy={STRATEGIES.get(method.family, method.family)}"]
+    if method.family == "hybrid":
+        overrides.append(f"strategy.scheme={method.scheme}")
+    if method.family in ("layered_sgd", "layered_fsdp"):
+        overrides.append(f"strategy.overlap={method.overlap}")
+    if method.communicator != "leader":
+        overrides.append(f"strategy.communicator={method.communicator}")
+    if method.compression != 1.0:
+        compressor = POWER_SGD if method.compression == "power_sgd" else method.compression
+        overrides.append(f"strategy.compression={compressor}")
+    if method.accumulate > 1:
+        overrides.append(f"trainer.accumulate_grad_batches={method.accumulate * profile.accumulate}")
+    if method.global_batch_norm:
+        overrides.append(GLOBAL_BATCH_NORM)
+    if method.recompute and plan is not None:
+        factor = plan.batch_factor if method.recompute == LARGER_BATCH else 1
+        # A budget is for the batch that is trained with, and activations grow with it.
+        memonger = f"_target_:lightning_dp.Memonger,policy:budget,budget_bytes:{round(factor * plan.held_bytes)}"
+        overrides.append(f"++callbacks.memonger={{{memonger}}}")
+        if method.recompute == LARGER_BATCH:
+            overrides.append(f"data.batch_size={factor * profile.batch_size * world_size}")
+    return overrides

@@ -19,7 +19,7 @@ from lightning_dp.planner import (
     make_diagnosis,
     simulate,
 )
-from lightning_dp.planner.report import OVERRIDES, overrides_of
+from lightning_dp.planner.report import WITH_PLAN, overrides_of
 from lightning_dp.planner.simulation import sent_bytes
 
 ALPHA, RATE = 1e-3, 1e8
@@ -244,8 +244,23 @@ def test_memonger_is_told_its_budget_and_its_batch():
     # The budget is for the larger batch, and the recipes' batch size counts the images of all ranks.
     assert larger[-2:] == [memonger % 9_000_000, "data.batch_size=192"]
     assert overrides_of("ddp_memonger", replace(PROFILE, recomputation=None), 2) is None
-    assert overrides_of("ddp_bf16", PROFILE, 2) is None
-    assert set(OVERRIDES) <= set(METHODS)
+
+
+def test_each_method_of_the_recipes_has_overrides_that_choose_it():
+    found = {name: overrides_of(name, PROFILE, 2) for name in METHODS}
+    assert {name for name, overrides in found.items() if overrides is None} == {"ddp_ring", "ddp_bf16", "ddp_power_sgd"}
+    assert set(METHODS) - set(WITH_PLAN) == {"ddp_ring", "ddp_bf16", "ddp_power_sgd"}
+    assert len({tuple(overrides) for overrides in found.values() if overrides}) == len(WITH_PLAN)
+    assert found["ddp"] == ["strategy=ddp"]
+    step = ["strategy=layered_sgd", "strategy.overlap=step"]
+    assert found["layered_sgd_step_sharded"] == [*step, "strategy.communicator=sharded"]
+    assert found["layered_sgd_step_power_sgd"][:2] == step
+    assert found["layered_fsdp_step_int8"] == [
+        "strategy=layered_fsdp",
+        "strategy.overlap=step",
+        "strategy.compression=int8",
+    ]
+    assert found["hybrid_b"] == ["strategy=krizhevsky_hybrid", "strategy.scheme=b"]
 
 
 @pytest.mark.parametrize(
