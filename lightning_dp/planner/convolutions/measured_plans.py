@@ -477,14 +477,14 @@ def _fastest_plan(
         planned = choose_algorithms(candidate.layers, bound_bytes)
         if planned is None:
             break
-        bound_bytes = memory_bytes - (run(planned).total_bytes - held_bytes(list(planned.values())))
+        bound_bytes = memory_bytes - (run(planned).total_bytes - held_bytes(planned.values()))
     for uniform in _uniform_plans(candidate.layers):
         run(uniform)
     fitting = [(chosen, step) for chosen, step in tried.values() if step.total_bytes <= memory_bytes]
     if not fitting:
         return None
     chosen, step = min(fitting, key=lambda trial: trial[1].time_s)
-    held = held_bytes(list(chosen.values()))
+    held = held_bytes(chosen.values())
     return BatchPlan(
         candidate.batch_size,
         _names(chosen),
