@@ -514,12 +514,13 @@ class Method:
             "order": ("priority", "fifo"),
             "all_reduce": ("native", "ring"),
             "recompute": ("", SAME_BATCH, LARGER_BATCH),
+            "scheme": ("a", "b", "c"),
         }
         if isinstance(self.compression, str):
             options["compression"] = tuple(COMPRESSORS)
         else:
             require_positive("compression", self.compression)
-        for name, known in {**options, "scheme": ("a", "b", "c")}.items():
+        for name, known in options.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, known))}")
 
