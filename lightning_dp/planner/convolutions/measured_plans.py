@@ -325,37 +325,33 @@ def convolution_choices(
     measured: dict[Any, Choice | None] = {}
     choices: dict[str, dict[str, Choice]] = {}
     is_trained_before = False
-    for layer in trace_layers(model, batch, loss):
-        if "parametrizations" in layer.name.split("."):  # a part of the layer that it belongs to
-            continue
-        module = modules[layer.name]
-        needs_input_grad = is_trained_before
-        is_trained_before |= any(parameter.requires_grad for parameter in module.parameters())
-        if not isinstance(module, nn.Conv2d) or "forward" in vars(module) or algorithms_for(module) == (BACKEND,):
-            continue
-        found = {}
-        for algorithm in algorithms_for(module):
-            if algorithm == "fft" and _spectra_bytes(module, layer.input_shape) > memory_bytes:
+    with unchanged(model):
+        for layer in trace_layers(model, batch, loss):
+            if "parametrizations" in layer.name.split("."):  # a part of the layer that it belongs to
                 continue
-            key = (*_signature(module), layer.input_shape, needs_input_grad, algorithm)
-            if key not in measured:
-                measured[key] = _measured(module, layer.input_shape, algorithm, needs_input_grad, repeats)
-            if (choice := measured[key]) is not None:
-                found[algorithm] = choice
-        before = choices.get(layer.name)
-        if before is not None:
-            found = {name: _sum(before[name], found[name]) for name in before.keys() & found.keys()}
-        choices[layer.name] = found
+            module = modules[layer.name]
+            needs_input_grad = is_trained_before
+            is_trained_before |= any(parameter.requires_grad for parameter in module.parameters())
+            if not isinstance(module, nn.Conv2d) or "forward" in vars(module) or algorithms_for(module) == (BACKEND,):
+                continue
+            found = {}
+            for algorithm in algorithms_for(module):
+                if algorithm == "fft" and _spectra_bytes(module, layer.input_shape) > memory_bytes:
+                    continue
+                key = (*_signature(module), layer.input_shape, needs_input_grad, algorithm)
+                if key not in measured:
+                    measure = partial(
+                        measure_convolution, module, layer.input_shape, algorithm, needs_input_grad, repeats
+                    )
+                    # The backend's has just run as part of the step. If it does not fit now, something else is wrong.
+                    measured[key] = measure() if algorithm == BACKEND else unless_out_of_memory(measure)
+                if (choice := measured[key]) is not None:
+                    found[algorithm] = choice
+            before = choices.get(layer.name)
+            if before is not None:
+                found = {name: _sum(before[name], found[name]) for name in before.keys() & found.keys()}
+            choices[layer.name] = found
     return {name: sorted(found.values(), key=lambda c: c.algorithm != BACKEND) for name, found in choices.items()}
-
-
-def _measured(module: nn.Conv2d, shape: Sequence[int], algorithm: str, needs_grad: bool, repeats: int) -> Choice | None:
-    """Return the choice, or None if the device has not enough memory for it."""
-    devices = [module.weight.device] if module.weight.is_cuda else []
-    measure = partial(measure_convolution, module, shape, algorithm, needs_grad, repeats)
-    with torch.random.fork_rng(devices):
-        # The backend's has just run as part of the step. If it does not fit now, something else is wrong.
-        return measure() if algorithm == BACKEND else unless_out_of_memory(measure)
 
 
 def measure_convolution(
