@@ -130,7 +130,7 @@ class FindBatchSize(Callback):
         device = trainer.strategy.root_device
         trained = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
         optimizer_bytes = self._optimizer_copies * sum(map(num_bytes, trained))
-        with alone(pl_module, trainer.world_size):
+        with alone(pl_module, trainer.world_size), logging_nowhere(trainer):
             reserved = torch.empty(optimizer_bytes, dtype=torch.uint8, device=device)
             step = _Step(trainer, pl_module)
             self.trials = try_batch_sizes(step, self._batch_sizes, device, repeats=self._repeats)
@@ -251,6 +251,29 @@ def alone(module: LightningModule, world_size: int = 1) -> Iterator[None]:
         finally:
             for parameter, requires_grad in trained:  # what toggle_optimizer leaves after an error
                 parameter.requires_grad = requires_grad
+
+
+@contextmanager
+def logging_nowhere(trainer: Any) -> Iterator[None]:
+    """Let what a training step writes to ``self.logger`` go nowhere, as in Lightning's own search for a size."""
+    loggers = trainer.loggers
+    trainer.loggers = [_Mute(logger) for logger in loggers]
+    try:
+        yield
+    finally:
+        trainer.loggers = loggers
+
+
+class _Mute:
+    """A logger that writes nothing. Its folders are those of the other."""
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+        self.experiment = importlib.import_module(f"{FRAMEWORK}.loggers.logger").DummyLogger().experiment
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._logger, name)
+        return (lambda *args, **kwargs: None) if name.startswith("log_") and callable(found) else found
 
 
 class _Idle:
