@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
@@ -225,8 +226,9 @@ class Diagnose(StepTimer):
         if network is None and trainer.world_size > 1:
             device = pl_module.device if pl_module.device.type == "cuda" else "cpu"
             network = probe_network(device, ranks_per_node=trainer.world_size // trainer.num_nodes)
+        cores_per_rank = _cores_per_rank(trainer)
         try:
-            profile = self._profile(trainer, pl_module)
+            profile = self._profile(trainer, pl_module, cores_per_rank)
             self.diagnosis = self._diagnose(profile, network)
             if trainer.is_global_zero:
                 log.info(f"{self.diagnosis}")
@@ -249,7 +251,7 @@ class Diagnose(StepTimer):
             self._writes_plan = False
             return make_diagnosis(profile, network, self._world_size, None, is_probed)
 
-    def _profile(self, trainer: Any, pl_module: LightningModule) -> StepProfile:
+    def _profile(self, trainer: Any, pl_module: LightningModule, cores_per_rank: float) -> StepProfile:
         """Return the medians over the measured steps, and the layers."""
         # The last step of an epoch may have fewer batches than the others.
         num_batches = max(step.num_batches for step in self._steps)
@@ -273,7 +275,7 @@ class Diagnose(StepTimer):
             why_no_recomputation=self._recomputation.why_not,
             accumulate=num_batches,
             num_workers=getattr(trainer.train_dataloader, "num_workers", None),
-            cores_per_rank=len(os.sched_getaffinity(0)) / (trainer.world_size // trainer.num_nodes),
+            cores_per_rank=cores_per_rank,
             codec_s=self._codec_s(trainer),
             statistics_ranks=_statistics_ranks(pl_module),
             **parts,
@@ -332,6 +334,21 @@ def _statistics_ranks(module: nn.Module) -> int | None:
     """Return how many ranks share batch norm's statistics, None for all of them, or if no layer is global."""
     sizes = [group_size(layer.group) for layer in module.modules() if isinstance(layer, GlobalBatchNorm)]
     return max(sizes) if sizes and max(sizes) < group_size(None) else None
+
+
+def _cores_per_rank(trainer: Any) -> float:
+    """Return the processor cores of a node over its ranks. All ranks must call it.
+
+    The ranks may share the cores, or be bound to some each, as SLURM does with ``--cpus-per-task``.
+    """
+    cores = [os.sched_getaffinity(0)]
+    per_node = trainer.world_size // trainer.num_nodes
+    if trainer.world_size > 1:
+        every: list[Any] = [None] * trainer.world_size
+        dist.all_gather_object(every, cores[0])
+        first = trainer.global_rank // per_node * per_node
+        cores = every[first : first + per_node]
+    return len(set().union(*cores)) / per_node
 
 
 def require_whole_model(strategy: Any) -> None:

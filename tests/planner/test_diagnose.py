@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 import warnings
 
@@ -277,6 +278,18 @@ def test_groups_that_share_statistics_already_are_not_proposed():
     assert found.profile.batch_norm_s > 0
     assert found.profile.statistics_ranks == 2
     assert not any("group_size" in override for part in found.advice for override in part.overrides)
+
+
+def fit_with_cores(rank, cores_of_ranks):
+    os.sched_getaffinity = lambda pid: cores_of_ranks[rank]
+    callback = Diagnose(num_steps=1, stop=True, memonger=False, network=NETWORK)
+    fit(callback, devices=2, strategy="ddp")
+    return callback.diagnosis.profile.cores_per_rank
+
+
+@pytest.mark.parametrize("cores_of_ranks", [({0, 1, 2, 3}, {0, 1, 2, 3}), ({0, 1}, {2, 3})], ids=["shared", "bound"])
+def test_cores_of_a_rank_are_those_of_the_node_over_its_ranks(cores_of_ranks):
+    assert run_processes(2, fit_with_cores, cores_of_ranks) == [2.0, 2.0]
 
 
 class Boxes(Net):
