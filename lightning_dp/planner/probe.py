@@ -87,7 +87,7 @@ def _measure(
 
 def _all_reduce_s(group: dist.ProcessGroup | None, num_bytes: int, device: torch.device | str, repeats: int) -> float:
     """Return the time of one all-reduce: the mean over the ranks of their medians, which all of them get."""
-    message = torch.zeros(num_bytes // 4, device=device)
+    message = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
     # The call that does not count sets connections up, and takes what the link lets pass at once.
     time_s = measure_time_s(lambda: dist.all_reduce(message, group=group), device, repeats)
     shared = torch.tensor(time_s, dtype=torch.float64, device=device)
