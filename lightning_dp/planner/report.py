@@ -123,9 +123,11 @@ class Diagnosis:
             f"| {part.what} | `{' '.join(part.overrides)}` | {1e3 * part.saves_s:.1f} ms | {part.sure} |"
             for part in self.advice
         ]
+        # A step of the plan may have more images.
+        as_many_s = self.now.step_s * self.now.images_per_s / plan.images_per_s
         return "\n".join(
             [
-                f"**{now} become {1e3 * plan.time.step_s:.1f} ms (simulated, {error})**, "
+                f"**{now} become {1e3 * as_many_s:.1f} ms for as many images (simulated, {error})**, "
                 f"{plan.images_per_s:.1f} images/s:",
                 "",
                 "| change | override | saves | how sure |",

@@ -246,6 +246,13 @@ def test_memonger_is_told_its_budget_and_its_batch():
     assert overrides_of("ddp_memonger", replace(PROFILE, recomputation=None), 2) is None
 
 
+def test_a_step_of_a_larger_batch_is_compared_for_as_many_images():
+    text = str(make_diagnosis(PROFILE, Network(SLOW, FAST), method="ddp_memonger_larger_batch"))
+    now_ms, larger_ms = 1e3 * BY_HAND["ddp_ring"], 1e3 * BY_HAND["ddp_memonger_larger_batch"] / 3
+    assert f"**{now_ms:.1f} ms per step (simulated) become {larger_ms:.1f} ms for as many images" in text
+    assert f"| {now_ms - larger_ms:.1f} ms |" in text, "what it saves is the difference"
+
+
 def test_each_method_of_the_recipes_has_overrides_that_choose_it():
     found = {name: overrides_of(name, PROFILE, 2) for name in METHODS}
     assert {name for name, overrides in found.items() if overrides is None} == {"ddp_ring", "ddp_bf16", "ddp_power_sgd"}
