@@ -192,6 +192,9 @@ class Diagnosis:
             )
         if profile.batch_norm_s and self.world_size != profile.world_size:
             lines.append(f"Batch norm's waits are those of {profile.world_size} ranks. More ranks wait longer.")
+        network = self.network
+        if network is not None and _has_one_link(network) and self.world_size > network.ranks_per_node:
+            lines.append("Links between nodes count as fast as those within one; give others: Diagnose(network=...).")
         if profile.why_no_recomputation:
             lines.append(f"Memonger is not among them: {profile.why_no_recomputation}")
         unplaced = sum(layer.num_bytes for layer in profile.layers if not layer.forward_s)
@@ -256,7 +259,8 @@ class Diagnosis:
             ends.append((prediction.method, sizes[-1], times[-1], color))
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [str(size) for size in sizes])
-        axes.set_xlabel("ranks")
+        unknown = "; links between nodes as fast as within one" if _has_one_link(self.network) else ""
+        axes.set_xlabel(f"ranks{unknown}")
         axes.set_ylabel(f"simulated step time, {self.profile.batch_size} images per rank")
         axes.yaxis.set_major_formatter("{x:g} ms")
         axes.set_ylim(bottom=0)
@@ -348,6 +352,11 @@ def _methods_for(workload: Workload, network: Network, world_size: int) -> list[
     if network.ranks_per_node == 1:  # over which nothing can be sharded
         without.add("layered_fsdp")
     return [name for name in names if METHODS[name].family not in without]
+
+
+def _has_one_link(network: Network) -> bool:
+    """Return whether links between nodes count as fast as those within one: on one node a probe finds no others."""
+    return network.ranks_per_node > 1 and network.inter == network.intra
 
 
 def _ratio(time: StepTime, other: StepTime) -> str:

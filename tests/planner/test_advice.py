@@ -140,6 +140,19 @@ def test_the_plot_is_drawn(tmp_path):
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
+def test_links_that_a_probe_on_one_node_cannot_find_are_named(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
+    note = "Links between nodes count as fast as those within one; give others"
+    for network, is_named in ((Network(FAST, FAST, ranks_per_node=2), True), (TWO_NODES, False)):
+        found = make_diagnosis(PROFILE, network)
+        found.plot(tmp_path / "plan.png", world_sizes=(2, 4))
+        assert (note in str(found)) == is_named
+        assert ("links between nodes" in drawn[-1].axes[0].get_xlabel()) == is_named
+    assert note not in str(make_diagnosis(PROFILE, Network(FAST, FAST, ranks_per_node=4))), "all rows are within a node"
+
+
 # What is proposed follows from where the time goes. The network is fast, unless communication is to be dominant.
 
 FAST_NODES = Network(FAST, FAST, ranks_per_node=2)
