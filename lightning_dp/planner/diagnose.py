@@ -146,9 +146,9 @@ class Diagnose(StepTimer):
         self._step.seconds["load_s"] += self._begin_s - self._last_end_s
         self._phase_begin_s = self._begin_s
         self._waited_s = waited_s()
+        # The first tensor: another one may be longer, such as the boxes of all images. The last batch may be smaller.
+        self._batch_size = max(self._batch_size, next((len(t) for t in tensors_of(batch) if t.dim()), 1))
         if self._num_batches == WARM_UP - 1:
-            # The first tensor: another one may be longer, such as the boxes of all images.
-            self._batch_size = next((len(t) for t in tensors_of(batch) if t.dim()), 1)
             self._layers.start(pl_module)
         # Not the step in which layers are timed: recording takes time of its own. The first of them sets caches up.
         if self._memonger and self._num_batches < WARM_UP - 1:

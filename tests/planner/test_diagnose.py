@@ -70,8 +70,7 @@ def fit(
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            max_epochs=1,
-            **options,
+            **{"max_epochs": 1, **options},
         )
         trainer.fit(module or Net(), loader or DataLoader(Items(), batch_size=4, num_workers=0))
     return trainer
@@ -302,6 +301,12 @@ def test_the_first_tensor_of_a_batch_has_its_images():
     batches = [(torch.ones(4, 3, 6, 6), torch.ones(37, 4))] * (WARM_UP + 1)
     callback = Diagnose(num_steps=1, stop=True, memonger=False)
     fit(callback, Boxes(), loader=DataLoader(batches, batch_size=None))
+    assert callback.diagnosis.profile.batch_size == 4
+
+
+def test_the_last_batch_of_an_epoch_may_be_smaller():
+    callback = Diagnose(num_steps=1, stop=True, memonger=False)
+    fit(callback, loader=DataLoader(torch.ones(10, 3, 6, 6), batch_size=4), max_epochs=3)  # three batches in an epoch
     assert callback.diagnosis.profile.batch_size == 4
 
 
