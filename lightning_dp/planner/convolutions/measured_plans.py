@@ -462,6 +462,11 @@ def _fastest_plan(
             recompute: Any = candidate.recompute or None
             try:
                 step = unless_out_of_memory(partial(measure_step, model, batch, loss, recompute, repeats))
+            except RuntimeError as error:  # `view` refuses the strides of channels_last
+                if set(key) <= {BACKEND}:
+                    raise
+                log.warning("A plan with %s is left out: the step raised %s", ", ".join(sorted(set(key))), error)
+                step = None
             finally:
                 algorithms.remove()
             tried[key] = chosen, step or StepMeasurement(float("inf"), memory_bytes + 1)
