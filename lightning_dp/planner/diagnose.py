@@ -16,7 +16,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_dp._lightning import LightningModule
-from lightning_dp._private.torch_names import BatchNorm, is_in_backward
+from lightning_dp._private.torch_names import BatchNorm, is_compiled_function, is_in_backward
 from lightning_dp.callbacks.timers import StepTimer
 from lightning_dp.collectives.groups import group_size
 from lightning_dp.collectives.small_all_gather import waited_s
@@ -511,6 +511,9 @@ class RecomputeTimes:
             require_recomputable(module)
         except ValueError as error:
             self.why_not = str(error)
+            return
+        if is_compiled_function(getattr(module, METHOD)):  # Lightning makes it of `torch.compile(module)`
+            self.why_not = f"{METHOD} is compiled, which hides its operators"
             return
         self._handle = _Recording(module, METHOD, Sublinear())
         self._profiler = self._handle.start_profiling()

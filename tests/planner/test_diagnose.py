@@ -72,7 +72,7 @@ def fit(
             enable_model_summary=False,
             **{"max_epochs": 1, **options},
         )
-        trainer.fit(module or Net(), loader or DataLoader(Items(), batch_size=4, num_workers=0))
+        trainer.fit(Net() if module is None else module, loader or DataLoader(Items(), batch_size=4, num_workers=0))
     return trainer
 
 
@@ -165,6 +165,14 @@ def test_a_step_that_cannot_be_recorded_raises_and_does_not_run_again():
     callback = Diagnose(num_steps=1, network=NETWORK, world_size=2, stop=True, memonger=False)
     fit(callback, Unrecordable())
     assert callback.diagnosis.profile.recomputation is None
+
+
+def test_a_compiled_module_is_diagnosed_without_recording_it():
+    callback = Diagnose(num_steps=1, network=NETWORK, world_size=2, stop=True)
+    fit(callback, torch.compile(Convolutions(), backend="eager"))
+    profile = callback.diagnosis.profile
+    assert profile.recomputation is None
+    assert profile.why_no_recomputation == "training_step is compiled, which hides its operators"
 
 
 def test_a_method_that_the_job_cannot_use_is_named(tmp_path, caplog):
