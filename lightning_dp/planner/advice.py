@@ -15,10 +15,8 @@ from itertools import combinations
 
 from lightning_dp.planner.network import Network
 from lightning_dp.planner.simulation import METHODS, StepTime, simulate
-from lightning_dp.planner.workload import StepProfile, Workload
+from lightning_dp.planner.workload import WORTH_NAMING, StepProfile, Workload
 
-# A share of a step, or of the gradients, that is worth naming.
-WORTH_NAMING = 0.05
 # Images in the statistics of batch norm. From so many on, more make no difference that was found: section 4.3 of Liu et
 # al. 2018, and docs/measurements/adaptive_global_batch_norm.md.
 ENOUGH_IMAGES = 8

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dp.planner.advice import (
-    WORTH_NAMING,
     Advice,
     Plan,
     add_workers,
@@ -33,7 +32,7 @@ from lightning_dp.planner.simulation import (
     sent_bytes,
     simulate,
 )
-from lightning_dp.planner.workload import Block, StepProfile, Workload, join_shapes
+from lightning_dp.planner.workload import WORTH_NAMING, Block, StepProfile, Workload, join_shapes
 
 PLAN_VERSION = 1
 ALONE = Network(Link(0.0, 1.0), Link(0.0, 1.0))  # of one rank, which sends nothing
@@ -189,6 +188,10 @@ class Diagnosis:
             lines.append(
                 f"No worker process is proposed for the {1e3 * profile.load_s:.1f} ms of loading: the loader has no "
                 "option for it, or no core is free."
+            )
+        if profile.waits_for_workers:
+            lines.append(
+                f"The step waits for {profile.num_workers} worker process(es) of the loader: no method alone is faster."
             )
         if profile.batch_norm_s and self.world_size != profile.world_size:
             lines.append(f"Batch norm's waits are those of {profile.world_size} ranks. More ranks wait longer.")

@@ -192,6 +192,17 @@ def test_workers_that_are_there_are_counted():
     assert overrides(make_diagnosis(replace(loading, num_workers=None), FAST_NODES)) != ["data.num_workers=1"]
 
 
+def test_no_method_makes_workers_faster_that_a_step_waits_for():
+    waiting = replace(PROFILE, num_workers=2, cores_per_rank=2.0)  # no core is free for a third one
+    found = make_diagnosis(waiting, TWO_NODES)
+    assert overrides(found) == []
+    assert found.now.step_s == pytest.approx(PROFILE.step_s)
+    assert min(row.time.step_s for row in found.predictions) == pytest.approx(PROFILE.step_s)
+    assert "The step waits for 2 worker process(es) of the loader: no method alone is faster." in str(found)
+    hidden = make_diagnosis(replace(waiting, load_s=0.02), TWO_NODES)
+    assert overrides(hidden)[0] == "strategy=layered_sgd", "they may be fast enough"
+
+
 @pytest.mark.parametrize(
     ("batch_size", "group_size", "left_s"),
     [(8, 1, 0.0), (4, 2, 0.08 * 1e-5 / (2 * 1e-4)), (2, None, 0.08)],
