@@ -399,6 +399,7 @@ def reason(name: str, workload: Workload, network: Network, world_size: int, tim
     gradients = _gradients(workload)
     rounded = ROUNDED.get(str(method.compression), "")
     if codec_s := workload.codec_s.get(str(method.compression), 0.0):
+        codec_s /= network.ranks_per_node if method.family == "layered_fsdp" else 1  # each rank compresses its shard
         rounded += f" in {1e3 * codec_s:.0f} ms of processor time"
     if method.family in ("layered_sgd", "layered_fsdp"):
         between_s = inter_group_s(gradients, method, network, world_size)

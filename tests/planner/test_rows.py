@@ -228,6 +228,7 @@ def test_layered_fsdp_has_rows_where_a_node_has_several_ranks_and_is_planned_on_
     rows = {row.method: row for row in found.predictions}
     assert {"layered_fsdp_load", "layered_fsdp_step", "layered_fsdp_step_int8"} <= set(rows)
     assert "holds 1/2 of parameters, gradients and optimizer states" in rows["layered_fsdp_step"].reason
+    assert "rounded to 8 bits in 3 ms of processor time" in rows["layered_fsdp_step_int8"].reason, "of a half"
     assert rows["layered_fsdp_step"].error > rows["layered_sgd_step"].error, "it was not measured in the cells"
     assert found.plan.method != "layered_fsdp_step"
     planned = make_diagnosis(PROFILE, nodes, world_size=4, method="layered_fsdp_step")
