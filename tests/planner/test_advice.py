@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -221,7 +222,14 @@ def test_waits_of_batch_norm_bring_smaller_groups(batch_size, group_size, left_s
 def test_exposed_communication_brings_another_method():
     found = make_diagnosis(replace(COMPUTE_ONLY, step_s=0.4, exposed_communication_s=0.24), TWO_NODES)
     assert overrides(found)[0] == "strategy=layered_sgd"
-    assert "`plan.method=layered_sgd_step_" in str(found), "a compressor is named, and not chosen"
+    assert re.search("`plan.method=layered_sgd_step_.*, another result: ", str(found)), "named, and not chosen"
+
+
+def test_layered_fsdp_that_is_faster_is_named_as_exact():
+    slow_update = replace(COMPUTE_ONLY, step_s=0.66, update_s=0.51)  # of which each of eight ranks takes an eighth
+    found = make_diagnosis(slow_update, Network(FAST, FAST, ranks_per_node=8), world_size=16)
+    assert "\n- `plan.method=layered_fsdp_step`, the same result: 0.33 x" in str(found)
+    assert found.plan.method == "ddp"
 
 
 def test_changes_are_combined_and_what_each_saves_adds_up():
