@@ -222,6 +222,8 @@ class Diagnose(StepTimer):
     def _finish(self, trainer: Any, pl_module: LightningModule) -> None:
         """Make the diagnosis. What goes wrong in it is a warning: training is worth more."""
         self._is_done = True
+        # What layered SGD and layered FSDP send behind the next forward would hold up the messages of the probe.
+        getattr(trainer.strategy, "finish_update", lambda: None)()
         network = self._network
         if network is None and trainer.world_size > 1:
             device = pl_module.device if pl_module.device.type == "cuda" else "cpu"

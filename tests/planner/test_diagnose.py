@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dp import KrizhevskyHybridStrategy
-from lightning_dp.planner import Diagnose, Link, Network, probe_network
+from lightning_dp import KrizhevskyHybridStrategy, LayeredSGDStrategy
+from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
+from lightning_dp.planner import Diagnose, Link, Network, diagnose, probe_network
 from lightning_dp.planner.diagnose import WARM_UP
 from tests.planner.test_rows import PROFILE
 from tests.ranks import run_processes
@@ -297,6 +298,30 @@ def fit_with_cores(rank, cores_of_ranks):
 @pytest.mark.parametrize("cores_of_ranks", [({0, 1, 2, 3}, {0, 1, 2, 3}), ({0, 1}, {2, 3})], ids=["shared", "bound"])
 def test_cores_of_a_rank_are_those_of_the_node_over_its_ranks(cores_of_ranks):
     assert run_processes(2, fit_with_cores, cores_of_ranks) == [2.0, 2.0]
+
+
+def fit_with_postponed_sums(rank):
+    events = []
+    between, probe = HierarchicalAllReduce.inter_group_all_reduce, diagnose.probe_network
+
+    def late(self, buffer):
+        time.sleep(0.05)  # still under way when the step has ended
+        between(self, buffer)
+        events.append("sum")
+
+    def noted(*args, **options):
+        events.append("probe")
+        return probe(*args, **options)
+
+    HierarchicalAllReduce.inter_group_all_reduce, diagnose.probe_network = late, noted
+    fit(Diagnose(num_steps=1, stop=True, memonger=False), devices=2, strategy=LayeredSGDStrategy(group_size=1))
+    return events
+
+
+def test_the_network_is_probed_when_no_sums_of_gradients_are_under_way():
+    for events in run_processes(2, fit_with_postponed_sums):
+        assert events.count("sum") >= WARM_UP + 1
+        assert events[-1] == "probe"
 
 
 class Boxes(Net):
