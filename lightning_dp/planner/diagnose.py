@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import time
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from lightning_dp._lightning import LightningModule
+from lightning_dp._lightning import FRAMEWORK, LightningModule
 from lightning_dp._private.torch_names import BatchNorm, is_compiled_function, is_in_backward
 from lightning_dp.callbacks.timers import StepTimer
 from lightning_dp.collectives.groups import group_size
@@ -105,7 +106,7 @@ class Diagnose(StepTimer):
         """Check the callback's package, and that the strategy leaves the model whole.
 
         Raises:
-            ValueError: the strategy shards the model's head.
+            ValueError: the strategy shards the model's head, or is FSDP with flat shards.
         """
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
@@ -354,11 +355,16 @@ def _cores_per_rank(trainer: Any) -> float:
 
 
 def require_whole_model(strategy: Any) -> None:
-    """Raise ValueError for a strategy that shards the model's head: the layers would be those of one rank's part."""
+    """Raise ValueError for a strategy that shards what is measured: the layers would be those of one rank's part."""
     if hasattr(strategy, "gather_head"):
         raise ValueError(
             f"Diagnose cannot measure the layers of a head that {type(strategy).__name__} shards; measure with "
             "strategy='ddp' (in a recipe strategy=ddp), whose table has the rows of the hybrid, too"
+        )
+    if isinstance(strategy, importlib.import_module(f"{FRAMEWORK}.strategies").FSDPStrategy):
+        raise ValueError(
+            f"Diagnose cannot measure the gradients of layers that {type(strategy).__name__} cuts into flat shards; "
+            "measure with strategy='ddp', or with LayeredFSDPStrategy or ModelParallelStrategy (FSDP2)"
         )
 
 

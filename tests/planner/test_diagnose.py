@@ -11,13 +11,14 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from pytorch_lightning.strategies import FSDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dp import KrizhevskyHybridStrategy, LayeredSGDStrategy
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
 from lightning_dp.planner import Diagnose, Link, Network, diagnose, probe_network
-from lightning_dp.planner.diagnose import WARM_UP
+from lightning_dp.planner.diagnose import WARM_UP, require_whole_model
 from tests.planner.test_rows import PROFILE
 from tests.ranks import run_processes
 
@@ -228,6 +229,11 @@ def test_a_head_that_is_sharded_is_not_measured():
     with pytest.raises(ValueError, match=r"head that KrizhevskyHybridStrategy shards; .*strategy='ddp'"):
         callback.setup(trainer, Net(), "fit")
     callback.setup(trainer, Net(), "validate")
+
+
+def test_flat_shards_of_fsdp_are_not_measured():
+    with pytest.raises(ValueError, match="layers that FSDPStrategy cuts into flat shards; measure with "):
+        require_whole_model(FSDPStrategy())
 
 
 def distributed_fit(rank):
