@@ -334,7 +334,7 @@ def make_diagnosis(
     now = simulate(workload, network, size, "ddp")
     is_present_job = (is_probed or is_alone) and size == profile.world_size
     # No prediction is surer than that of the step which was measured.
-    is_tested = is_present_job and profile.strategy == "DDPStrategy"
+    is_tested = is_present_job and (is_alone or profile.strategy == "DDPStrategy")
     least_error = abs(now.step_s / profile.step_s - 1) if is_tested else 0.0
 
     def error_of(name: str) -> float:

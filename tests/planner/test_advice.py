@@ -272,6 +272,8 @@ def test_no_prediction_is_surer_than_that_of_the_measured_step():
     assert make_diagnosis(far_off, FAST_NODES, is_probed=True).plan.error == pytest.approx(0.5, abs=0.02)
     assert make_diagnosis(far_off, FAST_NODES).plan.error == 0.033
     assert make_diagnosis(far_off, FAST_NODES, world_size=8, is_probed=True).plan.error == 0.033
+    one_rank = replace(far_off, world_size=1, strategy="SingleDeviceStrategy", exposed_communication_s=0.0)
+    assert make_diagnosis(one_rank, None).plan.error == pytest.approx(0.5)
 
 
 def test_a_larger_batch_is_named_where_it_brings_something():
