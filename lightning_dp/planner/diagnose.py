@@ -159,12 +159,14 @@ class Diagnose(StepTimer):
     def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Note the end of a forward."""
         self._end_phase("forward_s", pl_module)
+        self._recomputation.begin_backward()
 
     @override
     def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
         """Note the end of a backward."""
         self._end_phase("backward_s", pl_module)
         self._step.num_backwards += 1
+        self._recomputation.end_backward()
 
     @override
     def on_train_batch_end(
@@ -526,6 +528,16 @@ class RecomputeTimes:
         self._handle = _Recording(module, METHOD, Sublinear())
         self._profiler = self._handle.start_profiling()
 
+    def begin_backward(self) -> None:
+        """Note the end of a forward, if it is recorded."""
+        if self._handle is not None:
+            self._handle.begin_backward()
+
+    def end_backward(self) -> None:
+        """Note that another forward, or the update, begins."""
+        if self._handle is not None:
+            self._handle.end_backward()
+
     def stop(self) -> None:
         """Take the recording off the module. A second call does nothing."""
         if self._handle is not None:
@@ -569,19 +581,26 @@ class RecomputeTimes:
 
 
 class _Recording(RecomputeHandle):
-    """Times a recorded step, and says what to do about one that cannot be recorded.
+    """Times the forward of a recorded step, and says what to do about one that cannot be recorded.
 
     That one must not run again: its statistics would move twice.
+
+    Attributes:
+        step_s: of the forward. Backward and update are not in it, which manual optimization has within the step.
     """
 
     step_s = 0.0
+    _begin_s = 0.0
+    _is_running = False
 
     @override
     def run(self, function: Any, args: Any, kwargs: Any) -> Any:
-        begin_s = time.perf_counter() - waited_s()
+        self.step_s, self._is_running = 0.0, True
+        self.end_backward()
         try:
             result = super().run(function, args, kwargs)
-            self.step_s = time.perf_counter() - waited_s() - begin_s  # batch norm's waits are none of its time
+            if not self.step_s:  # there was no backward
+                self.begin_backward()
             return result
         except Exception as error:
             error.add_note(
@@ -589,3 +608,14 @@ class _Recording(RecomputeHandle):
                 "Diagnose(memonger=False), or plan.memonger=false in a recipe"
             )
             raise
+        finally:
+            self._is_running = False
+
+    def begin_backward(self) -> None:
+        """Count the forward so far. Batch norm's waits are none of its time."""
+        if self._is_running:
+            self.step_s += time.perf_counter() - waited_s() - self._begin_s
+
+    def end_backward(self) -> None:
+        """Go on to count."""
+        self._begin_s = time.perf_counter() - waited_s()
