@@ -34,7 +34,7 @@ ALLOWED = {
 FRAMEWORK = {"lightning", "pytorch_lightning", "lightning_fabric"}
 CONFIGURATION = {"hydra", "omegaconf"}
 # Formulas and simulations: to be used where there is no torch.
-PURE = ("accuracy", "advice", "convolutions/program", "formulas", "network", "report", "simulation", "workload")
+PURE = ("advice", "convolutions/program", "formulas", "network", "report", "simulation", "workload")
 NO_TORCH = {f"planner/{name}.py" for name in PURE}
 ONLY_TORCH = {"_private", "collectives", "layers", "losses", "recompute", "optim", "launch", "trial_run"}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_dp.planner import METHODS
 from lightning_dp.planner.plots import colors_of
-from lightning_dp.planner.report import OVERRIDES
+from lightning_dp.planner.report import WITH_PLAN
 from support.headless import pyplot
 from support.report import markdown_table
 from support.spread import min_max
@@ -27,7 +27,7 @@ def medians_s(cell: CellResult) -> dict[str, float]:
 def best_of(cell: CellResult) -> str:
     """Return the fastest measured method of those that the planner may choose: exact ones that the recipes have."""
     times = medians_s(cell)
-    allowed = [name for name in times if METHODS[name].is_exact and name in OVERRIDES]
+    allowed = [name for name in times if METHODS[name].is_exact and name in WITH_PLAN]
     return min(allowed, key=lambda name: times[name])
 
 

@@ -42,7 +42,8 @@ class StepTimer(_OwnCallback):
       layered SGD or ``accumulate_grad_batches``, a slow rank makes the others' data wait longer.
     - ``time/exposed_communication_s``: portion spent waiting for the network while nothing is computed. For a model in
       DistributedDataParallel it is the time of the reduction minus its overlap with backward, as measured by DDP. (It
-      is zero if a communication hook returns a finished future, as that of layered SGD does.) A strategy with an
+      is zero if a communication hook returns a finished future, as that of layered SGD does. Of several backward passes
+      in a step of manual optimization it is that of the last, and the others' counts as compute.) A strategy with an
       attribute ``exposed_communication_s``, in seconds since the start of training, adds its own waiting time. It is
       zero for a single process, and not logged for any other strategy.
     - ``time/compute_s``: the rest.

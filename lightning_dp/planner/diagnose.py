@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import time
@@ -11,11 +12,12 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from lightning_dp._lightning import LightningModule
-from lightning_dp._private.torch_names import BatchNorm, is_in_backward
+from lightning_dp._lightning import FRAMEWORK, LightningModule
+from lightning_dp._private.torch_names import BatchNorm, is_compiled_function, is_in_backward
 from lightning_dp.callbacks.timers import StepTimer
 from lightning_dp.collectives.groups import group_size
 from lightning_dp.collectives.small_all_gather import waited_s
@@ -104,7 +106,7 @@ class Diagnose(StepTimer):
         """Check the callback's package, and that the strategy leaves the model whole.
 
         Raises:
-            ValueError: the strategy shards the model's head.
+            ValueError: the strategy shards the model's head, or is FSDP with flat shards.
         """
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
@@ -145,9 +147,9 @@ class Diagnose(StepTimer):
         self._step.seconds["load_s"] += self._begin_s - self._last_end_s
         self._phase_begin_s = self._begin_s
         self._waited_s = waited_s()
+        # The first tensor: another one may be longer, such as the boxes of all images. The last batch may be smaller.
+        self._batch_size = max(self._batch_size, next((len(t) for t in tensors_of(batch) if t.dim()), 1))
         if self._num_batches == WARM_UP - 1:
-            # The first tensor: another one may be longer, such as the boxes of all images.
-            self._batch_size = next((len(t) for t in tensors_of(batch) if t.dim()), 1)
             self._layers.start(pl_module)
         # Not the step in which layers are timed: recording takes time of its own. The first of them sets caches up.
         if self._memonger and self._num_batches < WARM_UP - 1:
@@ -157,12 +159,14 @@ class Diagnose(StepTimer):
     def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Note the end of a forward."""
         self._end_phase("forward_s", pl_module)
+        self._recomputation.begin_backward()
 
     @override
     def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
         """Note the end of a backward."""
         self._end_phase("backward_s", pl_module)
         self._step.num_backwards += 1
+        self._recomputation.end_backward()
 
     @override
     def on_train_batch_end(
@@ -221,12 +225,15 @@ class Diagnose(StepTimer):
     def _finish(self, trainer: Any, pl_module: LightningModule) -> None:
         """Make the diagnosis. What goes wrong in it is a warning: training is worth more."""
         self._is_done = True
+        # What layered SGD and layered FSDP send behind the next forward would hold up the messages of the probe.
+        getattr(trainer.strategy, "finish_update", lambda: None)()
         network = self._network
         if network is None and trainer.world_size > 1:
             device = pl_module.device if pl_module.device.type == "cuda" else "cpu"
             network = probe_network(device, ranks_per_node=trainer.world_size // trainer.num_nodes)
+        cores_per_rank = _cores_per_rank(trainer)
         try:
-            profile = self._profile(trainer, pl_module)
+            profile = self._profile(trainer, pl_module, cores_per_rank)
             self.diagnosis = self._diagnose(profile, network)
             if trainer.is_global_zero:
                 log.info(f"{self.diagnosis}")
@@ -249,7 +256,7 @@ class Diagnose(StepTimer):
             self._writes_plan = False
             return make_diagnosis(profile, network, self._world_size, None, is_probed)
 
-    def _profile(self, trainer: Any, pl_module: LightningModule) -> StepProfile:
+    def _profile(self, trainer: Any, pl_module: LightningModule, cores_per_rank: float) -> StepProfile:
         """Return the medians over the measured steps, and the layers."""
         # The last step of an epoch may have fewer batches than the others.
         num_batches = max(step.num_batches for step in self._steps)
@@ -273,7 +280,7 @@ class Diagnose(StepTimer):
             why_no_recomputation=self._recomputation.why_not,
             accumulate=num_batches,
             num_workers=getattr(trainer.train_dataloader, "num_workers", None),
-            cores_per_rank=len(os.sched_getaffinity(0)) / (trainer.world_size // trainer.num_nodes),
+            cores_per_rank=cores_per_rank,
             codec_s=self._codec_s(trainer),
             statistics_ranks=_statistics_ranks(pl_module),
             **parts,
@@ -334,12 +341,32 @@ def _statistics_ranks(module: nn.Module) -> int | None:
     return max(sizes) if sizes and max(sizes) < group_size(None) else None
 
 
+def _cores_per_rank(trainer: Any) -> float:
+    """Return the processor cores of a node over its ranks. All ranks must call it.
+
+    The ranks may share the cores, or be bound to some each, as SLURM does with ``--cpus-per-task``.
+    """
+    cores = [os.sched_getaffinity(0)]
+    per_node = trainer.world_size // trainer.num_nodes
+    if trainer.world_size > 1:
+        every: list[Any] = [None] * trainer.world_size
+        dist.all_gather_object(every, cores[0])
+        first = trainer.global_rank // per_node * per_node
+        cores = every[first : first + per_node]
+    return len(set().union(*cores)) / per_node
+
+
 def require_whole_model(strategy: Any) -> None:
-    """Raise ValueError for a strategy that shards the model's head: the layers would be those of one rank's part."""
+    """Raise ValueError for a strategy that shards what is measured: the layers would be those of one rank's part."""
     if hasattr(strategy, "gather_head"):
         raise ValueError(
             f"Diagnose cannot measure the layers of a head that {type(strategy).__name__} shards; measure with "
             "strategy='ddp' (in a recipe strategy=ddp), whose table has the rows of the hybrid, too"
+        )
+    if isinstance(strategy, importlib.import_module(f"{FRAMEWORK}.strategies").FSDPStrategy):
+        raise ValueError(
+            f"Diagnose cannot measure the gradients of layers that {type(strategy).__name__} cuts into flat shards; "
+            "measure with strategy='ddp', or with LayeredFSDPStrategy or ModelParallelStrategy (FSDP2)"
         )
 
 
@@ -495,8 +522,21 @@ class RecomputeTimes:
         except ValueError as error:
             self.why_not = str(error)
             return
+        if is_compiled_function(getattr(module, METHOD)):  # Lightning makes it of `torch.compile(module)`
+            self.why_not = f"{METHOD} is compiled, which hides its operators"
+            return
         self._handle = _Recording(module, METHOD, Sublinear())
         self._profiler = self._handle.start_profiling()
+
+    def begin_backward(self) -> None:
+        """Note the end of a forward, if it is recorded."""
+        if self._handle is not None:
+            self._handle.begin_backward()
+
+    def end_backward(self) -> None:
+        """Note that another forward, or the update, begins."""
+        if self._handle is not None:
+            self._handle.end_backward()
 
     def stop(self) -> None:
         """Take the recording off the module. A second call does nothing."""
@@ -541,19 +581,26 @@ class RecomputeTimes:
 
 
 class _Recording(RecomputeHandle):
-    """Times a recorded step, and says what to do about one that cannot be recorded.
+    """Times the forward of a recorded step, and says what to do about one that cannot be recorded.
 
     That one must not run again: its statistics would move twice.
+
+    Attributes:
+        step_s: of the forward. Backward and update are not in it, which manual optimization has within the step.
     """
 
     step_s = 0.0
+    _begin_s = 0.0
+    _is_running = False
 
     @override
     def run(self, function: Any, args: Any, kwargs: Any) -> Any:
-        begin_s = time.perf_counter() - waited_s()
+        self.step_s, self._is_running = 0.0, True
+        self.end_backward()
         try:
             result = super().run(function, args, kwargs)
-            self.step_s = time.perf_counter() - waited_s() - begin_s  # batch norm's waits are none of its time
+            if not self.step_s:  # there was no backward
+                self.begin_backward()
             return result
         except Exception as error:
             error.add_note(
@@ -561,3 +608,14 @@ class _Recording(RecomputeHandle):
                 "Diagnose(memonger=False), or plan.memonger=false in a recipe"
             )
             raise
+        finally:
+            self._is_running = False
+
+    def begin_backward(self) -> None:
+        """Count the forward so far. Batch norm's waits are none of its time."""
+        if self._is_running:
+            self.step_s += time.perf_counter() - waited_s() - self._begin_s
+
+    def end_backward(self) -> None:
+        """Go on to count."""
+        self._begin_s = time.perf_counter() - waited_s()

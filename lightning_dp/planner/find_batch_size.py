@@ -128,10 +128,13 @@ class FindBatchSize(Callback):
                 "or find the size in a run of its own"
             )
         device = trainer.strategy.root_device
-        with alone(pl_module, trainer.world_size), self._reserved(pl_module, device):
+        trained = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
+        optimizer_bytes = self._optimizer_copies * sum(map(num_bytes, trained))
+        with alone(pl_module, trainer.world_size), logging_nowhere(trainer):
+            reserved = torch.empty(optimizer_bytes, dtype=torch.uint8, device=device)
             step = _Step(trainer, pl_module)
             self.trials = try_batch_sizes(step, self._batch_sizes, device, repeats=self._repeats)
-            del step  # it holds the batch
+            del step, reserved  # the step holds the batch
         self._set_batch_size(trainer, f"the fastest\n{self.trials.table()}")
 
     def _set_batch_size(self, trainer: Any, why: str) -> None:
@@ -148,14 +151,6 @@ class FindBatchSize(Callback):
                 hparams["batch_size"] = data.batch_size
         if trainer.is_global_zero:
             log.info(f"FindBatchSize: {self.trials.batch_size} images per rank, {why}")
-
-    @contextmanager
-    def _reserved(self, pl_module: LightningModule, device: torch.device) -> Iterator[None]:
-        """Hold as much memory as the optimizer will."""
-        total = self._optimizer_copies * sum(num_bytes(p) for p in pl_module.parameters() if p.requires_grad)
-        held = torch.empty(total, dtype=torch.uint8, device=device)
-        yield
-        del held
 
 
 class _Step:
@@ -256,6 +251,29 @@ def alone(module: LightningModule, world_size: int = 1) -> Iterator[None]:
         finally:
             for parameter, requires_grad in trained:  # what toggle_optimizer leaves after an error
                 parameter.requires_grad = requires_grad
+
+
+@contextmanager
+def logging_nowhere(trainer: Any) -> Iterator[None]:
+    """Let what a training step writes to ``self.logger`` go nowhere, as in Lightning's own search for a size."""
+    loggers = trainer.loggers
+    trainer.loggers = [_Mute(logger) for logger in loggers]
+    try:
+        yield
+    finally:
+        trainer.loggers = loggers
+
+
+class _Mute:
+    """A logger that writes nothing. Its folders are those of the other."""
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+        self.experiment = importlib.import_module(f"{FRAMEWORK}.loggers.logger").DummyLogger().experiment
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._logger, name)
+        return (lambda *args, **kwargs: None) if name.startswith("log_") and callable(found) else found
 
 
 class _Idle:

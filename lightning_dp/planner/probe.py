@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -89,7 +87,7 @@ def _measure(
 
 def _all_reduce_s(group: dist.ProcessGroup | None, num_bytes: int, device: torch.device | str, repeats: int) -> float:
     """Return the time of one all-reduce: the mean over the ranks of their medians, which all of them get."""
-    message = torch.zeros(num_bytes // 4, device=device)
+    message = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
     # The call that does not count sets connections up, and takes what the link lets pass at once.
     time_s = measure_time_s(lambda: dist.all_reduce(message, group=group), device, repeats)
     shared = torch.tensor(time_s, dtype=torch.float64, device=device)
@@ -143,13 +141,9 @@ def probe_compressors(shapes: Sequence[Sequence[int]], repeats: int = 3) -> dict
 
 def _compress_s(choice: Compression, gradients: Tensor, piece: BucketShard, repeats: int) -> float:
     compressor = make_compressor(choice)
-    measured = []
-    for _ in range(repeats + 1):
-        bucket = gradients.clone()
-        begin_s = time.perf_counter()
-        compressor.all_reduce(bucket, piece, _Loopback())
-        measured.append(time.perf_counter() - begin_s)
-    return median(measured[1:])  # the first sum has no residuals yet
+    bucket = gradients.clone()
+    # The first sum, which is not timed, has no residuals yet.
+    return measure_time_s(lambda: compressor.all_reduce(bucket, piece, _Loopback()), repeats=repeats)
 
 
 class _Loopback(Transport):

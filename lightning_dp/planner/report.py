@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_dp.planner.accuracy import expected_error, was_measured
 from lightning_dp.planner.advice import (
-    WORTH_NAMING,
     Advice,
     Plan,
     add_workers,
@@ -18,7 +16,9 @@ from lightning_dp.planner.advice import (
     are_equal,
     changes_for,
     choose_plan,
+    expected_error,
     larger_batch_gain,
+    was_measured,
 )
 from lightning_dp.planner.formulas import amdahl_efficiency
 from lightning_dp.planner.network import Link, Network
@@ -32,7 +32,7 @@ from lightning_dp.planner.simulation import (
     sent_bytes,
     simulate,
 )
-from lightning_dp.planner.workload import Block, StepProfile, Workload, join_shapes
+from lightning_dp.planner.workload import WORTH_NAMING, Block, StepProfile, Workload, join_shapes
 
 PLAN_VERSION = 1
 ALONE = Network(Link(0.0, 1.0), Link(0.0, 1.0))  # of one rank, which sends nothing
@@ -95,9 +95,9 @@ class Diagnosis:
             f"{profile.strategy}, {profile.world_size} ranks, {profile.batch_size} images per rank{batches}: "
             f"{worst[1] / profile.step_s:.0%} of a step is {worst[0]} ({profile.num_steps} steps measured).",
             self._advice_text(),
-            *self._what_changes_training(),
+            *self._on_request(),
             profile.table(),
-            f"Overhead ratio (Lemma 3.1): {ratio:.3f}. {_efficiencies(ratio, (2, 4, 8))}",
+            f"Overhead ratio (Lemma 3.1): {ratio:.3f}. {_efficiencies(ratio)}",
             self._rows() if self.predictions else
             "One rank needs no network. To predict for more: Diagnose(network=..., world_size=...).",
             *self._notes(),
@@ -122,9 +122,11 @@ class Diagnosis:
             f"| {part.what} | `{' '.join(part.overrides)}` | {1e3 * part.saves_s:.1f} ms | {part.sure} |"
             for part in self.advice
         ]
+        # A step of the plan may have more images.
+        as_many_s = self.now.step_s * self.now.images_per_s / plan.images_per_s
         return "\n".join(
             [
-                f"**{now} become {1e3 * plan.time.step_s:.1f} ms (simulated, {error})**, "
+                f"**{now} become {1e3 * as_many_s:.1f} ms for as many images (simulated, {error})**, "
                 f"{plan.images_per_s:.1f} images/s:",
                 "",
                 "| change | override | saves | how sure |",
@@ -133,8 +135,8 @@ class Diagnosis:
             ]
         )
 
-    def _what_changes_training(self) -> list[str]:
-        """Return what would be faster than the plan, but changes what is computed."""
+    def _on_request(self) -> list[str]:
+        """Return what would be faster than the plan, but changes what is computed, or is for models that do not fit."""
         plan, lines = self.plan, []
         faster = [
             p
@@ -144,9 +146,12 @@ class Diagnosis:
             and not are_equal(p.time, p.error, plan.time, plan.error)
         ]
         if faster:
+            equal = [p for p in faster if are_equal(p.time, p.error, faster[0].time, faster[0].error)]
+            named = min(equal, key=lambda p: not METHODS[p.method].is_exact)
+            what = "the same result" if METHODS[named.method].is_exact else "another result"
             lines.append(
-                f"- `plan.method={faster[0].method}`: {_ratio(faster[0].time, plan.time)} the time for as many images. "
-                f"{faster[0].reason}"
+                f"- `plan.method={named.method}`, {what}: {_ratio(named.time, plan.time)} the time for as many images. "
+                f"{named.reason}"
             )
         if self.gain_of_larger_batch > plan.error:
             lines.append(
@@ -160,7 +165,7 @@ class Diagnosis:
                 "- `callbacks.adaptive_global_batch_norm.global_phase=after_converged`: statistics are local until "
                 f"training has converged, which saves up to {1e3 * waits_s:.1f} ms per step until then."
             )
-        return ["\n".join(["Faster, but it changes what is computed:", *lines])] if lines else []
+        return ["\n".join(["Faster, on request only:", *lines])] if lines else []
 
     def _rows(self) -> str:
         """Return the table of methods: first that of the plan, then the others, the fastest first."""
@@ -187,8 +192,15 @@ class Diagnosis:
                 f"No worker process is proposed for the {1e3 * profile.load_s:.1f} ms of loading: the loader has no "
                 "option for it, or no core is free."
             )
+        if profile.waits_for_workers:
+            lines.append(
+                f"The step waits for {profile.num_workers} worker process(es) of the loader: no method alone is faster."
+            )
         if profile.batch_norm_s and self.world_size != profile.world_size:
             lines.append(f"Batch norm's waits are those of {profile.world_size} ranks. More ranks wait longer.")
+        network = self.network
+        if network is not None and _has_one_link(network) and self.world_size > network.ranks_per_node:
+            lines.append("Links between nodes count as fast as those within one; give others: Diagnose(network=...).")
         if profile.why_no_recomputation:
             lines.append(f"Memonger is not among them: {profile.why_no_recomputation}")
         unplaced = sum(layer.num_bytes for layer in profile.layers if not layer.forward_s)
@@ -253,7 +265,8 @@ class Diagnosis:
             ends.append((prediction.method, sizes[-1], times[-1], color))
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [str(size) for size in sizes])
-        axes.set_xlabel("ranks")
+        unknown = "; links between nodes as fast as within one" if _has_one_link(self.network) else ""
+        axes.set_xlabel(f"ranks{unknown}")
         axes.set_ylabel(f"simulated step time, {self.profile.batch_size} images per rank")
         axes.yaxis.set_major_formatter("{x:g} ms")
         axes.set_ylim(bottom=0)
@@ -321,7 +334,7 @@ def make_diagnosis(
     now = simulate(workload, network, size, "ddp")
     is_present_job = (is_probed or is_alone) and size == profile.world_size
     # No prediction is surer than that of the step which was measured.
-    is_tested = is_present_job and profile.strategy == "DDPStrategy"
+    is_tested = is_present_job and (is_alone or profile.strategy == "DDPStrategy")
     least_error = abs(now.step_s / profile.step_s - 1) if is_tested else 0.0
 
     def error_of(name: str) -> float:
@@ -347,14 +360,19 @@ def _methods_for(workload: Workload, network: Network, world_size: int) -> list[
     return [name for name in names if METHODS[name].family not in without]
 
 
+def _has_one_link(network: Network) -> bool:
+    """Return whether links between nodes count as fast as those within one: on one node a probe finds no others."""
+    return network.ranks_per_node > 1 and network.inter == network.intra
+
+
 def _ratio(time: StepTime, other: StepTime) -> str:
     return f"{other.images_per_s / time.images_per_s:.2f} x"
 
 
-def _efficiencies(ratio: float, sizes: Sequence[int]) -> str:
+def _efficiencies(ratio: float) -> str:
     if ratio == float("inf"):
         return "Nothing is computed that more GPUs could divide."
-    values = ", ".join(f"{amdahl_efficiency(size, ratio):.0%} on {size}" for size in sizes)
+    values = ", ".join(f"{amdahl_efficiency(size, ratio):.0%} on {size}" for size in (2, 4, 8))
     return f"If it stayed so, efficiency would be {values} GPUs."
 
 
@@ -384,6 +402,7 @@ def reason(name: str, workload: Workload, network: Network, world_size: int, tim
     gradients = _gradients(workload)
     rounded = ROUNDED.get(str(method.compression), "")
     if codec_s := workload.codec_s.get(str(method.compression), 0.0):
+        codec_s /= network.ranks_per_node if method.family == "layered_fsdp" else 1  # each rank compresses its shard
         rounded += f" in {1e3 * codec_s:.0f} ms of processor time"
     if method.family in ("layered_sgd", "layered_fsdp"):
         between_s = inter_group_s(gradients, method, network, world_size)
@@ -428,38 +447,19 @@ def _gradients(workload: Workload) -> Block:
 
 # What `recipes/train.py` is told to use a method.
 
+# The recipes have no option for the others: Lightning ignores communication hooks of DDP on CPU.
+WITH_PLAN = tuple(
+    name
+    for name, method in METHODS.items()
+    if method.family != "ddp" or (method.compression == 1.0 and method.all_reduce == "native")
+)
+STRATEGIES = {"hybrid": "krizhevsky_hybrid"}  # the others have the name of their family
 POWER_SGD = "{_target_:lightning_dp.strategies.PowerSGD,rank:4}"
-# Added to the job's callbacks: `callbacks=agbn` would take away its Memonger, and others of its own.
+# Added to the job's callbacks: `callbacks=agbn` would take away its Memonger, `callbacks=memonger` its batch norm.
 PLATEAU = "{_target_:lightning_dp.Plateau,monitor:train/loss,patience:3,min_delta:0.001,mode:min}"
 GLOBAL_BATCH_NORM = (
     f"++callbacks.adaptive_global_batch_norm={{_target_:lightning_dp.AdaptiveGlobalBatchNorm,convergence:{PLATEAU}}}"
 )
-# The other methods are no option of the recipes: Lightning ignores communication hooks on CPU.
-OVERRIDES = {
-    "ddp": ["strategy=ddp"],
-    "ddp_accumulate_4": ["strategy=ddp"],  # and as many times as many batches as the job has in a step
-    "ddp_global_batch_norm": ["strategy=ddp", GLOBAL_BATCH_NORM],
-    "layered_sgd_load": ["strategy=layered_sgd", "strategy.overlap=load"],
-    "layered_sgd_step": ["strategy=layered_sgd", "strategy.overlap=step"],
-    "layered_sgd_step_sharded": ["strategy=layered_sgd", "strategy.overlap=step", "strategy.communicator=sharded"],
-    "layered_sgd_step_bf16": ["strategy=layered_sgd", "strategy.overlap=step", "strategy.compression=bf16"],
-    "layered_sgd_step_int8": ["strategy=layered_sgd", "strategy.overlap=step", "strategy.compression=int8"],
-    "layered_sgd_step_power_sgd": [
-        "strategy=layered_sgd",
-        "strategy.overlap=step",
-        f"strategy.compression={POWER_SGD}",
-    ],
-    "layered_fsdp_load": ["strategy=layered_fsdp", "strategy.overlap=load"],
-    "layered_fsdp_step": ["strategy=layered_fsdp", "strategy.overlap=step"],
-    "layered_fsdp_step_int8": ["strategy=layered_fsdp", "strategy.overlap=step", "strategy.compression=int8"],
-    "hybrid_a": ["strategy=krizhevsky_hybrid", "strategy.scheme=a"],
-    "hybrid_b": ["strategy=krizhevsky_hybrid", "strategy.scheme=b"],
-    "hybrid_c": ["strategy=krizhevsky_hybrid", "strategy.scheme=c"],
-}
-MEMONGER = ("ddp_memonger", "ddp_memonger_larger_batch")
-"""Their options depend on the job: a budget in bytes, and the number of images."""
-WITH_PLAN = (*OVERRIDES, *MEMONGER)
-"""The methods that the recipes have."""
 
 
 def overrides_of(name: str, profile: StepProfile, world_size: int) -> list[str] | None:
@@ -470,22 +470,28 @@ def overrides_of(name: str, profile: StepProfile, world_size: int) -> list[str] 
         profile: the measured job.
         world_size: number of ranks that will train. ``data.batch_size`` counts the images of all of them.
     """
-    if name not in MEMONGER:
-        found = OVERRIDES.get(name)
-        if METHODS[name].accumulate > 1 and found is not None:
-            return [*found, f"trainer.accumulate_grad_batches={METHODS[name].accumulate * profile.accumulate}"]
-        return found
-    plan = profile.recomputation
-    if plan is None:
+    method, plan = METHODS[name], profile.recomputation
+    if name not in WITH_PLAN or (method.recompute and plan is None):
         return None
-    is_larger = name == "ddp_memonger_larger_batch"
-    factor = plan.batch_factor if is_larger else 1
-    # A budget is for the batch that is trained with, and activations grow with it.
-    budget_bytes = round(factor * plan.held_bytes)
-    # Added to the job's callbacks: `callbacks=memonger` would take away that of global batch norm.
-    target = "_target_:lightning_dp.Memonger"
-    overrides = [
-        "strategy=ddp",
-        f"++callbacks.memonger={{{target},policy:budget,budget_bytes:{budget_bytes}}}",
-    ]
-    return overrides + ([f"data.batch_size={factor * profile.batch_size * world_size}"] if is_larger else [])
+    overrides = [f"strategy={STRATEGIES.get(method.family, method.family)}"]
+    if method.family == "hybrid":
+        overrides.append(f"strategy.scheme={method.scheme}")
+    if method.family in ("layered_sgd", "layered_fsdp"):
+        overrides.append(f"strategy.overlap={method.overlap}")
+    if method.communicator != "leader":
+        overrides.append(f"strategy.communicator={method.communicator}")
+    if method.compression != 1.0:
+        compressor = POWER_SGD if method.compression == "power_sgd" else method.compression
+        overrides.append(f"strategy.compression={compressor}")
+    if method.accumulate > 1:
+        overrides.append(f"trainer.accumulate_grad_batches={method.accumulate * profile.accumulate}")
+    if method.global_batch_norm:
+        overrides.append(GLOBAL_BATCH_NORM)
+    if method.recompute and plan is not None:
+        factor = plan.batch_factor if method.recompute == LARGER_BATCH else 1
+        # A budget is for the batch that is trained with, and activations grow with it.
+        memonger = f"_target_:lightning_dp.Memonger,policy:budget,budget_bytes:{round(factor * plan.held_bytes)}"
+        overrides.append(f"++callbacks.memonger={{{memonger}}}")
+        if method.recompute == LARGER_BATCH:
+            overrides.append(f"data.batch_size={factor * profile.batch_size * world_size}")
+    return overrides

@@ -61,7 +61,10 @@ def simulate(
             has no plan.
     """
     require_count("num_steps", num_steps, least=WARM_UP + 1)
-    method = find_method(method)
+    if not isinstance(method, Method):
+        if method not in METHODS:
+            raise ValueError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}, or a Method")
+        method = METHODS[method]
     job = _Job(workload, network, world_size, method, seed)
     for _ in range(num_steps):
         job.add_step()
@@ -72,19 +75,6 @@ def simulate(
     images = world_size * job.workload.batch_size * job.workload.accumulate
     rate = images / step_s if step_s else float("inf")
     return StepTime(step_s, min(busy_s, step_s), rate)
-
-
-def find_method(method: Method | str) -> Method:
-    """Return the method of this name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if isinstance(method, Method):
-        return method
-    if method not in METHODS:
-        raise ValueError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}, or a Method")
-    return METHODS[method]
 
 
 def all_reduce_s(block: Block, method: Method, network: Network, world_size: int) -> float:
@@ -100,13 +90,6 @@ def inter_group_s(block: Block, method: Method, network: Network, world_size: in
     if method.compression == 1.0:
         return network.inter_group_all_reduce_s(num_bytes, world_size)
     return network.compressed_all_reduce_s(num_bytes, world_size, num_rounds(method))
-
-
-def bucket_codec_s(block: Block, method: Method, workload: Workload) -> float:
-    """Return the processor time in which the method's compressor encodes and decodes a bucket."""
-    total = workload.gradient_bytes
-    seconds = workload.codec_s.get(method.compression, 0.0) if isinstance(method.compression, str) else 0.0
-    return seconds * block.num_bytes / total if total else 0.0
 
 
 class _Job:
@@ -173,17 +156,17 @@ class _Job:
         else:
             self._reduce_at_once(ready)
 
-    def _add(self, lane: int, duration_s: float, after: Sequence[int] = (), is_compute: bool = True) -> int:
-        """Add a part of a rank's program, which runs in the order in which parts are added."""
-        duration_s *= self._factors[lane] if is_compute else 1.0
+    def _add(self, lane: int, duration_s: float, after: Sequence[int] = ()) -> int:
+        """Add compute to a rank's program, which runs in the order in which its parts are added."""
+        duration_s *= self._factors[lane]
+        self.busy_s += duration_s if lane == 0 else 0.0
+        return self._add_wait(lane, duration_s, after)
+
+    def _add_wait(self, lane: int, duration_s: float, after: Sequence[int] = ()) -> int:
+        """Add a part of a rank's program that is no compute: ranks differ in compute only."""
         task = self.schedule.add(duration_s, [*self._last[lane], *after])
         self._last[lane] = [task]
         return task
-
-    def _count(self, lane: int, duration_s: float) -> float:
-        """Count a duration as busy time."""
-        self.busy_s += duration_s * self._factors[lane] if lane == 0 else 0.0
-        return duration_s
 
     def _load_next(self) -> None:
         """Add the loading of the next batch."""
@@ -198,7 +181,7 @@ class _Job:
                 self._loaded[lane] = [self.schedule.add(load_s, after, self._loaders[lane])]
             else:
                 self.busy_s += load_s if lane == 0 else 0.0
-                self._add(lane, load_s, is_compute=False)
+                self._add_wait(lane, load_s)
 
     def _add_forward(self) -> None:
         if self._loaded is None:
@@ -213,7 +196,7 @@ class _Job:
                 arrived = self._arrived[place][lane] if self._arrived else []
                 duration_s = bucket.forward_s + (self._update_s(bucket) if arrived else 0.0)
                 loaded = self._loaded[lane] if place == 0 else []
-                task = self._add(lane, self._count(lane, duration_s), [*loaded, *arrived])
+                task = self._add(lane, duration_s, [*loaded, *arrived])
                 if place == 0:
                     begins.append(task)
             self._wait_for_statistics(lane)
@@ -232,7 +215,7 @@ class _Job:
         for lane in range(len(self._last)):
             self._wait_for_statistics(lane)
             for place in reversed(range(len(self.buckets))):
-                ready[place].append(self._add(lane, self._count(lane, self.buckets[place].backward_s)))
+                ready[place].append(self._add(lane, self.buckets[place].backward_s))
         return ready
 
     def _add_units(self, places: Sequence[int], seconds: Sequence[float]) -> dict[int, list[int]]:
@@ -248,9 +231,7 @@ class _Job:
             before = gathered
             if following is not None:  # it is gathered while this one computes
                 gathered = self._gather(following, before)
-            ends[place] = [
-                self._add(lane, self._count(lane, seconds[place]), after) for lane, after in enumerate(before)
-            ]
+            ends[place] = [self._add(lane, seconds[place], after) for lane, after in enumerate(before)]
         return ends
 
     def _gather(self, place: int, after: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -258,7 +239,7 @@ class _Job:
         bucket = self.buckets[place]
         if self._arrived:
             for lane, arrived in enumerate(self._arrived[place]):
-                self._add(lane, self._count(lane, self._update_s(bucket)), [*arrived, *after[lane]])
+                self._add(lane, self._update_s(bucket), [*arrived, *after[lane]])
         gather_s = self.network.intra_group_s(bucket.num_bytes, self.world_size, "sharded")
         ends: list[list[int]] = [[] for _ in self._last]
         for lanes, stream in zip(self._groups, self._intra, strict=True):
@@ -277,12 +258,11 @@ class _Job:
         if self.method.global_batch_norm and not wait_s:
             wait_s = self.workload.num_batch_norms * self.network.small_exchange_s(self.world_size)
         if wait_s:
-            self._add(lane, wait_s, is_compute=False)
+            self._add_wait(lane, wait_s)
 
     def _send(self, place: int, duration_s: float, after: Sequence[int], priority: float | None = None) -> int:
         """Add the sum of a bucket over the network. A compressor encodes it before, and decodes it afterwards."""
-        codec_s = bucket_codec_s(self.buckets[place], self.method, self.workload)
-        codec_s /= self._group_size if self._is_sharded else 1
+        codec_s = self.workload.codec_s.get(str(self.method.compression), 0.0) * self._part_of(self.buckets[place])
         if not codec_s:
             return self.schedule.add(duration_s, after, self._net, priority=priority)
         encoded = self.schedule.add(codec_s / 2, after, self._codec, priority=priority)
@@ -296,7 +276,7 @@ class _Job:
             duration_s = all_reduce_s(self.buckets[place], self.method, self.network, self.world_size)
             reduced.append(self._send(place, duration_s, ready[place]))
         for lane in range(len(self._last)):
-            self._add(lane, self._count(lane, self.workload.update_s), reduced)
+            self._add(lane, self.workload.update_s, reduced)
 
     def _reduce_in_layers(self, ready: list[list[int]]) -> None:
         """Layered SGD: reduce in groups, all-reduce between them, broadcast in groups (Algorithm 3).
@@ -329,7 +309,7 @@ class _Job:
             return
         for lane in range(len(self._last)):
             awaited = [task for bucket in arrived for task in bucket[lane]]
-            self._add(lane, self._count(lane, sum(map(self._update_s, self.buckets))), awaited)
+            self._add(lane, sum(map(self._update_s, self.buckets)), awaited)
 
     def _add_head(self) -> None:
         """Add the passes through the sharded head (arXiv 1404.5997, section 4)."""
@@ -347,20 +327,24 @@ class _Job:
         gathered = self.schedule.add(features_s, [task for last in self._last for task in last], self._net)
         returned = []
         for number in range(num_passes):
-            halves = [self._add(lane, self._count(lane, forward_s), [gathered]) for lane in lanes]
+            halves = [self._add(lane, forward_s, [gathered]) for lane in lanes]
             if number + 1 < num_passes:  # the features of the next pass travel while this one is computed
                 gathered = self.schedule.add(features_s, [gathered], self._net)
             hidden = self.schedule.add(2 * hidden_s, halves, self._net)
-            ends = [self._add(lane, self._count(lane, backward_s), [hidden]) for lane in lanes]
+            ends = [self._add(lane, backward_s, [hidden]) for lane in lanes]
             returned.append(self.schedule.add(features_s, ends, self._net))
         for lane in lanes:
             self._add(lane, 0.0, returned)
 
     def _update_s(self, bucket: Block) -> float:
         """Return a bucket's part of a rank's update."""
+        return self.workload.update_s * self._part_of(bucket)
+
+    def _part_of(self, bucket: Block) -> float:
+        """Return which part of all gradients a rank has of a bucket."""
         total = self.workload.gradient_bytes
         part = bucket.num_bytes / total if total else 1 / len(self.buckets)
-        return self.workload.update_s * part / (self._group_size if self._is_sharded else 1)
+        return part / (self._group_size if self._is_sharded else 1)
 
 
 # A discrete-event simulation of tasks, what they wait for, and the resources that they share.
@@ -530,12 +514,13 @@ class Method:
             "order": ("priority", "fifo"),
             "all_reduce": ("native", "ring"),
             "recompute": ("", SAME_BATCH, LARGER_BATCH),
+            "scheme": ("a", "b", "c"),
         }
         if isinstance(self.compression, str):
             options["compression"] = tuple(COMPRESSORS)
         else:
             require_positive("compression", self.compression)
-        for name, known in {**options, "scheme": ("a", "b", "c")}.items():
+        for name, known in options.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, known))}")
 

@@ -251,6 +251,9 @@ def _joined(blocks: Sequence[Block]) -> Block:
 
 # What was measured of a job's steps, and the workload that it makes for the simulation.
 
+# A share of a step, or of the gradients, that is worth naming.
+WORTH_NAMING = 0.05
+
 
 @dataclass(frozen=True)
 class LayerProfile:
@@ -333,6 +336,11 @@ class StepProfile:
         """R_O of Lemma 3.1: what more GPUs do not shorten, over compute."""
         return (self.step_s - self.compute_s) / self.compute_s if self.compute_s > 0 else float("inf")
 
+    @property
+    def waits_for_workers(self) -> bool:
+        """Whether the loader's workers bring a batch as often as the rank takes one, and no faster to a faster step."""
+        return bool(self.num_workers) and self.load_s >= WORTH_NAMING * self.step_s
+
     def parts(self) -> dict[str, float]:
         """Return the parts of a step, in seconds."""
         return {
@@ -370,7 +378,8 @@ class StepProfile:
         return Workload(
             tuple(blocks),
             batch_size=self.batch_size,
-            load_s=self.load_s / self.accumulate,
+            load_s=(self.step_s if self.waits_for_workers else self.load_s) / self.accumulate,
+            loads_in_background=self.waits_for_workers,
             update_s=self.update_s,
             head=head,
             num_batch_norms=self.num_batch_norms,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -140,6 +141,19 @@ def test_the_plot_is_drawn(tmp_path):
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
+def test_links_that_a_probe_on_one_node_cannot_find_are_named(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
+    note = "Links between nodes count as fast as those within one; give others"
+    for network, is_named in ((Network(FAST, FAST, ranks_per_node=2), True), (TWO_NODES, False)):
+        found = make_diagnosis(PROFILE, network)
+        found.plot(tmp_path / "plan.png", world_sizes=(2, 4))
+        assert (note in str(found)) == is_named
+        assert ("links between nodes" in drawn[-1].axes[0].get_xlabel()) == is_named
+    assert note not in str(make_diagnosis(PROFILE, Network(FAST, FAST, ranks_per_node=4))), "all rows are within a node"
+
+
 # What is proposed follows from where the time goes. The network is fast, unless communication is to be dominant.
 
 FAST_NODES = Network(FAST, FAST, ranks_per_node=2)
@@ -179,6 +193,17 @@ def test_workers_that_are_there_are_counted():
     assert overrides(make_diagnosis(replace(loading, num_workers=None), FAST_NODES)) != ["data.num_workers=1"]
 
 
+def test_no_method_makes_workers_faster_that_a_step_waits_for():
+    waiting = replace(PROFILE, num_workers=2, cores_per_rank=2.0)  # no core is free for a third one
+    found = make_diagnosis(waiting, TWO_NODES)
+    assert overrides(found) == []
+    assert found.now.step_s == pytest.approx(PROFILE.step_s)
+    assert min(row.time.step_s for row in found.predictions) == pytest.approx(PROFILE.step_s)
+    assert "The step waits for 2 worker process(es) of the loader: no method alone is faster." in str(found)
+    hidden = make_diagnosis(replace(waiting, load_s=0.02), TWO_NODES)
+    assert overrides(hidden)[0] == "strategy=layered_sgd", "they may be fast enough"
+
+
 @pytest.mark.parametrize(
     ("batch_size", "group_size", "left_s"),
     [(8, 1, 0.0), (4, 2, 0.08 * 1e-5 / (2 * 1e-4)), (2, None, 0.08)],
@@ -197,7 +222,14 @@ def test_waits_of_batch_norm_bring_smaller_groups(batch_size, group_size, left_s
 def test_exposed_communication_brings_another_method():
     found = make_diagnosis(replace(COMPUTE_ONLY, step_s=0.4, exposed_communication_s=0.24), TWO_NODES)
     assert overrides(found)[0] == "strategy=layered_sgd"
-    assert "`plan.method=layered_sgd_step_" in str(found), "a compressor is named, and not chosen"
+    assert re.search("`plan.method=layered_sgd_step_.*, another result: ", str(found)), "named, and not chosen"
+
+
+def test_layered_fsdp_that_is_faster_is_named_as_exact():
+    slow_update = replace(COMPUTE_ONLY, step_s=0.66, update_s=0.51)  # of which each of eight ranks takes an eighth
+    found = make_diagnosis(slow_update, Network(FAST, FAST, ranks_per_node=8), world_size=16)
+    assert "\n- `plan.method=layered_fsdp_step`, the same result: 0.33 x" in str(found)
+    assert found.plan.method == "ddp"
 
 
 def test_changes_are_combined_and_what_each_saves_adds_up():
@@ -240,6 +272,8 @@ def test_no_prediction_is_surer_than_that_of_the_measured_step():
     assert make_diagnosis(far_off, FAST_NODES, is_probed=True).plan.error == pytest.approx(0.5, abs=0.02)
     assert make_diagnosis(far_off, FAST_NODES).plan.error == 0.033
     assert make_diagnosis(far_off, FAST_NODES, world_size=8, is_probed=True).plan.error == 0.033
+    one_rank = replace(far_off, world_size=1, strategy="SingleDeviceStrategy", exposed_communication_s=0.0)
+    assert make_diagnosis(one_rank, None).plan.error == pytest.approx(0.5)
 
 
 def test_a_larger_batch_is_named_where_it_brings_something():

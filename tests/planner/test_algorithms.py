@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from lightning_dp.models import resnet20
 from lightning_dp.planner import algorithms_for, apply_algorithms
@@ -168,6 +168,18 @@ def test_a_subclass_of_conv2d_is_left_to_its_own_forward():
     apply_algorithms(model, {"0": "backend"})
     assert torch.equal(model(x), expected)
     assert len(algorithms_for(weight_norm(nn.Conv2d(3, 4, 3)))) > 1, "a parametrized Conv2d is one"
+
+
+@pytest.mark.parametrize("algorithm", ["channels_last", "im2col", "fft"])
+def test_spectral_norm_takes_one_step_of_its_iteration_in_each_forward(algorithm):
+    torch.manual_seed(0)
+    plain = nn.Sequential(spectral_norm(nn.Conv2d(3, 4, 3))).double()
+    model, x = copy.deepcopy(plain), torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    apply_algorithms(model, {"0": algorithm})
+    for _ in range(2):
+        torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-10)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=0, atol=1e-10)
 
 
 class Masked(nn.Conv2d):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 import warnings
 
@@ -10,12 +11,14 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from pytorch_lightning.strategies import FSDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dp import KrizhevskyHybridStrategy
-from lightning_dp.planner import Diagnose, Link, Network, probe_network
-from lightning_dp.planner.diagnose import WARM_UP
+from lightning_dp import KrizhevskyHybridStrategy, LayeredSGDStrategy
+from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
+from lightning_dp.planner import Diagnose, Link, Network, diagnose, probe_network
+from lightning_dp.planner.diagnose import WARM_UP, require_whole_model
 from tests.planner.test_rows import PROFILE
 from tests.ranks import run_processes
 
@@ -69,10 +72,9 @@ def fit(
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            max_epochs=1,
-            **options,
+            **{"max_epochs": 1, **options},
         )
-        trainer.fit(module or Net(), loader or DataLoader(Items(), batch_size=4, num_workers=0))
+        trainer.fit(Net() if module is None else module, loader or DataLoader(Items(), batch_size=4, num_workers=0))
     return trainer
 
 
@@ -167,6 +169,14 @@ def test_a_step_that_cannot_be_recorded_raises_and_does_not_run_again():
     assert callback.diagnosis.profile.recomputation is None
 
 
+def test_a_compiled_module_is_diagnosed_without_recording_it():
+    callback = Diagnose(num_steps=1, network=NETWORK, world_size=2, stop=True)
+    fit(callback, torch.compile(Convolutions(), backend="eager"))
+    profile = callback.diagnosis.profile
+    assert profile.recomputation is None
+    assert profile.why_no_recomputation == "training_step is compiled, which hides its operators"
+
+
 def test_a_method_that_the_job_cannot_use_is_named(tmp_path, caplog):
     (tmp_path / "new").mkdir()
     callback = Diagnose(folder=tmp_path / "new", method="hybrid_a")
@@ -219,6 +229,11 @@ def test_a_head_that_is_sharded_is_not_measured():
     with pytest.raises(ValueError, match=r"head that KrizhevskyHybridStrategy shards; .*strategy='ddp'"):
         callback.setup(trainer, Net(), "fit")
     callback.setup(trainer, Net(), "validate")
+
+
+def test_flat_shards_of_fsdp_are_not_measured():
+    with pytest.raises(ValueError, match="layers that FSDPStrategy cuts into flat shards; measure with "):
+        require_whole_model(FSDPStrategy())
 
 
 def distributed_fit(rank):
@@ -279,6 +294,42 @@ def test_groups_that_share_statistics_already_are_not_proposed():
     assert not any("group_size" in override for part in found.advice for override in part.overrides)
 
 
+def fit_with_cores(rank, cores_of_ranks):
+    os.sched_getaffinity = lambda pid: cores_of_ranks[rank]
+    callback = Diagnose(num_steps=1, stop=True, memonger=False, network=NETWORK)
+    fit(callback, devices=2, strategy="ddp")
+    return callback.diagnosis.profile.cores_per_rank
+
+
+@pytest.mark.parametrize("cores_of_ranks", [({0, 1, 2, 3}, {0, 1, 2, 3}), ({0, 1}, {2, 3})], ids=["shared", "bound"])
+def test_cores_of_a_rank_are_those_of_the_node_over_its_ranks(cores_of_ranks):
+    assert run_processes(2, fit_with_cores, cores_of_ranks) == [2.0, 2.0]
+
+
+def fit_with_postponed_sums(rank):
+    events = []
+    between, probe = HierarchicalAllReduce.inter_group_all_reduce, diagnose.probe_network
+
+    def late(self, buffer):
+        time.sleep(0.05)  # still under way when the step has ended
+        between(self, buffer)
+        events.append("sum")
+
+    def noted(*args, **options):
+        events.append("probe")
+        return probe(*args, **options)
+
+    HierarchicalAllReduce.inter_group_all_reduce, diagnose.probe_network = late, noted
+    fit(Diagnose(num_steps=1, stop=True, memonger=False), devices=2, strategy=LayeredSGDStrategy(group_size=1))
+    return events
+
+
+def test_the_network_is_probed_when_no_sums_of_gradients_are_under_way():
+    for events in run_processes(2, fit_with_postponed_sums):
+        assert events.count("sum") >= WARM_UP + 1
+        assert events[-1] == "probe"
+
+
 class Boxes(Net):
     def training_step(self, batch, batch_idx):
         images, _ = batch
@@ -289,6 +340,12 @@ def test_the_first_tensor_of_a_batch_has_its_images():
     batches = [(torch.ones(4, 3, 6, 6), torch.ones(37, 4))] * (WARM_UP + 1)
     callback = Diagnose(num_steps=1, stop=True, memonger=False)
     fit(callback, Boxes(), loader=DataLoader(batches, batch_size=None))
+    assert callback.diagnosis.profile.batch_size == 4
+
+
+def test_the_last_batch_of_an_epoch_may_be_smaller():
+    callback = Diagnose(num_steps=1, stop=True, memonger=False)
+    fit(callback, loader=DataLoader(torch.ones(10, 3, 6, 6), batch_size=4), max_epochs=3)  # three batches in an epoch
     assert callback.diagnosis.profile.batch_size == 4
 
 

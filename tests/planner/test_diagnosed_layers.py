@@ -227,6 +227,42 @@ def test_a_model_whose_layers_are_not_called_is_one_block():
     assert "100% of the gradients' bytes belong to no module that the forward calls" in str(callback.diagnosis)
 
 
+class Ticking(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, clock):
+        ctx.clock = clock
+        clock[0] += 10.0
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.clock[0] += 100.0
+        return grad, None
+
+
+class ManualTicking(Functional):
+    """Has its backward, and an update that takes time, within the step."""
+
+    automatic_optimization = False
+
+    def __init__(self, clock: list[float]) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(Ticking.apply(super().training_step(batch, batch_idx), self.clock))
+        self.optimizers().step()
+        self.clock[0] += 1000.0
+
+
+def test_a_recorded_forward_is_timed_without_a_backward_within_the_step(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(diagnose, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    callback = Diagnose(num_steps=1, network=NETWORK, world_size=2, stop=True, max_s=1e9)
+    fit(callback, ManualTicking(clock))
+    assert callback._recomputation._handle.step_s == 10.0
+
+
 def test_what_fails_in_the_diagnosis_does_not_end_training(monkeypatch, caplog):
     def broken(*args):
         raise ValueError("blocks=() is empty")

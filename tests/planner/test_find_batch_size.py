@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loggers import Logger
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
@@ -142,12 +143,11 @@ def fit(net: Net, data: Data, *callbacks: pl.Callback, ckpt_path=None, max_epoch
         trainer = pl.Trainer(
             accelerator="cpu",
             callbacks=list(callbacks),
-            logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
             max_epochs=max_epochs,
-            **options,
+            **{"logger": False, **options},
         )
         trainer.fit(net, datamodule=data, ckpt_path=ckpt_path)
     return trainer
@@ -473,6 +473,37 @@ def test_hyperparameters_may_be_a_configuration_that_is_read_only():
     data.save_hyperparameters(config)
     fit(Net(100), data, FindBatchSize((4,), repeats=1), limit_train_batches=1)
     assert data.hparams.batch_size == data.batch_size == 4
+
+
+class Lines(Logger):
+    name = version = "lines"
+    log_dir = "here"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics, step=None):
+        self.lines.append(metrics)
+
+    def log_hyperparams(self, params):
+        pass
+
+
+class WritesItself(Net):
+    """Logs past `self.log`."""
+
+    def training_step(self, batch, batch_idx):
+        self.logger.log_metrics({"images": len(batch[0])}, self.global_step)
+        assert self.logger.log_dir == "here"
+        return super().training_step(batch, batch_idx)
+
+
+def test_trials_leave_no_lines_in_the_logger():
+    logger, net = Lines(), WritesItself(100)
+    trainer = fit(net, Data(), FindBatchSize((4, 8), repeats=1), logger=logger, limit_train_batches=2)
+    assert [line["images"] for line in logger.lines if "images" in line] == net.sizes, "those of training"
+    assert trainer.logger is logger
 
 
 class Gathering(Net):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from lightning_dp.models import resnet20
 from lightning_dp.planner import algorithms_for
@@ -143,3 +143,10 @@ def test_measuring_leaves_the_random_state():
     before = torch.get_rng_state()
     convolution_choices(layer, torch.zeros(2, 3, 9, 9), repeats=1)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_measuring_leaves_the_vectors_of_spectral_norm():
+    model = nn.Sequential(spectral_norm(nn.Conv2d(3, 4, 3)))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    convolution_choices(model, torch.randn(2, 3, 9, 9), repeats=1)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

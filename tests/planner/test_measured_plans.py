@@ -166,6 +166,23 @@ def test_a_teacher_does_not_move_while_plans_are_measured():
     assert torch.equal(model.teacher.weight, before)
 
 
+class Viewing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4 * 4 * 4, 2)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.conv(images).view(len(images), -1))
+
+
+def test_an_algorithm_whose_output_the_model_cannot_view_is_left_out(caplog):
+    layers = {"conv": [Choice("backend", 1.0), Choice("channels_last", 0.1)]}
+    candidate = Candidate(2, layers, 10**9, 1.0)
+    (plan,) = measure_plans(Viewing(), torch.randn(2, 3, 6, 6), [candidate], memory_bytes=10**9, repeats=1)
+    assert plan.algorithms == {"conv": "backend"}
+    assert "A plan with channels_last is left out: the step raised view size is not compatible" in caplog.text
+
+
 @dataclasses.dataclass
 class Labeled:
     image: torch.Tensor

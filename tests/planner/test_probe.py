@@ -48,6 +48,20 @@ def test_a_large_message_that_takes_no_longer_tells_all(measure):
     assert link.bytes_per_s == pytest.approx(1024 / ALPHA_S)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_message_has_as_many_bytes_with_any_default_dtype(monkeypatch, dtype):
+    sent = []
+    monkeypatch.setattr(dist, "all_reduce", lambda message, group: sent.append(message.nbytes))
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        probe._all_reduce_s(None, 1000, "cpu", repeats=1)
+    finally:
+        torch.set_default_dtype(before)
+    assert sent == [1000, 1000, 8], "not timed, timed, and the time itself"
+
+
 # --- compressors ---
 
 

@@ -19,7 +19,7 @@ from lightning_dp.planner import (
     make_diagnosis,
     simulate,
 )
-from lightning_dp.planner.report import OVERRIDES, overrides_of
+from lightning_dp.planner.report import WITH_PLAN, overrides_of
 from lightning_dp.planner.simulation import sent_bytes
 
 ALPHA, RATE = 1e-3, 1e8
@@ -228,6 +228,7 @@ def test_layered_fsdp_has_rows_where_a_node_has_several_ranks_and_is_planned_on_
     rows = {row.method: row for row in found.predictions}
     assert {"layered_fsdp_load", "layered_fsdp_step", "layered_fsdp_step_int8"} <= set(rows)
     assert "holds 1/2 of parameters, gradients and optimizer states" in rows["layered_fsdp_step"].reason
+    assert "rounded to 8 bits in 3 ms of processor time" in rows["layered_fsdp_step_int8"].reason, "of a half"
     assert rows["layered_fsdp_step"].error > rows["layered_sgd_step"].error, "it was not measured in the cells"
     assert found.plan.method != "layered_fsdp_step"
     planned = make_diagnosis(PROFILE, nodes, world_size=4, method="layered_fsdp_step")
@@ -244,8 +245,30 @@ def test_memonger_is_told_its_budget_and_its_batch():
     # The budget is for the larger batch, and the recipes' batch size counts the images of all ranks.
     assert larger[-2:] == [memonger % 9_000_000, "data.batch_size=192"]
     assert overrides_of("ddp_memonger", replace(PROFILE, recomputation=None), 2) is None
-    assert overrides_of("ddp_bf16", PROFILE, 2) is None
-    assert set(OVERRIDES) <= set(METHODS)
+
+
+def test_a_step_of_a_larger_batch_is_compared_for_as_many_images():
+    text = str(make_diagnosis(PROFILE, Network(SLOW, FAST), method="ddp_memonger_larger_batch"))
+    now_ms, larger_ms = 1e3 * BY_HAND["ddp_ring"], 1e3 * BY_HAND["ddp_memonger_larger_batch"] / 3
+    assert f"**{now_ms:.1f} ms per step (simulated) become {larger_ms:.1f} ms for as many images" in text
+    assert f"| {now_ms - larger_ms:.1f} ms |" in text, "what it saves is the difference"
+
+
+def test_each_method_of_the_recipes_has_overrides_that_choose_it():
+    found = {name: overrides_of(name, PROFILE, 2) for name in METHODS}
+    assert {name for name, overrides in found.items() if overrides is None} == {"ddp_ring", "ddp_bf16", "ddp_power_sgd"}
+    assert set(METHODS) - set(WITH_PLAN) == {"ddp_ring", "ddp_bf16", "ddp_power_sgd"}
+    assert len({tuple(overrides) for overrides in found.values() if overrides}) == len(WITH_PLAN)
+    assert found["ddp"] == ["strategy=ddp"]
+    step = ["strategy=layered_sgd", "strategy.overlap=step"]
+    assert found["layered_sgd_step_sharded"] == [*step, "strategy.communicator=sharded"]
+    assert found["layered_sgd_step_power_sgd"][:2] == step
+    assert found["layered_fsdp_step_int8"] == [
+        "strategy=layered_fsdp",
+        "strategy.overlap=step",
+        "strategy.compression=int8",
+    ]
+    assert found["hybrid_b"] == ["strategy=krizhevsky_hybrid", "strategy.scheme=b"]
 
 
 @pytest.mark.parametrize(

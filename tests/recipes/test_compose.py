@@ -11,6 +11,7 @@ from lightning_dp import Memonger
 from lightning_dp.planner.report import overrides_of
 from lightning_dp.runs.hydra_versions import VERSION_BASE, instantiate
 from lightning_dp.strategies import PowerSGD
+from tests.planner.test_rows import PROFILE
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -81,7 +82,7 @@ def test_gpus_are_used_as_fast_as_they_are():
 
 
 def test_a_plan_adds_global_batch_norm_as_its_group_has_it_and_keeps_the_jobs_callbacks():
-    overrides = overrides_of("ddp_global_batch_norm", None, 2)
+    overrides = overrides_of("ddp_global_batch_norm", PROFILE, 2)
     with initialize_config_dir(str(CONF), **VERSION_BASE):
         config = compose("train", ["experiment=digits_resnet20", "callbacks=memonger", *overrides])
         group = compose("train", ["experiment=digits_resnet20", "callbacks=agbn"]).callbacks

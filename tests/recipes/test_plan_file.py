@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from lightning_dp.planner.report import MEMONGER, OVERRIDES, PLAN_VERSION, overrides_of
+from lightning_dp.planner.report import PLAN_VERSION, WITH_PLAN, overrides_of
 from lightning_dp.runs import command_line
 from lightning_dp.runs.hydra_versions import VERSION_BASE, instantiate
 from lightning_dp.strategies import PowerSGD
@@ -44,7 +44,7 @@ def test_the_overrides_take_its_place_and_a_line_names_them(plan):
     )
 
 
-@pytest.mark.parametrize("method", [*OVERRIDES, *MEMONGER])
+@pytest.mark.parametrize("method", WITH_PLAN)
 def test_what_the_planner_writes_composes(plan, method):
     overrides = overrides_of(method, PROFILE, world_size=2)
     arguments, _ = command_line.with_plan([plan(*overrides)])
@@ -57,7 +57,7 @@ def test_what_the_planner_writes_composes(plan, method):
 
 
 def test_a_plan_with_factors_makes_the_compressor(plan):
-    arguments, _ = command_line.with_plan([plan(*OVERRIDES["layered_sgd_step_power_sgd"])])
+    arguments, _ = command_line.with_plan([plan(*overrides_of("layered_sgd_step_power_sgd", PROFILE, 2))])
     with initialize_config_dir(str(ROOT / "conf"), **VERSION_BASE):
         config = compose("train", arguments)
     assert instantiate(config.strategy.compression) == PowerSGD(rank=4)

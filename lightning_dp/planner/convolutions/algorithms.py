@@ -43,9 +43,10 @@ def algorithms_for(module: nn.Conv2d, device: torch.device | str | None = None) 
     """
     if type_before_parametrizations(module) is not nn.Conv2d:
         return (BACKEND,)
-    if not isinstance(module.weight, nn.Parameter) and not is_parametrized(module, "weight"):
+    # A parametrized weight is computed each time that it is read, and spectral norm takes a step of its iteration then.
+    if not is_parametrized(module, "weight") and not isinstance(module.weight, nn.Parameter):
         return (BACKEND,)
-    device = module.weight.device if device is None else torch.device(device)
+    device = next(module.parameters()).device if device is None else torch.device(device)
     if isinstance(module.padding, str) or module.padding_mode != "zeros" or device.type not in DESCRIPTIONS:
         return (BACKEND,)
     has_fft = module.groups == 1 and set(module.dilation) == {1}

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,6 +40,7 @@ from lightning_dp.planner.convolutions.program import (
     BatchPlan,
     Candidate,
     Choice,
+    Layers,
     choose_algorithms,
     fastest,
     held_bytes,
@@ -324,37 +325,33 @@ def convolution_choices(
     measured: dict[Any, Choice | None] = {}
     choices: dict[str, dict[str, Choice]] = {}
     is_trained_before = False
-    for layer in trace_layers(model, batch, loss):
-        if "parametrizations" in layer.name.split("."):  # a part of the layer that it belongs to
-            continue
-        module = modules[layer.name]
-        needs_input_grad = is_trained_before
-        is_trained_before |= any(parameter.requires_grad for parameter in module.parameters())
-        if not isinstance(module, nn.Conv2d) or "forward" in vars(module) or algorithms_for(module) == (BACKEND,):
-            continue
-        found = {}
-        for algorithm in algorithms_for(module):
-            if algorithm == "fft" and _spectra_bytes(module, layer.input_shape) > memory_bytes:
+    with unchanged(model):
+        for layer in trace_layers(model, batch, loss):
+            if "parametrizations" in layer.name.split("."):  # a part of the layer that it belongs to
                 continue
-            key = (*_signature(module), layer.input_shape, needs_input_grad, algorithm)
-            if key not in measured:
-                measured[key] = _measured(module, layer.input_shape, algorithm, needs_input_grad, repeats)
-            if (choice := measured[key]) is not None:
-                found[algorithm] = choice
-        before = choices.get(layer.name)
-        if before is not None:
-            found = {name: _sum(before[name], found[name]) for name in before.keys() & found.keys()}
-        choices[layer.name] = found
+            module = modules[layer.name]
+            needs_input_grad = is_trained_before
+            is_trained_before |= any(parameter.requires_grad for parameter in module.parameters())
+            if not isinstance(module, nn.Conv2d) or "forward" in vars(module) or algorithms_for(module) == (BACKEND,):
+                continue
+            found = {}
+            for algorithm in algorithms_for(module):
+                if algorithm == "fft" and _spectra_bytes(module, layer.input_shape) > memory_bytes:
+                    continue
+                key = (*_signature(module), layer.input_shape, needs_input_grad, algorithm)
+                if key not in measured:
+                    measure = partial(
+                        measure_convolution, module, layer.input_shape, algorithm, needs_input_grad, repeats
+                    )
+                    # The backend's has just run as part of the step. If it does not fit now, something else is wrong.
+                    measured[key] = measure() if algorithm == BACKEND else unless_out_of_memory(measure)
+                if (choice := measured[key]) is not None:
+                    found[algorithm] = choice
+            before = choices.get(layer.name)
+            if before is not None:
+                found = {name: _sum(before[name], found[name]) for name in before.keys() & found.keys()}
+            choices[layer.name] = found
     return {name: sorted(found.values(), key=lambda c: c.algorithm != BACKEND) for name, found in choices.items()}
-
-
-def _measured(module: nn.Conv2d, shape: Sequence[int], algorithm: str, needs_grad: bool, repeats: int) -> Choice | None:
-    """Return the choice, or None if the device has not enough memory for it."""
-    devices = [module.weight.device] if module.weight.is_cuda else []
-    measure = partial(measure_convolution, module, shape, algorithm, needs_grad, repeats)
-    with torch.random.fork_rng(devices):
-        # The backend's has just run as part of the step. If it does not fit now, something else is wrong.
-        return measure() if algorithm == BACKEND else unless_out_of_memory(measure)
 
 
 def measure_convolution(
@@ -386,13 +383,11 @@ def measure_convolution(
 
     cotangent = torch.randn_like(forward())
 
-    def backward(out: Tensor) -> Any:
+    def backward(out: Tensor) -> tuple[Tensor, ...]:
+        if not wanted:  # the layer is frozen, and nothing before it is trained
+            return ()
         return torch.autograd.grad(out, wanted, cotangent, retain_graph=True)
 
-    if not wanted:  # a frozen layer, with nothing before it that is trained
-        return Choice(
-            algorithm, measure_time_s(forward, weight.device, repeats), 0, _extra_bytes(forward, weight.device)
-        )
     time_s = measure_time_s(lambda: backward(forward()), weight.device, repeats)
     there = measure_memory(forward, weight.device)
     back = measure_memory(lambda: backward(there.result), weight.device)
@@ -402,12 +397,6 @@ def measure_convolution(
         max(0, there.kept_bytes - num_bytes(there.result)),
         max(0, there.peak_bytes - there.kept_bytes, back.peak_bytes - back.kept_bytes),
     )
-
-
-def _extra_bytes(forward: Callable[[], Tensor], device: torch.device) -> int:
-    """Return what a forward holds at a time, beyond its result."""
-    use = measure_memory(forward, device)
-    return max(0, use.peak_bytes - use.kept_bytes)
 
 
 def _signature(module: nn.Conv2d) -> tuple[Any, ...]:
@@ -453,82 +442,76 @@ def measure_plans(
         loss: see `plan_batch_size`.
         repeats: see `plan_batch_size`.
     """
-    plans = []
-    for candidate in candidates:
-        trials = _Trials(model, resized(batch, candidate.batch_size), candidate, memory_bytes, loss, repeats)
-        trials.run_planned()
-        trials.run_uniform()
-        plans += trials.fastest()
-    return plans
+    plans = [
+        _fastest_plan(model, resized(batch, candidate.batch_size), candidate, memory_bytes, loss, repeats)
+        for candidate in candidates
+    ]
+    return [plan for plan in plans if plan is not None]
 
 
-class _Trials:
-    """Runs plans of one candidate, each once."""
+def _fastest_plan(
+    model: nn.Module, batch: Any, candidate: Candidate, memory_bytes: int, loss: Loss, repeats: int
+) -> BatchPlan | None:
+    """Run the plans of a candidate, each once, and return the fastest; None if none fits."""
+    tried: dict[tuple[str, ...], tuple[dict[str, Choice], StepMeasurement]] = {}
 
-    def __init__(
-        self, model: nn.Module, batch: Any, candidate: Candidate, memory_bytes: int, loss: Loss, repeats: int
-    ) -> None:
-        self._model, self._batch, self._loss, self._repeats = model, batch, loss, repeats
-        self._candidate, self._memory_bytes = candidate, memory_bytes
-        self._steps: dict[tuple[str, ...], StepMeasurement] = {}
-        self._fitting: list[BatchPlan] = []
+    def run(chosen: dict[str, Choice]) -> StepMeasurement:
+        key = tuple(choice.algorithm for choice in chosen.values())
+        if key not in tried:
+            algorithms = apply_algorithms(model, _names(chosen))
+            recompute: Any = candidate.recompute or None
+            try:
+                step = unless_out_of_memory(partial(measure_step, model, batch, loss, recompute, repeats))
+            except RuntimeError as error:  # `view` refuses the strides of channels_last
+                if set(key) <= {BACKEND}:
+                    raise
+                log.warning("A plan with %s is left out: the step raised %s", ", ".join(sorted(set(key))), error)
+                step = None
+            finally:
+                algorithms.remove()
+            tried[key] = chosen, step or StepMeasurement(float("inf"), memory_bytes + 1)
+        return tried[key][1]
 
-    def fastest(self) -> list[BatchPlan]:
-        """Return the fastest plan that fits, or nothing."""
-        return sorted(self._fitting, key=lambda plan: plan.step_s)[:1]
+    # The plan of equation 6, and again with the memory that it really leaves.
+    bound_bytes = candidate.bound_bytes
+    for _ in range(NUM_PLANS):
+        planned = choose_algorithms(candidate.layers, bound_bytes)
+        if planned is None:
+            break
+        bound_bytes = memory_bytes - (run(planned).total_bytes - held_bytes(planned.values()))
+    for uniform in _uniform_plans(candidate.layers):
+        run(uniform)
+    fitting = [(chosen, step) for chosen, step in tried.values() if step.total_bytes <= memory_bytes]
+    if not fitting:
+        return None
+    chosen, step = min(fitting, key=lambda trial: trial[1].time_s)
+    held = held_bytes(chosen.values())
+    return BatchPlan(
+        candidate.batch_size,
+        _names(chosen),
+        step.time_s,
+        held,
+        memory_bytes - (step.total_bytes - held),
+        candidate.recompute,
+        peak_bytes=step.total_bytes,
+    )
 
-    def run_planned(self) -> None:
-        """Run the plan of equation 6, and again with the memory that it really leaves."""
-        bound_bytes = self._candidate.bound_bytes
-        for _ in range(NUM_PLANS):
-            chosen = choose_algorithms(self._candidate.layers, bound_bytes)
-            if chosen is None:
-                break
-            other_bytes = self._run(chosen).total_bytes - held_bytes(list(chosen.values()))
-            bound_bytes = self._memory_bytes - other_bytes
 
-    def run_uniform(self) -> None:
-        """Run each algorithm in all layers that it can compute, unless they are slow by themselves.
+def _names(chosen: Mapping[str, Choice]) -> dict[str, str]:
+    return {layer: choice.algorithm for layer, choice in chosen.items()}
 
-        The backend's always: the candidate was measured with it, so that it fits.
-        """
-        layers = self._candidate.layers
-        least_s = sum(min(choice.time_s for choice in choices) for choices in layers.values())
-        for algorithm in dict.fromkeys(choice.algorithm for choices in layers.values() for choice in choices):
-            chosen = {
-                name: next((c for c in choices if c.algorithm == algorithm), choices[0])  # BACKEND is the first
-                for name, choices in layers.items()
-            }
-            alone_s = sum(choice.time_s for choice in chosen.values())
-            if algorithm == BACKEND or alone_s <= WORTH_A_TRIAL * least_s:
-                self._run(chosen)
 
-    def _run(self, chosen: Mapping[str, Choice]) -> StepMeasurement:
-        names = {name: choice.algorithm for name, choice in chosen.items()}
-        key = tuple(names.values())
-        if key not in self._steps:
-            step = self._steps[key] = self._measure(names)
-            if step.total_bytes <= self._memory_bytes:
-                self._fitting.append(
-                    BatchPlan(
-                        self._candidate.batch_size,
-                        names,
-                        step.time_s,
-                        held := held_bytes(list(chosen.values())),
-                        self._memory_bytes - (step.total_bytes - held),
-                        self._candidate.recompute,
-                        peak_bytes=step.total_bytes,
-                    )
-                )
-        return self._steps[key]
+def _uniform_plans(layers: Layers) -> Iterator[dict[str, Choice]]:
+    """Yield each algorithm in all layers that it can compute, unless they are slow by themselves.
 
-    def _measure(self, algorithms: Mapping[str, str]) -> StepMeasurement:
-        recompute: Any = self._candidate.recompute or None
-        handle = apply_algorithms(self._model, algorithms)
-        try:
-            step = unless_out_of_memory(
-                lambda: measure_step(self._model, self._batch, self._loss, recompute, self._repeats)
-            )
-        finally:
-            handle.remove()
-        return step or StepMeasurement(float("inf"), self._memory_bytes + 1)
+    The backend's always: the candidate was measured with it, so that it fits.
+    """
+    least_s = sum(min(choice.time_s for choice in choices) for choices in layers.values())
+    for algorithm in dict.fromkeys(choice.algorithm for choices in layers.values() for choice in choices):
+        chosen = {
+            name: next((c for c in choices if c.algorithm == algorithm), choices[0])  # BACKEND is the first
+            for name, choices in layers.items()
+        }
+        alone_s = sum(choice.time_s for choice in chosen.values())
+        if algorithm == BACKEND or alone_s <= WORTH_A_TRIAL * least_s:
+            yield chosen

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,13 +137,10 @@ class MemoryModel:
         return traced_bytes * batch_size // self.traced_batch_size
 
     def _output_bytes(self, batch_size: int, *kinds: LayerKind) -> int:
-        return self._scaled(sum(layer.output_bytes for layer in self._of(kinds)), batch_size)
+        return self._scaled(sum(layer.output_bytes for layer in self.layers if layer.kind in kinds), batch_size)
 
     def _parameter_bytes(self, *kinds: LayerKind) -> int:
-        return COPIES * sum(layer.weight_bytes + layer.bias_bytes for layer in self._of(kinds))
-
-    def _of(self, kinds: Iterable[LayerKind]) -> list[Layer]:
-        return [layer for layer in self.layers if layer.kind in kinds]
+        return COPIES * sum(layer.weight_bytes + layer.bias_bytes for layer in self.layers if layer.kind in kinds)
 
 
 # The memory of one convolution, by algorithm (arXiv 1709.06622, section 3.1.2 and Table 2). Pure functions.

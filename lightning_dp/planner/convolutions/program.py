@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_dp.planner.formulas import require_count, require_not_negative
@@ -94,7 +94,7 @@ class BatchPlan:
         return "\n".join(lines)
 
 
-def held_bytes(chosen: Sequence[Choice]) -> int:
+def held_bytes(chosen: Collection[Choice]) -> int:
     """Return the memory of these choices, one for each layer: what they keep, and the largest workspace."""
     return sum(choice.num_bytes for choice in chosen) + max((c.workspace_bytes for c in chosen), default=0)
 
@@ -113,7 +113,7 @@ def choose_algorithms(layers: Layers, bound_bytes: int) -> dict[str, Choice] | N
         chosen = _solve(layers, limit)
         if chosen is None:
             return None
-        excess = held_bytes(list(chosen.values())) - bound_bytes
+        excess = held_bytes(chosen.values()) - bound_bytes
         if excess <= 0:
             return chosen
         # The solver keeps to the bound up to its tolerance. Ask again with a bound that is that much smaller.
@@ -196,7 +196,7 @@ def choose_batch_size(candidates: Sequence[Candidate]) -> BatchPlan:
                 candidate.batch_size,
                 {name: choice.algorithm for name, choice in chosen.items()},
                 candidate.other_s + sum(choice.time_s for choice in chosen.values()),
-                held_bytes(list(chosen.values())),
+                held_bytes(chosen.values()),
                 candidate.bound_bytes,
                 candidate.recompute,
             )
