@@ -10,6 +10,7 @@ index can only be read by ``pickle.load``, which runs code that the file chooses
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -192,7 +193,10 @@ def _split(
     ]
     _require_known(module, own_names, state_dict, names)
     local: State = {"parameters": {name: state_dict[name] for name in names}}
-    rest = checkpoint | {"state_dict": {name: value for name, value in state_dict.items() if name not in names}}
+    without_head = copy.copy(state_dict)  # not a new dictionary, which would lose the versions of the layers
+    for name in names:
+        del without_head[name]
+    rest = checkpoint | {"state_dict": without_head}
     local["optimizer_states"] = []
     rest_of_optimizers = []
     for optimizer, state in zip(optimizers, checkpoint.get("optimizer_states", []), strict=False):

@@ -40,6 +40,7 @@ from lightning_dp._private.torch_names import (
     is_in_backward,
     scaler_device,
     stop_ignoring_in_ddp,
+    tree_leaves,
     tree_map_only,
 )
 from lightning_dp.collectives.all_to_all import Channel
@@ -413,9 +414,11 @@ class HybridFitState(SharedOnDeepcopy):
         # A module may give its parameters other names and forms in its state_dict.
         with self._state_dict_hooks.returning(values):
             state = state_dict()
-        # If it lists the parameters themselves, these hold the local shard again.
-        found: State = tree_map_only(Tensor, lambda each: values.get(each, each), state)
-        return found
+        # If it lists the parameters themselves, these hold the local shard again. Otherwise it stays the same object: a
+        # new dictionary would lose the versions of the layers, which torch keeps in an attribute of it.
+        if any(isinstance(each, Tensor) and each in values for each in tree_leaves(state)):
+            state = tree_map_only(Tensor, lambda each: values.get(each, each), state)
+        return state
 
     def optimizer_state(self, optimizer: Optimizer, state: State) -> State:
         """Return an optimizer's state for a checkpoint, like `module_state`. All ranks must call it."""
