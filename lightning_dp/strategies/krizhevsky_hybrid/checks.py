@@ -85,6 +85,13 @@ def check_arguments(
         raise ValueError(f"evaluation={evaluation!r} is not known; use 'gathered' or 'sharded'")
     if state_dict_type not in ("full", "sharded"):
         raise ValueError(f"state_dict_type={state_dict_type!r} is not known; use 'full' or 'sharded'")
+    start_method = ddp_kwargs.get("start_method", "popen")
+    if state_dict_type == "sharded" and start_method != "popen":
+        raise ValueError(
+            f"start_method={start_method!r} returns the weights of rank 0 to the process that calls fit, and "
+            "state_dict_type='sharded' leaves rank 0 with its local shard; run a script with start_method='popen', or "
+            "use state_dict_type='full'"
+        )
     if ddp_kwargs.get("model_averaging_period") is not None:
         raise ValueError(
             "model_averaging_period cannot be used, because ranks hold different parts of the head; remove it"
