@@ -21,7 +21,7 @@ from lightning_dp.strategies.base import BaseStrategy
 from lightning_dp.strategies.krizhevsky_hybrid import checkpoint as files
 from lightning_dp.strategies.krizhevsky_hybrid import checks
 from lightning_dp.strategies.krizhevsky_hybrid.fit import HybridFitState, Options
-from lightning_dp.strategies.unfreezing import ReducedParameters
+from lightning_dp.strategies.unfreezing import ReducedParameters, restore_groups
 
 
 class KrizhevskyHybridStrategy(BaseStrategy):
@@ -253,6 +253,8 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         if self._fitting is not None:
+            assert self.lightning_module is not None
+            restore_groups(self.lightning_module.trainer)
             checkpoint = {**checkpoint, "optimizer_states": self._fitting.own_states(checkpoint["optimizer_states"])}
         super().load_optimizer_state_dict(checkpoint)
 
