@@ -151,7 +151,10 @@ class HybridFitState(SharedOnDeepcopy):
         stack.enter_context(self._state_dict_hooks.installed())
         stack.enter_context(replaced(plugin, "clip_grad_by_norm", self._clip_grad_by_norm))
         stack.enter_context(_sharded_scaler(plugin))
-        stack.enter_context(_ignored_in_ddp(module, list(self.head.names_in(module))))
+        # Their values differ between ranks: DDP must neither reduce their gradients nor broadcast those of rank 0.
+        names = list(self.head.names_in(module))
+        ignore_in_ddp(module, names)
+        stack.callback(stop_ignoring_in_ddp, module, names)
         stack.callback(end_when_stop_check_times_out(module.trainer))
 
     @property
@@ -592,16 +595,6 @@ def _sharded_scaler(plugin: Any) -> Iterator[None]:
             yield
         finally:
             scaler.load_state_dict(sharded.state_dict())
-
-
-@contextmanager
-def _ignored_in_ddp(module: LightningModule, names: list[str]) -> Iterator[None]:
-    """Keep DDP from reducing these parameters, which differ between ranks, and from broadcasting those of rank 0."""
-    ignore_in_ddp(module, names)
-    try:
-        yield
-    finally:
-        stop_ignoring_in_ddp(module, names)
 
 
 @contextmanager
