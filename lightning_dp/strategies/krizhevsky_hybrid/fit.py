@@ -21,7 +21,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import MethodType
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
@@ -48,7 +47,7 @@ from lightning_dp.collectives.groups import OnStage, create_groups, destroy_grou
 from lightning_dp.collectives.point_to_point import peer_error
 from lightning_dp.losses import LastLayer, ShardedForward
 from lightning_dp.strategies.base import is_a
-from lightning_dp.strategies.krizhevsky_hybrid import checkpoint, checks
+from lightning_dp.strategies.krizhevsky_hybrid import checks
 from lightning_dp.strategies.krizhevsky_hybrid.checks import no_counting, nothing_recorded
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import Scheme, require_features
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, SharedOnDeepcopy, replaced
@@ -432,27 +431,6 @@ class HybridFitState(SharedOnDeepcopy):
         # Lightning, too, ignores states without an optimizer.
         both = zip(self._strategy.optimizers, states, strict=False)
         return [own_optimizer_state(optimizer, state, self.head) for optimizer, state in both]
-
-    def writes_folder(self, is_plain: bool) -> bool:
-        """Return whether a checkpoint is a folder to which all ranks contribute, for `write_folder`.
-
-        Args:
-            is_plain: whether the checkpoint is an ordinary local file to Lightning.
-
-        Raises:
-            ValueError: each rank must write its local shard, and the checkpoint is not a plain local file.
-        """
-        if self._keeps_shards and not is_plain:
-            raise ValueError(
-                "state_dict_type='sharded' writes local files only; remove the checkpoint plugin and storage_options, "
-                "or use state_dict_type='full'"
-            )
-        return self._keeps_shards
-
-    def write_folder(self, content: State, path: Path) -> None:
-        """Write a checkpoint to which each rank contributes its local shard. All ranks must call it."""
-        strategy = self._strategy
-        checkpoint.write_folder(content, path, self._module, strategy.optimizers, self.head, strategy.broadcast)
 
     @property
     def _keeps_shards(self) -> bool:

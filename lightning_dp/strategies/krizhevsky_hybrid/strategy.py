@@ -271,11 +271,17 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        is_plain = complete_files.is_plain_file(self.checkpoint_io, filepath) and storage_options is None
-        if self._fitting is not None and self._fitting.writes_folder(is_plain):
-            self._fitting.write_folder(checkpoint, Path(filepath))
-        else:
+        if self._fitting is None or self._options.state_dict_type == "full":
             super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None or not complete_files.is_plain_file(self.checkpoint_io, filepath):
+            raise ValueError(
+                "state_dict_type='sharded' writes local files only; remove the checkpoint plugin and storage_options, "
+                "or use state_dict_type='full'"
+            )
+        assert self.lightning_module is not None
+        head, folder = self._fitting.head, Path(filepath)
+        files.write_folder(checkpoint, folder, self.lightning_module, self.optimizers, head, self.broadcast)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
