@@ -51,7 +51,7 @@ from lightning_dp.strategies.krizhevsky_hybrid import checks
 from lightning_dp.strategies.krizhevsky_hybrid.checks import no_counting, nothing_recorded
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import Scheme, require_features
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, SharedOnDeepcopy, replaced
-from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses
+from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses, Update
 from lightning_dp.strategies.krizhevsky_hybrid.state import (
     GatheredHead,
     ShardedParameters,
@@ -326,10 +326,9 @@ class HybridFitState(SharedOnDeepcopy):
 
     def gather_for_evaluation(self) -> None:
         """Gather the head, or only `meet` if it is never gathered. All ranks must call it."""
+        self.meet()
         if self._gathers:
-            self.gather()
-        else:
-            self.meet()
+            self._gather_now()
 
     def gather_if_changed(self) -> None:
         """Gather the head unless what was gathered is still the same on all ranks. All ranks must call it.
@@ -462,27 +461,27 @@ class HybridFitState(SharedOnDeepcopy):
         return run
 
     def _step(self, features: Tensor, arguments: dict[str, Any], head_step: HeadStep) -> Tensor:
-        passes, trainer = self._passes, self._module.trainer
-        is_variable = self._options.variable_batch
-        if is_variable and is_in_backward():
-            raise RuntimeError(
-                "torch.utils.checkpoint runs head_step again in backward, and with variable_batch=True it would update "
-                "the head again; use checkpoint around the trunk alone"
-            )
-        scaler = getattr(self._strategy.precision_plugin, "scaler", None)
+        module, passes, plugin = self._module, self._passes, self._strategy.precision_plugin
+        update: Update | None = None
+        only_factor: float | None = None
+        if self._options.variable_batch:
+            if is_in_backward():
+                raise RuntimeError(
+                    "torch.utils.checkpoint runs head_step again in backward, and with variable_batch=True it would "
+                    "update the head again; use checkpoint around the trunk alone"
+                )
+            update = partial(update_head, module, plugin, self._strategy.optimizers, self.head)
+            # The head's updates are done when backward begins. Whatever the user multiplies the loss by afterwards
+            # reaches the trunk alone, so it may only be what Lightning itself divides by. On GPUs it is checked in the
+            # first step only: reading the factor waits.
+            if not (features.is_cuda and passes.num_steps):
+                only_factor = 1 / module.trainer.accumulate_grad_batches
+        scaler = getattr(plugin, "scaler", None)
         scale = {} if scaler is None else {"scale": scaler.scale}
-        named = self._module.named_parameters()
-        others = {name: p for name, p in named if p.requires_grad and not self.head.owns(p)}
-        # With variable_batch the head's updates are done when backward begins. Whatever the user multiplies the loss by
-        # afterwards reaches the trunk alone, so it may only be what Lightning itself divides by. On GPUs it is checked
-        # in the first step only: reading the factor waits.
-        only_factor = None
-        if is_variable and not (features.is_cuda and passes.num_steps):
-            only_factor = 1 / trainer.accumulate_grad_batches
-        update = self._update_head if is_variable else None
-        probing = partial(nothing_recorded, self._module)
+        others = {name: p for name, p in module.named_parameters() if p.requires_grad and not self.head.owns(p)}
+        probing = partial(nothing_recorded, module)
         self._forget_old_gradients()
-        with no_counting(self._module, passes.channel.world_size):
+        with no_counting(module, passes.channel.world_size):
             return passes.step(
                 features, arguments, head_step, update, others=others, only_factor=only_factor, probing=probing, **scale
             )
@@ -501,10 +500,6 @@ class HybridFitState(SharedOnDeepcopy):
             zeroed = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
             for p in zeroed.intersection(self.head.parameters):
                 p.grad = None
-
-    def _update_head(self, gradients: Any) -> None:
-        strategy = self._strategy
-        update_head(self._module, strategy.precision_plugin, strategy.optimizers, self.head, gradients)
 
     # --- Optimizers ---
 
