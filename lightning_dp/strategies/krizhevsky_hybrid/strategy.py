@@ -180,7 +180,8 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
     def _reduce_unfrozen(self) -> None:
         """Let DDP also reduce those parameters of the trunk that have become trainable since it wrapped the module."""
-        if self._reduced is None or not self._reduced.unfrozen():
+        assert self._reduced is not None
+        if not self._reduced.unfrozen():
             return
         module, model = self.lightning_module, self.model
         assert module is not None
@@ -197,8 +198,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._fitting is None:
-            return super().training_step(*args, **kwargs)
+        assert self._fitting is not None
         self._reduce_unfrozen()  # again: an optimizer_step of the user may have unfrozen some since
         with self._fitting.training_step():
             self._sync_buffers()
@@ -216,10 +216,9 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        if self._fitting is None:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        if self._reduced is not None:
-            self._reduced.require_none_unfrozen()
+        assert self._fitting is not None
+        assert self._reduced is not None
+        self._reduced.require_none_unfrozen()
         with self._fitting.backward(closure_loss):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
