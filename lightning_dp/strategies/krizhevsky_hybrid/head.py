@@ -75,7 +75,6 @@ class ShardedHead(SharedOnDeepcopy):
         self._bounds_of_parameter: dict[Tensor, Bounds] = {
             p: self._bounds[layer] for layer in self.linears for p in layer.parameters()
         }
-        self.is_sharded = False  # set by `ShardedParameters`
 
     @cached_property
     def control(self) -> Channel:

@@ -63,7 +63,6 @@ class ShardedParameters(SharedOnDeepcopy):
         seed = 0
         if any(is_meta):
             seed = int(head.control.all_gather("seed", torch.randint(2**62, (1,)).to(device))[0].item())
-        head.is_sharded = True
         for index, layer in enumerate(head.linears):
             for parameter in layer.parameters():
                 if parameter not in self._before:  # two layers may share one
@@ -86,8 +85,7 @@ class ShardedParameters(SharedOnDeepcopy):
         """
         for parameter, before in self._before.items():
             _set_data(parameter, before)
-        is_whole = bool(self._before) or not self._head.is_sharded
-        self._head.is_sharded = not is_whole
+        is_whole = bool(self._before)
         self._before = {}
         return is_whole
 
@@ -96,7 +94,6 @@ class ShardedParameters(SharedOnDeepcopy):
         for parameter in self._head.parameters:
             parameter.grad = None
             _set_data(parameter, whole_on_all_ranks(self._head, parameter.data, parameter, CPU))
-        self._head.is_sharded = False
 
     def _shard_of_rank_0(self, parameter: Tensor, device: torch.device, is_meta: bool) -> Tensor:
         """Return this rank's part of what ``parameter`` is on rank 0."""

@@ -117,9 +117,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     def sharded_parameter_names(self) -> list[str]:
         """Names of the parameters of which this rank holds a local shard: the head's during ``fit``, otherwise none."""
         fitting, module = self._fitting, self.lightning_module
-        if fitting is None or module is None or not fitting.head.is_sharded:
-            return []
-        return list(fitting.head.names_in(module))
+        return [] if fitting is None or module is None else list(fitting.head.names_in(module))
 
     def gather_head(self) -> None:
         """Gather the head, so that every rank can call it alone until the next training step. All ranks must call this.
