@@ -330,5 +330,9 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         self._bytes_sent = fitting.bytes_sent
         if interrupted:
             fitting.abandon()
-        else:
+            return
+        try:
             fitting.finish()
+        except BaseException:
+            fitting.abandon()
+            raise
