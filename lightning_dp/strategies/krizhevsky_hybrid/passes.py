@@ -585,7 +585,7 @@ class _HandOut(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         require_first_derivative()
         is_kept = keeps_graph()
-        result: StepResult = ctx.result if is_kept else take_once(ctx, "result")
+        result: StepResult = take(ctx, "result", is_kept)
         factor = gradients[0] / result.loss_scale
         ctx.check_factor(factor)
         (features_gradient,) = _multiplied([result.features_gradient], factor, is_kept)
@@ -651,7 +651,7 @@ class _LocalBatch(torch.autograd.Function):
         require_first_derivative()
         passes, plan, sums = ctx.passes, ctx.plan, ctx.sums
         is_kept = keeps_graph()
-        graphs = ctx.graphs if is_kept and ctx.graphs is not None else take_once(ctx, "graphs")
+        graphs = take(ctx, "graphs", is_kept)
         feature_grads = FeatureGradients(passes.exchange)
         sums.forget()  # those of an earlier backward, if nobody has asked for them
         bounds = passes.head.output_bounds
@@ -736,16 +736,17 @@ class FeatureGradients:
             self._in_flight = None
 
 
-def take_once(ctx: Any, name: str) -> Any:
-    """Return ``ctx.name`` and drop it, so that its memory is freed as early as possible.
+def take(ctx: Any, name: str, is_kept: bool) -> Any:
+    """Return ``ctx.name``. Unless ``is_kept``, drop it, so that its memory is freed as early as possible.
 
     Raises:
-        RuntimeError: it was taken before, so backward runs a second time.
+        RuntimeError: it was dropped before, so backward runs a second time.
     """
     value = getattr(ctx, name)
     if value is None:
         raise RuntimeError("backward went through the sharded head a second time; compute the loss again before each")
-    setattr(ctx, name, None)
+    if not is_kept:
+        setattr(ctx, name, None)
     return value
 
 
