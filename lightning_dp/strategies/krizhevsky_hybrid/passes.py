@@ -230,17 +230,6 @@ class HeadPasses(SharedOnDeepcopy):
         return None if seed is None else seed + number * (self.channel.world_size + 1)
 
     @contextmanager
-    def micro_batch_context(self, micro_batch: MicroBatch, seed: int | None) -> Iterator[None]:
-        """Run one pass of `step` within the context: calls of the head go to ``micro_batch``.
-
-        ``head_step`` runs on every rank with the same samples. If it drew different random numbers on each, as noise
-        on the features for example, the ranks would compute different losses, and the sum of their gradients would be
-        the gradient of none of them. So ranks draw the same numbers.
-        """
-        with seeded(seed, micro_batch.features.device), self.recorded(), self.head.forwarding_to(micro_batch):
-            yield
-
-    @contextmanager
     def recorded(self) -> Iterator[None]:
         """Report the work on one pass, within the context, as the stage "head"."""
         begin_s = time.perf_counter()
@@ -283,7 +272,11 @@ class HeadPasses(SharedOnDeepcopy):
             if changes.isfinite().all():
                 break
         if not _is_same(changes, loss.dtype, scale=losses.abs().max().item()):
-            raise ValueError(_different_losses(losses))
+            raise ValueError(
+                f"head_step returns different losses on the ranks for the same samples: {losses.tolist()}. It may use "
+                "its arguments and the head, but nothing that belongs to this rank's batch alone. Pass such data as "
+                "further arguments: self.head_step(features, target, weights)"
+            )
         if not self._has_warned_of_weights:
             log.warning(
                 f"head_step uses the weights of {self.head.name!r} directly, and each rank has only its local shard. A "
@@ -312,14 +305,6 @@ def _is_same(numbers: Tensor, dtype: torch.dtype, scale: float = 0.0) -> bool:
     rtol = _TOLERANCES.get(dtype, 1e-3)
     atol = rtol * max(scale, 0.1)
     return torch.allclose(numbers, numbers[:1].expand_as(numbers), rtol=rtol, atol=atol, equal_nan=True)
-
-
-def _different_losses(losses: Tensor) -> str:
-    return (
-        f"head_step returns different losses on the ranks for the same samples: {losses.tolist()}. It may use its "
-        "arguments and the head, but nothing that belongs to this rank's batch alone. Pass such data as further "
-        "arguments: self.head_step(features, target, weights)"
-    )
 
 
 def _require_number(loss: Any) -> Tensor:
@@ -418,9 +403,8 @@ class MicroBatch(ShardedForward, SharedOnDeepcopy):
         return summed_in_backward(features, self._head.channel)
 
     def _draw_seed(self) -> int | None:
-        # `micro_batch_context` gives all ranks the same generator state, so this draws the same seed on all of them. It
-        # draws the same once more when torch.utils.checkpoint calls the head again in backward, because that restores
-        # the state.
+        # `run_passes` gives all ranks the same generator state, so this draws the same seed on all of them. It draws
+        # the same once more when torch.utils.checkpoint calls the head again in backward, because that restores it.
         return int(torch.randint(2**62, ()).item()) if self._head.draws_random_numbers else None
 
     def part_or_sum(self, gradient: Tensor) -> Tensor:
@@ -537,7 +521,10 @@ def run_passes(
     for number, (part, x) in enumerate(prefetch_one(lambda part: passes.exchange.assemble(detached, part), plan)):
         share = part.num_samples / num_samples if num_samples else 1.0
         micro_batch = MicroBatch(passes, x, features.requires_grad, sums)
-        with torch.enable_grad(), passes.micro_batch_context(micro_batch, passes.seed_of_pass(seed, number)):
+        # All ranks run ``head_step`` with the same samples. If it drew different random numbers on each, as noise on
+        # the features for example, the sum of their gradients would be the gradient of no loss. So all draw the same.
+        drawing = seeded(passes.seed_of_pass(seed, number), x.device)
+        with torch.enable_grad(), drawing, passes.recorded(), passes.head.forwarding_to(micro_batch):
             loss_of_part = loss_of(part, micro_batch.features)
             micro_batch.require_no_backward()
             loss = loss + share * loss_of_part.detach()
