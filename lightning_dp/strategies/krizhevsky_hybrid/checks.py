@@ -261,30 +261,27 @@ def require_whole(module: nn.Module, head_name: str) -> None:
             require_whole_layer(layer, path)
 
 
-def check_optimizers(optimizers: list[Optimizer], head: ShardedHead) -> None:
-    """Refuse optimizers that are known to compute with whole parameters, and warn of unknown ones.
+def check_optimizer(optimizer: Optimizer, head: ShardedHead) -> None:
+    """Refuse an optimizer that is known to compute with whole parameters, and warn of an unknown one.
 
     Raises:
-        ValueError: an optimizer computes something else from a part of a parameter than from the whole.
+        ValueError: it computes something else from a part of a parameter than from the whole.
     """
-    for optimizer in optimizers:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if not any(head.owns(p) and p.requires_grad for p in parameters):
-            continue
-        kind = type(optimizer)
-        if is_elementwise(kind):
-            continue
-        if is_layerwise(kind) or kind.__module__.startswith("torch."):
-            known = ", ".join(each.__name__ for each in ELEMENTWISE_OPTIMIZERS)
-            raise ValueError(
-                f"{kind.__name__} computes with whole parameters, and each rank holds only a part of the head's; use "
-                f"one of {known}"
-            )
-        log.warning(
-            f"{kind.__name__} updates a shard of the head's weights on each rank, so it must be elementwise. If it "
-            "takes norms of whole layers, as LARS and LAMB do, the result is wrong. States of another shape than the "
-            "parameter's, as 8-bit optimizers have, are saved of rank 0 only"
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    kind = type(optimizer)
+    if is_elementwise(kind) or not any(head.owns(p) and p.requires_grad for p in parameters):
+        return
+    if is_layerwise(kind) or kind.__module__.startswith("torch."):
+        known = ", ".join(each.__name__ for each in ELEMENTWISE_OPTIMIZERS)
+        raise ValueError(
+            f"{kind.__name__} computes with whole parameters, and each rank holds only a part of the head's; use one "
+            f"of {known}"
         )
+    log.warning(
+        f"{kind.__name__} updates a shard of the head's weights on each rank, so it must be elementwise. If it takes "
+        "norms of whole layers, as LARS and LAMB do, the result is wrong. States of another shape than the "
+        "parameter's, as 8-bit optimizers have, are saved of rank 0 only"
+    )
 
 
 # --- What counts samples must not be in ``head_step``, which every rank runs with the samples of all ranks ---

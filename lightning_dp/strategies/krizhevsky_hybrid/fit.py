@@ -511,7 +511,7 @@ class HybridFitState(SharedOnDeepcopy):
         for optimizer in self._strategy.optimizers:
             sizes = [sum(p.requires_grad for p in group["params"]) for group in optimizer.param_groups]
             if self._checked.get(optimizer) != sizes:
-                checks.check_optimizers([optimizer], self.head)
+                checks.check_optimizer(optimizer, self.head)
                 self._checked[optimizer] = sizes
 
 

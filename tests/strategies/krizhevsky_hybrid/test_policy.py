@@ -15,7 +15,7 @@ from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp._lightning import StrategyRegistry
 from lightning_dp.optim import LARS as PackageLARS
 from lightning_dp.optim import KrizhevskySGD
-from lightning_dp.strategies.krizhevsky_hybrid.checks import check_module, check_optimizers, check_precision, find_head
+from lightning_dp.strategies.krizhevsky_hybrid.checks import check_module, check_optimizer, check_precision, find_head
 from lightning_dp.strategies.krizhevsky_hybrid.head import divisible_layers
 from tests.strategies.krizhevsky_hybrid.modules import HybridNet, StepNet
 from tests.strategies.modules import trainer
@@ -262,16 +262,16 @@ class OfTheHead:
 def test_optimizers_that_look_at_whole_parameters(name):
     optimizer = getattr(torch.optim, name)(nn.Linear(2, 2).parameters())
     with pytest.raises(ValueError, match=f"{name} computes with whole parameters.* use one of SGD, Adam, AdamW"):
-        check_optimizers([optimizer], OfTheHead())
+        check_optimizer(optimizer, OfTheHead())
 
 
 def test_an_optimizer_of_whole_parameters_may_hold_a_frozen_head():
     layer = nn.Linear(2, 2).requires_grad_(False)
     optimizer = torch.optim.Adafactor(layer.parameters())
-    check_optimizers([optimizer], OfTheHead())
+    check_optimizer(optimizer, OfTheHead())
     layer.bias.requires_grad_(True)
     with pytest.raises(ValueError, match="Adafactor computes with whole parameters"):
-        check_optimizers([optimizer], OfTheHead())
+        check_optimizer(optimizer, OfTheHead())
 
 
 class LARS(torch.optim.SGD):
@@ -293,14 +293,14 @@ class Other(torch.optim.Optimizer):
 @pytest.mark.parametrize("kind", [LARS, partial(PackageLARS, lr=0.1), partial(Lamb, defaults={})])
 def test_optimizers_that_are_known_for_norms_of_layers(kind):
     with pytest.raises(ValueError, match=r"(LARS|Lamb) computes with whole parameters.* use one of SGD, Adam, AdamW"):
-        check_optimizers([kind(nn.Linear(2, 2).parameters())], OfTheHead())
+        check_optimizer(kind(nn.Linear(2, 2).parameters()), OfTheHead())
 
 
 @pytest.mark.parametrize("kind", [MySGD, partial(Other, defaults={})])
 def test_an_unknown_optimizer_gets_a_warning(kind, caplog):
     with caplog.at_level(logging.WARNING):
-        check_optimizers([torch.optim.AdamW(nn.Linear(2, 2).parameters())], OfTheHead())
-        check_optimizers([KrizhevskySGD(nn.Linear(2, 2).parameters(), lr=0.1)], OfTheHead())
+        check_optimizer(torch.optim.AdamW(nn.Linear(2, 2).parameters()), OfTheHead())
+        check_optimizer(KrizhevskySGD(nn.Linear(2, 2).parameters(), lr=0.1), OfTheHead())
         assert not caplog.records
-        check_optimizers([kind(nn.Linear(2, 2).parameters())], OfTheHead())
+        check_optimizer(kind(nn.Linear(2, 2).parameters()), OfTheHead())
     assert "updates a shard of the head's weights" in caplog.text
