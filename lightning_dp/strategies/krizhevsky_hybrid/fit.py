@@ -109,7 +109,6 @@ class HybridFitState(SharedOnDeepcopy):
         self._module = module
         self._strategy = strategy
         self._device = strategy.root_device
-        self._num_steps = 0
         self._gathered: GatheredHead | None = None  # until the next training step
         # Of each optimizer, how many trainable parameters its groups had when it was checked.
         self._checked: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
@@ -257,8 +256,8 @@ class HybridFitState(SharedOnDeepcopy):
                 f"self.head_step(features, target) instead of self.{self.head.name}(features)"
             )
         said.wait()
-        self._num_steps += 1
-        if self._num_steps.bit_count() == 1:  # 1, 2, 4, 8, ...: most mistakes show at once, and later it costs nothing
+        # 1, 2, 4, 8, ...: most mistakes show at once, and later it costs nothing.
+        if passes.num_training_steps.bit_count() == 1:
             require_one_trunk(self._module, self.head)
 
     @contextmanager

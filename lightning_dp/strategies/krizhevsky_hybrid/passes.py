@@ -79,7 +79,7 @@ class HeadPasses(SharedOnDeepcopy):
         self.exchange = FeatureExchange(channel)
         self.num_calls = 0  # calls of the head, in passes and outside
         self.num_steps = 0  # calls of `step`
-        self._num_training_steps = 0
+        self.num_training_steps = 0
         self.gradient_memory: dict[Tensor, Tensor] = {}
         self._results: list[Any] = []  # nodes of the graph: what this training step has got from the head
         self._after_trunk: AfterTrunk | None = None  # of this training step, until a call of the head takes it
@@ -169,7 +169,7 @@ class HeadPasses(SharedOnDeepcopy):
     def _compares_losses(self) -> bool:
         """Whether the ranks compare the losses of this call of `step`: 1, 2, 4, 8, ..., as mistakes may begin late."""
         # By calls and by training steps, because a training step may have several calls, or none.
-        return 1 in ((self.num_steps + 1).bit_count(), self._num_training_steps.bit_count())
+        return 1 in ((self.num_steps + 1).bit_count(), self.num_training_steps.bit_count())
 
     def _take_after_trunk(self) -> tuple[AfterTrunk | None, list[Tensor]]:
         """Return what lets the head's gradients come after the trunk's, for one call of the head, and what gets them.
@@ -190,7 +190,7 @@ class HeadPasses(SharedOnDeepcopy):
             ValueError: see `compare_first_factor`.
         """
         self.compare_first_factor()
-        self._num_training_steps += 1
+        self.num_training_steps += 1
         self._results.clear()
         require_unchanged(module, self.head)
         self._after_trunk = AfterTrunk(self.head.parameters)
