@@ -191,23 +191,18 @@ class HybridFitState(SharedOnDeepcopy):
 
     def abandon(self) -> None:
         """Leave the local shard in the head. After an exception the other ranks may be gone, and theirs with them."""
-        log.warning(
-            f"after an exception rank {self.head.channel.rank} holds only its local shard of {self._options.head!r}. "
-            "Build the module again and load a checkpoint before you use it"
-        )
-        self._leave_shards()
+        self._leave_shards("after an exception", "Build the module again and load a checkpoint before you use it")
 
     def finish(self) -> None:
         """Make the head and its optimizer states whole again on every rank, in host memory. All ranks must call it."""
         self.meet()
         self._passes.compare_first_factor()  # of a fit of one step
         if self._keeps_shards:
-            log.warning(
-                f"state_dict_type='sharded': rank {self.head.channel.rank} holds only its local shard of "
-                f"{self._options.head!r} after fit. To use the whole head, convert a checkpoint with "
-                "lightning_dp.strategies.consolidate_checkpoint, and load it into a new module"
+            self._leave_shards(
+                "after fit with state_dict_type='sharded'",
+                "To use the whole head, convert a checkpoint with lightning_dp.strategies.consolidate_checkpoint, and "
+                "load it into a new module",
             )
-            self._leave_shards()
         else:
             # The gathered values were copies. Free them and the memory of gradients first, because what follows is the
             # peak of memory: each rank ends with the whole weights and optimizer states.
@@ -218,12 +213,14 @@ class HybridFitState(SharedOnDeepcopy):
             self._parameters.unshard()
             self._stack.close()
 
-    def _leave_shards(self) -> None:
+    def _leave_shards(self, when: str, remedy: str) -> None:
         """End with this rank's local shard in the head, which must not be called: it has some of the outputs only."""
         self._stack.close()
-        if self.head.channel.world_size > 1:
+        name, channel = self._options.head, self.head.channel
+        if channel.world_size > 1:  # otherwise the shard is the whole head
+            log.warning(f"{when} rank {channel.rank} holds only its local shard of {name!r}. {remedy}")
             for layer in (self.head.head, *self.head.linears):
-                vars(layer)["forward"] = partial(_refuse_shard, self._options.head)
+                vars(layer)["forward"] = partial(_refuse_shard, name)
 
     def _destroy_groups(self) -> None:
         for channel in self.channels:

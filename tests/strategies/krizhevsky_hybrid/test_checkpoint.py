@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Subset
 from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp.strategies import consolidate_checkpoint
 from lightning_dp.strategies.krizhevsky_hybrid.state import memory_of
-from tests.ranks import run_processes
+from tests.ranks import logged, run_processes
 from tests.strategies.krizhevsky_hybrid.modules import (
     STEPS,
     Result,
@@ -27,7 +27,7 @@ from tests.strategies.krizhevsky_hybrid.modules import (
     batches,
     fit_with,
 )
-from tests.strategies.modules import assert_same, snapshot, trainer
+from tests.strategies.modules import CLASSES, assert_same, snapshot, trainer
 
 
 def _saving(folder: Any) -> dict[str, Any]:
@@ -127,6 +127,18 @@ def test_an_exception_leaves_nothing_behind_but_parts_of_the_head(tmp_path):
     assert set(run_processes(2, _fail, str(tmp_path), False)) == {"'broken'"}
     for text in run_processes(2, _fail, str(tmp_path), True):
         assert "cannot save a checkpoint after an exception" in text
+
+
+def _fail_alone(rank: int) -> None:
+    module = _Fails()
+    with logged() as said, pytest.raises(KeyError):
+        trainer(KrizhevskyHybridStrategy(), 1).fit(module, batches(0, 1))
+    assert not said
+    assert module.head(torch.zeros(2, 6, dtype=torch.float64)).shape == (2, CLASSES)
+
+
+def test_one_rank_keeps_the_whole_head_after_an_exception():
+    run_processes(1, _fail_alone)
 
 
 def _refit(rank: int) -> Result:
