@@ -231,7 +231,8 @@ def check_hooks(head: ShardedHead) -> None:
         if (layer is not head.head and has_forward_hooks(layer)) or has_backward_hooks(layer):
             raise ValueError(
                 f"{name} has hooks, and within the head {head.name!r} they would see only this rank's slices; remove "
-                "them, or register a forward hook on the head as a whole"
+                "them, or register a forward hook on the head as a whole. Trainer(profiler='pytorch') registers some: "
+                "use PyTorchProfiler(record_module_names=False)"
             )
     for name, parameter in head.head.named_parameters(prefix=head.name):
         if has_tensor_hooks(parameter):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from pytorch_lightning.callbacks import ModelPruning, StochasticWeightAveraging
 from pytorch_lightning.plugins.precision import MixedPrecision
+from pytorch_lightning.profilers.pytorch import RegisterRecordFunction
 from torch import nn
 
 from lightning_dp import KrizhevskyHybridStrategy
@@ -17,7 +18,8 @@ from lightning_dp.optim import LARS as PackageLARS
 from lightning_dp.optim import KrizhevskySGD
 from lightning_dp.strategies.krizhevsky_hybrid.checks import check_module, check_optimizer, check_precision, find_head
 from lightning_dp.strategies.krizhevsky_hybrid.head import divisible_layers
-from tests.strategies.krizhevsky_hybrid.modules import HybridNet, StepNet
+from tests.ranks import run_processes
+from tests.strategies.krizhevsky_hybrid.modules import HybridNet, StepNet, batches
 from tests.strategies.modules import trainer
 
 
@@ -304,3 +306,16 @@ def test_an_unknown_optimizer_gets_a_warning(kind, caplog):
         assert not caplog.records
         check_optimizer(kind(nn.Linear(2, 2).parameters()), OfTheHead())
     assert "updates a shard of the head's weights" in caplog.text
+
+
+def _profiled(rank: int) -> None:
+    module = HybridNet()
+    with (
+        RegisterRecordFunction(module),  # as Trainer(profiler="pytorch") does
+        pytest.raises(ValueError, match=r"head.0 has hooks.* use PyTorchProfiler\(record_module_names=False\)"),
+    ):
+        trainer(KrizhevskyHybridStrategy(), 1).fit(module, batches(0, 1))
+
+
+def test_hooks_of_the_profiler_are_named():
+    run_processes(1, _profiled)
