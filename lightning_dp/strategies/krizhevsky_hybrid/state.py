@@ -222,14 +222,20 @@ def make_whole(optimizer: Optimizer, head: ShardedHead) -> None:
 
 def convert_head(optimizer: Optimizer, state: State, head: ShardedHead, convert: Callable[[Any, Tensor], Any]) -> State:
     """Return ``state``, a state_dict of ``optimizer``, with ``convert(value, parameter)`` for the head's values."""
-    if "state" not in state:  # Lightning's stand-in for the optimizer of a module that has none
-        return state
-    by_index = dict(state["state"])
+    converted = {
+        index: {name: convert(value, p) for name, value in values.items()}
+        for index, p, values in states_of_head(optimizer, state, head)
+    }
+    return state | {"state": state["state"] | converted} if converted else state
+
+
+def states_of_head(optimizer: Optimizer, state: State, head: ShardedHead) -> Iterator[tuple[int, Tensor, State]]:
+    """Yield number, parameter and values of the head's part of ``state``, a state_dict of ``optimizer``."""
+    by_index = state.get("state", {})  # Lightning's stand-in for the optimizer of a module that has none is empty
     # A state_dict numbers the parameters of all groups in order.
     for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         if head.owns(p) and index in by_index:
-            by_index[index] = {name: convert(value, p) for name, value in by_index[index].items()}
-    return state | {"state": by_index}
+            yield index, p, by_index[index]
 
 
 def is_like(value: Any, shape: torch.Size) -> bool:
