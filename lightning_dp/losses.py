@@ -274,8 +274,9 @@ def _borrow(layer: LastLayer) -> Tensor | None:
         return None
     if layer.sums is not None:
         return layer.sums.lend(weight)
-    # While there is a gradient of an earlier step, which may be freed before backward, this would be a second one.
-    return torch.empty_like(weight) if weight.grad is None else None
+    # While there is a gradient of an earlier step, which may be freed before backward, this would be a second one. What
+    # is computed has none; torch warns of the question.
+    return torch.empty_like(weight) if not weight.is_leaf or weight.grad is None else None
 
 
 def _require_known(reduction: str, *known: str) -> None:
