@@ -260,7 +260,8 @@ def _sampled_columns(layer: LastLayer, targets: Tensor, rate: float) -> Tensor:
 
 
 def _draw(num_classes: int, rate: float, device: torch.device) -> Tensor:
-    return torch.rand(num_classes, device=device) < rate
+    # In bfloat16, the default dtype of a step with "bf16-true", the numbers are multiples of 1/256.
+    return torch.rand(num_classes, device=device, dtype=torch.float32) < rate
 
 
 def _borrow(layer: LastLayer) -> Tensor | None:

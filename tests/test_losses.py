@@ -303,6 +303,16 @@ def test_a_sample_is_drawn_with_its_rate_for_training_only():
     torch.testing.assert_close(actual, F.cross_entropy(head(x), target).detach(), rtol=1e-12, atol=0)
 
 
+def test_classes_are_drawn_with_their_rate_whatever_the_default_dtype_is():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # as Lightning does in a step with "bf16-true"
+    try:
+        drawn = losses._draw(100_000, 0.001, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(before)
+    assert 50 < drawn.sum() < 200
+
+
 def test_without_messages_they_are_wrong(monkeypatch):
     gather = Channel.all_gather
 
