@@ -134,7 +134,7 @@ class HeadPasses(SharedOnDeepcopy):
         """
         is_first = self.num_steps == 0
         is_compared = self._compares_losses
-        own = StepArguments(arguments, len(features))
+        own = StepArguments(arguments, features)
         sizes, seed = self.exchange.exchange_batch_sizes(features, own.tensors, own.constants, needs_seed=True)
         own.gather(self.exchange, sizes)
 
