@@ -206,7 +206,7 @@ class HybridFitState(SharedOnDeepcopy):
         else:
             # The gathered values were copies. Free them and the memory of gradients first, because what follows is the
             # peak of memory: each rank ends with the whole weights and optimizer states.
-            self._gathered = None
+            self._forget_gathered()
             self._passes.gradient_memory.clear()
             for optimizer in self._strategy.optimizers:
                 make_whole(optimizer, self.head)
@@ -244,7 +244,7 @@ class HybridFitState(SharedOnDeepcopy):
         num_steps = passes.num_steps
         passes.begin_training_step(self._module)
         checks.check_hooks(self.head)
-        self._gathered = None  # the local shard is about to change
+        self._forget_gathered()  # the local shard is about to change
         with self._running_passes():
             yield
         if self._options.variable_batch and passes.num_steps == num_steps:
@@ -342,8 +342,13 @@ class HybridFitState(SharedOnDeepcopy):
             self._gather_now()
 
     def _gather_now(self) -> None:
-        self._gathered = None  # free the old one first, or two whole heads would be in memory
+        self._forget_gathered()  # first, or two whole heads would be in memory
         self._gathered = GatheredHead(self.head)
+
+    def _forget_gathered(self) -> None:
+        if self._gathered is not None:
+            self._gathered.require_unwritten()
+        self._gathered = None
 
     @property
     def _gathers(self) -> bool:

@@ -298,6 +298,20 @@ class GatheredHead(SharedOnDeepcopy):
                 f"local shard; use KrizhevskyHybridStrategy(evaluation='sharded'). torch says: {error}"
             ) from error
 
+        self._versions_of_whole = {p: version_of(whole) for p, whole in self._whole.items()}
+
+    def require_unwritten(self) -> None:
+        """Raise RuntimeError if somebody has changed the whole values, which ``state_dict`` returns.
+
+        They are copies. The weights would stay as they were, and nobody would know.
+        """
+        is_written = any(version_of(self._whole[p]) != version for p, version in self._versions_of_whole.items())
+        if is_written and self.is_current and not self.has_same_shard:
+            raise RuntimeError(
+                f"the tensors of {self._head.name!r} that state_dict() has returned were changed in place. During fit "
+                "they are copies, and the weights stay as they were; use load_state_dict, which takes whole tensors"
+            )
+
     @property
     def is_current(self) -> bool:
         """Whether the local shard is still the one that was gathered."""
