@@ -139,7 +139,7 @@ def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_na
             "compile the trunk, or the loss of the logits, alone"
         )
     if variable_batch:
-        _check_variable_batch(module, head_name)
+        _check_variable_batch(module, trainer.precision_plugin, head_name)
     if any(getattr(each, _ALLOW_NO_BATCHES, False) for each in (module, trainer.datamodule)):
         raise ValueError(
             f"{_ALLOW_NO_BATCHES}=True lets ranks without batches skip a validation, at the start of which all ranks "
@@ -190,7 +190,7 @@ def _check_shared_memory(module: nn.Module, head: nn.Module, head_name: str) -> 
             )
 
 
-def _check_variable_batch(module: LightningModule, head_name: str) -> None:
+def _check_variable_batch(module: LightningModule, precision: Any, head_name: str) -> None:
     if not callable(getattr(module, "head_step", None)):
         lines = HEAD_STEP_EXAMPLE.format(head=head_name)
         raise ValueError(
@@ -208,6 +208,11 @@ def _check_variable_batch(module: LightningModule, head_name: str) -> None:
             f"{type(module).__name__} overrides optimizer_step, which Lightning calls once a step. With "
             "variable_batch=True the head is updated several times in it, without that method; use a learning-rate "
             "schedule, or on_before_optimizer_step, which runs before every update"
+        )
+    if getattr(precision, "scaler", None) is not None:
+        raise ValueError(
+            f"variable_batch=True cannot run with precision={precision.precision!r}: the gradient scaler decides once "
+            f"a step, and {STRATEGY} updates the head several times in it; use precision='bf16-mixed'"
         )
 
 
@@ -240,15 +245,6 @@ def check_hooks(head: ShardedHead) -> None:
                 f"{name} has hooks on its gradient, and they would see only this rank's local shard; remove them, and "
                 "change gradients row by row in on_after_backward"
             )
-
-
-def check_precision(plugin: Any, variable_batch: bool) -> None:
-    """Raise ValueError for a precision that does not work with ``variable_batch``."""
-    if variable_batch and getattr(plugin, "scaler", None) is not None:
-        raise ValueError(
-            f"variable_batch=True cannot run with precision={plugin.precision!r}: the gradient scaler decides once a "
-            f"step, and {STRATEGY} updates the head several times in it; use precision='bf16-mixed'"
-        )
 
 
 def require_whole(module: nn.Module, head_name: str) -> None:

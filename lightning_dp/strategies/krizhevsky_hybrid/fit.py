@@ -114,7 +114,6 @@ class HybridFitState(SharedOnDeepcopy):
         self._checked: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
         layers = checks.find_head(module, options.head)
         checks.check_module(module, module.trainer, layers, options.head, options.variable_batch)
-        checks.check_precision(strategy.precision_plugin, options.variable_batch)
         # Two groups, because features travel while the head exchanges activations, and the messages of one group must
         # start in the same order on all ranks.
         timeout = strategy_timeout(strategy)

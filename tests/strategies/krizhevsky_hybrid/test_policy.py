@@ -16,15 +16,15 @@ from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp._lightning import StrategyRegistry
 from lightning_dp.optim import LARS as PackageLARS
 from lightning_dp.optim import KrizhevskySGD
-from lightning_dp.strategies.krizhevsky_hybrid.checks import check_module, check_optimizer, check_precision, find_head
+from lightning_dp.strategies.krizhevsky_hybrid.checks import check_module, check_optimizer, find_head
 from lightning_dp.strategies.krizhevsky_hybrid.head import divisible_layers
 from tests.ranks import run_processes
 from tests.strategies.krizhevsky_hybrid.modules import HybridNet, StepNet, batches
 from tests.strategies.modules import trainer
 
 
-def check(module, head="head", variable_batch=False, callbacks=()):
-    runner = trainer("auto", 1, callbacks=list(callbacks))
+def check(module, head="head", variable_batch=False, **options):
+    runner = trainer("auto", 1, **options)
     check_module(module, runner, find_head(module, head), head, variable_batch)
 
 
@@ -249,8 +249,8 @@ def test_ranks_that_may_leave_a_validation_out():
 def test_fp16_with_several_updates_a_step():
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match="variable_batch=True cannot run with precision='16-mixed'.*bf16-mixed"):
-        check_precision(plugin, True)
-    check_precision(plugin, False)
+        check(StepNet(), variable_batch=True, plugins=[plugin])
+    check(StepNet(), plugins=[plugin])
 
 
 class OfTheHead:
