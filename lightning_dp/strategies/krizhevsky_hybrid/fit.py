@@ -273,18 +273,14 @@ class HybridFitState(SharedOnDeepcopy):
 
     def validation_step(self) -> AbstractContextManager[None]:
         """Run a validation step within the context. If the head is never gathered, its calls are collective there."""
-        return nullcontext() if self._gathers else self._exchanging()
-
-    def _exchanging(self) -> AbstractContextManager[None]:
-        """Make calls of the head collective within the context: all ranks must make the same calls."""
-        return self.head.forwarding_to(self._passes.forward_local_batch)
+        return nullcontext() if self._gathers else self.head.forwarding_to(self._passes.forward_local_batch)
 
     @contextmanager
     def _running_passes(self) -> Iterator[None]:
         """Make calls of the head and of ``head_step`` collective within the context."""
         module = self._module
         with ExitStack() as stack:
-            stack.enter_context(self._exchanging())
+            stack.enter_context(self.head.forwarding_to(self._passes.forward_local_batch))
             if hasattr(module, "head_step"):
                 stack.enter_context(replaced(module, "head_step", self._with_passes(cast(HeadStep, module.head_step))))
             yield
