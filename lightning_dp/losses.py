@@ -260,7 +260,8 @@ def _sampled_columns(layer: LastLayer, targets: Tensor, rate: float) -> Tensor:
 
 
 def _draw(num_classes: int, rate: float, device: torch.device) -> Tensor:
-    return torch.rand(num_classes, device=device) < rate
+    # In bfloat16, the default dtype of a step with "bf16-true", the numbers are multiples of 1/256.
+    return torch.rand(num_classes, device=device, dtype=torch.float32) < rate
 
 
 def _borrow(layer: LastLayer) -> Tensor | None:
@@ -274,8 +275,9 @@ def _borrow(layer: LastLayer) -> Tensor | None:
         return None
     if layer.sums is not None:
         return layer.sums.lend(weight)
-    # While there is a gradient of an earlier step, which may be freed before backward, this would be a second one.
-    return torch.empty_like(weight) if weight.grad is None else None
+    # While there is a gradient of an earlier step, which may be freed before backward, this would be a second one. What
+    # is computed has none; torch warns of the question.
+    return torch.empty_like(weight) if not weight.is_leaf or weight.grad is None else None
 
 
 def _require_known(reduction: str, *known: str) -> None:

@@ -725,6 +725,10 @@ OPTIONS = [
     option(
         "state_dict_type='half' is not known; use 'full'", lambda _: KrizhevskyHybridStrategy(state_dict_type="half")
     ),
+    option(
+        "start_method='fork' returns the weights of rank 0 ... run a script with start_method='popen'",
+        lambda _: KrizhevskyHybridStrategy(state_dict_type="sharded", start_method="fork"),
+    ),
     option("patience=0 must be at least 1 epoch", lambda _: Plateau(patience=0)),
     option("min_delta=-1.0 must not be negative", lambda _: Plateau(min_delta=-1.0)),
     option("patience=nan must be at least 1 epoch", lambda _: Plateau(patience=float("nan"))),  # type: ignore[arg-type]

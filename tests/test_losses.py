@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -123,6 +124,26 @@ def in_one_process(loss_of: Callable[[nn.Module, Tensor], Tensor], bias: bool) -
     loss = of_step(loss_of)(head, x)
     loss.backward()
     return [loss.detach(), x.grad, *(p.grad for p in head.parameters())]
+
+
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sharded_cross_entropy(self.head, x, TARGET, chunk_bytes=1)
+
+
+def test_weights_may_be_computed():
+    """As in meta-learning. torch would warn if their gradient was asked for, and the tests do not let it."""
+    module = Loss()
+    doubled = {name: 2 * parameter for name, parameter in module.named_parameters()}
+    functional_call(module, doubled, (X,)).backward()
+    weight, bias = (2 * p.detach().clone().requires_grad_() for p in (module.head.weight, module.head.bias))
+    weight.retain_grad()
+    F.cross_entropy(F.linear(X, weight, bias), TARGET).backward()
+    torch.testing.assert_close(module.head.weight.grad, 2 * weight.grad)
 
 
 def run_step(
@@ -280,6 +301,16 @@ def test_a_sample_is_drawn_with_its_rate_for_training_only():
     with torch.no_grad():
         actual = sharded_cross_entropy(head, x, target, sample_rate=0.3)
     torch.testing.assert_close(actual, F.cross_entropy(head(x), target).detach(), rtol=1e-12, atol=0)
+
+
+def test_classes_are_drawn_with_their_rate_whatever_the_default_dtype_is():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # as Lightning does in a step with "bf16-true"
+    try:
+        drawn = losses._draw(100_000, 0.001, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(before)
+    assert 50 < drawn.sum() < 200
 
 
 def test_without_messages_they_are_wrong(monkeypatch):

@@ -6,7 +6,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -71,10 +71,6 @@ class Channel:
         self.waited_s = 0.0
         self.num_exchanges = 0
         self._host = None if host_group is None else Channel(host_group, on_stage, hint)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Channel:
-        """Return the channel itself. It is a connection, which copies of its owner share."""
-        return self
 
     def all_to_all(self, name: str, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> AllToAll:
         """Start sending ``sends[r]`` to rank r and receiving ``receives[r]`` from it, for every other rank r.

@@ -70,7 +70,10 @@ def replace(path: Path, unfinished: Path) -> None:
     that begins alike, so that ``ckpt_path="last"`` finds it, too, and only then is the new one put into its place.
     """
     aside = _aside(path)
-    if path.exists() and (path.is_dir() or unfinished.is_dir()):
+    if path.is_symlink():
+        if unfinished.is_dir():
+            path.unlink()  # a folder cannot replace a link; the checkpoint that it points to stays under its own name
+    elif path.exists() and (path.is_dir() or unfinished.is_dir()):
         _hide_and_remove(aside)
         path.rename(aside)
     unfinished.replace(path)

@@ -187,7 +187,7 @@ class ShardedHeadLoop:
         Raises:
             ValueError: the optimizer computes with whole parameters, of which a rank holds some rows.
         """
-        checks.check_optimizers([optimizer], self._passes.head)
+        checks.check_optimizer(optimizer, self._passes.head)
         optimizer.step()
 
 

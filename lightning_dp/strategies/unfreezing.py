@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dp._lightning import BaseFinetuning
 from lightning_dp._private.torch_names import release_reducer, without_torch_function
 from lightning_dp.collectives.comm_hooks import BucketQueue
 
@@ -107,3 +109,13 @@ def _forget_buckets(hook: Callable[..., object], state: object) -> None:
             "trainable, so buckets hold other parameters from now on; if that state keeps anything by bucket, such as "
             "residuals, clear it when you unfreeze, and again in the second step after that"
         )
+
+
+def restore_groups(trainer: Any) -> None:
+    """Let fine-tuning callbacks give the optimizers the parameter groups of a checkpoint, before its states are loaded.
+
+    They do so in ``on_fit_start``. Where a checkpoint is loaded after set-up, Lightning has called that already.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, BaseFinetuning):
+            BaseFinetuning.on_fit_start(callback, trainer, trainer.lightning_module)

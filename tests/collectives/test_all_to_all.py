@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 
 import pytest
@@ -139,11 +138,3 @@ def other_order(rank, group):
 
 def test_the_same_exchanges_in_another_order_are_refused():
     run_threads(2, other_order)
-
-
-def test_a_copy_of_what_holds_a_channel_shares_it():
-    def copied(rank, group):
-        channel = Channel(group)
-        assert copy.deepcopy([channel])[0] is channel
-
-    run_threads(1, copied)

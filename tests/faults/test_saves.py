@@ -160,6 +160,22 @@ def test_a_full_disk_of_one_rank_ends_the_save_on_all(tmp_path):
     assert load_folder(path)["value"] == 1.0
 
 
+@pytest.mark.parametrize("kind", SAVES)
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_save_takes_the_place_of_a_link(kind, is_there, tmp_path):
+    """As ModelCheckpoint(save_last="link") leaves it."""
+    path = tmp_path / "last.ckpt"
+    path.symlink_to("epoch=0.ckpt")
+    if is_there:
+        folder_save(1.0, tmp_path / "epoch=0.ckpt")
+    for value in (2.0, 3.0):
+        SAVES[kind](value, path)
+    assert value_at(path) == 3.0
+    assert not path.is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["epoch=0.ckpt"] * is_there + ["last.ckpt"]
+    assert not is_there or value_at(tmp_path / "epoch=0.ckpt") == 1.0
+
+
 def test_files_of_living_processes_are_left_alone(tmp_path):
     path = tmp_path / "a.ckpt"
     other = complete_files._hidden(tmp_path / "b.ckpt")  # this process lives, and may be writing it in another thread

@@ -10,6 +10,7 @@ index can only be read by ``pickle.load``, which runs code that the file chooses
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from lightning_dp._private.torch_names import tree_map_only
 from lightning_dp.collectives.ring import chunk_bounds
 from lightning_dp.strategies.complete_files import existing, hidden_beside, remove, replace, save, write_file
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
-from lightning_dp.strategies.krizhevsky_hybrid.state import State, convert_head, is_like, memory_of
+from lightning_dp.strategies.krizhevsky_hybrid.state import State, is_like, memory_of, states_of_head
 
 MAIN_FILE = "checkpoint.ckpt"
 
@@ -192,20 +193,20 @@ def _split(
     ]
     _require_known(module, own_names, state_dict, names)
     local: State = {"parameters": {name: state_dict[name] for name in names}}
-    rest = checkpoint | {"state_dict": {name: value for name, value in state_dict.items() if name not in names}}
+    without_head = copy.copy(state_dict)  # not a new dictionary, which would lose the versions of the layers
+    for name in names:
+        del without_head[name]
+    rest = checkpoint | {"state_dict": without_head}
     local["optimizer_states"] = []
     rest_of_optimizers = []
     for optimizer, state in zip(optimizers, checkpoint.get("optimizer_states", []), strict=False):
         own: dict[int, State] = {}
-        converted = convert_head(optimizer, state, head, lambda value, p: None if is_like(value, p.shape) else value)
-        for index, values in converted.get("state", {}).items():
-            kept = {key: value for key, value in values.items() if value is not None}
-            taken = {key: value for key, value in state["state"][index].items() if key not in kept}
-            converted["state"][index] = kept
-            if taken:
-                own[index] = taken
+        kept = dict(state.get("state", {}))
+        for index, p, values in states_of_head(optimizer, state, head):
+            own[index] = {key: value for key, value in values.items() if is_like(value, p.shape)}
+            kept[index] = {key: value for key, value in values.items() if key not in own[index]}
         local["optimizer_states"].append(own)
-        rest_of_optimizers.append(converted)
+        rest_of_optimizers.append(state | {"state": kept} if own else state)
     if "optimizer_states" in checkpoint:
         rest["optimizer_states"] = rest_of_optimizers
     return rest, local

@@ -85,6 +85,13 @@ def check_arguments(
         raise ValueError(f"evaluation={evaluation!r} is not known; use 'gathered' or 'sharded'")
     if state_dict_type not in ("full", "sharded"):
         raise ValueError(f"state_dict_type={state_dict_type!r} is not known; use 'full' or 'sharded'")
+    start_method = ddp_kwargs.get("start_method", "popen")
+    if state_dict_type == "sharded" and start_method != "popen":
+        raise ValueError(
+            f"start_method={start_method!r} returns the weights of rank 0 to the process that calls fit, and "
+            "state_dict_type='sharded' leaves rank 0 with its local shard; run a script with start_method='popen', or "
+            "use state_dict_type='full'"
+        )
     if ddp_kwargs.get("model_averaging_period") is not None:
         raise ValueError(
             "model_averaging_period cannot be used, because ranks hold different parts of the head; remove it"
@@ -132,7 +139,7 @@ def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_na
             "compile the trunk, or the loss of the logits, alone"
         )
     if variable_batch:
-        _check_variable_batch(module, head_name)
+        _check_variable_batch(module, trainer.precision_plugin, head_name)
     if any(getattr(each, _ALLOW_NO_BATCHES, False) for each in (module, trainer.datamodule)):
         raise ValueError(
             f"{_ALLOW_NO_BATCHES}=True lets ranks without batches skip a validation, at the start of which all ranks "
@@ -183,7 +190,7 @@ def _check_shared_memory(module: nn.Module, head: nn.Module, head_name: str) -> 
             )
 
 
-def _check_variable_batch(module: LightningModule, head_name: str) -> None:
+def _check_variable_batch(module: LightningModule, precision: Any, head_name: str) -> None:
     if not callable(getattr(module, "head_step", None)):
         lines = HEAD_STEP_EXAMPLE.format(head=head_name)
         raise ValueError(
@@ -201,6 +208,11 @@ def _check_variable_batch(module: LightningModule, head_name: str) -> None:
             f"{type(module).__name__} overrides optimizer_step, which Lightning calls once a step. With "
             "variable_batch=True the head is updated several times in it, without that method; use a learning-rate "
             "schedule, or on_before_optimizer_step, which runs before every update"
+        )
+    if getattr(precision, "scaler", None) is not None:
+        raise ValueError(
+            f"variable_batch=True cannot run with precision={precision.precision!r}: the gradient scaler decides once "
+            f"a step, and {STRATEGY} updates the head several times in it; use precision='bf16-mixed'"
         )
 
 
@@ -224,7 +236,8 @@ def check_hooks(head: ShardedHead) -> None:
         if (layer is not head.head and has_forward_hooks(layer)) or has_backward_hooks(layer):
             raise ValueError(
                 f"{name} has hooks, and within the head {head.name!r} they would see only this rank's slices; remove "
-                "them, or register a forward hook on the head as a whole"
+                "them, or register a forward hook on the head as a whole. Trainer(profiler='pytorch') registers some: "
+                "use PyTorchProfiler(record_module_names=False)"
             )
     for name, parameter in head.head.named_parameters(prefix=head.name):
         if has_tensor_hooks(parameter):
@@ -232,15 +245,6 @@ def check_hooks(head: ShardedHead) -> None:
                 f"{name} has hooks on its gradient, and they would see only this rank's local shard; remove them, and "
                 "change gradients row by row in on_after_backward"
             )
-
-
-def check_precision(plugin: Any, variable_batch: bool) -> None:
-    """Raise ValueError for a precision that does not work with ``variable_batch``."""
-    if variable_batch and getattr(plugin, "scaler", None) is not None:
-        raise ValueError(
-            f"variable_batch=True cannot run with precision={plugin.precision!r}: the gradient scaler decides once a "
-            f"step, and {STRATEGY} updates the head several times in it; use precision='bf16-mixed'"
-        )
 
 
 def require_whole(module: nn.Module, head_name: str) -> None:
@@ -254,30 +258,27 @@ def require_whole(module: nn.Module, head_name: str) -> None:
             require_whole_layer(layer, path)
 
 
-def check_optimizers(optimizers: list[Optimizer], head: ShardedHead) -> None:
-    """Refuse optimizers that are known to compute with whole parameters, and warn of unknown ones.
+def check_optimizer(optimizer: Optimizer, head: ShardedHead) -> None:
+    """Refuse an optimizer that is known to compute with whole parameters, and warn of an unknown one.
 
     Raises:
-        ValueError: an optimizer computes something else from a part of a parameter than from the whole.
+        ValueError: it computes something else from a part of a parameter than from the whole.
     """
-    for optimizer in optimizers:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if not any(head.owns(p) and p.requires_grad for p in parameters):
-            continue
-        kind = type(optimizer)
-        if is_elementwise(kind):
-            continue
-        if is_layerwise(kind) or kind.__module__.startswith("torch."):
-            known = ", ".join(each.__name__ for each in ELEMENTWISE_OPTIMIZERS)
-            raise ValueError(
-                f"{kind.__name__} computes with whole parameters, and each rank holds only a part of the head's; use "
-                f"one of {known}"
-            )
-        log.warning(
-            f"{kind.__name__} updates a shard of the head's weights on each rank, so it must be elementwise. If it "
-            "takes norms of whole layers, as LARS and LAMB do, the result is wrong. States of another shape than the "
-            "parameter's, as 8-bit optimizers have, are saved of rank 0 only"
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    kind = type(optimizer)
+    if is_elementwise(kind) or not any(head.owns(p) and p.requires_grad for p in parameters):
+        return
+    if is_layerwise(kind) or kind.__module__.startswith("torch."):
+        known = ", ".join(each.__name__ for each in ELEMENTWISE_OPTIMIZERS)
+        raise ValueError(
+            f"{kind.__name__} computes with whole parameters, and each rank holds only a part of the head's; use one "
+            f"of {known}"
         )
+    log.warning(
+        f"{kind.__name__} updates a shard of the head's weights on each rank, so it must be elementwise. If it takes "
+        "norms of whole layers, as LARS and LAMB do, the result is wrong. States of another shape than the "
+        "parameter's, as 8-bit optimizers have, are saved of rank 0 only"
+    )
 
 
 # --- What counts samples must not be in ``head_step``, which every rank runs with the samples of all ranks ---

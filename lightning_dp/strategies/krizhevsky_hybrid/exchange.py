@@ -107,7 +107,7 @@ class FeatureExchange:
             raise ValueError(
                 f"the ranks pass different things to the head, this one {call} (shapes without the number of samples);"
                 " only that number may differ, and all ranks must call the head at the same time. Pass a number of "
-                "this rank alone as a tensor with a row for each sample: torch.full((len(features),), number)"
+                "this rank alone as a tensor with a row for each sample: features.new_full((len(features),), number)"
             )
         return sizes, seeds[0] if needs_seed else None
 
@@ -217,23 +217,23 @@ class StepArguments:
 
     Args:
         arguments: the arguments of ``head_step``, without the features.
-        num_samples: number of samples in this rank's batch.
+        features: the features of this rank's batch.
 
     Attributes:
         tensors: all tensors, (n, *), in order.
         constants: everything that is not a tensor, with the name of its argument.
 
     Raises:
-        ValueError: a tensor has another number of rows, or requires a gradient, or an object is neither a tensor nor a
-            number nor text.
+        ValueError: a tensor has another number of rows or another device, or requires a gradient, or an object is
+            neither a tensor nor a number nor text.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], num_samples: int) -> None:
+    def __init__(self, arguments: Mapping[str, Any], features: Tensor) -> None:
         self._leaves, self._structure = tree_flatten(dict(arguments))
         names = [name for name, value in arguments.items() for _ in tree_leaves(value)]
         named = list(zip(names, self._leaves, strict=True))
         for name, leaf in named:
-            _require_rows_or_constant(name, leaf, num_samples)
+            _require_rows_or_constant(name, leaf, features)
         self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self.constants = [(name, leaf) for name, leaf in named if not isinstance(leaf, Tensor)]
         self._of_ranks: list[list[Tensor]] = []  # for each tensor, those of all ranks
@@ -250,7 +250,7 @@ class StepArguments:
         return arguments
 
 
-def _require_rows_or_constant(name: str, leaf: Any, num_samples: int) -> None:
+def _require_rows_or_constant(name: str, leaf: Any, features: Tensor) -> None:
     if isinstance(leaf, CONSTANTS):
         return
     if not isinstance(leaf, Tensor):
@@ -258,10 +258,15 @@ def _require_rows_or_constant(name: str, leaf: Any, num_samples: int) -> None:
             f"head_step's argument {name!r} contains an object of type {type(leaf).__name__}, which cannot be sent to "
             "other ranks; pass tensors with a row for each sample, numbers, or text"
         )
-    if leaf.dim() == 0 or len(leaf) != num_samples:
+    if leaf.dim() == 0 or len(leaf) != len(features):
         raise ValueError(
-            f"head_step's argument {name!r} has shape {tuple(leaf.shape)} beside {num_samples} features; pass tensors "
-            "with a row for each sample, and single numbers as Python numbers (.item())"
+            f"head_step's argument {name!r} has shape {tuple(leaf.shape)} beside {len(features)} features; pass "
+            "tensors with a row for each sample, and single numbers as Python numbers (.item())"
+        )
+    if leaf.device != features.device:
+        raise ValueError(
+            f"head_step's argument {name!r} is on {leaf.device}, and the features, with which it goes to other ranks, "
+            f"are on {features.device}; pass {name}.to(features.device)"
         )
     if leaf.requires_grad:
         # Its rows go to other ranks, which return gradients of the features only.

@@ -21,7 +21,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import MethodType
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
@@ -40,6 +39,7 @@ from lightning_dp._private.torch_names import (
     is_in_backward,
     scaler_device,
     stop_ignoring_in_ddp,
+    tree_leaves,
     tree_map_only,
 )
 from lightning_dp.collectives.all_to_all import Channel
@@ -47,11 +47,11 @@ from lightning_dp.collectives.groups import OnStage, create_groups, destroy_grou
 from lightning_dp.collectives.point_to_point import peer_error
 from lightning_dp.losses import LastLayer, ShardedForward
 from lightning_dp.strategies.base import is_a
-from lightning_dp.strategies.krizhevsky_hybrid import checkpoint, checks
+from lightning_dp.strategies.krizhevsky_hybrid import checks
 from lightning_dp.strategies.krizhevsky_hybrid.checks import no_counting, nothing_recorded
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import Scheme, require_features
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, SharedOnDeepcopy, replaced
-from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses
+from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses, Update
 from lightning_dp.strategies.krizhevsky_hybrid.state import (
     GatheredHead,
     ShardedParameters,
@@ -109,13 +109,11 @@ class HybridFitState(SharedOnDeepcopy):
         self._module = module
         self._strategy = strategy
         self._device = strategy.root_device
-        self._num_steps = 0
         self._gathered: GatheredHead | None = None  # until the next training step
         # Of each optimizer, how many trainable parameters its groups had when it was checked.
         self._checked: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
         layers = checks.find_head(module, options.head)
         checks.check_module(module, module.trainer, layers, options.head, options.variable_batch)
-        checks.check_precision(strategy.precision_plugin, options.variable_batch)
         # Two groups, because features travel while the head exchanges activations, and the messages of one group must
         # start in the same order on all ranks.
         timeout = strategy_timeout(strategy)
@@ -150,7 +148,10 @@ class HybridFitState(SharedOnDeepcopy):
         stack.enter_context(self._state_dict_hooks.installed())
         stack.enter_context(replaced(plugin, "clip_grad_by_norm", self._clip_grad_by_norm))
         stack.enter_context(_sharded_scaler(plugin))
-        stack.enter_context(_ignored_in_ddp(module, list(self.head.names_in(module))))
+        # Their values differ between ranks: DDP must neither reduce their gradients nor broadcast those of rank 0.
+        names = list(self.head.names_in(module))
+        ignore_in_ddp(module, names)
+        stack.callback(stop_ignoring_in_ddp, module, names)
         stack.callback(end_when_stop_check_times_out(module.trainer))
 
     @property
@@ -189,39 +190,36 @@ class HybridFitState(SharedOnDeepcopy):
 
     def abandon(self) -> None:
         """Leave the local shard in the head. After an exception the other ranks may be gone, and theirs with them."""
-        log.warning(
-            f"after an exception rank {self.head.channel.rank} holds only its local shard of {self._options.head!r}. "
-            "Build the module again and load a checkpoint before you use it"
-        )
-        self._leave_shards()
+        self._leave_shards("after an exception", "Build the module again and load a checkpoint before you use it")
 
     def finish(self) -> None:
         """Make the head and its optimizer states whole again on every rank, in host memory. All ranks must call it."""
         self.meet()
         self._passes.compare_first_factor()  # of a fit of one step
         if self._keeps_shards:
-            log.warning(
-                f"state_dict_type='sharded': rank {self.head.channel.rank} holds only its local shard of "
-                f"{self._options.head!r} after fit. To use the whole head, convert a checkpoint with "
-                "lightning_dp.strategies.consolidate_checkpoint, and load it into a new module"
+            self._leave_shards(
+                "after fit with state_dict_type='sharded'",
+                "To use the whole head, convert a checkpoint with lightning_dp.strategies.consolidate_checkpoint, and "
+                "load it into a new module",
             )
-            self._leave_shards()
         else:
             # The gathered values were copies. Free them and the memory of gradients first, because what follows is the
             # peak of memory: each rank ends with the whole weights and optimizer states.
-            self._gathered = None
+            self._forget_gathered()
             self._passes.gradient_memory.clear()
             for optimizer in self._strategy.optimizers:
                 make_whole(optimizer, self.head)
             self._parameters.unshard()
             self._stack.close()
 
-    def _leave_shards(self) -> None:
+    def _leave_shards(self, when: str, remedy: str) -> None:
         """End with this rank's local shard in the head, which must not be called: it has some of the outputs only."""
         self._stack.close()
-        if self.head.channel.world_size > 1:
+        name, channel = self._options.head, self.head.channel
+        if channel.world_size > 1:  # otherwise the shard is the whole head
+            log.warning(f"{when} rank {channel.rank} holds only its local shard of {name!r}. {remedy}")
             for layer in (self.head.head, *self.head.linears):
-                vars(layer)["forward"] = partial(_refuse_shard, self._options.head)
+                vars(layer)["forward"] = partial(_refuse_shard, name)
 
     def _destroy_groups(self) -> None:
         for channel in self.channels:
@@ -245,7 +243,7 @@ class HybridFitState(SharedOnDeepcopy):
         num_steps = passes.num_steps
         passes.begin_training_step(self._module)
         checks.check_hooks(self.head)
-        self._gathered = None  # the local shard is about to change
+        self._forget_gathered()  # the local shard is about to change
         with self._running_passes():
             yield
         if self._options.variable_batch and passes.num_steps == num_steps:
@@ -254,8 +252,8 @@ class HybridFitState(SharedOnDeepcopy):
                 f"self.head_step(features, target) instead of self.{self.head.name}(features)"
             )
         said.wait()
-        self._num_steps += 1
-        if self._num_steps.bit_count() == 1:  # 1, 2, 4, 8, ...: most mistakes show at once, and later it costs nothing
+        # 1, 2, 4, 8, ...: most mistakes show at once, and later it costs nothing.
+        if passes.num_training_steps.bit_count() == 1:
             require_one_trunk(self._module, self.head)
 
     @contextmanager
@@ -275,18 +273,14 @@ class HybridFitState(SharedOnDeepcopy):
 
     def validation_step(self) -> AbstractContextManager[None]:
         """Run a validation step within the context. If the head is never gathered, its calls are collective there."""
-        return nullcontext() if self._gathers else self._exchanging()
-
-    def _exchanging(self) -> AbstractContextManager[None]:
-        """Make calls of the head collective within the context: all ranks must make the same calls."""
-        return self.head.forwarding_to(self._passes.forward_local_batch)
+        return nullcontext() if self._gathers else self.head.forwarding_to(self._passes.forward_local_batch)
 
     @contextmanager
     def _running_passes(self) -> Iterator[None]:
         """Make calls of the head and of ``head_step`` collective within the context."""
         module = self._module
         with ExitStack() as stack:
-            stack.enter_context(self._exchanging())
+            stack.enter_context(self.head.forwarding_to(self._passes.forward_local_batch))
             if hasattr(module, "head_step"):
                 stack.enter_context(replaced(module, "head_step", self._with_passes(cast(HeadStep, module.head_step))))
             yield
@@ -323,10 +317,9 @@ class HybridFitState(SharedOnDeepcopy):
 
     def gather_for_evaluation(self) -> None:
         """Gather the head, or only `meet` if it is never gathered. All ranks must call it."""
+        self.meet()
         if self._gathers:
-            self.gather()
-        else:
-            self.meet()
+            self._gather_now()
 
     def gather_if_changed(self) -> None:
         """Gather the head unless what was gathered is still the same on all ranks. All ranks must call it.
@@ -344,8 +337,13 @@ class HybridFitState(SharedOnDeepcopy):
             self._gather_now()
 
     def _gather_now(self) -> None:
-        self._gathered = None  # free the old one first, or two whole heads would be in memory
+        self._forget_gathered()  # first, or two whole heads would be in memory
         self._gathered = GatheredHead(self.head)
+
+    def _forget_gathered(self) -> None:
+        if self._gathered is not None:
+            self._gathered.require_unwritten()
+        self._gathered = None
 
     @property
     def _gathers(self) -> bool:
@@ -413,9 +411,11 @@ class HybridFitState(SharedOnDeepcopy):
         # A module may give its parameters other names and forms in its state_dict.
         with self._state_dict_hooks.returning(values):
             state = state_dict()
-        # If it lists the parameters themselves, these hold the local shard again.
-        found: State = tree_map_only(Tensor, lambda each: values.get(each, each), state)
-        return found
+        # If it lists the parameters themselves, these hold the local shard again. Otherwise it stays the same object: a
+        # new dictionary would lose the versions of the layers, which torch keeps in an attribute of it.
+        if any(isinstance(each, Tensor) and each in values for each in tree_leaves(state)):
+            state = tree_map_only(Tensor, lambda each: values.get(each, each), state)
+        return state
 
     def optimizer_state(self, optimizer: Optimizer, state: State) -> State:
         """Return an optimizer's state for a checkpoint, like `module_state`. All ranks must call it."""
@@ -426,27 +426,6 @@ class HybridFitState(SharedOnDeepcopy):
         # Lightning, too, ignores states without an optimizer.
         both = zip(self._strategy.optimizers, states, strict=False)
         return [own_optimizer_state(optimizer, state, self.head) for optimizer, state in both]
-
-    def writes_folder(self, is_plain: bool) -> bool:
-        """Return whether a checkpoint is a folder to which all ranks contribute, for `write_folder`.
-
-        Args:
-            is_plain: whether the checkpoint is an ordinary local file to Lightning.
-
-        Raises:
-            ValueError: each rank must write its local shard, and the checkpoint is not a plain local file.
-        """
-        if self._keeps_shards and not is_plain:
-            raise ValueError(
-                "state_dict_type='sharded' writes local files only; remove the checkpoint plugin and storage_options, "
-                "or use state_dict_type='full'"
-            )
-        return self._keeps_shards
-
-    def write_folder(self, content: State, path: Path) -> None:
-        """Write a checkpoint to which each rank contributes its local shard. All ranks must call it."""
-        strategy = self._strategy
-        checkpoint.write_folder(content, path, self._module, strategy.optimizers, self.head, strategy.broadcast)
 
     @property
     def _keeps_shards(self) -> bool:
@@ -478,27 +457,27 @@ class HybridFitState(SharedOnDeepcopy):
         return run
 
     def _step(self, features: Tensor, arguments: dict[str, Any], head_step: HeadStep) -> Tensor:
-        passes, trainer = self._passes, self._module.trainer
-        is_variable = self._options.variable_batch
-        if is_variable and is_in_backward():
-            raise RuntimeError(
-                "torch.utils.checkpoint runs head_step again in backward, and with variable_batch=True it would update "
-                "the head again; use checkpoint around the trunk alone"
-            )
-        scaler = getattr(self._strategy.precision_plugin, "scaler", None)
+        module, passes, plugin = self._module, self._passes, self._strategy.precision_plugin
+        update: Update | None = None
+        only_factor: float | None = None
+        if self._options.variable_batch:
+            if is_in_backward():
+                raise RuntimeError(
+                    "torch.utils.checkpoint runs head_step again in backward, and with variable_batch=True it would "
+                    "update the head again; use checkpoint around the trunk alone"
+                )
+            update = partial(update_head, module, plugin, self._strategy.optimizers, self.head)
+            # The head's updates are done when backward begins. Whatever the user multiplies the loss by afterwards
+            # reaches the trunk alone, so it may only be what Lightning itself divides by. On GPUs it is checked in the
+            # first step only: reading the factor waits.
+            if not (features.is_cuda and passes.num_steps):
+                only_factor = 1 / module.trainer.accumulate_grad_batches
+        scaler = getattr(plugin, "scaler", None)
         scale = {} if scaler is None else {"scale": scaler.scale}
-        named = self._module.named_parameters()
-        others = {name: p for name, p in named if p.requires_grad and not self.head.owns(p)}
-        # With variable_batch the head's updates are done when backward begins. Whatever the user multiplies the loss by
-        # afterwards reaches the trunk alone, so it may only be what Lightning itself divides by. On GPUs it is checked
-        # in the first step only: reading the factor waits.
-        only_factor = None
-        if is_variable and not (features.is_cuda and passes.num_steps):
-            only_factor = 1 / trainer.accumulate_grad_batches
-        update = self._update_head if is_variable else None
-        probing = partial(nothing_recorded, self._module)
+        others = {name: p for name, p in module.named_parameters() if p.requires_grad and not self.head.owns(p)}
+        probing = partial(nothing_recorded, module)
         self._forget_old_gradients()
-        with no_counting(self._module, passes.channel.world_size):
+        with no_counting(module, passes.channel.world_size):
             return passes.step(
                 features, arguments, head_step, update, others=others, only_factor=only_factor, probing=probing, **scale
             )
@@ -518,10 +497,6 @@ class HybridFitState(SharedOnDeepcopy):
             for p in zeroed.intersection(self.head.parameters):
                 p.grad = None
 
-    def _update_head(self, gradients: Any) -> None:
-        strategy = self._strategy
-        update_head(self._module, strategy.precision_plugin, strategy.optimizers, self.head, gradients)
-
     # --- Optimizers ---
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -532,7 +507,7 @@ class HybridFitState(SharedOnDeepcopy):
         for optimizer in self._strategy.optimizers:
             sizes = [sum(p.requires_grad for p in group["params"]) for group in optimizer.param_groups]
             if self._checked.get(optimizer) != sizes:
-                checks.check_optimizers([optimizer], self.head)
+                checks.check_optimizer(optimizer, self.head)
                 self._checked[optimizer] = sizes
 
 
@@ -589,16 +564,6 @@ def _sharded_scaler(plugin: Any) -> Iterator[None]:
             yield
         finally:
             scaler.load_state_dict(sharded.state_dict())
-
-
-@contextmanager
-def _ignored_in_ddp(module: LightningModule, names: list[str]) -> Iterator[None]:
-    """Keep DDP from reducing these parameters, which differ between ranks, and from broadcasting those of rank 0."""
-    ignore_in_ddp(module, names)
-    try:
-        yield
-    finally:
-        stop_ignoring_in_ddp(module, names)
 
 
 @contextmanager

@@ -75,7 +75,6 @@ class ShardedHead(SharedOnDeepcopy):
         self._bounds_of_parameter: dict[Tensor, Bounds] = {
             p: self._bounds[layer] for layer in self.linears for p in layer.parameters()
         }
-        self.is_sharded = False  # set by `ShardedParameters`
 
     @cached_property
     def control(self) -> Channel:
@@ -450,8 +449,7 @@ def _walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 def _require_no_own_forward(module: nn.Module, name: str) -> None:
     for path, part in module.named_modules(prefix=name):
-        forward = vars(part).get("forward")
-        if forward is not None and not isinstance(forward, Refusal):  # which is the strategy's own
+        if "forward" in vars(part):
             raise ValueError(
                 f"{path} has a forward that was set on the instance, which a sharded head would not call; remove it "
                 f"(del module.{path}.forward), and do what it adds where the module calls the head"
@@ -505,35 +503,24 @@ def refused_inner_calls(head: ShardedHead) -> Iterator[None]:
             for path, layer in head.head.named_modules(prefix=head.name):
                 # A head that is an nn.Linear itself has its ``forward`` replaced as any head.
                 if layer is not head.head and type(layer) is nn.Linear:
-                    stack.enter_context(replaced(layer, "forward", Refusal(head, layer, path)))
+                    refuse = partial(_refuse_local_shard, head, layer, path)
+                    stack.enter_context(replaced(layer, "forward", refuse))
         yield
 
 
-class Refusal:
-    """Stands for the forward of a layer within the head.
+def _refuse_local_shard(head: ShardedHead, layer: nn.Linear, path: str, x: Tensor) -> Tensor:
+    """Stand for the forward of ``layer`` within ``head``: raise, unless ``layer`` has another weight, a whole one.
 
-    Args:
-        head: the sharded head.
-        layer: an nn.Linear within it.
-        path: of the layer in the module.
+    The gathered head puts one there while it computes. A copy of the layer alone has a local shard.
     """
-
-    def __init__(self, head: ShardedHead, layer: nn.Linear, path: str) -> None:
-        self._head, self._layer, self._path = head, layer, path
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Refusal:
-        return self  # a copy of a layer alone also holds one rank's shard, and so raises
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute the layer if it is whole, else raise."""
-        # While the gathered head computes, it has put whole tensors in the place of the parameters.
-        if not self._head.owns(self._layer.weight):
-            return F.linear(x, self._layer.weight, self._layer.bias)
-        raise RuntimeError(
-            f"{self._path!r} was called by itself on rank {self._head.channel.rank}, which during fit holds only its "
-            f"local shard of it. Call the whole head {self._head.name!r}, or shard this layer alone "
-            f"(head={self._path!r}), so that the other layers belong to the trunk"
-        )
+    is_whole = layer.weight.shape == (layer.out_features, layer.in_features)
+    if is_whole and not head.owns(layer.weight):
+        return F.linear(x, layer.weight, layer.bias)
+    raise RuntimeError(
+        f"{path!r} was called by itself on rank {head.channel.rank}, which during fit holds only its local shard of "
+        f"it. Call the whole head {head.name!r}, or shard this layer alone (head={path!r}), so that the other layers "
+        "belong to the trunk"
+    )
 
 
 # --- Gradients of the head's parameters, summed over the passes.

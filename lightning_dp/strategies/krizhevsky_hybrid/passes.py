@@ -4,7 +4,7 @@ In a training step one of two functions takes the place of the head's ``forward`
 
 - Where the module calls the head itself: `HeadPasses.forward_local_batch`. Features and logits are those of this rank's
   samples, and the loss is computed afterwards, outside. So all passes first run forward, and all run backward when
-  autograd reaches the head (`LocalBatch`).
+  autograd reaches the head (`_LocalBatch`).
 - Where the module has a ``head_step``, which `HeadPasses.step` calls with the samples of a pass, a *micro batch*, the
   same on all ranks: `MicroBatch`. The loss of each pass is known, so each runs backward right after its forward
   (`run_passes`). Only one pass's activations are in memory.
@@ -79,7 +79,7 @@ class HeadPasses(SharedOnDeepcopy):
         self.exchange = FeatureExchange(channel)
         self.num_calls = 0  # calls of the head, in passes and outside
         self.num_steps = 0  # calls of `step`
-        self._num_training_steps = 0
+        self.num_training_steps = 0
         self.gradient_memory: dict[Tensor, Tensor] = {}
         self._results: list[Any] = []  # nodes of the graph: what this training step has got from the head
         self._after_trunk: AfterTrunk | None = None  # of this training step, until a call of the head takes it
@@ -95,8 +95,10 @@ class HeadPasses(SharedOnDeepcopy):
 
     def _forward_rows(self, features: Tensor) -> Tensor:
         sizes, seed = self.exchange.exchange_batch_sizes(features, needs_seed=self.head.draws_random_numbers)
-        after_trunk = self._take_after_trunk()
-        return self._remembered(LocalBatch(self, self._plan(sizes), seed)(features, after_trunk))
+        after_trunk, receivers = self._take_after_trunk()
+        with_graph = torch.is_grad_enabled()
+        logits = _LocalBatch.apply(self, self._plan(sizes), seed, after_trunk, with_graph, features, *receivers)
+        return self._remembered(logits)
 
     def step(
         self,
@@ -132,7 +134,7 @@ class HeadPasses(SharedOnDeepcopy):
         """
         is_first = self.num_steps == 0
         is_compared = self._compares_losses
-        own = StepArguments(arguments, len(features))
+        own = StepArguments(arguments, features)
         sizes, seed = self.exchange.exchange_batch_sizes(features, own.tensors, own.constants, needs_seed=True)
         own.gather(self.exchange, sizes)
 
@@ -147,7 +149,7 @@ class HeadPasses(SharedOnDeepcopy):
             _require_no_part(loss, others or {})
             return loss
 
-        after_trunk = self._take_after_trunk()
+        after_trunk, receivers = self._take_after_trunk()
         # Within torch.utils.checkpoint, what the passes keep must not count: they run backward at once.
         with _keep_activations():
             result = run_passes(self, features, self._plan(sizes), seed, loss_of, update, scale)
@@ -159,23 +161,26 @@ class HeadPasses(SharedOnDeepcopy):
             if is_first and self.channel.world_size > 1:
                 self._first_factor = factor.detach().double()
             if only_factor is not None:
-                _require_factor(factor.item(), only_factor)
+                _require_factor(factor, only_factor)
 
-        receivers = self.head.parameters if after_trunk is None else [after_trunk.token]
         return self._remembered(_HandOut.apply(result, check_factor, after_trunk, features, *receivers))
 
     @property
     def _compares_losses(self) -> bool:
         """Whether the ranks compare the losses of this call of `step`: 1, 2, 4, 8, ..., as mistakes may begin late."""
         # By calls and by training steps, because a training step may have several calls, or none.
-        return 1 in ((self.num_steps + 1).bit_count(), self._num_training_steps.bit_count())
+        return 1 in ((self.num_steps + 1).bit_count(), self.num_training_steps.bit_count())
 
-    def _take_after_trunk(self) -> AfterTrunk | None:
-        """Return what makes the gradients of the head's parameters come after the trunk's, for one call of the head."""
-        if not torch.is_grad_enabled():
-            return None
-        after_trunk, self._after_trunk = self._after_trunk, None
-        return after_trunk if after_trunk is not None and after_trunk.receives(self.head.parameters) else None
+    def _take_after_trunk(self) -> tuple[AfterTrunk | None, list[Tensor]]:
+        """Return what lets the head's gradients come after the trunk's, for one call of the head, and what gets them.
+
+        Only the first call of a training step has the former. Autograd gives the gradients of others to the parameters.
+        """
+        if torch.is_grad_enabled():
+            after_trunk, self._after_trunk = self._after_trunk, None
+            if after_trunk is not None and after_trunk.receives(self.head.parameters):
+                return after_trunk, [after_trunk.token]
+        return None, self.head.parameters
 
     def begin_training_step(self, module: nn.Module) -> None:
         """Forget what the last training step has got from the head. It comes before the forward of the trunk.
@@ -185,7 +190,7 @@ class HeadPasses(SharedOnDeepcopy):
             ValueError: see `compare_first_factor`.
         """
         self.compare_first_factor()
-        self._num_training_steps += 1
+        self.num_training_steps += 1
         self._results.clear()
         require_unchanged(module, self.head)
         self._after_trunk = AfterTrunk(self.head.parameters)
@@ -223,17 +228,6 @@ class HeadPasses(SharedOnDeepcopy):
     def seed_of_pass(self, seed: int | None, number: int) -> int | None:
         """Return the first of the K + 1 seeds of pass ``number``: one that all ranks share, and one for each rank."""
         return None if seed is None else seed + number * (self.channel.world_size + 1)
-
-    @contextmanager
-    def micro_batch_context(self, micro_batch: MicroBatch, seed: int | None) -> Iterator[None]:
-        """Run one pass of `step` within the context: calls of the head go to ``micro_batch``.
-
-        ``head_step`` runs on every rank with the same samples. If it drew different random numbers on each, as noise
-        on the features for example, the ranks would compute different losses, and the sum of their gradients would be
-        the gradient of none of them. So ranks draw the same numbers.
-        """
-        with seeded(seed, micro_batch.device), self.recorded(), self.head.forwarding_to(micro_batch):
-            yield
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -278,7 +272,11 @@ class HeadPasses(SharedOnDeepcopy):
             if changes.isfinite().all():
                 break
         if not _is_same(changes, loss.dtype, scale=losses.abs().max().item()):
-            raise ValueError(_different_losses(losses))
+            raise ValueError(
+                f"head_step returns different losses on the ranks for the same samples: {losses.tolist()}. It may use "
+                "its arguments and the head, but nothing that belongs to this rank's batch alone. Pass such data as "
+                "further arguments: self.head_step(features, target, weights)"
+            )
         if not self._has_warned_of_weights:
             log.warning(
                 f"head_step uses the weights of {self.head.name!r} directly, and each rank has only its local shard. A "
@@ -307,14 +305,6 @@ def _is_same(numbers: Tensor, dtype: torch.dtype, scale: float = 0.0) -> bool:
     rtol = _TOLERANCES.get(dtype, 1e-3)
     atol = rtol * max(scale, 0.1)
     return torch.allclose(numbers, numbers[:1].expand_as(numbers), rtol=rtol, atol=atol, equal_nan=True)
-
-
-def _different_losses(losses: Tensor) -> str:
-    return (
-        f"head_step returns different losses on the ranks for the same samples: {losses.tolist()}. It may use its "
-        "arguments and the head, but nothing that belongs to this rank's batch alone. Pass such data as further "
-        "arguments: self.head_step(features, target, weights)"
-    )
 
 
 def _require_number(loss: Any) -> Tensor:
@@ -358,11 +348,6 @@ class MicroBatch(ShardedForward, SharedOnDeepcopy):
         self._origin = self.features.grad_fn
         self._has_partial_gradients = False
         self._gradients_before = self._gradients_now()
-
-    @property
-    def device(self) -> torch.device:
-        """Where the features are."""
-        return self._leaf.device
 
     def __call__(self, features: Tensor) -> Tensor:
         """Return the logits (N, *, C) of all classes, for features (N, *) that are the same on all ranks."""
@@ -418,9 +403,8 @@ class MicroBatch(ShardedForward, SharedOnDeepcopy):
         return summed_in_backward(features, self._head.channel)
 
     def _draw_seed(self) -> int | None:
-        # `micro_batch_context` gives all ranks the same generator state, so this draws the same seed on all of them. It
-        # draws the same once more when torch.utils.checkpoint calls the head again in backward, because that restores
-        # the state.
+        # `run_passes` gives all ranks the same generator state, so this draws the same seed on all of them. It draws
+        # the same once more when torch.utils.checkpoint calls the head again in backward, because that restores it.
         return int(torch.randint(2**62, ()).item()) if self._head.draws_random_numbers else None
 
     def part_or_sum(self, gradient: Tensor) -> Tensor:
@@ -537,7 +521,10 @@ def run_passes(
     for number, (part, x) in enumerate(prefetch_one(lambda part: passes.exchange.assemble(detached, part), plan)):
         share = part.num_samples / num_samples if num_samples else 1.0
         micro_batch = MicroBatch(passes, x, features.requires_grad, sums)
-        with torch.enable_grad(), passes.micro_batch_context(micro_batch, passes.seed_of_pass(seed, number)):
+        # All ranks run ``head_step`` with the same samples. If it drew different random numbers on each, as noise on
+        # the features for example, the sum of their gradients would be the gradient of no loss. So all draw the same.
+        drawing = seeded(passes.seed_of_pass(seed, number), x.device)
+        with torch.enable_grad(), drawing, passes.recorded(), passes.head.forwarding_to(micro_batch):
             loss_of_part = loss_of(part, micro_batch.features)
             micro_batch.require_no_backward()
             loss = loss + share * loss_of_part.detach()
@@ -585,7 +572,7 @@ class _HandOut(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         require_first_derivative()
         is_kept = keeps_graph()
-        result: StepResult = ctx.result if is_kept else take_once(ctx, "result")
+        result: StepResult = take(ctx, "result", is_kept)
         factor = gradients[0] / result.loss_scale
         ctx.check_factor(factor)
         (features_gradient,) = _multiplied([result.features_gradient], factor, is_kept)
@@ -611,81 +598,62 @@ def _multiplied(gradients: Sequence[Tensor | None], factor: Tensor, is_kept: boo
 # passes stay in memory until then.
 
 
-class LocalBatch:
-    """One call of the head, whose passes keep their graphs from forward to backward. Both are collectives.
+class _LocalBatch(torch.autograd.Function):
+    """One call of the head: the features (n, *) of this rank's samples to their logits (n, C)."""
 
-    Args:
-        passes: the head and its channels.
-        plan: which samples are in which pass.
-        seed: seed for dropout, the same on all ranks. None: nothing is drawn.
-    """
-
-    def __init__(self, passes: HeadPasses, plan: list[SubPass], seed: int | None) -> None:
-        self._passes = passes
-        self._plan = plan
-        self._seed = seed
-        self._after_trunk: AfterTrunk | None = None
-        self._graphs: list[tuple[Tensor, Tensor]] | None = None  # features and own logits of each pass
+    @staticmethod
+    def forward(
+        ctx: Any,
+        passes: HeadPasses,
+        plan: list[SubPass],
+        seed: int | None,
+        after_trunk: AfterTrunk | None,
+        with_graph: bool,
+        features: Tensor,
+        *receivers: Tensor,
+    ) -> Tensor:
+        """Run all passes forward, and keep their graphs if ``with_graph``: here gradients are always off."""
+        bounds = passes.head.output_bounds
         # Each rank's loss is the mean over its own samples, and the gradient of the whole is the mean over ranks. DDP
         # divides the trunk's gradients by K. The head's, which sum up the samples of all ranks, are divided here.
-        factor = 1 / passes.channel.world_size
-        self._gradients = ParameterGradients(passes.head.parameters, factor, passes.gradient_memory)
-
-    def __call__(self, features: Tensor, after_trunk: AfterTrunk | None = None) -> Tensor:
-        """Return the logits (n, C) for the features (n, *) of this rank's samples, as part of the autograd graph."""
-        self._after_trunk = after_trunk
-        receivers = self._passes.head.parameters if after_trunk is None else [after_trunk.token]
-        # Within a Function gradients are always off, so the mode outside is passed in.
-        return _LocalBatch.apply(self, torch.is_grad_enabled(), features, *receivers)
-
-    def forward(self, features: Tensor, needs_gradient: bool, with_graph: bool) -> Tensor:
-        """Run all passes forward. Keep their graphs if ``with_graph``."""
-        passes, bounds = self._passes, self._passes.head.output_bounds
-        graphs: list[tuple[Tensor, Tensor]] = []
+        sums = ParameterGradients(passes.head.parameters, 1 / passes.channel.world_size, passes.gradient_memory)
+        needs_gradient = with_graph and features.requires_grad
+        graphs: list[tuple[Tensor, Tensor]] = []  # features and own logits of each pass
         arriving: list[Finish] = []
-        parts = prefetch_one(lambda part: passes.exchange.assemble(features, part), self._plan)
+        parts = prefetch_one(lambda part: passes.exchange.assemble(features, part), plan)
         for number, (part, x) in enumerate(parts):
             with torch.set_grad_enabled(with_graph), passes.recorded(), _keep_activations():
-                x.requires_grad_(with_graph and needs_gradient)
-                own = passes.head(x, passes.seed_of_pass(self._seed, number), self._gradients)
+                x.requires_grad_(needs_gradient)
+                own = passes.head(x, passes.seed_of_pass(seed, number), sums)
             graphs.append((x, own))
             # The logits travel to the ranks that have the samples, while the next pass is computed.
             arriving.append(passes.exchange.to_owners(own.detach(), part, bounds))
-        self._graphs = graphs if with_graph else None
+        ctx.passes, ctx.plan, ctx.after_trunk, ctx.sums = passes, plan, after_trunk, sums
+        ctx.graphs = graphs if with_graph else None
         return torch.cat([finish() for finish in arriving])
-
-    def backward(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the features (n, *) and of the receivers, given that of the logits (n, C)."""
-        passes, bounds = self._passes, self._passes.head.output_bounds
-        is_kept = keeps_graph()
-        graphs = self._graphs if is_kept and self._graphs is not None else take_once(self, "_graphs")
-        feature_grads = FeatureGradients(passes.exchange)
-        self._gradients.forget()  # those of an earlier backward, if nobody has asked for them
-        arriving = prefetch_one(lambda part: passes.exchange.from_owners(gradient, part, bounds), self._plan)
-        for (part, own_grads), (x, own) in zip(arriving, graphs, strict=True):
-            with passes.recorded():
-                x_grads = self._gradients.collect(own, x, own_grads, retain_graph=is_kept)
-            feature_grads.send_back(x_grads, part)
-            if part is self._plan[-1]:
-                self._gradients.compute_next()  # the rest can hide other messages
-            else:
-                self._gradients.compute_postponed()
-        features_gradient = feature_grads.finish()
-        if self._after_trunk is None:
-            return features_gradient, *self._gradients.take()
-        return features_gradient, self._after_trunk.let(self._gradients.take)
-
-
-class _LocalBatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, work: LocalBatch, with_graph: bool, features: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.work = work
-        return work.forward(features, ctx.needs_input_grad[2], with_graph)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Run all passes backward."""
         require_first_derivative()
-        return None, None, *ctx.work.backward(gradients[0])
+        passes, plan, sums = ctx.passes, ctx.plan, ctx.sums
+        is_kept = keeps_graph()
+        graphs = take(ctx, "graphs", is_kept)
+        feature_grads = FeatureGradients(passes.exchange)
+        sums.forget()  # those of an earlier backward, if nobody has asked for them
+        bounds = passes.head.output_bounds
+        arriving = prefetch_one(lambda part: passes.exchange.from_owners(gradients[0], part, bounds), plan)
+        for (part, own_grads), (x, own) in zip(arriving, graphs, strict=True):
+            with passes.recorded():
+                x_grads = sums.collect(own, x, own_grads, retain_graph=is_kept)
+            feature_grads.send_back(x_grads, part)
+            if part is plan[-1]:
+                sums.compute_next()  # the rest can hide other messages
+            else:
+                sums.compute_postponed()
+        features_gradient = feature_grads.finish()
+        to_head = sums.take() if ctx.after_trunk is None else [ctx.after_trunk.let(sums.take)]
+        return None, None, None, None, None, features_gradient, *to_head
 
 
 def _keep_activations() -> torch.autograd.graph.saved_tensors_hooks:
@@ -755,16 +723,17 @@ class FeatureGradients:
             self._in_flight = None
 
 
-def take_once(ctx: Any, name: str) -> Any:
-    """Return ``ctx.name`` and drop it, so that its memory is freed as early as possible.
+def take(ctx: Any, name: str, is_kept: bool) -> Any:
+    """Return ``ctx.name``. Unless ``is_kept``, drop it, so that its memory is freed as early as possible.
 
     Raises:
-        RuntimeError: it was taken before, so backward runs a second time.
+        RuntimeError: it was dropped before, so backward runs a second time.
     """
     value = getattr(ctx, name)
     if value is None:
         raise RuntimeError("backward went through the sharded head a second time; compute the loss again before each")
-    setattr(ctx, name, None)
+    if not is_kept:
+        setattr(ctx, name, None)
     return value
 
 
@@ -799,11 +768,13 @@ def _reaches_any(output: Tensor, nodes: Collection[Any]) -> bool:
     return False
 
 
-def _require_factor(factor: float, expected: float) -> None:
+def _require_factor(factor: Tensor, expected: float) -> None:
     """Raise ValueError if the loss was multiplied by another factor: the head was updated without it."""
-    if not math.isclose(factor, expected, rel_tol=1e-3):
+    found = factor.item()
+    # A loss of 16 bits is divided in 16 bits: a third in bfloat16 is 0.334.
+    if not math.isclose(found, expected, rel_tol=max(1e-3, torch.finfo(factor.dtype).eps)):
         raise ValueError(
-            f"the loss of head_step was multiplied by {factor / expected:g} before backward. With variable_batch=True "
+            f"the loss of head_step was multiplied by {found / expected:g} before backward. With variable_batch=True "
             "the head is updated within head_step, so the factor would reach the trunk alone; multiply inside of "
             "head_step"
         )

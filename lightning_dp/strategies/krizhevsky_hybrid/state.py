@@ -63,7 +63,6 @@ class ShardedParameters(SharedOnDeepcopy):
         seed = 0
         if any(is_meta):
             seed = int(head.control.all_gather("seed", torch.randint(2**62, (1,)).to(device))[0].item())
-        head.is_sharded = True
         for index, layer in enumerate(head.linears):
             for parameter in layer.parameters():
                 if parameter not in self._before:  # two layers may share one
@@ -86,8 +85,7 @@ class ShardedParameters(SharedOnDeepcopy):
         """
         for parameter, before in self._before.items():
             _set_data(parameter, before)
-        is_whole = bool(self._before) or not self._head.is_sharded
-        self._head.is_sharded = not is_whole
+        is_whole = bool(self._before)
         self._before = {}
         return is_whole
 
@@ -96,7 +94,6 @@ class ShardedParameters(SharedOnDeepcopy):
         for parameter in self._head.parameters:
             parameter.grad = None
             _set_data(parameter, whole_on_all_ranks(self._head, parameter.data, parameter, CPU))
-        self._head.is_sharded = False
 
     def _shard_of_rank_0(self, parameter: Tensor, device: torch.device, is_meta: bool) -> Tensor:
         """Return this rank's part of what ``parameter`` is on rank 0."""
@@ -225,14 +222,20 @@ def make_whole(optimizer: Optimizer, head: ShardedHead) -> None:
 
 def convert_head(optimizer: Optimizer, state: State, head: ShardedHead, convert: Callable[[Any, Tensor], Any]) -> State:
     """Return ``state``, a state_dict of ``optimizer``, with ``convert(value, parameter)`` for the head's values."""
-    if "state" not in state:  # Lightning's stand-in for the optimizer of a module that has none
-        return state
-    by_index = dict(state["state"])
+    converted = {
+        index: {name: convert(value, p) for name, value in values.items()}
+        for index, p, values in states_of_head(optimizer, state, head)
+    }
+    return state | {"state": state["state"] | converted} if converted else state
+
+
+def states_of_head(optimizer: Optimizer, state: State, head: ShardedHead) -> Iterator[tuple[int, Tensor, State]]:
+    """Yield number, parameter and values of the head's part of ``state``, a state_dict of ``optimizer``."""
+    by_index = state.get("state", {})  # Lightning's stand-in for the optimizer of a module that has none is empty
     # A state_dict numbers the parameters of all groups in order.
     for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         if head.owns(p) and index in by_index:
-            by_index[index] = {name: convert(value, p) for name, value in by_index[index].items()}
-    return state | {"state": by_index}
+            yield index, p, by_index[index]
 
 
 def is_like(value: Any, shape: torch.Size) -> bool:
@@ -294,6 +297,20 @@ class GatheredHead(SharedOnDeepcopy):
                 f"evaluation gathers the whole head {head.name!r}, which does not fit on the device beside this rank's "
                 f"local shard; use KrizhevskyHybridStrategy(evaluation='sharded'). torch says: {error}"
             ) from error
+
+        self._versions_of_whole = {p: version_of(whole) for p, whole in self._whole.items()}
+
+    def require_unwritten(self) -> None:
+        """Raise RuntimeError if somebody has changed the whole values, which ``state_dict`` returns.
+
+        They are copies. The weights would stay as they were, and nobody would know.
+        """
+        is_written = any(version_of(self._whole[p]) != version for p, version in self._versions_of_whole.items())
+        if is_written and self.is_current and not self.has_same_shard:
+            raise RuntimeError(
+                f"the tensors of {self._head.name!r} that state_dict() has returned were changed in place. During fit "
+                "they are copies, and the weights stay as they were; use load_state_dict, which takes whole tensors"
+            )
 
     @property
     def is_current(self) -> bool:

@@ -21,7 +21,7 @@ from lightning_dp.strategies.base import BaseStrategy
 from lightning_dp.strategies.krizhevsky_hybrid import checkpoint as files
 from lightning_dp.strategies.krizhevsky_hybrid import checks
 from lightning_dp.strategies.krizhevsky_hybrid.fit import HybridFitState, Options
-from lightning_dp.strategies.unfreezing import ReducedParameters
+from lightning_dp.strategies.unfreezing import ReducedParameters, restore_groups
 
 
 class KrizhevskyHybridStrategy(BaseStrategy):
@@ -117,9 +117,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     def sharded_parameter_names(self) -> list[str]:
         """Names of the parameters of which this rank holds a local shard: the head's during ``fit``, otherwise none."""
         fitting, module = self._fitting, self.lightning_module
-        if fitting is None or module is None or not fitting.head.is_sharded:
-            return []
-        return list(fitting.head.names_in(module))
+        return [] if fitting is None or module is None else list(fitting.head.names_in(module))
 
     def gather_head(self) -> None:
         """Gather the head, so that every rank can call it alone until the next training step. All ranks must call this.
@@ -180,7 +178,8 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
     def _reduce_unfrozen(self) -> None:
         """Let DDP also reduce those parameters of the trunk that have become trainable since it wrapped the module."""
-        if self._reduced is None or not self._reduced.unfrozen():
+        assert self._reduced is not None
+        if not self._reduced.unfrozen():
             return
         module, model = self.lightning_module, self.model
         assert module is not None
@@ -197,8 +196,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._fitting is None:
-            return super().training_step(*args, **kwargs)
+        assert self._fitting is not None
         self._reduce_unfrozen()  # again: an optimizer_step of the user may have unfrozen some since
         with self._fitting.training_step():
             self._sync_buffers()
@@ -216,10 +214,9 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        if self._fitting is None:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        if self._reduced is not None:
-            self._reduced.require_none_unfrozen()
+        assert self._fitting is not None
+        assert self._reduced is not None
+        self._reduced.require_none_unfrozen()
         with self._fitting.backward(closure_loss):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
@@ -253,6 +250,8 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         if self._fitting is not None:
+            assert self.lightning_module is not None
+            restore_groups(self.lightning_module.trainer)
             checkpoint = {**checkpoint, "optimizer_states": self._fitting.own_states(checkpoint["optimizer_states"])}
         super().load_optimizer_state_dict(checkpoint)
 
@@ -269,11 +268,17 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        is_plain = complete_files.is_plain_file(self.checkpoint_io, filepath) and storage_options is None
-        if self._fitting is not None and self._fitting.writes_folder(is_plain):
-            self._fitting.write_folder(checkpoint, Path(filepath))
-        else:
+        if self._fitting is None or self._options.state_dict_type == "full":
             super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None or not complete_files.is_plain_file(self.checkpoint_io, filepath):
+            raise ValueError(
+                "state_dict_type='sharded' writes local files only; remove the checkpoint plugin and storage_options, "
+                "or use state_dict_type='full'"
+            )
+        assert self.lightning_module is not None
+        head, folder = self._fitting.head, Path(filepath)
+        files.write_folder(checkpoint, folder, self.lightning_module, self.optimizers, head, self.broadcast)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -325,5 +330,9 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         self._bytes_sent = fitting.bytes_sent
         if interrupted:
             fitting.abandon()
-        else:
+            return
+        try:
             fitting.finish()
+        except BaseException:
+            fitting.abandon()
+            raise

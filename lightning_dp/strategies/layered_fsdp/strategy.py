@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dp._lightning import BaseFinetuning, ModelParallelStrategy
+from lightning_dp._lightning import ModelParallelStrategy
 from lightning_dp._private.lightning_names import (
     DEFAULT_TIMEOUT,
     converts_batch_norm,
@@ -52,6 +52,7 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
 )
 from lightning_dp.strategies.layered_sgd.hooks import PostponedUpdates
 from lightning_dp.strategies.layered_sgd.options import CommunicatorOptions, check_layers, check_optimizers
+from lightning_dp.strategies.unfreezing import restore_groups
 
 log = logging.getLogger(__name__)
 
@@ -471,11 +472,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         module = self.lightning_module
         assert module is not None
-        trainer: Any = module.trainer
-        for callback in trainer.callbacks:
-            # It gives the optimizers their groups of the checkpoint. Lightning called it before that was loaded.
-            if isinstance(callback, BaseFinetuning):
-                BaseFinetuning.on_fit_start(callback, trainer, module)
+        restore_groups(module.trainer)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             if isinstance(state, OptimizerShards):
                 with complete_files.naming_checkpoint(state.folder):

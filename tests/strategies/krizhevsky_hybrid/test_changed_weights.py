@@ -125,6 +125,31 @@ def test_a_copy_gathers_nothing():
     assert run_processes(2, _copying) == [2, 2]
 
 
+class WritesStateDict(pl.Callback):
+    """Changes the weights through the tensors of ``state_dict``, which in plain training are the weights."""
+
+    def __init__(self, place: str) -> None:
+        setattr(self, place, self.write)
+
+    def write(self, trainer: Any, module: pl.LightningModule) -> None:
+        for value in module.state_dict().values():
+            value.mul_(0.5)
+
+
+def _writing(rank: int) -> None:
+    for place in ("on_train_start", "on_validation_start", "on_train_end"):
+        callbacks = [WritesStateDict(place)]
+        runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, callbacks=callbacks)
+        with pytest.raises(
+            RuntimeError, match=r"state_dict\(\) has returned were changed in place.* use load_state_dict"
+        ):
+            runner.fit(Validated(), batches(rank, 2, steps=2), batches(0, 2, steps=1))
+
+
+def test_what_is_written_to_the_tensors_of_a_state_dict_is_not_lost_silently():
+    run_processes(2, _writing)
+
+
 HEAD = nn.Linear(32, 128)
 
 

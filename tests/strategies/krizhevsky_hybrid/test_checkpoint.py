@@ -11,13 +11,13 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp.strategies import consolidate_checkpoint
 from lightning_dp.strategies.krizhevsky_hybrid.state import memory_of
-from tests.ranks import run_processes
+from tests.ranks import logged, run_processes
 from tests.strategies.krizhevsky_hybrid.modules import (
     STEPS,
     Result,
@@ -27,7 +27,7 @@ from tests.strategies.krizhevsky_hybrid.modules import (
     batches,
     fit_with,
 )
-from tests.strategies.modules import assert_same, snapshot, trainer
+from tests.strategies.modules import CLASSES, assert_same, snapshot, trainer
 
 
 def _saving(folder: Any) -> dict[str, Any]:
@@ -127,6 +127,18 @@ def test_an_exception_leaves_nothing_behind_but_parts_of_the_head(tmp_path):
     assert set(run_processes(2, _fail, str(tmp_path), False)) == {"'broken'"}
     for text in run_processes(2, _fail, str(tmp_path), True):
         assert "cannot save a checkpoint after an exception" in text
+
+
+def _fail_alone(rank: int) -> None:
+    module = _Fails()
+    with logged() as said, pytest.raises(KeyError):
+        trainer(KrizhevskyHybridStrategy(), 1).fit(module, batches(0, 1))
+    assert not said
+    assert module.head(torch.zeros(2, 6, dtype=torch.float64)).shape == (2, CLASSES)
+
+
+def test_one_rank_keeps_the_whole_head_after_an_exception():
+    run_processes(1, _fail_alone)
 
 
 def _refit(rank: int) -> Result:
@@ -346,6 +358,37 @@ def test_a_head_under_other_names_is_saved_as_a_whole(tmp_path, state_dict_type,
     module = net()
     trainer("auto", 1).fit(module, all_batches(4))
     assert_same(torch.load(path, weights_only=True)["state_dict"], module.state_dict(), 1e-9)
+
+
+class Turned(nn.Linear):
+    """Before version 2 its states had the weight the other way round."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        if metadata.get("version") != 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"].T
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+class TurnedNet(StepNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(Turned(6, 6), nn.Tanh()).double()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
+def test_a_layer_finds_its_version_in_a_checkpoint(tmp_path, state_dict_type):
+    run_processes(2, _saved_by, 2, TurnedNet, str(tmp_path), state_dict_type)
+    path = tmp_path / f"step={STEPS}.ckpt"
+    if state_dict_type == "sharded":
+        consolidate_checkpoint(path, tmp_path / "whole.ckpt")
+        path = tmp_path / "whole.ckpt"
+    module, expected = TurnedNet(), TurnedNet()
+    module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+    trainer("auto", 1).fit(expected, all_batches(2))
+    assert_same(dict(module.named_parameters()), dict(expected.named_parameters()), 1e-9)
 
 
 def test_a_sparse_tensor_in_a_checkpoint_is_no_local_shard():

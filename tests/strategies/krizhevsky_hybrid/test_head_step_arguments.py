@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_dp import KrizhevskyHybridStrategy
+from lightning_dp.strategies.krizhevsky_hybrid.exchange import StepArguments
 from lightning_dp.strategies.krizhevsky_hybrid.passes import _is_same
 from tests.ranks import logged, run_processes
 from tests.strategies.krizhevsky_hybrid.modules import StepNet, all_batches, batches, fit_with
@@ -86,6 +87,14 @@ def test_constants_must_be_the_same_on_all_ranks():
     for rank, said in enumerate(run_processes(2, _other_constant)):
         assert f"('power', {rank})" in said
         assert "as a tensor with a row for each sample" in said
+
+
+def test_arguments_are_where_the_features_are():
+    """Over NCCL a tensor of the CPU cannot be sent, and torch does not say which one."""
+    with pytest.raises(
+        ValueError, match=r"argument 'weights' is on meta, .* on cpu; pass weights.to\(features.device\)"
+    ):
+        StepArguments({"weights": torch.zeros(2, device="meta")}, torch.zeros(2, 3))
 
 
 def test_a_change_of_large_losses_is_compared_up_to_their_rounding():

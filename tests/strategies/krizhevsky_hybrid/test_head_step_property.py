@@ -268,6 +268,27 @@ def test_features_that_backward_needs_cannot_be_changed_in_place():
     run_threads(2, changed_after_use)
 
 
+def backward_twice(rank: int, group: Any) -> None:
+    sharded = ShardedHead(nn.Linear(FEATURES, CLASSES).double(), Channel(group))
+    ShardedParameters(sharded).shard(CPU)
+    passes = HeadPasses(sharded, "a", Channel(group))
+    x = torch.ones(2, FEATURES, dtype=torch.float64, requires_grad=True)
+    losses = (
+        (lambda: passes.step(x, {}, lambda x, _: sharded.head(x).sum())),
+        (lambda: passes.forward_local_batch(x).sum()),
+    )
+    for loss_of in losses:
+        for retain_graph in (False, True):
+            loss = loss_of()
+            loss.backward()
+            with pytest.raises(RuntimeError, match="backward went through the sharded head a second time"):
+                loss.backward(retain_graph=retain_graph)
+
+
+def test_a_second_backward_through_one_call_is_an_error():
+    run_threads(2, backward_twice)
+
+
 def without_gradient_in_places(head: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     """As a module does that skips what has no sample of interest: of some passes the features get no gradient."""
     return F.cross_entropy(head(x if (target == 0).any() else x.detach()), target)

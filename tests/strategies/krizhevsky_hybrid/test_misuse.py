@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_dp import KrizhevskyHybridStrategy
 from tests.ranks import run_processes
 from tests.strategies.krizhevsky_hybrid.modules import HybridNet, NamedNet, StepNet, batches, fit_with
-from tests.strategies.modules import CLASSES
+from tests.strategies.modules import CLASSES, trainer
 
 
 class TemperatureNet(StepNet):
@@ -214,8 +214,14 @@ def test_what_would_go_wrong_silently(scheme):
 
 
 def _one_step(rank: int) -> None:
+    module = OwnFactor()
+    runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, max_steps=1)
+    callbacks = runner.callbacks
     with pytest.raises(ValueError, match="multiplied by different factors on the ranks"):
-        fit_with(batches(rank, 2), KrizhevskyHybridStrategy(), 2, OwnFactor, {"max_steps": 1})
+        runner.fit(module, batches(rank, 2))
+    assert runner.callbacks == callbacks
+    with pytest.raises(RuntimeError, match="'head' holds only one rank's local shard"):
+        module.head(torch.zeros(2, 6, dtype=torch.float64))
 
 
 def test_factors_are_compared_in_a_fit_of_one_step():

@@ -9,20 +9,22 @@ import pytest
 import torch
 from pytorch_lightning.callbacks import ModelPruning, StochasticWeightAveraging
 from pytorch_lightning.plugins.precision import MixedPrecision
+from pytorch_lightning.profilers.pytorch import RegisterRecordFunction
 from torch import nn
 
 from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp._lightning import StrategyRegistry
 from lightning_dp.optim import LARS as PackageLARS
 from lightning_dp.optim import KrizhevskySGD
-from lightning_dp.strategies.krizhevsky_hybrid.checks import check_module, check_optimizers, check_precision, find_head
+from lightning_dp.strategies.krizhevsky_hybrid.checks import check_module, check_optimizer, find_head
 from lightning_dp.strategies.krizhevsky_hybrid.head import divisible_layers
-from tests.strategies.krizhevsky_hybrid.modules import HybridNet, StepNet
+from tests.ranks import run_processes
+from tests.strategies.krizhevsky_hybrid.modules import HybridNet, StepNet, batches
 from tests.strategies.modules import trainer
 
 
-def check(module, head="head", variable_batch=False, callbacks=()):
-    runner = trainer("auto", 1, callbacks=list(callbacks))
+def check(module, head="head", variable_batch=False, **options):
+    runner = trainer("auto", 1, **options)
     check_module(module, runner, find_head(module, head), head, variable_batch)
 
 
@@ -247,8 +249,8 @@ def test_ranks_that_may_leave_a_validation_out():
 def test_fp16_with_several_updates_a_step():
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match="variable_batch=True cannot run with precision='16-mixed'.*bf16-mixed"):
-        check_precision(plugin, True)
-    check_precision(plugin, False)
+        check(StepNet(), variable_batch=True, plugins=[plugin])
+    check(StepNet(), plugins=[plugin])
 
 
 class OfTheHead:
@@ -262,16 +264,16 @@ class OfTheHead:
 def test_optimizers_that_look_at_whole_parameters(name):
     optimizer = getattr(torch.optim, name)(nn.Linear(2, 2).parameters())
     with pytest.raises(ValueError, match=f"{name} computes with whole parameters.* use one of SGD, Adam, AdamW"):
-        check_optimizers([optimizer], OfTheHead())
+        check_optimizer(optimizer, OfTheHead())
 
 
 def test_an_optimizer_of_whole_parameters_may_hold_a_frozen_head():
     layer = nn.Linear(2, 2).requires_grad_(False)
     optimizer = torch.optim.Adafactor(layer.parameters())
-    check_optimizers([optimizer], OfTheHead())
+    check_optimizer(optimizer, OfTheHead())
     layer.bias.requires_grad_(True)
     with pytest.raises(ValueError, match="Adafactor computes with whole parameters"):
-        check_optimizers([optimizer], OfTheHead())
+        check_optimizer(optimizer, OfTheHead())
 
 
 class LARS(torch.optim.SGD):
@@ -293,14 +295,27 @@ class Other(torch.optim.Optimizer):
 @pytest.mark.parametrize("kind", [LARS, partial(PackageLARS, lr=0.1), partial(Lamb, defaults={})])
 def test_optimizers_that_are_known_for_norms_of_layers(kind):
     with pytest.raises(ValueError, match=r"(LARS|Lamb) computes with whole parameters.* use one of SGD, Adam, AdamW"):
-        check_optimizers([kind(nn.Linear(2, 2).parameters())], OfTheHead())
+        check_optimizer(kind(nn.Linear(2, 2).parameters()), OfTheHead())
 
 
 @pytest.mark.parametrize("kind", [MySGD, partial(Other, defaults={})])
 def test_an_unknown_optimizer_gets_a_warning(kind, caplog):
     with caplog.at_level(logging.WARNING):
-        check_optimizers([torch.optim.AdamW(nn.Linear(2, 2).parameters())], OfTheHead())
-        check_optimizers([KrizhevskySGD(nn.Linear(2, 2).parameters(), lr=0.1)], OfTheHead())
+        check_optimizer(torch.optim.AdamW(nn.Linear(2, 2).parameters()), OfTheHead())
+        check_optimizer(KrizhevskySGD(nn.Linear(2, 2).parameters(), lr=0.1), OfTheHead())
         assert not caplog.records
-        check_optimizers([kind(nn.Linear(2, 2).parameters())], OfTheHead())
+        check_optimizer(kind(nn.Linear(2, 2).parameters()), OfTheHead())
     assert "updates a shard of the head's weights" in caplog.text
+
+
+def _profiled(rank: int) -> None:
+    module = HybridNet()
+    with (
+        RegisterRecordFunction(module),  # as Trainer(profiler="pytorch") does
+        pytest.raises(ValueError, match=r"head.0 has hooks.* use PyTorchProfiler\(record_module_names=False\)"),
+    ):
+        trainer(KrizhevskyHybridStrategy(), 1).fit(module, batches(0, 1))
+
+
+def test_hooks_of_the_profiler_are_named():
+    run_processes(1, _profiled)

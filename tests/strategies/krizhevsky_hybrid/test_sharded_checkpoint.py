@@ -138,6 +138,36 @@ def test_all_ranks_write_to_one_folder_even_if_they_would_name_it_differently(tm
     assert len(list(folder.iterdir())) == 3
 
 
+class Unset(torch.optim.SGD):
+    """Has a state without a value."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for state in self.state.values():
+            state["note"] = None
+        return loss
+
+
+class UnsetNet(StepNet):
+    def configure_optimizers(self) -> Any:
+        return Unset(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def _unset(rank: int, folder: str) -> None:
+    runner = trainer(KrizhevskyHybridStrategy(state_dict_type="sharded"), 2, **saving(folder))
+    runner.fit(UnsetNet(), all_batches(1, steps=4))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_state_without_a_value_is_kept(tmp_path):
+    run_processes(2, _unset, str(tmp_path))
+    consolidate_checkpoint(tmp_path / "step=2.ckpt", tmp_path / "whole.ckpt")
+    states = torch.load(tmp_path / "whole.ckpt", weights_only=True)["optimizer_states"][0]["state"]
+    for index, parameter in enumerate(StepNet().parameters()):
+        assert states[index]["note"] is None
+        assert states[index]["momentum_buffer"].shape == parameter.shape
+
+
 def test_what_cannot_be_consolidated(tmp_path):
     with pytest.raises(ValueError, match="is not a sharded checkpoint: it has no checkpoint.ckpt"):
         consolidate_checkpoint(tmp_path, tmp_path / "whole.ckpt")

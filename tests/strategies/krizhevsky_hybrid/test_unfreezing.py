@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning.callbacks import BaseFinetuning
+from pytorch_lightning.callbacks import BaseFinetuning, ModelCheckpoint
 from torch import Tensor
 
 from lightning_dp import KrizhevskyHybridStrategy
+from lightning_dp.strategies import consolidate_checkpoint
 from tests.ranks import run_processes
 from tests.strategies.krizhevsky_hybrid.modules import HybridNet, Result, StepNet, all_batches, batches
 from tests.strategies.modules import assert_same, snapshot, trainer
@@ -97,6 +101,36 @@ def test_equals_one_process():
         expected = run("auto", 1, net, all_batches(2, STEPS))
         for of_rank in of_ranks:
             assert_same(of_rank[index], expected, 1e-10)
+
+
+def resume(strategy: Callable[[], Any], world_size: int, loader: Any, folder: Path) -> None:
+    """Save after the epoch that unfreezes, and go on from there in another run."""
+    path = None
+    for epochs in (2, EPOCHS):
+        saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+        options = {"enable_checkpointing": True, "callbacks": [Finetuning(), saver], "max_epochs": epochs}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the folder is not empty
+            own = trainer(strategy(), world_size, use_distributed_sampler=False, **options)
+            own.fit(Finetuned(), loader, ckpt_path=path)
+        path = str(folder / "epoch=1.ckpt")
+
+
+def _resume(rank: int, folder: Path) -> None:
+    resume(lambda: KrizhevskyHybridStrategy(state_dict_type="sharded"), 2, batches(rank, 2, STEPS), folder)
+
+
+@pytest.mark.ci
+def test_groups_that_a_callback_has_added_are_there_when_a_sharded_checkpoint_is_loaded(tmp_path):
+    run_processes(2, _resume, tmp_path / "sharded")
+    resume(lambda: "auto", 1, all_batches(2, STEPS), tmp_path / "plain")
+    consolidate_checkpoint(tmp_path / "sharded" / "epoch=2.ckpt", tmp_path / "whole.ckpt")
+    actual = torch.load(tmp_path / "whole.ckpt", weights_only=True)
+    expected = torch.load(tmp_path / "plain" / "epoch=2.ckpt", weights_only=True)
+    assert_same(actual["state_dict"], expected["state_dict"], 1e-9)
+    of_optimizers = [each["optimizer_states"][0] for each in (actual, expected)]
+    assert of_optimizers[0]["param_groups"] == of_optimizers[1]["param_groups"]
+    torch.testing.assert_close(of_optimizers[0]["state"], of_optimizers[1]["state"], rtol=1e-9, atol=1e-11)
 
 
 class UnfrozenInTheStep(FrozenAtFirst):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_dp import KrizhevskyHybridStrategy
 from tests.ranks import run_processes
-from tests.strategies.krizhevsky_hybrid.modules import StepNet, batches
+from tests.strategies.krizhevsky_hybrid.modules import StepNet, batches, fit_with
 from tests.strategies.krizhevsky_hybrid.test_strategy import variable_batch_loop
 from tests.strategies.modules import assert_same, trainer
 
@@ -92,3 +92,13 @@ def test_hooks_do_not_see_gradients_that_the_trunk_accumulates():
         assert hidden == [True] * 8
         assert between[0] > 0  # and they are still there afterwards
         assert between[2] > 0
+
+
+def _thirds(rank: int) -> None:
+    options = {"precision": "bf16-true", "accumulate_grad_batches": 3}
+    fit_with(batches(rank, 2), KrizhevskyHybridStrategy(variable_batch=True), 2, StepNet, options)
+
+
+@pytest.mark.ci
+def test_a_third_that_is_rounded_to_bfloat16_is_no_other_factor():
+    run_processes(2, _thirds)
