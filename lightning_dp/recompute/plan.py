@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import override
 
 from lightning_dp.recompute.apply import apply_recompute, check_budget
@@ -71,11 +70,11 @@ class RecomputePlan(Policy):
             )
 
     @override
-    def decide(self, kind: Kind, key: str) -> CheckpointPolicy:
+    def keeps(self, kind: Kind, key: str) -> bool:
         level = self.levels.get(key)
-        if level is None or kind is Kind.FIXED:  # small, or not there when the plan was made
-            return Cheap().decide(kind, key)
-        return CheckpointPolicy.PREFER_SAVE if level == 0 else CheckpointPolicy.PREFER_RECOMPUTE
+        if level is None:  # small, or not there when the plan was made
+            return Cheap().keeps(kind, key)
+        return level == 0
 
     @override
     def plans_to_keep(self, key: str) -> bool:

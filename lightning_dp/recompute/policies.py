@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import override
 
 from lightning_dp.recompute.operators import Kind
@@ -49,8 +48,8 @@ class Policy(ABC):
         """
 
     @abstractmethod
-    def decide(self, kind: Kind, key: str) -> CheckpointPolicy:
-        """Return what happens to the outputs of an operator.
+    def keeps(self, kind: Kind, key: str) -> bool:
+        """Return whether to keep the outputs of an operator; those of the kind "fixed" are kept in any case.
 
         Args:
             kind: of the operator.
@@ -82,10 +81,8 @@ class Cheap(Policy):
     max_calls = 12  # about four residual blocks
 
     @override
-    def decide(self, kind: Kind, key: str) -> CheckpointPolicy:
-        if kind is Kind.FIXED:
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_SAVE if kind is Kind.EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+    def keeps(self, kind: Kind, key: str) -> bool:
+        return kind is Kind.EXPENSIVE
 
 
 class Sublinear(Policy):
@@ -94,8 +91,8 @@ class Sublinear(Policy):
     has_segments = True
 
     @override
-    def decide(self, kind: Kind, key: str) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if kind is Kind.FIXED else CheckpointPolicy.PREFER_RECOMPUTE
+    def keeps(self, kind: Kind, key: str) -> bool:
+        return False
 
     @override
     def holds(self, num_bytes: int, kept_bytes: int, spare_bytes: int) -> bool:

@@ -19,7 +19,7 @@ class Operation:
     """One call of an operator.
 
     Attributes:
-        key: module, operator and count; see `policies.Policy.decide`.
+        key: module, operator and count; see `policies.Policy.keeps`.
         kind: of the operator, see `Kind`.
         time_s: of running it again.
         num_bytes: of its outputs; 0 for a view.

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import override
 
 from lightning_dp._private.torch_names import (
@@ -68,8 +67,6 @@ from lightning_dp.recompute.values import (
     storages_in,
     tensors_in,
 )
-
-_SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 class _Memory(NamedTuple):
@@ -137,8 +134,8 @@ class Tape(TorchDispatchMode):
             return func(*args, **kwargs)
         kind = kind_of(func)
         key = self._location.next_key(func)
-        decision = self._policy.decide(kind, key)
-        is_kept = decision in _SAVES or kind is Kind.FIXED or (kind is not Kind.VIEW and is_in_function_forward())
+        keeps = self._policy.keeps(kind, key)
+        is_kept = keeps or kind is Kind.FIXED or (kind is not Kind.VIEW and is_in_function_forward())
         call = None if is_kept else self._make_call(func, args, kwargs)
         profiler = self._profiler
         inputs = [] if profiler is None else [self._find(tensor) for tensor in tensors_in([args, kwargs])]
@@ -158,7 +155,7 @@ class Tape(TorchDispatchMode):
             ]
         if profiler is not None:
             # What the tape cannot run again, a plan must not count on. A view costs nothing in any case.
-            runs_again = kind is Kind.VIEW or call is not None or (decision in _SAVES and not is_in_function_forward())
+            runs_again = kind is Kind.VIEW or call is not None or (keeps and not is_in_function_forward())
             known = kind if runs_again else Kind.FIXED
             profiler.on_call(self._number, key, known, inputs, outputs, self._location.segment, time_s)
         self._number += 1
