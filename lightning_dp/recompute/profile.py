@@ -36,11 +36,6 @@ class Operation:
     segment: int
     uses: list[int]
 
-    @property
-    def is_fixed(self) -> bool:
-        """Whether it must not run again."""
-        return self.kind == Kind.FIXED
-
 
 class Profiler:
     """Measures each operator of a forward pass, and what autograd keeps.

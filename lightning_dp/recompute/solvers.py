@@ -95,7 +95,7 @@ class _Program:
             # To keep a view is to keep what it is a view of.
             is_view = operation.kind == Kind.VIEW and operation.inputs
             self.keep.append(self.keep[operation.inputs[0]] if is_view else self._variable())
-        self.again = [self._variable(0.0 if operation.is_fixed else 1.0) for operation in operations]
+        self.again = [self._variable(0.0 if operation.kind == Kind.FIXED else 1.0) for operation in operations]
         self.live: dict[tuple[int, int], int] = {}
         self._last_steps = [operation.segment for operation in operations]
         self.peak = self._variable(float("inf"))
