@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -218,7 +218,7 @@ class Tape(TorchDispatchMode):
         outputs: list[Value | None] = []
         # Below autograd a view does not have the version yet that it shares with its base, and what was changed in
         # place not the version that it gets.
-        base = args[0] if args and _is_view(func) else None  # a number, where a function of numbers is one of tensors
+        base = args[0] if args and func.is_view else None  # a number, where a function of numbers is one of tensors
         view_version = version_of(base) if isinstance(base, Tensor) and not base.is_inference() else None
         for tensor in results:
             if not isinstance(tensor, Tensor) or not is_plain(tensor):
@@ -432,11 +432,6 @@ def _is_saved_by_own_function() -> bool:
         frame = frame.f_back  # until torch 2.14, apply itself is written in Python
     name = "" if frame is None else frame.f_globals.get("__name__", "")
     return name.partition(".")[0] == __name__.partition(".")[0]
-
-
-@cache
-def _is_view(func: Any) -> bool:
-    return bool(getattr(func, "is_view", False))
 
 
 # --- Where in the model a forward pass is: gives each call of an operator a name, and counts segments.
