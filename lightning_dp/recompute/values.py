@@ -332,7 +332,7 @@ def compute(saved: Saved, retain: Retain) -> Tensor:
                 # Others may have its memory: later readers, and views.
                 and not changed.is_held
                 and changed not in viewed
-                and _owns_memory(changed)
+                and (changed.call is not None and changed.call.kind is not Kind.VIEW)
             )
             outputs = call.run(tensor_of, may_change)
             length = 1 + sum(distance.get(value, 0) for value in call.inputs)
@@ -361,11 +361,6 @@ def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
     if not torch.amp.is_autocast_available(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
-
-
-def _owns_memory(value: Value) -> bool:
-    """Return whether the operator that computes ``value`` again gives it memory of its own."""
-    return value.call is not None and value.call.kind is not Kind.VIEW
 
 
 # --- Which tensors can be recorded, and where they are.
