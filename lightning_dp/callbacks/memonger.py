@@ -97,6 +97,7 @@ class Memonger(Callback):
             )
         self._num_batches = 0
         self.plan = None
+        self._profiler = None  # that of a fit which has failed has measured another model, or another batch
         policy = "sublinear" if self.policy == "budget" else self.policy
         self._handle = apply_recompute(pl_module, policy, method="training_step")
 

@@ -181,6 +181,23 @@ def test_the_module_is_plain_again_after_an_exception():
     assert "training_step" not in vars(net)
 
 
+class FailsInSecondStep(pl.Callback):
+    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 1:
+            raise MemoryError("as with too large a batch")
+
+
+def test_a_fit_after_one_that_failed_in_the_measured_step_plans_anew():
+    """The failed fit has measured a batch for which the budget is too small."""
+    pytest.importorskip("scipy")
+    memonger = Memonger("budget", budget_bytes=60_000)
+    large = DataLoader(TensorDataset(torch.randn(128, 3, 12, 12), torch.randint(5, (128,))), batch_size=64)
+    with pytest.raises(MemoryError, match="as with too large a batch"):
+        fit(1, memonger, FailsInSecondStep(), net=Net(), loader=large, strategy="auto")
+    fit(1, memonger, net=Net(), loader=loader(), strategy="auto")
+    assert memonger.plan.peak_bytes <= 60_000
+
+
 def test_a_module_without_anything_to_recompute_is_warned_of():
     class Linear(Net):
         def loss(self, batch: list[Tensor]) -> Tensor:
