@@ -181,6 +181,42 @@ def test_the_module_is_plain_again_after_an_exception():
     assert "training_step" not in vars(net)
 
 
+class Unfreezing(pl.Callback):
+    """As Lightning's BackboneFinetuning; it notes what is planned."""
+
+    def __init__(self) -> None:
+        self.plans: list[tuple[int, int]] = []
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for part in (pl_module.trunk[0], pl_module.trunk[1][:2]):
+            part.requires_grad_(False)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        plans = [callback.plan for callback in trainer.callbacks if isinstance(callback, Memonger)]
+        self.plans += [(plan.plain_bytes, plan.peak_bytes) for plan in plans if plan is not None]
+        if trainer.global_step == 4:
+            pl_module.trunk.requires_grad_(True)
+
+
+class AllParameters(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, foreach=False)
+
+
+def test_a_budget_is_planned_anew_when_a_part_is_unfrozen():
+    pytest.importorskip("scipy")
+    states = []
+    for callbacks in ([], [Memonger("budget", budget_bytes=60_000)]):
+        recorder, unfreezing, net = Recorder(), Unfreezing(), AllParameters()
+        torch.manual_seed(11)
+        fit(1, unfreezing, *callbacks, recorder, net=net, loader=loader(8), strategy="auto")
+        states.append(recorder.state)
+    assert differing(*states) == []
+    frozen, whole = unfreezing.plans[0], unfreezing.plans[-1]
+    assert frozen[0] < 60_000 < whole[0], "without recomputation"
+    assert whole[1] <= 60_000
+
+
 class FailsInSecondStep(pl.Callback):
     def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 1:
