@@ -105,6 +105,17 @@ def test_the_training_loss_is_weighted_by_batch_size_and_alone_is_smoothed():
     assert {"train/acc", "val/acc"} <= set(logged)
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_losses_of_16_bits_are_summed_in_32(precision):
+    """In bfloat16, 256 + 1 is 256."""
+    model = classifier()
+    (metrics,) = trainer(precision=precision).validate(model, DataLoader([batch(4, 1)] * 300, batch_size=None))
+    with torch.no_grad():
+        x, y = batch(4, 1)
+        expected = F.cross_entropy(model.eval()(x.to(model.dtype)), y).item()
+    assert metrics["val/loss"] == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
 def test_an_empty_training_batch_counts_nothing(label_smoothing):
     """As on a rank that has no image left: it must neither raise there alone, nor make the loss of the epoch NaN."""
