@@ -74,6 +74,12 @@ class Classifier(LightningModule):
         self.train_acc, self.val_acc, self.test_acc = (_accuracy(num_classes) for _ in range(3))
         self.test_acc5 = _accuracy(num_classes, top_k=5) if num_classes > 5 else None
 
+    def setup(self, stage: str) -> None:
+        """Forget what was counted before an exception: a new Trainer does not know the metrics of an earlier one."""
+        for part in self.children():
+            if isinstance(part, Metric):
+                part.reset()
+
     def forward(self, x: Tensor) -> Tensor:
         """Map images (N, C, H, W) to logits (N, num_classes)."""
         return self.model(self._laid_out(x))
