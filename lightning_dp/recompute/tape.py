@@ -169,7 +169,7 @@ class Tape(TorchDispatchMode):
     def _make_call(self, func: Any, args: Any, kwargs: Any) -> Call | None:
         """Return how to run the operator again, or None if that is not known."""
         changed = mutated_arguments(func)
-        if not all(map(is_plain, tensors_in([args, kwargs]))) or "out" in kwargs:
+        if not all(map(is_plain, tensors_in([args, kwargs]))):
             return None
         if changed and (changed[0] != 0 or self._find(args[0]) is None):
             return None  # a buffer, which must not change a second time, or an operator that changes another argument
