@@ -21,12 +21,11 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -68,12 +67,8 @@ from lightning_dp.recompute.values import (
     tensors_in,
 )
 
-
-class _Memory(NamedTuple):
-    """A piece of memory, and the values in it by place and version. It is forgotten when its storage is freed."""
-
-    storage: weakref.ref[UntypedStorage]
-    values: dict[Any, Value]
+_Memories = WeakKeyDictionary[UntypedStorage, dict[Any, Value]]
+"""The values in each piece of memory, by place and version. PyTorch has one storage object for a piece of memory."""
 
 
 class _Pause(threading.local):
@@ -99,7 +94,7 @@ class Tape(TorchDispatchMode):
         self._location = Location(model, segment_ends)
         self._policy = policy
         self._profiler = profiler
-        self._memories: dict[int, _Memory] = {}
+        self._memories: _Memories = WeakKeyDictionary()
         self._number = 0
         self._pause = _Pause()
         self._is_recording = False
@@ -119,7 +114,7 @@ class Tape(TorchDispatchMode):
                 self._is_recording = True  # not earlier: entering the mode asks, too
                 yield
         finally:
-            self._memories.clear()
+            self._memories = WeakKeyDictionary()
             self._planned.clear()
 
     # What runs, operator by operator.
@@ -212,7 +207,7 @@ class Tape(TorchDispatchMode):
         return argument
 
     def _add_outputs(
-        self, func: Any, args: Any, results: list[Any], call: Call | None, changed: set[int]
+        self, func: Any, args: Any, results: list[Any], call: Call | None, changed: set[UntypedStorage]
     ) -> list[Value | None]:
         """Return the values that an operator has computed; None for what is a value already, or none at all."""
         outputs: list[Value | None] = []
@@ -225,7 +220,7 @@ class Tape(TorchDispatchMode):
                 outputs.append(None)
                 continue
             version = version_of(tensor) if view_version is None else view_version
-            version += id(tensor.untyped_storage()) in changed
+            version += tensor.untyped_storage() in changed
             if self._values_at(tensor).get(position_of(tensor, version)) is not None:
                 outputs.append(None)
                 continue
@@ -250,8 +245,8 @@ class Tape(TorchDispatchMode):
         """Return the value that ``tensor`` is, or None if the tape has not seen it."""
         if not is_plain(tensor):
             return None
-        memory = self._memories.get(id(tensor.untyped_storage()))
-        return None if memory is None else memory.values.get(position_of(tensor, version_of(tensor)))
+        values = self._memories.get(tensor.untyped_storage())
+        return None if values is None else values.get(position_of(tensor, version_of(tensor)))
 
     def _enter(self, value: Value, tensor: Tensor) -> Value:
         """Let the tape find the value where ``tensor`` is; return it."""
@@ -259,30 +254,21 @@ class Tape(TorchDispatchMode):
         return value
 
     def _values_at(self, tensor: Tensor) -> dict[Any, Value]:
-        storage = tensor.untyped_storage()
-        key = id(storage)  # one object for as long as the memory exists
-        memory = self._memories.get(key)
-        if memory is None:
-            forget = partial(_forget, self._memories, key)
-            memory = self._memories[key] = _Memory(weakref.ref(storage, forget), {})
-        return memory.values
+        return self._memories.setdefault(tensor.untyped_storage(), {})
 
-    def _prepare_changes(self, func: Any, args: Any, kwargs: Any) -> set[int]:
+    def _prepare_changes(self, func: Any, args: Any, kwargs: Any) -> set[UntypedStorage]:
         """Save what the operator is about to overwrite, where it is needed, and forget the values in that memory.
 
         Return the memory that gets a new version.
         """
-        changed: set[int] = set()
+        changed: set[UntypedStorage] = set()
         for place in mutated_arguments(func):
             argument = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
-            changed.update(id(storage) for storage in storages_in([argument]))
+            changed.update(storages_in([argument]))
         moved = [args[place] for place in arguments_moved_unseen(func) if place < len(args)]
-        for key in (*changed, *(id(storage) for storage in storages_in(moved))):
-            memory = self._memories.get(key)
-            if memory is not None:
-                for value in list(memory.values.values()):
-                    value.prepare_for_change()
-                memory.values.clear()
+        for storage in (*changed, *storages_in(moved)):
+            for value in self._memories.pop(storage, {}).values():
+                value.prepare_for_change()
         return changed
 
     # What autograd keeps. This is where a recomputation is planned.
@@ -352,11 +338,10 @@ class Tape(TorchDispatchMode):
 
     def _bytes_beside(self, tensors: Iterable[Tensor], is_there: Callable[[Value], bool]) -> int:
         """Return the bytes of the memory of ``tensors``, without memory of which a value ``is_there``."""
-        storages = {id(storage): storage for storage in storages_in(list(tensors))}
         return sum(
             storage.nbytes()
-            for key, storage in storages.items()
-            if key not in self._memories or not any(map(is_there, self._memories[key].values.values()))
+            for storage in set(storages_in(list(tensors)))
+            if not any(map(is_there, self._memories.get(storage, {}).values()))
         )
 
     def _keep(self, value: Value, root: Value, tensor: Tensor) -> Saved:
@@ -414,11 +399,6 @@ def _is_held(value: Value) -> bool:
 def _is_asked(value: Value) -> bool:
     saved = value.saved
     return saved is not None and (saved.num_uses > 0 or saved.tensor is not None)
-
-
-def _forget(memories: dict[int, _Memory], key: int, storage: Any) -> None:
-    """A storage was freed."""
-    memories.pop(key, None)
 
 
 # What somebody's `autograd.Function` saves and computes is kept: its forward may have overwritten a tensor by a kernel
