@@ -288,8 +288,7 @@ class AdaptiveGlobalBatchNorm(Callback):
         if trainer.interrupted:
             return
         saved = checkpoint["state_dict"]
-        ours = {id(buffer) for layer in global_batch_norm_layers(pl_module) for buffer in layer.buffers()}
-        buffers = {name: each for name, each in pl_module.named_buffers(remove_duplicate=False) if id(each) in ours}
+        buffers = named_statistics(pl_module)
         # Those of a state_dict that copies or converts. What else is there may be an averaged model's.
         copied = [name for name, buffer in buffers.items() if is_copy_of(buffer, saved.get(name))]
         self._average(trainer, pl_module)
@@ -453,14 +452,10 @@ class BatchNormConversion:
             )
         apply_global_batch_norm(model)
         self._own = own
-        layers = global_batch_norm_layers(model)
-        # DDP would replace the running statistics of all ranks by those of rank 0 in each forward. A layer that is
-        # registered at two places has two names, and DDP may use either.
-        ours = {id(buffer) for layer in layers for buffer in layer.buffers()}
-        buffers = model.named_buffers(remove_duplicate=False)
-        self._ignored_names = [name for name, buffer in buffers if id(buffer) in ours]
+        # DDP would replace the running statistics of all ranks by those of rank 0 in each forward.
+        self._ignored_names = list(named_statistics(model))
         ignore_in_ddp(model, self._ignored_names)
-        return layers
+        return global_batch_norm_layers(model)
 
     def require_complete(self, model: nn.Module) -> None:
         """Raise ValueError if ``model`` has batch norm layers that appeared after `apply`.
@@ -503,6 +498,12 @@ class BatchNormConversion:
         for layer, group, is_global in own.values():
             layer.group = group
             layer.is_global = is_global
+
+
+def named_statistics(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of the global layers in ``model``. A layer that is registered at two places has two names."""
+    ours = {id(buffer) for layer in global_batch_norm_layers(model) for buffer in layer.buffers()}
+    return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if id(buffer) in ours}
 
 
 def average_over_ranks(callbacks: Iterable[Callback], model: LightningModule) -> None:
