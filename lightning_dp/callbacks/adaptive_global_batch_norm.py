@@ -288,8 +288,7 @@ class AdaptiveGlobalBatchNorm(Callback):
         if trainer.interrupted:
             return
         saved = checkpoint["state_dict"]
-        ours = {id(buffer) for layer in global_batch_norm_layers(pl_module) for buffer in layer.buffers()}
-        buffers = {name: each for name, each in pl_module.named_buffers(remove_duplicate=False) if id(each) in ours}
+        buffers = named_statistics(pl_module)
         # Those of a state_dict that copies or converts. What else is there may be an averaged model's.
         copied = [name for name, buffer in buffers.items() if is_copy_of(buffer, saved.get(name))]
         self._average(trainer, pl_module)
@@ -430,9 +429,9 @@ class BatchNormConversion:
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
-        self._converted_names: list[str] = []
         self._ignored_names: list[str] = []
-        self._own_layers: list[tuple[GlobalBatchNorm, dist.ProcessGroup | None, bool]] = []
+        # The user's own layers by name, with group and switch; None while nothing is converted.
+        self._own: dict[str, tuple[GlobalBatchNorm, dist.ProcessGroup | None, bool]] | None = None
 
     def apply(self, model: nn.Module) -> list[GlobalBatchNorm]:
         """Convert the layers of ``model`` in place and return them. Call it before DDP wraps the model.
@@ -441,24 +440,22 @@ class BatchNormConversion:
             ValueError: there is no batch norm layer, or one cannot be converted. The model has not been changed then.
         """
         # The user may have built global layers. They are not converted back, but get their group and switch back.
-        own_layers = [(layer, layer.group, layer.is_global) for layer in global_batch_norm_layers(model)]
-        names = unconverted_layer_names(model)
-        if not (own_layers or names):
+        own = {
+            name: (layer, layer.group, layer.is_global)
+            for name, layer in model.named_modules()
+            if isinstance(layer, GlobalBatchNorm)
+        }
+        if not (own or unconverted_layer_names(model)):
             raise ValueError(
                 f"{type(model).__name__} has no BatchNorm1d, 2d or 3d for {self._owner} to work on; build the layers "
                 "in __init__ (setup and configure_model come too late), or remove the callback"
             )
         apply_global_batch_norm(model)
-        self._converted_names = names
-        self._own_layers = own_layers
-        layers = global_batch_norm_layers(model)
-        # DDP would replace the running statistics of all ranks by those of rank 0 in each forward. A layer that is
-        # registered at two places has two names, and DDP may use either.
-        ours = {id(buffer) for layer in layers for buffer in layer.buffers()}
-        buffers = model.named_buffers(remove_duplicate=False)
-        self._ignored_names = [name for name, buffer in buffers if id(buffer) in ours]
+        self._own = own
+        # DDP would replace the running statistics of all ranks by those of rank 0 in each forward.
+        self._ignored_names = list(named_statistics(model))
         ignore_in_ddp(model, self._ignored_names)
-        return layers
+        return global_batch_norm_layers(model)
 
     def require_complete(self, model: nn.Module) -> None:
         """Raise ValueError if ``model`` has batch norm layers that appeared after `apply`.
@@ -475,30 +472,38 @@ class BatchNormConversion:
 
     def revert(self, model: nn.Module, copies: Iterable[nn.Module]) -> None:
         """Undo `apply` in ``model`` and in copies of it. Does nothing if it was undone before."""
+        own, self._own = self._own, None
+        if own is None:
+            return
         stop_ignoring_in_ddp(model, self._ignored_names)
         self._ignored_names = []
         for converted in (model, *copies):
-            names = set(self._converted_names)
+            names: set[str] = set()
             for name, layer in converted.named_modules():
                 if not isinstance(layer, GlobalBatchNorm):
                     continue
                 layer.group = None
                 layer.had_single_value = False
-                if name in names:
+                # Also layers that were copied since, as for a teacher that a module makes in on_fit_start.
+                if name not in own:
                     layer.is_global = False  # one that cannot be taken back computes what PyTorch's does
-                if isinstance(layer, FSDPModule):  # FSDP2 has derived a class from that of the layer
-                    names.discard(name)
+                    if not isinstance(layer, FSDPModule):  # FSDP2 has derived a class from that of the layer
+                        names.add(name)
             try:
                 revert_global_batch_norm(converted, names)
             except ValueError as error:
                 log.warning(
                     f"{self._owner}: {error}. The model keeps its global batch norm layers, with local statistics."
                 )
-        for layer, group, is_global in self._own_layers:
+        for layer, group, is_global in own.values():
             layer.group = group
             layer.is_global = is_global
-        self._converted_names = []
-        self._own_layers = []
+
+
+def named_statistics(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of the global layers in ``model``. A layer that is registered at two places has two names."""
+    ours = {id(buffer) for layer in global_batch_norm_layers(model) for buffer in layer.buffers()}
+    return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if id(buffer) in ours}
 
 
 def average_over_ranks(callbacks: Iterable[Callback], model: LightningModule) -> None:

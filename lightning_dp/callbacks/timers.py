@@ -152,6 +152,10 @@ class ImagesPerSecond(_OwnCallback):
         self._num_images = 0
         self._last: dict[str, float] = {}
 
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Forget the rates of an earlier fit."""
+        self._last = {}
+
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Reset the count. The clock starts at the end of the first batch."""
         self._start_s = None

@@ -7,7 +7,8 @@ standard deviation. Here each rank sends (mean, sum of squared deviations, count
     Chan, Golub & LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979).
 
 PyTorch's fused kernels process the activations. Python code works on tensors of one number per channel. On CUDA that
-Python code launches more kernels than the activations need, so eager code there uses `fused_batch_norm`.
+Python code launches more kernels than the activations need, so eager code there uses `fused_batch_norm`. Compiled code
+is this one on all devices: the compiler fuses it.
 """
 
 from __future__ import annotations
@@ -33,12 +34,11 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def local_moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and sum of squared deviations of each channel (Algorithm 1). An empty batch gives zeros.
 
     Args:
         x: (N, C, *).
-        eps: constant for the CUDA kernel, which returns 1 / sqrt(variance + eps). It is subtracted again.
 
     Returns:
         Two tensors (C,) of `statistics_dtype`.
@@ -47,17 +47,14 @@ def local_moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if x.numel() == 0:
         zeros = torch.zeros(2, x.shape[1], dtype=dtype, device=x.device)
         return zeros[0], zeros[1]
-    if _has_split_kernels(x):
-        mean, invstd = torch.batch_norm_stats(x, eps)
-        # The subtraction can round to slightly less than 0 for a constant channel.
-        return mean, (invstd.square().reciprocal() - eps).clamp_(min=0) * (x.numel() // x.shape[1])
     # Sums of deviations from a shift close to the mean. torch.batch_norm_update_stats adds the values themselves, one
     # after the other within a thread: in channels-last float32 and with a mean of 10,000 standard deviations, its
     # variance is several times too large. For contiguous activations it takes ten times as long as the sums below. The
     # mean of the first part is such a shift: if it is far from the mean of the whole batch, then the first part itself
     # is far from it, and the variance is as large as the squared distance.
     dims = [dim for dim in range(x.dim()) if dim != 1]
-    parts = x.split(max(1, _PART_ELEMENTS // x[0].numel()))
+    # The compiler would unroll the loop over parts, once for each number of them, and it makes loops of its own.
+    parts = (x,) if torch.compiler.is_compiling() else x.split(max(1, _PART_ELEMENTS // x[0].numel()))
     shift = parts[0].mean(dims, dtype=dtype)
     center = _per_channel(shift, x)
     sums = torch.zeros_like(shift)
@@ -107,7 +104,7 @@ class GlobalBatchNormFunction(torch.autograd.Function):
         declare_no_unseen_changes()
         x = x.contiguous(memory_format=memory_format_of(x))
         dtype = statistics_dtype(x)
-        mean, deviations = local_moments(x, eps)
+        mean, deviations = local_moments(x)
         packed = torch.cat([mean, deviations, mean.new_full((1,), x.numel() // x.shape[1])])
         gathered = small_all_gather(packed, group)
         mean, var, unbiased = (moment.to(dtype) for moment in combine_moments(gathered))
@@ -141,8 +138,6 @@ def _normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tens
     """Return the normalized, scaled and shifted activations (Algorithm 3, equations 6 and 7)."""
     if x.numel() == 0:
         return torch.empty_like(x)
-    if _has_split_kernels(x):
-        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0)
     return _affine(x, mean, invstd if weight is None else invstd * weight, bias)
 
 
@@ -150,9 +145,6 @@ def _gradient_sums(dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tenso
     """Return this rank's sums of dy and of dy (x - mean) invstd, (2, C) (Algorithm 4, with normalized x)."""
     if x.numel() == 0:
         return mean.new_zeros(2, mean.numel())
-    if _has_split_kernels(x):
-        sum_dy, sum_dy_xmu, _, _ = torch.batch_norm_backward_reduce(dy, x, mean, invstd, None, True, False, False)
-        return torch.stack([sum_dy, sum_dy_xmu * invstd])
     # With weight 1 the gradients of weight and bias are the two sums.
     _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
         dy, x, torch.ones_like(mean), None, None, mean, invstd, True, 0.0, [False, True, True]
@@ -166,9 +158,6 @@ def _input_gradient(
     """Return ``weight invstd (dy - sums[0] / n - x_hat sums[1] / n)`` with the sums over all ranks (Algorithm 5)."""
     if x.numel() == 0:
         return torch.empty_like(x)
-    if _has_split_kernels(x):
-        sum_dy_xmu = sums[1] / invstd
-        return torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, sums[0], sum_dy_xmu, counts.int())
     scale = invstd if weight is None else invstd * weight
     # The terms without dy are affine in x - mean, so one fused pass computes them and a second one adds dy's.
     offset, slope = sums * (scale / -counts.sum())
@@ -178,11 +167,6 @@ def _input_gradient(
 def _affine(x: Tensor, mean: Tensor, slope: Tensor, offset: Tensor | None) -> Tensor:
     """Return ``(x - mean) slope + offset`` in one pass: PyTorch's evaluation kernel with variance 1 and eps 0."""
     return torch.native_batch_norm(x, slope, offset, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
-
-
-def _has_split_kernels(x: Tensor) -> bool:
-    """Return whether PyTorch has the four kernels of SyncBatchNorm for ``x``: statistics, output, sums, gradient."""
-    return x.is_cuda
 
 
 def memory_format_of(x: Tensor) -> torch.memory_format:

@@ -1,8 +1,8 @@
 """Global batch norm on CUDA: the kernels of torch's SyncBatchNorm, with fewer launches and no wait of the host.
 
 On a GPU the tensors of one number per channel are so small that each operator on them costs its launch and nothing
-else. A layer has 12 launches in forward and backward with this function, 40 with `GlobalBatchNormFunction`, and 18 as
-torch's SyncBatchNorm. Three of those 18 make the host wait, because they ask the GPU for the ranks with an empty batch.
+else. A layer has 12 launches in forward and backward with this function, and 18 as torch's SyncBatchNorm. Three of
+those 18 make the host wait, because they ask the GPU for the ranks with an empty batch.
 `tests/layers/test_kernel_count.py` counts them.
 
 The ranks' statistics are combined by torch's kernel, in the form of Chan et al., one rank after the other in float32.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dp._private.torch_names import BatchNorm, OptimizedModule, child_entries, has_compiled_forward
+from lightning_dp._private.torch_names import BatchNorm, OptimizedModule, has_compiled_forward
 from lightning_dp.layers.global_batch_norm import (
     GlobalBatchNorm,
     GlobalBatchNorm1d,
@@ -120,7 +120,7 @@ def _check_convertible(name: str, module: nn.Module) -> None:
             )
         return
     if isinstance(module, OptimizedModule):
-        for _, child in child_entries(module):
+        for child in module.children():
             if isinstance(child, BatchNorm):
                 raise ValueError(_refusal("convert", name, child, _COMPILED))
     if isinstance(module, BatchNorm) and not isinstance(module, GlobalBatchNorm):

@@ -74,6 +74,12 @@ class Classifier(LightningModule):
         self.train_acc, self.val_acc, self.test_acc = (_accuracy(num_classes) for _ in range(3))
         self.test_acc5 = _accuracy(num_classes, top_k=5) if num_classes > 5 else None
 
+    def setup(self, stage: str) -> None:
+        """Forget what was counted before an exception: a new Trainer does not know the metrics of an earlier one."""
+        for part in self.children():
+            if isinstance(part, Metric):
+                part.reset()
+
     def forward(self, x: Tensor) -> Tensor:
         """Map images (N, C, H, W) to logits (N, num_classes)."""
         return self.model(self._laid_out(x))
@@ -83,7 +89,7 @@ class Classifier(LightningModule):
         x, y = batch
         logits = self(x)
         loss = self.compute_loss(logits, y, _reduction_of(y), self.label_smoothing)
-        self.train_loss.update(loss.detach() * len(y), len(y))
+        self.train_loss.update(loss.detach(), len(y))
         if len(y) > 0:
             self.train_acc.update(logits.detach(), y)
         self._log_training(loss, {"train/loss": self.train_loss, "train/acc": self.train_acc})
@@ -154,7 +160,7 @@ class Classifier(LightningModule):
         logits = self(x)
         for metric in metrics.values():
             if isinstance(metric, MeanLoss):
-                metric.update(self.compute_loss(logits, y, reduction="sum"), len(y))
+                metric.update(self.compute_loss(logits, y, _reduction_of(y)), len(y))
             elif len(y) > 0:  # the metrics of torchmetrics do not accept an empty batch
                 metric.update(logits, y)
         self._log(metrics)
@@ -173,7 +179,7 @@ class Classifier(LightningModule):
 
 
 class MeanLoss(Metric):
-    """The sum of losses divided by the number of images, over all batches and ranks.
+    """The mean of losses, weighted by the number of images, over all batches and ranks.
 
     ``self.log(..., sync_dist=True)`` averages the numbers of images of the ranks as integers, which is wrong if they
     differ. ``MeanMetric`` of torchmetrics checks for nan, which makes every step wait for the device.
@@ -189,9 +195,10 @@ class MeanLoss(Metric):
         self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
         self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
 
-    def update(self, total: Tensor, count: int) -> None:
-        """Add the summed loss of ``count`` images. ``count`` may be 0."""
-        self.total += total
+    def update(self, loss: Tensor, count: int) -> None:
+        """Add the mean loss of ``count`` images. ``count`` may be 0, for a loss of 0."""
+        # In at least 32 bits. Lightning's "bf16-true" makes the state one of 16, in which a sum soon stops growing.
+        self.total = self.total + loss.to(torch.promote_types(loss.dtype, torch.float32)) * count
         self.count += count
 
     def compute(self) -> Tensor:
@@ -294,7 +301,7 @@ class SplitClassifier(Classifier):
             loss = sharded_cross_entropy(self.model.head, features, target, self.label_smoothing, reduction=reduction)
         else:
             loss = sharded_binary_cross_entropy(self.model.head, features, target, "sum") / max(1, len(target))
-        self.train_loss.update(loss.detach() * len(target), len(target))
+        self.train_loss.update(loss.detach(), len(target))
         return loss
 
     def compute_loss(

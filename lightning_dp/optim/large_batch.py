@@ -173,7 +173,9 @@ def _with_warmup(
 
         return factor
 
-    return LambdaLR(optimizer, [factor_of(group["lr"]) for group in optimizer.param_groups])
+    # The state of an optimizer that had a schedule has the rate of that step as "lr", and this one beside it.
+    rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+    return LambdaLR(optimizer, [factor_of(rate) for rate in rates])
 
 
 # --- Parameter groups with and without weight decay.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor, UntypedStorage, nn
 from typing_extensions import override
 
 from lightning_dp._private.torch_names import TorchDispatchMode
@@ -107,27 +107,26 @@ class _Seen(TorchDispatchMode):
         super().__init__()
         self.location = Location(model, frozenset())
         self._kinds = {name: type(module).__name__ for name, module in model.named_modules()}
-        self._known = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in known}
-        self._found: dict[int, tuple[StorageWeakRef, int, str, str]] = {}
+        self._known = {tensor.untyped_storage() for tensor in known}
+        self._found: WeakKeyDictionary[UntypedStorage, tuple[str, str]] = WeakKeyDictionary()
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in filter(is_plain, tensors_in(result)):
-            storage = tensor.untyped_storage()
-            reference = StorageWeakRef(storage)
+            storage = tensor.untyped_storage()  # one object for as long as the memory exists
             # The first operator has allocated the memory; later ones are views, or change it in place.
-            if reference.cdata not in self._known and reference.cdata not in self._found:
-                self._found[reference.cdata] = reference, storage.nbytes(), self.location.module, name_of(func)
+            if storage not in self._known:
+                self._found.setdefault(storage, (self.location.module, name_of(func)))
         return result
 
     def rows(self) -> tuple[ActivationRow, ...]:
         """Return what still exists."""
         by_module: dict[str, tuple[dict[str, None], int]] = {}
-        for reference, num_bytes, module, operator in self._found.values():
-            if num_bytes and not reference.expired():
+        for storage, (module, operator) in self._found.items():
+            if storage.nbytes():
                 operators, total = by_module.get(module, ({}, 0))
-                by_module[module] = {**operators, operator: None}, total + num_bytes
+                by_module[module] = {**operators, operator: None}, total + storage.nbytes()
         rows = [
             ActivationRow(module, self._kinds[module], tuple(operators), total)
             for module, (operators, total) in by_module.items()

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import override
 
 from lightning_dp.recompute.apply import apply_recompute, check_budget
@@ -19,7 +18,6 @@ from lightning_dp.recompute.operators import Kind
 from lightning_dp.recompute.policies import Cheap, Policy
 from lightning_dp.recompute.profile import Operation, Profiler
 from lightning_dp.recompute.solvers import solve_graph
-from lightning_dp.recompute.values import tensors_in
 from lightning_dp.trial_run import unchanged, unchanged_parameters
 
 VERSION = 1
@@ -71,11 +69,11 @@ class RecomputePlan(Policy):
             )
 
     @override
-    def decide(self, kind: Kind, key: str) -> CheckpointPolicy:
+    def keeps(self, kind: Kind, key: str) -> bool:
         level = self.levels.get(key)
-        if level is None or kind is Kind.FIXED:  # small, or not there when the plan was made
-            return Cheap().decide(kind, key)
-        return CheckpointPolicy.PREFER_SAVE if level == 0 else CheckpointPolicy.PREFER_RECOMPUTE
+        if level is None:  # small, or not there when the plan was made
+            return Cheap().keeps(kind, key)
+        return level == 0
 
     @override
     def plans_to_keep(self, key: str) -> bool:
@@ -163,7 +161,7 @@ def plan_recompute(
         for _ in range(2):  # the first pass also sets libraries up
             profiler = handle.start_profiling()
             with unchanged(model), unchanged_parameters(model), torch.enable_grad():
-                list(tensors_in(getattr(model, method)(*arguments)))
+                getattr(model, method)(*arguments)
     finally:
         handle.remove()
     return plan_profile(profiler, budget_bytes, time_limit_s)

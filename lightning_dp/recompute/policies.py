@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import override
 
 from lightning_dp.recompute.operators import Kind
@@ -49,8 +48,8 @@ class Policy(ABC):
         """
 
     @abstractmethod
-    def decide(self, kind: Kind, key: str) -> CheckpointPolicy:
-        """Return what happens to the outputs of an operator.
+    def keeps(self, kind: Kind, key: str) -> bool:
+        """Return whether to keep the outputs of an operator; those of the kind "fixed" are kept in any case.
 
         Args:
             kind: of the operator.
@@ -82,10 +81,8 @@ class Cheap(Policy):
     max_calls = 12  # about four residual blocks
 
     @override
-    def decide(self, kind: Kind, key: str) -> CheckpointPolicy:
-        if kind is Kind.FIXED:
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_SAVE if kind is Kind.EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+    def keeps(self, kind: Kind, key: str) -> bool:
+        return kind is Kind.EXPENSIVE
 
 
 class Sublinear(Policy):
@@ -94,8 +91,8 @@ class Sublinear(Policy):
     has_segments = True
 
     @override
-    def decide(self, kind: Kind, key: str) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if kind is Kind.FIXED else CheckpointPolicy.PREFER_RECOMPUTE
+    def keeps(self, kind: Kind, key: str) -> bool:
+        return False
 
     @override
     def holds(self, num_bytes: int, kept_bytes: int, spare_bytes: int) -> bool:
@@ -120,7 +117,18 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     Containers, and modules that hold one somewhere inside, are taken apart. An element of a container stays whole if
     another element is of the same class: the layers of a stage, for example, whatever is inside of them.
     """
-    return list(_blocks_of(model))
+    blocks: list[nn.Module] = []
+    for child in model.children():
+        is_repeated = isinstance(model, _CONTAINERS) and any(
+            type(other) is type(child) for other in model.children() if other is not child
+        )
+        if isinstance(child, _CONTAINERS) or (
+            not is_repeated and any(isinstance(part, _CONTAINERS) for part in child.modules())
+        ):
+            blocks.extend(find_blocks(child))
+        else:
+            blocks.append(child)
+    return blocks
 
 
 def segment_ends(model: nn.Module) -> frozenset[nn.Module]:
@@ -128,18 +136,3 @@ def segment_ends(model: nn.Module) -> frozenset[nn.Module]:
     blocks = find_blocks(model)
     length = max(1, round(math.sqrt(len(blocks))))
     return frozenset(blocks[length - 1 :: length])
-
-
-def _blocks_of(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        is_repeated = isinstance(module, _CONTAINERS) and any(
-            type(other) is type(child) for other in module.children() if other is not child
-        )
-        if isinstance(child, _CONTAINERS) or (not is_repeated and _holds_container(child)):
-            yield from _blocks_of(child)
-        else:
-            yield child
-
-
-def _holds_container(module: nn.Module) -> bool:
-    return any(isinstance(part, _CONTAINERS) for part in module.modules())

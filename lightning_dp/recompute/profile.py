@@ -19,7 +19,7 @@ class Operation:
     """One call of an operator.
 
     Attributes:
-        key: module, operator and count; see `policies.Policy.decide`.
+        key: module, operator and count; see `policies.Policy.keeps`.
         kind: of the operator, see `Kind`.
         time_s: of running it again.
         num_bytes: of its outputs; 0 for a view.
@@ -35,11 +35,6 @@ class Operation:
     inputs: list[int]
     segment: int
     uses: list[int]
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether it must not run again."""
-        return self.kind == Kind.FIXED
 
 
 class Profiler:

@@ -48,14 +48,15 @@ def solve_graph(
         from scipy.sparse import csr_array
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("a plan needs SciPy: pip install scipy", name="scipy") from error
-    program = _Program(operations)
-    program.add_all(budget_bytes)
+    program = _Program(operations, budget_bytes)
     rows, columns, values = zip(*program.entries, strict=True)
-    matrix = csr_array((values, (rows, columns)), shape=(len(program.lower), program.num_variables))
+    matrix = csr_array((values, (rows, columns)), shape=(len(program.lower), len(program.upper)))
+    is_integral = np.zeros(len(program.upper))
+    is_integral[program.keep] = 1  # the other variables follow from these
     result = milp(
         np.array(program.costs(budget_bytes is None)),
         constraints=LinearConstraint(matrix, np.array(program.lower), np.inf),
-        integrality=np.array([int(v in program.integral) for v in range(program.num_variables)]),
+        integrality=is_integral,
         bounds=Bounds(0, np.array(program.upper)),
         options={"time_limit": time_limit_s, "mip_rel_gap": 0.005},
     )
@@ -81,10 +82,10 @@ class _Program:
     """Variables and constraints.
 
     Variables: ``keep``, whether outputs are kept; ``again``, whether the operator runs again; ``live``, whether outputs
-    that were computed again exist in a step of backward; ``peak``. Only ``keep`` is integral: the others follow.
+    that were computed again exist in a step of backward; ``peak``.
     """
 
-    def __init__(self, operations: Sequence[Operation]) -> None:
+    def __init__(self, operations: Sequence[Operation], budget_bytes: int | None) -> None:
         self.operations = operations
         self.scale = max(1.0, sum(operation.num_bytes for operation in operations) / 1000)
         self.upper: list[float] = []
@@ -95,31 +96,26 @@ class _Program:
             # To keep a view is to keep what it is a view of.
             is_view = operation.kind == Kind.VIEW and operation.inputs
             self.keep.append(self.keep[operation.inputs[0]] if is_view else self._variable())
-        self.again = [self._variable(0.0 if operation.is_fixed else 1.0) for operation in operations]
+        self.again = [self._variable(0.0 if operation.kind == Kind.FIXED else 1.0) for operation in operations]
         self.live: dict[tuple[int, int], int] = {}
         self._last_steps = [operation.segment for operation in operations]
-        self.peak = self._variable(float("inf"))
-        self.integral = set(self.keep)
+        self.peak = self._variable(float("inf") if budget_bytes is None else budget_bytes / self.scale)
         for place, operation in enumerate(operations):
             last = max([operation.segment, *operation.uses])
             for step in range(operation.segment, min(last, operation.segment + WINDOW) + 1):
                 self._live(place, step)
-
-    @property
-    def num_variables(self) -> int:
-        return len(self.upper)
+        self._add_constraints()
 
     def costs(self, is_peak: bool) -> list[float]:
         """Return the time of each variable, or the peak; ties are broken in favor of less memory."""
-        cost = [0.0] * self.num_variables
+        cost = [0.0] * len(self.upper)
         total_s = sum(operation.time_s for operation in self.operations) or 1.0
         for place, operation in enumerate(self.operations):
             cost[self.again[place]] = (1e-3 if is_peak else 1e3) * operation.time_s / total_s
         cost[self.peak] = 1.0 if is_peak else 1e-4
         return cost
 
-    def add_all(self, budget_bytes: int | None) -> None:
-        """Add all constraints."""
+    def _add_constraints(self) -> None:
         # From the end: what an operation needs in a step follows from those behind it.
         for place, operation in reversed(list(enumerate(self.operations))):
             if operation.uses:
@@ -129,8 +125,6 @@ class _Program:
             for source in operation.inputs:
                 self._add_input(place, source)
         self._add_memory()
-        if budget_bytes is not None:
-            self.upper[self.peak] = budget_bytes / self.scale
 
     def _add_input(self, place: int, source: int) -> None:
         again, kept = self.again[place], self.keep[source]

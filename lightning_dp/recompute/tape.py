@@ -21,18 +21,16 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import override
 
 from lightning_dp._private.torch_names import (
@@ -69,14 +67,8 @@ from lightning_dp.recompute.values import (
     tensors_in,
 )
 
-_SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-
-
-class _Memory(NamedTuple):
-    """A piece of memory, and the values in it by place and version. It is forgotten when its storage is freed."""
-
-    storage: weakref.ref[UntypedStorage]
-    values: dict[Any, Value]
+_Memories = WeakKeyDictionary[UntypedStorage, dict[Any, Value]]
+"""The values in each piece of memory, by place and version. PyTorch has one storage object for a piece of memory."""
 
 
 class _Pause(threading.local):
@@ -102,7 +94,7 @@ class Tape(TorchDispatchMode):
         self._location = Location(model, segment_ends)
         self._policy = policy
         self._profiler = profiler
-        self._memories: dict[int, _Memory] = {}
+        self._memories: _Memories = WeakKeyDictionary()
         self._number = 0
         self._pause = _Pause()
         self._is_recording = False
@@ -122,7 +114,7 @@ class Tape(TorchDispatchMode):
                 self._is_recording = True  # not earlier: entering the mode asks, too
                 yield
         finally:
-            self._memories.clear()
+            self._memories = WeakKeyDictionary()
             self._planned.clear()
 
     # What runs, operator by operator.
@@ -137,8 +129,8 @@ class Tape(TorchDispatchMode):
             return func(*args, **kwargs)
         kind = kind_of(func)
         key = self._location.next_key(func)
-        decision = self._policy.decide(kind, key)
-        is_kept = decision in _SAVES or kind is Kind.FIXED or (kind is not Kind.VIEW and is_in_function_forward())
+        keeps = self._policy.keeps(kind, key)
+        is_kept = keeps or kind is Kind.FIXED or (kind is not Kind.VIEW and is_in_function_forward())
         call = None if is_kept else self._make_call(func, args, kwargs)
         profiler = self._profiler
         inputs = [] if profiler is None else [self._find(tensor) for tensor in tensors_in([args, kwargs])]
@@ -158,7 +150,7 @@ class Tape(TorchDispatchMode):
             ]
         if profiler is not None:
             # What the tape cannot run again, a plan must not count on. A view costs nothing in any case.
-            runs_again = kind is Kind.VIEW or call is not None or (decision in _SAVES and not is_in_function_forward())
+            runs_again = kind is Kind.VIEW or call is not None or (keeps and not is_in_function_forward())
             known = kind if runs_again else Kind.FIXED
             profiler.on_call(self._number, key, known, inputs, outputs, self._location.segment, time_s)
         self._number += 1
@@ -172,7 +164,7 @@ class Tape(TorchDispatchMode):
     def _make_call(self, func: Any, args: Any, kwargs: Any) -> Call | None:
         """Return how to run the operator again, or None if that is not known."""
         changed = mutated_arguments(func)
-        if not all(map(is_plain, tensors_in([args, kwargs]))) or "out" in kwargs:
+        if not all(map(is_plain, tensors_in([args, kwargs]))):
             return None
         if changed and (changed[0] != 0 or self._find(args[0]) is None):
             return None  # a buffer, which must not change a second time, or an operator that changes another argument
@@ -215,20 +207,20 @@ class Tape(TorchDispatchMode):
         return argument
 
     def _add_outputs(
-        self, func: Any, args: Any, results: list[Any], call: Call | None, changed: set[int]
+        self, func: Any, args: Any, results: list[Any], call: Call | None, changed: set[UntypedStorage]
     ) -> list[Value | None]:
         """Return the values that an operator has computed; None for what is a value already, or none at all."""
         outputs: list[Value | None] = []
         # Below autograd a view does not have the version yet that it shares with its base, and what was changed in
         # place not the version that it gets.
-        base = args[0] if args and _is_view(func) else None  # a number, where a function of numbers is one of tensors
+        base = args[0] if args and func.is_view else None  # a number, where a function of numbers is one of tensors
         view_version = version_of(base) if isinstance(base, Tensor) and not base.is_inference() else None
         for tensor in results:
             if not isinstance(tensor, Tensor) or not is_plain(tensor):
                 outputs.append(None)
                 continue
             version = version_of(tensor) if view_version is None else view_version
-            version += id(tensor.untyped_storage()) in changed
+            version += tensor.untyped_storage() in changed
             if self._values_at(tensor).get(position_of(tensor, version)) is not None:
                 outputs.append(None)
                 continue
@@ -253,8 +245,8 @@ class Tape(TorchDispatchMode):
         """Return the value that ``tensor`` is, or None if the tape has not seen it."""
         if not is_plain(tensor):
             return None
-        memory = self._memories.get(id(tensor.untyped_storage()))
-        return None if memory is None else memory.values.get(position_of(tensor, version_of(tensor)))
+        values = self._memories.get(tensor.untyped_storage())
+        return None if values is None else values.get(position_of(tensor, version_of(tensor)))
 
     def _enter(self, value: Value, tensor: Tensor) -> Value:
         """Let the tape find the value where ``tensor`` is; return it."""
@@ -262,30 +254,21 @@ class Tape(TorchDispatchMode):
         return value
 
     def _values_at(self, tensor: Tensor) -> dict[Any, Value]:
-        storage = tensor.untyped_storage()
-        key = id(storage)  # one object for as long as the memory exists
-        memory = self._memories.get(key)
-        if memory is None:
-            forget = partial(_forget, self._memories, key)
-            memory = self._memories[key] = _Memory(weakref.ref(storage, forget), {})
-        return memory.values
+        return self._memories.setdefault(tensor.untyped_storage(), {})
 
-    def _prepare_changes(self, func: Any, args: Any, kwargs: Any) -> set[int]:
+    def _prepare_changes(self, func: Any, args: Any, kwargs: Any) -> set[UntypedStorage]:
         """Save what the operator is about to overwrite, where it is needed, and forget the values in that memory.
 
         Return the memory that gets a new version.
         """
-        changed: set[int] = set()
+        changed: set[UntypedStorage] = set()
         for place in mutated_arguments(func):
             argument = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
-            changed.update(id(storage) for storage in storages_in([argument]))
+            changed.update(storages_in([argument]))
         moved = [args[place] for place in arguments_moved_unseen(func) if place < len(args)]
-        for key in (*changed, *(id(storage) for storage in storages_in(moved))):
-            memory = self._memories.get(key)
-            if memory is not None:
-                for value in list(memory.values.values()):
-                    value.prepare_for_change()
-                memory.values.clear()
+        for storage in (*changed, *storages_in(moved)):
+            for value in self._memories.pop(storage, {}).values():
+                value.prepare_for_change()
         return changed
 
     # What autograd keeps. This is where a recomputation is planned.
@@ -355,11 +338,10 @@ class Tape(TorchDispatchMode):
 
     def _bytes_beside(self, tensors: Iterable[Tensor], is_there: Callable[[Value], bool]) -> int:
         """Return the bytes of the memory of ``tensors``, without memory of which a value ``is_there``."""
-        storages = {id(storage): storage for storage in storages_in(list(tensors))}
         return sum(
             storage.nbytes()
-            for key, storage in storages.items()
-            if key not in self._memories or not any(map(is_there, self._memories[key].values.values()))
+            for storage in set(storages_in(list(tensors)))
+            if not any(map(is_there, self._memories.get(storage, {}).values()))
         )
 
     def _keep(self, value: Value, root: Value, tensor: Tensor) -> Saved:
@@ -419,11 +401,6 @@ def _is_asked(value: Value) -> bool:
     return saved is not None and (saved.num_uses > 0 or saved.tensor is not None)
 
 
-def _forget(memories: dict[int, _Memory], key: int, storage: Any) -> None:
-    """A storage was freed."""
-    memories.pop(key, None)
-
-
 # What somebody's `autograd.Function` saves and computes is kept: its forward may have overwritten a tensor by a kernel
 # that PyTorch does not know. Those of this package do not (`declare_no_unseen_changes`).
 
@@ -435,11 +412,6 @@ def _is_saved_by_own_function() -> bool:
         frame = frame.f_back  # until torch 2.14, apply itself is written in Python
     name = "" if frame is None else frame.f_globals.get("__name__", "")
     return name.partition(".")[0] == __name__.partition(".")[0]
-
-
-@cache
-def _is_view(func: Any) -> bool:
-    return bool(getattr(func, "is_view", False))
 
 
 # --- Where in the model a forward pass is: gives each call of an operator a name, and counts segments.

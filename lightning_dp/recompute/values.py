@@ -40,11 +40,6 @@ class Value:
             without a new version, so every reader copies it.
     """
 
-    __slots__ = (
-        *("call", "number", "segment", "num_bytes", "is_small", "is_state", "device_type", "position"),
-        *("_weak", "_storage", "_saved", "__weakref__"),
-    )
-
     def __init__(self, tensor: Tensor, version: int, segment: int, call: Call | None = None, number: int = -1) -> None:
         self.call = call
         self.number = number
@@ -105,8 +100,6 @@ class Saved:
         num_uses: how often backward will still ask for it.
         is_own: ``tensor`` was computed again, and may be dropped after its last use.
     """
-
-    __slots__ = ("__weakref__", "_version", "is_own", "needs", "num_uses", "original", "tensor", "value")
 
     def __init__(self, value: Value | None) -> None:
         self.value = value
@@ -188,10 +181,6 @@ class Call:
         statistics: mean and 1 / standard deviation of a batch norm, which stay.
         changed: the value that the operator changes in place, and returns.
     """
-
-    __slots__ = (
-        *("_args", "_kwargs", "_flags", "changed", "func", "inputs", "number", "outputs", "owned", "statistics"),
-    )
 
     def __init__(
         self,
@@ -332,7 +321,7 @@ def compute(saved: Saved, retain: Retain) -> Tensor:
                 # Others may have its memory: later readers, and views.
                 and not changed.is_held
                 and changed not in viewed
-                and _owns_memory(changed)
+                and (changed.call is not None and changed.call.kind is not Kind.VIEW)
             )
             outputs = call.run(tensor_of, may_change)
             length = 1 + sum(distance.get(value, 0) for value in call.inputs)
@@ -361,11 +350,6 @@ def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
     if not torch.amp.is_autocast_available(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
-
-
-def _owns_memory(value: Value) -> bool:
-    """Return whether the operator that computes ``value`` again gives it memory of its own."""
-    return value.call is not None and value.call.kind is not Kind.VIEW
 
 
 # --- Which tensors can be recorded, and where they are.

@@ -17,7 +17,7 @@ from torch import nn
 from lightning_dp.callbacks import AdaptiveGlobalBatchNorm, Plateau
 from lightning_dp.layers import GlobalBatchNorm1d, global_batch_norm_layers
 from lightning_dp.strategies import LayeredSGDStrategy
-from tests.callbacks.training import CLASSES, FEATURES, STEPS, Net, Probe, assert_same, fit, state_of
+from tests.callbacks.training import CLASSES, FEATURES, STEPS, Net, Probe, assert_same, fit, rank_loader, state_of
 from tests.ranks import RankError, run_processes
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"
@@ -161,6 +161,31 @@ def test_layers_of_the_user_stay_global_and_get_their_switch_back():
     assert net.net[1] is own
     assert own.is_global is False
     assert type(net.net[4]) is nn.BatchNorm1d
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_layers_of_the_user_keep_their_group_after_an_exception_in_validation():
+    net, group = Net(), object()
+    net.net[1] = own = GlobalBatchNorm1d(6, group=group).double()  # type: ignore[arg-type]
+    callbacks = [AdaptiveGlobalBatchNorm(), Failing("on_validation_batch_end", RuntimeError)]
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, callbacks=callbacks, **quiet)
+    with pytest.raises(RuntimeError, match="as in a user's code"):
+        trainer.validate(net, rank_loader(1))
+    assert own.group is group
+
+
+class Teaching(Net):
+    """Its teacher begins with the weights that a checkpoint may have brought."""
+
+    def on_fit_start(self) -> None:
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+
+def test_a_teacher_that_is_copied_when_fit_starts_is_reverted_too():
+    net = Teaching()
+    fit(1, AdaptiveGlobalBatchNorm(), net=net, strategy="auto")
+    assert [type(net.teacher[at]) for at in (1, 4)] == [nn.BatchNorm1d] * 2
 
 
 def test_copies_of_the_model_in_other_callbacks_are_reverted():

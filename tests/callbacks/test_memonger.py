@@ -181,6 +181,59 @@ def test_the_module_is_plain_again_after_an_exception():
     assert "training_step" not in vars(net)
 
 
+class Unfreezing(pl.Callback):
+    """As Lightning's BackboneFinetuning; it notes what is planned."""
+
+    def __init__(self) -> None:
+        self.plans: list[tuple[int, int]] = []
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for part in (pl_module.trunk[0], pl_module.trunk[1][:2]):
+            part.requires_grad_(False)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        plans = [callback.plan for callback in trainer.callbacks if isinstance(callback, Memonger)]
+        self.plans += [(plan.plain_bytes, plan.peak_bytes) for plan in plans if plan is not None]
+        if trainer.global_step == 4:
+            pl_module.trunk.requires_grad_(True)
+
+
+class AllParameters(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, foreach=False)
+
+
+def test_a_budget_is_planned_anew_when_a_part_is_unfrozen():
+    pytest.importorskip("scipy")
+    states = []
+    for callbacks in ([], [Memonger("budget", budget_bytes=60_000)]):
+        recorder, unfreezing, net = Recorder(), Unfreezing(), AllParameters()
+        torch.manual_seed(11)
+        fit(1, unfreezing, *callbacks, recorder, net=net, loader=loader(8), strategy="auto")
+        states.append(recorder.state)
+    assert differing(*states) == []
+    frozen, whole = unfreezing.plans[0], unfreezing.plans[-1]
+    assert frozen[0] < 60_000 < whole[0], "without recomputation"
+    assert whole[1] <= 60_000
+
+
+class FailsInSecondStep(pl.Callback):
+    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 1:
+            raise MemoryError("as with too large a batch")
+
+
+def test_a_fit_after_one_that_failed_in_the_measured_step_plans_anew():
+    """The failed fit has measured a batch for which the budget is too small."""
+    pytest.importorskip("scipy")
+    memonger = Memonger("budget", budget_bytes=60_000)
+    large = DataLoader(TensorDataset(torch.randn(128, 3, 12, 12), torch.randint(5, (128,))), batch_size=64)
+    with pytest.raises(MemoryError, match="as with too large a batch"):
+        fit(1, memonger, FailsInSecondStep(), net=Net(), loader=large, strategy="auto")
+    fit(1, memonger, net=Net(), loader=loader(), strategy="auto")
+    assert memonger.plan.peak_bytes <= 60_000
+
+
 def test_a_module_without_anything_to_recompute_is_warned_of():
     class Linear(Net):
         def loss(self, batch: list[Tensor]) -> Tensor:

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from lightning_dp.layers import (
     GlobalBatchNorm2d,
     apply_global_batch_norm,
-    batch_statistics,
     global_batch_norm_layers,
     revert_global_batch_norm,
 )
 from tests.layers.oracle import EXACT, SHARDS, C, batches, compare, randomize, run
-from tests.layers.split_kernels import KERNELS
 from tests.ranks import run_processes
 
 
@@ -134,26 +132,38 @@ def test_compiled_layers_take_batches_of_changing_size_and_refuse_empty_ones():
     run_processes(2, compiled_block)
 
 
-def switched(rank: int) -> tuple[list[int], list[int]]:
-    """Return how many graphs there are after each step of a network that is compiled whole and switched.
+def sizes_of_graphs(rank: int) -> list[int]:
+    """Return how many operations a compiled layer has: for a small batch, and one that eager code takes in parts."""
+    dist.init_process_group("gloo")
+    import warnings
 
-    First on the path of the CPU, then on that of CUDA devices, with stand-ins for their kernels.
-    """
+    warnings.simplefilter("ignore")  # dynamo uses functions that it has deprecated
+    sizes = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+        sizes.append(sum(len(part.graph.nodes) for part in parts))
+        return graph
+
+    for width in (4, 512):
+        torch._dynamo.reset()
+        torch.compile(GlobalBatchNorm2d(C), backend=counting, fullgraph=True)(torch.randn(3, C, width, width))
+    return sizes
+
+
+@pytest.mark.ci
+def test_a_large_batch_has_as_small_a_graph_as_a_small_one():
+    for small, large in run_processes(2, sizes_of_graphs):
+        assert small == large
+
+
+def switched(rank: int) -> list[int]:
+    """Return how many graphs there are after each step of a network that is compiled whole and switched."""
     dist.init_process_group("gloo")
     import warnings
 
     warnings.simplefilter("ignore")  # dynamo uses functions that it has deprecated
     group = dist.new_group([0, 1])
-    on_cpu = graphs_of_switched_network(rank, group)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch_statistics, "_has_split_kernels", lambda x: True)
-        for kernel in KERNELS:
-            patch.setattr(torch, kernel.__name__, kernel)
-        return on_cpu, graphs_of_switched_network(rank, group)
-
-
-def graphs_of_switched_network(rank: int, group: dist.ProcessGroup) -> list[int]:
-    torch._dynamo.reset()
     num_graphs = 0
 
     def counting(graph: Any, inputs: Any) -> Any:
@@ -186,4 +196,4 @@ def graphs_of_switched_network(rank: int, group: dist.ProcessGroup) -> list[int]
 @pytest.mark.ci
 def test_a_network_is_one_graph_for_each_kind_of_statistics():
     """The first step with local statistics compiles once, for all layers. No other switch compiles."""
-    assert run_processes(2, switched) == [([1, 1, 2, 2],) * 2] * 2
+    assert run_processes(2, switched) == [[1, 1, 2, 2]] * 2

@@ -12,7 +12,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, MultiStepLR, OneCycleLR
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_dp._lightning import DDPStrategy, Trainer
+from lightning_dp._lightning import Callback, DDPStrategy, Trainer
 from lightning_dp.models import Classifier, resnet20
 from tests.ranks import run_processes
 
@@ -103,6 +103,37 @@ def test_the_training_loss_is_weighted_by_batch_size_and_alone_is_smoothed():
     assert logged["train/loss"] == pytest.approx(smoothed, rel=1e-5)
     assert logged["val/loss"] == pytest.approx(plain, rel=1e-5)
     assert {"train/acc", "val/acc"} <= set(logged)
+
+
+def test_what_a_fit_has_counted_that_failed_is_not_in_the_next_one():
+    class Fails(Callback):
+        def on_before_backward(self, run: Trainer, *_: Any) -> None:
+            if run.global_step == 2:
+                raise MemoryError("as with too large a batch")
+
+    model = classifier()
+    model.optimizer = partial(SGD, lr=0.0)
+    images = DataLoader([batch(5, n) for n in range(3)], batch_size=None)
+    with pytest.raises(MemoryError, match="as with too large a batch"):
+        trainer(callbacks=[Fails()]).fit(model, images, images)
+    logged = []
+    for each in (model, classifier()):
+        each.optimizer = partial(SGD, lr=0.0)
+        run = trainer()
+        run.fit(each, *[DataLoader([batch(2, 7)], batch_size=None)] * 2)
+        logged.append({name: run.callback_metrics[name].item() for name in ("train/loss", "train/acc")})
+    assert logged[0] == logged[1]
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_losses_of_16_bits_are_summed_in_32(precision):
+    """In bfloat16, 256 + 1 is 256."""
+    model = classifier()
+    (metrics,) = trainer(precision=precision).validate(model, DataLoader([batch(4, 1)] * 300, batch_size=None))
+    with torch.no_grad():
+        x, y = batch(4, 1)
+        expected = F.cross_entropy(model.eval()(x.to(model.dtype)), y).item()
+    assert metrics["val/loss"] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.2])

@@ -77,6 +77,21 @@ def test_a_schedule_resumes_from_plain_values(tmp_path):
     assert again.last_epoch == 41
 
 
+def test_a_schedule_may_be_made_after_the_state_of_the_optimizer_was_loaded():
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = multistep_with_warmup(optimizer, 90)
+    for _ in range(2):  # of five steps of warm-up
+        optimizer.step()
+        schedule.step()
+    again = SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    again.load_state_dict(optimizer.state_dict())
+    continued = multistep_with_warmup(again, 90)
+    continued.load_state_dict(schedule.state_dict())
+    for each in (optimizer, again, schedule, continued):
+        each.step()
+    assert continued.get_last_lr() == schedule.get_last_lr()
+
+
 @pytest.mark.parametrize(
     ("schedule_of", "options", "message"),
     [
