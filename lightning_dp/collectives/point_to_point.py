@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -69,6 +69,12 @@ class Transfer:
         except RuntimeError as error:
             _, peer = self.message
             raise peer_error(self.group, self.action, peer, error) from error
+
+
+def wait_for_all(transfers: Iterable[Transfer]) -> None:
+    """Block until all messages have been sent and received; raises as `Transfer.wait` does."""
+    for transfer in transfers:
+        transfer.wait()
 
 
 def post(
@@ -241,8 +247,7 @@ def _gather(group: dist.ProcessGroup, call: str, device: torch.device) -> list[s
             [(headers[distance : distance + count], (rank + distance) % world_size)],
             [(headers[:count], (rank - distance) % world_size)],
         )
-        for transfer in (*received, *sent):
-            transfer.wait()
+        wait_for_all(received + sent)
         distance *= 2
     in_rank_order = headers.roll(rank, dims=0)
     return [bytes(row).decode().rstrip() for row in in_rank_order.tolist()]
