@@ -344,35 +344,28 @@ def whole_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
     return {**state, "state": whole} if keep else {}
 
 
-class OptimizerShards:
-    """The state of an optimizer in a checkpoint folder, which is loaded when the optimizer has its groups.
+def load_optimizer_shards(folder: Path, index: int, optimizer: Optimizer, module: nn.Module) -> None:
+    """Load the state of an optimizer from a checkpoint folder of ``torch.distributed.checkpoint``. All ranks call it.
 
     Args:
-        folder: written by ``torch.distributed.checkpoint``.
+        folder: the checkpoint.
         index: of the optimizer.
+        optimizer: has its groups already.
+        module: has its parameters.
     """
-
-    def __init__(self, folder: Path, index: int) -> None:
-        self.folder = folder
-        self._name = f"optimizer_{index}"
-
-    def load_into(self, optimizer: Optimizer, module: nn.Module) -> None:
-        """Load the state. All ranks call it."""
-        frozen = [p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad]
-        for parameter in frozen:  # PyTorch would drop their states
-            parameter.requires_grad_(True)
-        try:
-            self._load(optimizer, module)
-        finally:
-            for parameter in frozen:
-                parameter.requires_grad_(False)
-
-    def _load(self, optimizer: Optimizer, module: nn.Module) -> None:
+    frozen = [p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad]
+    for parameter in frozen:  # PyTorch would drop their states
+        parameter.requires_grad_(True)
+    try:
         state: Any = get_optimizer_state_dict(module, optimizer)
-        saved = FileSystemReader(self.folder).read_metadata().state_dict_metadata
+        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
         # What was not used before the folder was written has no state there, and gets none.
-        unused = [n for n in state["state"] if not any(key.startswith(f"{self._name}.state.{n}.") for key in saved)]
+        key = f"optimizer_{index}"
+        unused = [n for n in state["state"] if not any(place.startswith(f"{key}.state.{n}.") for place in saved)]
         for name in unused:
             del state["state"][name]
-        load({self._name: state}, checkpoint_id=self.folder)
+        load({key: state}, checkpoint_id=folder)
         set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(cpu_offload=True, strict=False))
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)

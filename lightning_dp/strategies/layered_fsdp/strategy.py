@@ -34,7 +34,6 @@ from lightning_dp.strategies import complete_files
 from lightning_dp.strategies.base import AVERAGING, is_a
 from lightning_dp.strategies.layered_fsdp.reduction import Residuals, ShardReduction
 from lightning_dp.strategies.layered_fsdp.sharding import (
-    OptimizerShards,
     Wrap,
     broadcast_from_rank_0,
     check_embeddings,
@@ -42,6 +41,7 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     check_wrap,
     forget_failed_step,
     load_optimizer,
+    load_optimizer_shards,
     materialize,
     own_parameters,
     shard,
@@ -459,7 +459,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         finally:
             self.optimizers = optimizers
         if "lr_schedulers" in checkpoint:  # else: weights only
-            checkpoint["optimizer_states"] = [OptimizerShards(folder, i) for i in range(len(optimizers))]
+            checkpoint["optimizer_states"] = [folder] * len(optimizers)
         return checkpoint
 
     @property
@@ -476,10 +476,10 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
             # It gives the optimizers their groups of the checkpoint. Lightning called it before that was loaded.
             if isinstance(callback, BaseFinetuning):
                 BaseFinetuning.on_fit_start(callback, trainer, module)
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            if isinstance(state, OptimizerShards):
-                with complete_files.naming_checkpoint(state.folder):
-                    state.load_into(optimizer, module)
+        for index, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=False)):
+            if isinstance(state, Path):  # a folder, see `_load_module_shards`
+                with complete_files.naming_checkpoint(state):
+                    load_optimizer_shards(state, index, optimizer, module)
             else:
                 load_optimizer(optimizer, state)
 
