@@ -13,7 +13,6 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_dp.collectives.groups import RankTopology, create_groups, destroy_group
 
@@ -49,6 +48,9 @@ class HierarchicalAllReduce:
         all_reduce: algorithm of the inter-group all-reduce.
         reduce_on_device: reduce within the group with the default group's backend, by `reduce_on_device`, before
             anything is copied to host memory. `intra_group_reduce` has nothing to do then.
+        of_shards: a buffer is this rank's shard alone, and holds the sum over its group already, as after FSDP2's
+            reduce-scatter: only the all-reduce between groups is left. Seen from the shard a group is a single rank,
+            and that is what ``topology`` and ``rank`` say. Every rank carries its shard (``"sharded"``).
     """
 
     def __init__(
@@ -60,17 +62,20 @@ class HierarchicalAllReduce:
         backend: str | None = None,
         all_reduce: AllReduce = native_all_reduce,
         reduce_on_device: bool = False,
+        of_shards: bool = False,
     ) -> None:
-        self.topology = topology
-        self.rank = rank
-        self.num_shards = topology.group_size if communicator == "sharded" else 1
+        self._job = topology, rank
+        self.topology = RankTopology(topology.num_groups, 1) if of_shards else topology
+        self.rank = topology.group_of(rank) if of_shards else rank
+        num_carriers = topology.group_size if communicator == "sharded" else 1
+        self.num_shards = 1 if of_shards else num_carriers
         self._all_reduce = all_reduce
 
         intra_group = [topology.members(leader) for leader in range(0, topology.world_size, topology.group_size)]
-        inter_group = [topology.peers(group_rank) for group_rank in range(self.num_shards)]
+        inter_group = [topology.peers(group_rank) for group_rank in range(num_carriers)]
         # In training on CPU several threads issue reduces and broadcasts: the training thread, and the communicator's.
         # On one shared group their order could differ between ranks, and each would wait for the wrong collective.
-        has_intra_group = topology.group_size > 1
+        has_intra_group = topology.group_size > 1 and not of_shards
         self._reduce_group = create_groups(intra_group, rank, timeout, backend) if has_intra_group else None
         self._broadcast_group = create_groups(intra_group, rank, timeout, backend) if has_intra_group else None
         self._inter_group = create_groups(inter_group, rank, timeout, backend)
@@ -179,46 +184,12 @@ class HierarchicalAllReduce:
 
     def describe(self, stage: Stage) -> str:
         """Return the ranks that take part in a stage with this rank, worded for an error message."""
-        return describe_ranks(self.topology, self.rank, stage)
+        return describe_ranks(*self._job, stage)
 
     def close(self) -> None:
         """Destroy the process groups."""
         for group in (self._reduce_group, self._broadcast_group, self._inter_group, self._device_group):
             destroy_group(group)
-
-
-class ShardAllReduce(HierarchicalAllReduce):
-    """The stage between groups alone, of what each rank already owns the sum within its group of: its shard.
-
-    FSDP2 reduce-scatters gradients inside a group; then each rank all-reduces its shard with the ranks of the same
-    group rank. Seen from the shard a group is a single rank, and that is what ``topology`` and ``rank`` say.
-
-    Args:
-        topology: division of the ranks into at least two groups.
-        rank: global rank of this process.
-        timeout, backend, all_reduce: as in `HierarchicalAllReduce`.
-    """
-
-    def __init__(
-        self,
-        topology: RankTopology,
-        rank: int,
-        timeout: timedelta | None = None,
-        backend: str | None = None,
-        all_reduce: AllReduce = native_all_reduce,
-    ) -> None:
-        self.topology = RankTopology(topology.num_groups, 1)
-        self.rank = topology.group_of(rank)
-        self.num_shards = 1
-        self._all_reduce = all_reduce
-        self._job = topology, rank
-        inter_group = [topology.peers(group_rank) for group_rank in range(topology.group_size)]
-        self._inter_group = create_groups(inter_group, rank, timeout, backend)
-        self._reduce_group = self._broadcast_group = self._device_group = None
-
-    @override
-    def describe(self, stage: Stage) -> str:
-        return describe_ranks(*self._job, stage)
 
 
 def describe_ranks(topology: RankTopology, rank: int, stage: Stage) -> str:

@@ -18,7 +18,7 @@ from lightning_dp.collectives.compression.layout import ParameterTable
 from lightning_dp.collectives.compression.options import Compression, PowerSGD, check_compression, has_error_feedback
 from lightning_dp.collectives.compression.stages import CompressedAllReduce
 from lightning_dp.collectives.groups import OnStage, RankTopology
-from lightning_dp.collectives.hierarchical import AllReduce, HierarchicalAllReduce, ShardAllReduce, native_all_reduce
+from lightning_dp.collectives.hierarchical import AllReduce, HierarchicalAllReduce, native_all_reduce
 from lightning_dp.collectives.ring import ring_all_reduce
 from lightning_dp.strategies.layered_sgd import device_communicator
 from lightning_dp.strategies.layered_sgd.device_communicator import DeviceAllReduce, DeviceCommunicator
@@ -153,14 +153,11 @@ class CommunicatorOptions:
             copies = device.type != "cpu"
             host_backend = "gloo" if copies else None
             all_reduce = ALL_REDUCES[self.all_reduce]
-            collective: HierarchicalAllReduce
-            if shards is not None:
-                collective = ShardAllReduce(topology, rank, timeout, host_backend, all_reduce)
-            else:
-                collective = HierarchicalAllReduce(
-                    topology, rank, self.communicator, timeout, host_backend, all_reduce,
-                    copies and _may_reduce_on_device(backend, find_unused_parameters),
-                )  # fmt: skip
+            collective = HierarchicalAllReduce(
+                topology, rank, self.communicator, timeout, host_backend, all_reduce,
+                copies and _may_reduce_on_device(backend, find_unused_parameters),
+                of_shards=shards is not None,
+            )  # fmt: skip
             compressed = self._compressed(collective, module, shards)
             return Communicator(collective, prioritized, timeout, device, copies, on_stage, compressed)
 
