@@ -51,6 +51,9 @@ class HierarchicalAllReduce:
         of_shards: a buffer is this rank's shard alone, and holds the sum over its group already, as after FSDP2's
             reduce-scatter: only the all-reduce between groups is left. Seen from the shard a group is a single rank,
             and that is what ``topology`` and ``rank`` say. Every rank carries its shard (``"sharded"``).
+
+    Attributes:
+        inter_group: the ranks that carry the same shard, one of each group; None if this rank carries none.
     """
 
     def __init__(
@@ -78,18 +81,13 @@ class HierarchicalAllReduce:
         has_intra_group = topology.group_size > 1 and not of_shards
         self._reduce_group = create_groups(intra_group, rank, timeout, backend) if has_intra_group else None
         self._broadcast_group = create_groups(intra_group, rank, timeout, backend) if has_intra_group else None
-        self._inter_group = create_groups(inter_group, rank, timeout, backend)
+        self.inter_group = create_groups(inter_group, rank, timeout, backend)
         self._device_group = create_groups(intra_group, rank, timeout) if reduce_on_device and has_intra_group else None
 
     @property
     def reduces_on_device(self) -> bool:
         """Whether `reduce_on_device` takes the place of `intra_group_reduce`."""
         return self._device_group is not None
-
-    @property
-    def inter_group(self) -> dist.ProcessGroup | None:
-        """The ranks that carry the same shard, one of each group of ranks; None if this rank carries none."""
-        return self._inter_group
 
     def intra_group_reduce(self, buffer: Tensor) -> list[dist.Work]:
         """Start to reduce ``buffer`` within the group: group rank k gets the sum of shard k (Algorithm 3, lines 6, 15).
@@ -145,8 +143,8 @@ class HierarchicalAllReduce:
         Returns:
             None: unlike a compressed all-reduce, this one leaves nothing to do.
         """
-        if self._inter_group is not None:
-            self._all_reduce(self._shards(buffer)[self.topology.group_rank(self.rank)], self._inter_group)
+        if self.inter_group is not None:
+            self._all_reduce(self._shards(buffer)[self.topology.group_rank(self.rank)], self.inter_group)
         return None
 
     def intra_group_broadcast(self, buffer: Tensor) -> list[dist.Work]:
@@ -176,7 +174,7 @@ class HierarchicalAllReduce:
         if self.topology.group_rank(self.rank) != 0:
             return None
         sums = [torch.empty_like(tensor) for _ in range(self.topology.num_groups)] if self.rank == 0 else None
-        dist.gather(tensor, sums, group=self._inter_group, group_dst=0)
+        dist.gather(tensor, sums, group=self.inter_group, group_dst=0)
         return sums
 
     def _shards(self, buffer: Tensor) -> tuple[Tensor, ...]:
@@ -188,7 +186,7 @@ class HierarchicalAllReduce:
 
     def close(self) -> None:
         """Destroy the process groups."""
-        for group in (self._reduce_group, self._broadcast_group, self._inter_group, self._device_group):
+        for group in (self._reduce_group, self._broadcast_group, self.inter_group, self._device_group):
             destroy_group(group)
 
 
