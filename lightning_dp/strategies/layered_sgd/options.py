@@ -45,13 +45,15 @@ class CommunicatorOptions:
     compression: Compression | None
 
     def __post_init__(self) -> None:
-        choices: dict[str, tuple[str, Iterable[str]]] = {
-            "communicator": (self.communicator, ("leader", "sharded")),
-            "overlap": (self.overlap, ("load", "step")),
-            "all_reduce": (self.all_reduce, tuple(ALL_REDUCES)),
-            "communicator_device": (self.device, ("auto", "cpu", "gpu")),
-        }
-        check_options(**choices)
+        choices: list[tuple[str, str, Iterable[str]]] = [
+            ("communicator", self.communicator, ("leader", "sharded")),
+            ("overlap", self.overlap, ("load", "step")),
+            ("all_reduce", self.all_reduce, tuple(ALL_REDUCES)),
+            ("communicator_device", self.device, ("auto", "cpu", "gpu")),
+        ]
+        for name, value, allowed in choices:
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(map(repr, allowed))}")
         check_compression(self.compression)
         if self.device == "gpu" and self.all_reduce == "ring":
             raise ValueError(
@@ -225,13 +227,6 @@ def check_layers(module: Module, strategy_name: str) -> None:
     for name, part in module.named_modules():
         if isinstance(part, (Embedding, EmbeddingBag)) and part.sparse and part.weight.requires_grad:
             raise ValueError(f"{strategy_name} cannot sum the sparse gradients of {name!r}; build it with sparse=False")
-
-
-def check_options(**choices: tuple[str, Iterable[str]]) -> None:
-    """Raise ValueError for a value that is not among its choices: value and possible values, by name."""
-    for name, (value, allowed) in choices.items():
-        if value not in allowed:
-            raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(map(repr, allowed))}")
 
 
 def check_ddp_options(ddp_kwargs: dict[str, Any]) -> None:
