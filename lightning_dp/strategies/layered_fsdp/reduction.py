@@ -112,6 +112,9 @@ class Comparison:
         names: of the units.
         group: all ranks, on the host.
         known: what all ranks have summed before, as index and mark of a unit.
+
+    Attributes:
+        sums: that are under way.
     """
 
     def __init__(self, names: Sequence[str], group: dist.ProcessGroup, known: set[tuple[int, int]]) -> None:
@@ -122,7 +125,7 @@ class Comparison:
         self._marks = torch.empty(0)
         self._work: dist.Work | None = None
         self._is_same = False
-        self._sums: list[GradientSum] = []
+        self.sums: list[GradientSum] = []
 
     def note(self, index: int, place: int, buffers: object) -> bool:
         """Note that the unit with this index is summed at this place, and which parameters its buffers hold.
@@ -131,10 +134,6 @@ class Comparison:
         """
         self._own[index] = (place + 1 << 32) + zlib.crc32(repr(buffers).encode())
         return (index, self._own[index]) in self._known
-
-    def add_sum(self, gradient_sum: GradientSum) -> None:
-        """Note a sum that is under way."""
-        self._sums.append(gradient_sum)
 
     def start(self) -> None:
         """Begin to compare. All ranks call it when backward has ended."""
@@ -161,7 +160,7 @@ class Comparison:
                 self._work.wait()
         except RuntimeError as error:
             if not raised_by_signal_handler(error):
-                for gradient_sum in self._sums:  # a sum with the rank that has died fails, too, and names that rank
+                for gradient_sum in self.sums:  # a sum with the rank that has died fails, too, and names that rank
                     gradient_sum.wait()
             raise
         largest, negated_smallest = self._marks.chunk(2)
@@ -175,7 +174,7 @@ class Comparison:
             )
         self._is_same = True
         self._known.update(enumerate(self._own))
-        self._sums.clear()
+        self.sums.clear()
 
 
 class ComparedSum:
@@ -184,6 +183,7 @@ class ComparedSum:
     def __init__(self, gradient_sum: GradientSum, comparison: Comparison) -> None:
         self._sum = gradient_sum
         self._comparison = comparison
+        comparison.sums.append(gradient_sum)
 
     @property
     def buffer(self) -> Tensor:
@@ -210,6 +210,11 @@ class ShardReduction:
         module: the module that is trained.
         units: its units, in the order of the forward.
         timeout: of the comparison of what the ranks sum.
+
+    Attributes:
+        compressed: the compressed all-reduce, with what it keeps between steps; None if sums are exact.
+        unit_names: in the order of the forward.
+        updates: what is pending.
     """
 
     def __init__(
@@ -231,7 +236,7 @@ class ShardReduction:
         self._undo: list[Callable[[], None]] = []
         self._hooked: set[Tensor] = set()
         self._units = [Unit(name, index, part) for index, (name, part) in enumerate(units)]
-        self._names = [name for name, _ in units]
+        self.unit_names = [name for name, _ in units]
         # The highest for the units nearest the input, as DDP numbers its buckets. Each unit has numbers of its own, as
         # many as parameters, so that no unit is summed with another one.
         number = 0
@@ -241,7 +246,7 @@ class ShardReduction:
         self._prefetch: Prefetch | None = None
         self._all_ranks = dist.new_group(timeout=timeout, backend="gloo")
         self._known: set[tuple[int, int]] = set()
-        self._comparison = Comparison(self._names, self._all_ranks, self._known)  # of this backward
+        self._comparison = Comparison(self.unit_names, self._all_ranks, self._known)  # of this backward
         self._held: list[Callable[[], None]] = []  # begin the sums that wait for the comparison
         self._last_comparison: Comparison | None = None
         for unit, (_, part) in zip(self._units, units, strict=True):
@@ -337,7 +342,7 @@ class ShardReduction:
         self._num_submitted = 0
         if has_ended and not self._is_accumulating:
             self._last_comparison = self._comparison
-            self._comparison = Comparison(self._names, self._all_ranks, self._known)
+            self._comparison = Comparison(self.unit_names, self._all_ranks, self._known)
             self._last_comparison.start()
             if self._held:
                 self._last_comparison.wait()
@@ -382,7 +387,6 @@ class ShardReduction:
                 buffer.div_(self._num_groups)
             key = self._key_of(unit, buffer)
             gradient_sum = self._communicator.submit(number, buffer, [key], [] if shard_sum is None else [shard_sum])
-            comparison.add_sum(gradient_sum)
             self.updates.add_sum(parameters, ComparedSum(gradient_sum, comparison))
 
     def _key_of(self, unit: Unit, buffer: Tensor) -> Tensor:
@@ -409,11 +413,6 @@ class ShardReduction:
             for numel, residual in buffers.items():
                 key = self._keys.setdefault((name, numel), residual.to("meta"))
                 self.compressed.load_residual(self.compressed.parameters(key), residual.clone())
-
-    @property
-    def unit_names(self) -> list[str]:
-        """Names of the units, in the order of the forward."""
-        return self._names
 
     def close(self) -> None:
         """Give up what is pending, leave FSDP2 as it was, and stop the communicator."""

@@ -159,11 +159,7 @@ def _outermost_with_forward(module: nn.Module, name: str) -> Iterator[nn.Module]
 def sharded_units(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return name and module of each unit, in the order of the module's parts: about that of the forward."""
     parts = [(name or type(module).__name__, part) for name, part in module.named_modules()]
-    return [(name, part) for name, part in parts if _is_unit(part) and own_parameters(part)]
-
-
-def _is_unit(part: nn.Module) -> bool:
-    return isinstance(part, FSDPModule)
+    return [(name, part) for name, part in parts if isinstance(part, FSDPModule) and own_parameters(part)]
 
 
 def forget_failed_step(module: nn.Module) -> None:
@@ -179,7 +175,7 @@ def forget_failed_step(module: nn.Module) -> None:
 
 def own_parameters(unit: nn.Module) -> list[Tensor]:
     """Return the parameters that FSDP2 gathers and reduces with ``unit``: those that no unit inside of it has."""
-    inner = [part for part in unit.modules() if part is not unit and _is_unit(part)]
+    inner = [part for part in unit.modules() if part is not unit and isinstance(part, FSDPModule)]
     others = {parameter for part in inner for parameter in part.parameters()}
     return [parameter for parameter in unit.parameters() if parameter not in others]
 
