@@ -205,10 +205,7 @@ class UpdateQueue:
                 self._watch.add([parameter, *self._apply_for(parameter)])
                 return
             if parameter in self._by_parameter:
-                updated = self._apply_for(parameter)
-                # Suspects stay watched until they are used: an unseen use before this has read old values.
-                if suspects := self._stale_uses.suspects:
-                    self._watch.add(each for each in updated if each in suspects)
+                self._apply_for(parameter)
             elif parameter not in self._stale_uses.suspects and parameter in self._sums:
                 # No update is staged. The caller may run its own backward, which would accumulate into a gradient that
                 # is still being reduced. Within backward it must not wait: the next bucket in rank 0's order may be one
@@ -223,9 +220,7 @@ class UpdateQueue:
         with self.lock:
             self._note_early_use([parameter])
             # The reader of a gradient may change it, which must not change an earlier update.
-            updated = self._apply_for(parameter)
-            if suspects := self._stale_uses.suspects:
-                self._watch.add(each for each in updated if each in suspects)
+            self._apply_for(parameter)
             if parameter in self._sums:
                 self._sums[parameter].wait()
                 if not is_in_backward():  # at whose end DDP requires that each gradient lies in its bucket
@@ -249,7 +244,11 @@ class UpdateQueue:
         update = self._by_parameter.get(parameter)
         if update is None:
             return []
-        return self._apply(update, update.needed_for(parameter))
+        updated = self._apply(update, update.needed_for(parameter))
+        # Suspects stay watched until they are used: an unseen use before this has read old values.
+        if suspects := self._stale_uses.suspects:
+            self._watch.add(each for each in updated if each in suspects)
+        return updated
 
     def _apply(self, update: PendingUpdate, buckets: list[GradientSum | None]) -> list[Tensor]:
         """Update the parameters of ``buckets`` in one step; their sums have arrived. Return what was updated."""
