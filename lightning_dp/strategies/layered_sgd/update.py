@@ -125,7 +125,7 @@ class UpdateQueue:
         if optimizer not in self._load_hooks:
             self._load_hooks[optimizer] = [
                 # A pending step must not overwrite a state that is loaded later.
-                optimizer.register_load_state_dict_pre_hook(lambda each, _: self.finish_optimizer(each)),
+                optimizer.register_load_state_dict_pre_hook(lambda each, _: self.finish(each)),
                 optimizer.register_load_state_dict_post_hook(self.guard),
             ]
 
@@ -156,7 +156,7 @@ class UpdateQueue:
                 other.bring_up_to_date()
         with self.lock:
             if self._updates:
-                self.finish_optimizer(optimizer)
+                self.finish(optimizer)
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
                         self._apply_for(parameter)
@@ -230,7 +230,7 @@ class UpdateQueue:
         """Apply what is pending for ``optimizer``, whose state somebody is about to see."""
         with self.lock:
             self._note_early_use([p for p, update in list(self._by_parameter.items()) if update.optimizer is optimizer])
-            self.finish_optimizer(optimizer)
+            self.finish(optimizer)
 
     def _note_early_use(self, parameters: Iterable[Tensor]) -> None:
         if self.is_in_training_step or self.early_user is not None:
@@ -277,18 +277,12 @@ class UpdateQueue:
         finally:
             self._is_stepping = was_stepping
 
-    def finish_optimizer(self, optimizer: Optimizer) -> None:
-        """Bring all parameters of ``optimizer`` up to date."""
+    def finish(self, optimizer: Optimizer | None = None) -> None:
+        """Bring all parameters of ``optimizer`` up to date; None: all. They are those of synchronous SGD then."""
         with self.lock:
             for update in list(self._updates):
-                if update.optimizer is optimizer:
+                if optimizer is None or update.optimizer is optimizer:
                     self._apply(update, update.all_arrived())
-
-    def finish(self) -> None:
-        """Bring everything up to date. Afterwards the parameters are those of synchronous SGD."""
-        with self.lock:
-            for update in list(self._updates):
-                self._apply(update, update.all_arrived())
 
     # Gradients.
 
