@@ -39,13 +39,16 @@ class CompressedAllReduce:
         collective: its groups and its stages within a group are used.
         compressor: sums a piece over the groups.
         parameters: all parameters, by name and in one order on all ranks.
+
+    Attributes:
+        wire: to the carriers of the same piece in the other groups; None if this rank carries nothing.
     """
 
     def __init__(self, collective: HierarchicalAllReduce, compressor: Compressor, parameters: ParameterTable) -> None:
         self.collective = collective
         self.compressor = compressor
         self.parameters = parameters
-        self._wire = None if collective.inter_group is None else Transport(collective.inter_group)
+        self.wire = None if collective.inter_group is None else Transport(collective.inter_group)
         self._stages: dict[tuple[ParameterInfo, ...], CompressedStages] = {}
         # Where residuals lie. All members know it of all parameters, so that they agree on when residuals must move.
         self._shard_ranges: dict[ParameterInfo, ShardRanges] = {}
@@ -54,7 +57,7 @@ class CompressedAllReduce:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent to other groups."""
-        return 0 if self._wire is None else self._wire.bytes_sent
+        return 0 if self.wire is None else self.wire.bytes_sent
 
     def stages_of(self, parameters: Sequence[Tensor]) -> "CompressedStages":
         """Return the stages of a bucket that holds the gradients of these parameters, in this order."""
@@ -62,11 +65,6 @@ class CompressedAllReduce:
         if infos not in self._stages:
             self._stages[infos] = CompressedStages(self, infos)
         return self._stages[infos]
-
-    def start(self, tensor: Tensor, piece: BucketShard) -> Iterator[None]:
-        """Start to sum this rank's piece of a bucket over the groups, in place; see `Compressor.start`."""
-        assert self._wire is not None, "this rank carries nothing"
-        return self.compressor.start(tensor, piece, self._wire)
 
     def residual_to_sum(self, info: ParameterInfo) -> Tensor | None:
         """Return this member's part of its group's residual, (numel,): the members' sum is the group's. A copy.
@@ -159,14 +157,14 @@ class CompressedStages:
             What is left to do when the last messages are under way: iterate until it ends. None for a rank without a
             shard.
         """
-        if self._collective.inter_group is None:
+        if self._owner.wire is None:
             return None
         if self._moving is not None:
             moved = self._piece.split(self._shards(self._moving)[self._member])
             self._moving = None
             for part, residual in zip(self._piece.parts, moved, strict=True):
                 self._owner.compressor.residuals.keep(part, residual.clone())
-        rest = self._owner.start(self._shards(buffer)[self._member], self._piece)
+        rest = self._owner.compressor.start(self._shards(buffer)[self._member], self._piece, self._owner.wire)
         next(rest, None)
         return rest
 
