@@ -286,7 +286,15 @@ class ShardReduction:
         self._held.clear()
         for unit in self._units:
             self._begin(unit)
-            with without_torch_function():
+        self._hook_trainable()
+
+    def before_backward(self) -> None:
+        """Look again for parameters that have become trainable: the step itself may have unfrozen some."""
+        self._hook_trainable()
+
+    def _hook_trainable(self) -> None:
+        with without_torch_function():
+            for unit in self._units:
                 for parameter in unit.parameters:
                     if parameter.requires_grad and parameter not in self._hooked:
                         self._hooked.add(parameter)

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
@@ -328,6 +328,13 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._steps.running():
             return self._then_free(super().predict_step(*args, **kwargs))
+
+    @override
+    @torch.compiler.disable  # a compiled training_step may call this method
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._reduction is not None:
+            self._reduction.before_backward()
+        super().pre_backward(closure_loss)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
