@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -450,7 +451,8 @@ def buffers_of(parameters: list[Tensor]) -> list[tuple[list[Tensor], Tensor]]:
     """Return flat buffers that hold the gradients' local parts, each with its parameters.
 
     FSDP2 puts the shards of a unit into one buffer, with padding between them, and a gradient stays a view of it while
-    others are added. One that somebody has replaced is a buffer of its own.
+    others are added. One that somebody has replaced is a buffer of its own. Where a gradient lies between two others
+    that is not to be summed, because an earlier backward of this step has summed it, the buffer is cut.
     """
     by_storage: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for parameter in parameters:
@@ -462,9 +464,19 @@ def buffers_of(parameters: list[Tensor]) -> list[tuple[list[Tensor], Tensor]]:
         by_storage.setdefault(place, []).append((parameter, part))
     buffers = []
     for members in by_storage.values():
-        begin = min(part.storage_offset() for _, part in members)
-        end = max(part.storage_offset() + part.numel() for _, part in members)
-        assert all(part.is_contiguous() for _, part in members)
-        first = members[0][1]
-        buffers.append(([parameter for parameter, _ in members], first.as_strided((end - begin,), (1,), begin)))
+        members.sort(key=lambda member: member[1].storage_offset())
+        runs = [members[:1]]
+        for (parameter, part), following in pairwise(members):
+            if following[1].storage_offset() > part.storage_offset() + padded_numel(parameter):
+                runs.append([])
+            runs[-1].append(following)
+        buffers += [([parameter for parameter, _ in run], _span([part for _, part in run])) for run in runs]
     return buffers
+
+
+def _span(parts: list[Tensor]) -> Tensor:
+    """Return the memory from the first of ``parts`` to the last as one vector."""
+    assert all(part.is_contiguous() for part in parts)
+    first, last = parts[0], parts[-1]
+    numel = last.storage_offset() + last.numel() - first.storage_offset()
+    return first.as_strided((numel,), (1,), first.storage_offset())

@@ -27,8 +27,9 @@ from lightning_dp.strategies.layered_sgd.host_communicator import Communicator
 from tests.ranks import RankError, run_cases, run_processes
 from tests.strategies.layered_fsdp.modules import fit, layered, snapshot, whole
 from tests.strategies.layered_fsdp.user_cases import CASES, Manual, Normalized, Teacher, Tied, options_of
+from tests.strategies.layered_sgd.late_sums import sum_late
 from tests.strategies.layered_sgd.staged import is_watched
-from tests.strategies.modules import FEATURES, Net, assert_same, data, trainer
+from tests.strategies.modules import CLASSES, FEATURES, Net, assert_same, data, optimizers, trainer
 
 LAYERS = [nn.Linear, nn.Conv1d]
 
@@ -122,6 +123,49 @@ def gather_by_hand(rank):
 @pytest.mark.ci
 def test_a_unit_that_the_user_gathers_is_up_to_date():
     run_processes(4, gather_by_hand)
+
+
+class Middle(nn.Module):
+    """A unit of three layers, of which a forward may leave out the one in the middle."""
+
+    def __init__(self):
+        super().__init__()
+        self.begin = nn.Linear(FEATURES, 8)
+        self.middle = nn.Linear(8, 8)
+        self.end = nn.Linear(8, CLASSES)
+
+    def forward(self, x, with_middle):
+        x = torch.tanh(self.begin(x))
+        return self.end(torch.tanh(self.middle(x)) if with_middle else x)
+
+
+class LeavesOutTheMiddle(Manual):
+    """One step after two backward passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = Middle().double()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(nn.functional.cross_entropy(self.part(x, True), y))
+        self.manual_backward(nn.functional.cross_entropy(self.part(2 * x, False), y))
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return optimizers("momentum", self.part.parameters())
+
+
+def leave_out_the_middle(rank):
+    expected = snapshot(*fit(DDPStrategy(find_unused_parameters=True), 2, LeavesOutTheMiddle()))
+    sum_late()
+    assert_same(snapshot(*fit(layered(1, wrap=[Middle]), 2, LeavesOutTheMiddle())), expected)
+
+
+def test_a_gradient_between_others_is_not_touched_by_their_second_sum():
+    run_processes(2, leave_out_the_middle)
 
 
 class WritesToTeacher(Teacher):
