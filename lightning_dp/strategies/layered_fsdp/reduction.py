@@ -35,8 +35,10 @@ from lightning_dp.strategies.layered_fsdp.sharding import own_parameters, padded
 from lightning_dp.strategies.layered_sgd.gradient_sum import GradientCommunicator, GradientSum
 from lightning_dp.strategies.layered_sgd.update import UpdateQueue
 
-Residuals = dict[str, dict[int, Tensor]]
-"""What compression has left out of a rank's shards: name of a unit -> size of its buffer -> (numel,)."""
+BufferKey = tuple[int, ...]
+"""Size of a buffer, and the places in the unit of the parameters whose gradients it holds."""
+Residuals = dict[str, dict[BufferKey, Tensor]]
+"""What compression has left out of a rank's shards: name of a unit -> buffer -> (numel,)."""
 
 
 class Unit:
@@ -233,7 +235,7 @@ class ShardReduction:
         self._is_accumulating = False
         self._will_release = False
         self._num_submitted = 0  # units in this backward
-        self._keys: dict[tuple[str, int], Tensor] = {}  # what stands for a buffer in a compressor's table
+        self._keys: dict[tuple[str, BufferKey], Tensor] = {}  # what stands for a buffer in a compressor's table
         self._undo: list[Callable[[], None]] = []
         self._hooked: set[Tensor] = set()
         self._units = [Unit(name, index, part) for index, (name, part) in enumerate(units)]
@@ -394,24 +396,22 @@ class ShardReduction:
             # Divided before the sum, as DDP does, so that 16-bit sums do not overflow.
             if shard_sum is None:
                 buffer.div_(self._num_groups)
-            key = self._key_of(unit, buffer)
+            # A step may use other parameters of the unit than the one before, whose residuals are not theirs.
+            place = (unit.name, (buffer.numel(), *(unit.parameters[parameter] for parameter in parameters)))
+            if place not in self._keys:
+                self._keys[place] = torch.empty_like(buffer, device="meta")
+            key = self._keys[place]
             gradient_sum = self._communicator.submit(number, buffer, [key], [] if shard_sum is None else [shard_sum])
             self.updates.add_sum(parameters, ComparedSum(gradient_sum, comparison))
 
-    def _key_of(self, unit: Unit, buffer: Tensor) -> Tensor:
-        place = (unit.name, buffer.numel())
-        if place not in self._keys:
-            self._keys[place] = torch.empty_like(buffer, device="meta")
-        return self._keys[place]
-
     def residuals(self) -> Residuals:
-        """Return what compression has left out of this rank's shards so far: unit -> size of its buffer -> (numel,)."""
+        """Return what compression has left out of this rank's shards so far."""
         found: Residuals = {}
         if self.compressed is not None:
-            for (name, numel), key in self._keys.items():
+            for (name, of_buffer), key in self._keys.items():
                 residual = self.compressed.residual_to_sum(self.compressed.parameters(key))
                 if residual is not None:
-                    found.setdefault(name, {})[numel] = residual
+                    found.setdefault(name, {})[of_buffer] = residual
         return found
 
     def load_residuals(self, residuals: Residuals) -> None:
@@ -419,8 +419,8 @@ class ShardReduction:
         assert self.compressed is not None
         self.compressed.clear()
         for name, buffers in residuals.items():
-            for numel, residual in buffers.items():
-                key = self._keys.setdefault((name, numel), residual.to("meta"))
+            for of_buffer, residual in buffers.items():
+                key = self._keys.setdefault((name, of_buffer), residual.to("meta"))
                 self.compressed.load_residual(self.compressed.parameters(key), residual.clone())
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from pytorch_lightning import Callback
+from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
@@ -267,6 +267,41 @@ def compress(rank):
 @pytest.mark.ci
 def test_compression_stays_close():
     run_processes(4, compress)
+
+
+class Branches(nn.Module):
+    """A unit of two layers of one size. Each element of the second one's gradient is one, which 8 bits hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 8, bias=False)
+        self.second = nn.Linear(FEATURES, 8, bias=False)
+
+    def forward(self, x, is_first):
+        return self.first(x).square().mean() if is_first else self.second.weight.sum()
+
+
+class UsesBranchesInTurn(LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.branches = Branches().double()
+
+    def training_step(self, batch, batch_idx):
+        return self.branches(batch[0], batch_idx % 2 == 0)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def use_branches_in_turn(rank):
+    expected = UsesBranchesInTurn().branches.second.weight - 1
+    module, _ = fit(layered(1, wrap=[Branches], compression="int8"), 2, UsesBranchesInTurn(), steps=2)
+    torch.testing.assert_close(whole(module.branches.second.weight), expected, rtol=0, atol=1e-6)
+
+
+def test_what_is_left_out_of_one_layer_is_not_added_to_another():
+    run_processes(2, use_branches_in_turn)
 
 
 def resume_compressed(rank, folder):
