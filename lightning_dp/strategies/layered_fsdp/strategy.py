@@ -236,8 +236,8 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
             self._check_callbacks(trainer)
             check_layers(module, type(self).__name__)
             check_embeddings(module)
+        self.model = self.precision_plugin.convert_module(module)
         if not any(isinstance(part, FSDPModule) for part in module.modules()):
-            self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
             broadcast_from_rank_0([*module.parameters(), *module.buffers()])
             shard(module, self.device_mesh[SHARD], self._wrap, self._reshard_after_forward, self._mixed_precision)

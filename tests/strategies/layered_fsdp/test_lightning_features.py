@@ -10,6 +10,7 @@ from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from lightning_dp import (
     AdaptiveGlobalBatchNorm,
@@ -493,6 +494,24 @@ def train_in_bfloat16(rank):
 @pytest.mark.ci
 def test_precision():
     run_processes(4, train_in_bfloat16)
+
+
+class Configured(Net):
+    """Shards itself, in single precision."""
+
+    def configure_model(self):
+        if not hasattr(self.first, "unshard"):
+            for part in (self.first, self.shared, self.frozen, self.last, self):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+
+def train_what_shards_itself(rank):
+    expected = snapshot(*fit(layered(1), 2, Net().float(), precision="bf16-true"))
+    assert_same(snapshot(*fit(layered(1), 2, Configured().float(), precision="bf16-true")), expected, rtol=0)
+
+
+def test_a_module_that_shards_itself_has_the_precision_of_the_trainer():
+    run_processes(2, train_what_shards_itself)
 
 
 def seed_differently(rank):
