@@ -327,7 +327,8 @@ class UpdateQueue:
         with without_torch_function():  # the watch would come here again
             gradient = parameter.grad
             if gradient is not None and local_part(gradient).untyped_storage().data_ptr() == bucket:
-                parameter.grad = gradient.clone()
+                with as_after_backward(gradient.device.type):  # who reads it may do so in inference mode
+                    parameter.grad = gradient.clone()
 
     def has_sums_of(self, optimizer: Optimizer) -> bool:
         """Whether the last backward pass has summed a gradient of a parameter of ``optimizer``."""
