@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_dp._private.torch_names import (
+    backward_number,
     call_after_backward,
     is_in_backward,
     local_part,
@@ -234,6 +235,7 @@ class ShardReduction:
         self.updates = UpdateQueue(module, keeps_gradients=True)
         self._is_accumulating = False
         self._will_release = False
+        self._backward: int | None = None  # number of the one that runs, without those within it
         self._num_submitted = 0  # units in this backward
         self._keys: dict[tuple[str, BufferKey], Tensor] = {}  # what stands for a buffer in a compressor's table
         self._undo: list[Callable[[], None]] = []
@@ -291,9 +293,14 @@ class ShardReduction:
             self._begin(unit)
         self._hook_trainable()
 
-    def before_backward(self) -> None:
-        """Look again for parameters that have become trainable: the step itself may have unfrozen some."""
+    def before_backward(self, loss: Tensor) -> None:
+        """Prepare for the backward from ``loss``. The step itself may have unfrozen parameters."""
+        if loss.requires_grad:  # else backward raises
+            loss.register_hook(self._note_backward)
         self._hook_trainable()
+
+    def _note_backward(self, _: Tensor) -> None:
+        self._backward = backward_number()
 
     def _hook_trainable(self) -> None:
         with without_torch_function():
@@ -341,9 +348,13 @@ class ShardReduction:
         has_ended = self._will_release
         self._will_release = False
         self.stop_prefetch()
+        # A reentrant checkpoint runs a backward of its own. The one around it still needs what is gathered.
+        is_within_another = is_in_backward() and self._backward not in (None, backward_number())
+        if not is_within_another:
+            self._backward = None
         for unit in reversed(self._units):  # the order of backward
             part = unit.part()
-            if isinstance(part, FSDPModule):
+            if isinstance(part, FSDPModule) and not is_within_another:
                 part.reshard()  # FSDP2 keeps what no backward has used: `on_after_backward` would write to a copy
             if self._is_accumulating:
                 unit.kept.update(unit.ready)

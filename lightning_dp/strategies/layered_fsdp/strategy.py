@@ -333,7 +333,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     @torch.compiler.disable  # a compiled training_step may call this method
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._reduction is not None:
-            self._reduction.before_backward()
+            self._reduction.before_backward(closure_loss)
         super().pre_backward(closure_loss)
 
     @override

@@ -11,6 +11,7 @@ from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAver
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from lightning_dp import (
     AdaptiveGlobalBatchNorm,
@@ -167,6 +168,30 @@ def leave_out_the_middle(rank):
 
 def test_a_gradient_between_others_is_not_touched_by_their_second_sum():
     run_processes(2, leave_out_the_middle)
+
+
+class Checkpoints(Net):
+    """Runs layers again in backward, the last one too, and between them uses a parameter that the root gathers."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.between = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x)) @ self.between
+        x = torch.tanh(checkpoint(self.shared, x, use_reentrant=self.use_reentrant)) @ self.between.T
+        return checkpoint(self.last, x, use_reentrant=self.use_reentrant)
+
+
+def checkpoint_parts(rank):
+    expected = snapshot(*fit(DDPStrategy(), 2, Checkpoints(False)))
+    for use_reentrant in (False, True):
+        assert_same(snapshot(*fit(layered(1), 2, Checkpoints(use_reentrant))), expected)
+
+
+def test_parts_that_are_run_again_in_backward():
+    run_processes(2, checkpoint_parts)
 
 
 class WritesToTeacher(Teacher):
