@@ -164,19 +164,6 @@ class HierarchicalAllReduce:
             for member, shard in enumerate(shards)
         ]
 
-    def gather_group_sums(self, tensor: Tensor) -> list[Tensor] | None:
-        """Sum ``tensor`` within each group, and return the groups' sums on global rank 0, None on the others.
-
-        Every rank of the job must call it, while no stage is under way. ``tensor`` is changed.
-        """
-        for work in self.reduce_shards([tensor]):
-            work.wait()
-        if self.topology.group_rank(self.rank) != 0:
-            return None
-        sums = [torch.empty_like(tensor) for _ in range(self.topology.num_groups)] if self.rank == 0 else None
-        dist.gather(tensor, sums, group=self.inter_group, group_dst=0)
-        return sums
-
     def _shards(self, buffer: Tensor) -> tuple[Tensor, ...]:
         return buffer.tensor_split(self.num_shards)
 

@@ -420,9 +420,9 @@ class ShardReduction:
         found: Residuals = {}
         if self.compressed is not None:
             for (name, of_buffer), key in self._keys.items():
-                residual = self.compressed.residual_to_sum(self.compressed.parameters(key))
-                if residual is not None:
-                    found.setdefault(name, {})[of_buffer] = residual
+                info = self.compressed.parameters(key)
+                if self.compressed.carried_ranges(info) is not None:
+                    found.setdefault(name, {})[of_buffer] = self.compressed.compressor.residuals.expanded(info)
         return found
 
     def load_residuals(self, residuals: Residuals) -> None:
