@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ class Unit:
     Attributes:
         name: in the module.
         index: place among the units.
-        part: returns the module.
+        part: the module: a part of the trained one, and an `FSDPModule`.
         first_number: of its sums.
         parameters: the DTensors, of this unit and no other, each with its place.
         num_forwards: forward passes with gradients enabled since the last backward.
@@ -58,23 +58,21 @@ class Unit:
         reduce_scatter: where FSDP2's need not be awaited at once.
     """
 
-    def __init__(self, name: str, index: int, module: nn.Module) -> None:
+    def __init__(self, name: str, index: int, part: Any) -> None:
         self.name = name
         self.index = index
-        self.part = weakref.ref(module)
+        self.part = part
         self.first_number = 0
-        self.parameters = {parameter: place for place, parameter in enumerate(own_parameters(module))}
+        self.parameters = {parameter: place for place, parameter in enumerate(own_parameters(part))}
         self.num_forwards = 0
         self.ready: dict[Tensor, None] = {}
         self.kept: dict[Tensor, None] = {}
         self.is_submitted = False
         self.reduce_scatter: StartedReduceScatter | None = None
 
-    @torch.compiler.disable
-    def count_forward(self, *_: object) -> None:
-        """Note a forward pass. A hook: a copy of the module has it, too, so it needs nothing but this unit."""
-        if torch.is_grad_enabled() and not is_in_backward():  # in backward it is recomputed
-            self.num_forwards += 1
+    def count_forward(self, _: FSDPModule) -> None:
+        """Note a forward pass."""
+        self.num_forwards += 1
 
     @property
     def is_complete(self) -> bool:
@@ -254,24 +252,26 @@ class ShardReduction:
         self._comparison = Comparison(self.unit_names, self._all_ranks, self._known)  # of this backward
         self._held: list[Callable[[], None]] = []  # begin the sums that wait for the comparison
         self._last_comparison: Comparison | None = None
-        for unit, (_, part) in zip(self._units, units, strict=True):
-            self._undo.append(part.register_forward_pre_hook(unit.count_forward).remove)
+        for unit in self._units:
+            self._call_before_forward(unit, unit.count_forward)
 
     def overlap_intra_group(self) -> None:
         """Let FSDP2's collectives on the CPU run while the rank computes."""
         self._prefetch = prefetch = Prefetch()
         under_way: deque[ShardSum] = deque()
         for unit in self._units:
-            part = unit.part()
-            assert isinstance(part, FSDPModule)
             reduce_scatter = StartedReduceScatter(partial(self._may_start, unit), self._num_groups, under_way)
-            undo = replace_fsdp_collectives(part, StartedAllGather(), reduce_scatter)
+            undo = replace_fsdp_collectives(unit.part, StartedAllGather(), reduce_scatter)
             if undo is not None:
                 unit.reduce_scatter = reduce_scatter
                 self._undo.append(undo)
-            for act, first in ((prefetch.before_gather, True), (prefetch.after_gather, False)):
-                hook = partial(_call_for, unit.part, act)
-                self._undo.append(part.register_forward_pre_hook(hook, prepend=first).remove)
+            self._call_before_forward(unit, prefetch.before_gather, prepend=True)
+            self._call_before_forward(unit, prefetch.after_gather)
+
+    def _call_before_forward(self, unit: Unit, act: Callable[[FSDPModule], None], prepend: bool = False) -> None:
+        """Call ``act`` before each forward that a backward may follow; ``prepend``: before the unit is gathered."""
+        hook = partial(_unless_recomputed, act)
+        self._undo.append(unit.part.register_forward_pre_hook(hook, prepend=prepend).remove)
 
     def _may_start(self, unit: Unit, output: Tensor) -> bool:
         return not self._is_accumulating and is_in_backward() and unit.is_completed_by(output)
@@ -353,9 +353,8 @@ class ShardReduction:
         if not is_within_another:
             self._backward = None
         for unit in reversed(self._units):  # the order of backward
-            part = unit.part()
-            if isinstance(part, FSDPModule) and not is_within_another:
-                part.reshard()  # FSDP2 keeps what no backward has used: `on_after_backward` would write to a copy
+            if not is_within_another:
+                unit.part.reshard()  # FSDP2 keeps what no backward has used: `on_after_backward` would write to a copy
             if self._is_accumulating:
                 unit.kept.update(unit.ready)
             elif (unit.ready or unit.kept) and not unit.is_submitted:
@@ -449,12 +448,9 @@ class ShardReduction:
 
 
 @torch.compiler.disable
-def _call_for(
-    own: Callable[[], nn.Module | None], act: Callable[[FSDPModule], None], part: nn.Module, _: object
-) -> None:
-    """Call ``act`` before a forward of a unit, not of a copy of it, that a backward may follow."""
-    if own() is part and torch.is_grad_enabled() and not is_in_backward():  # in backward it is recomputed
-        assert isinstance(part, FSDPModule)
+def _unless_recomputed(act: Callable[[FSDPModule], None], part: Any, _: object) -> None:
+    """Call ``act`` before a forward with gradients, not before one that runs again in backward."""
+    if torch.is_grad_enabled() and not is_in_backward():
         act(part)
 
 
