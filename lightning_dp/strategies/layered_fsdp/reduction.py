@@ -347,14 +347,13 @@ class ShardReduction:
         """Sum what is not summed yet, when backward has ended, and release what was held back until then."""
         has_ended = self._will_release
         self._will_release = False
-        self.stop_prefetch()
         # A reentrant checkpoint runs a backward of its own. The one around it still needs what is gathered.
-        is_within_another = is_in_backward() and self._backward not in (None, backward_number())
-        if not is_within_another:
+        if not is_in_backward() or self._backward in (None, backward_number()):
             self._backward = None
-        for unit in reversed(self._units):  # the order of backward
-            if not is_within_another:
+            self.stop_prefetch()
+            for unit in self._units:
                 unit.part.reshard()  # FSDP2 keeps what no backward has used: `on_after_backward` would write to a copy
+        for unit in reversed(self._units):  # the order of backward
             if self._is_accumulating:
                 unit.kept.update(unit.ready)
             elif (unit.ready or unit.kept) and not unit.is_submitted:
