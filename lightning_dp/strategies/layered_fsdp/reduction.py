@@ -224,7 +224,7 @@ class ShardReduction:
         communicator: GradientCommunicator,
         num_groups: int,
         module: nn.Module,
-        units: Sequence[tuple[str, nn.Module]],
+        units: Sequence[tuple[str, Any]],
         timeout: timedelta,
     ) -> None:
         self._communicator = communicator

@@ -156,10 +156,13 @@ def _outermost_with_forward(module: nn.Module, name: str) -> Iterator[nn.Module]
             yield from _outermost_with_forward(child, f"{name}.{child_name}" if name else child_name)
 
 
-def sharded_units(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return name and module of each unit, in the order of the module's parts: about that of the forward."""
-    parts = [(name or type(module).__name__, part) for name, part in module.named_modules()]
-    return [(name, part) for name, part in parts if isinstance(part, FSDPModule) and own_parameters(part)]
+def sharded_units(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return name and module of each unit, in the order of the module's parts: about that of the forward.
+
+    The modules are `FSDPModule`, too, for which Python has no type.
+    """
+    units: list[tuple[str, Any]] = [each for each in module.named_modules() if isinstance(each[1], FSDPModule)]
+    return [(name or type(module).__name__, unit) for name, unit in units if own_parameters(unit)]
 
 
 def forget_failed_step(module: nn.Module) -> None:

@@ -100,7 +100,7 @@ class RunningSteps:
         finally:
             self._is_running = False
 
-    def watch(self, units: Iterable[nn.Module]) -> None:
+    def watch(self, units: Iterable[Any]) -> None:
         """Free each of ``units`` after its forward outside of a step, until `close`."""
         self.close()
         self._handles = [unit.register_forward_hook(self._free) for unit in units]
@@ -112,9 +112,8 @@ class RunningSteps:
         self._handles.clear()
 
     @torch.compiler.disable
-    def _free(self, unit: nn.Module, *_: object) -> None:
+    def _free(self, unit: Any, *_: object) -> None:
         if not self._is_running and not is_in_backward():  # in backward it is recomputed
-            assert isinstance(unit, FSDPModule)
             unit.reshard()
 
 
@@ -243,10 +242,10 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
             shard(module, self.device_mesh[SHARD], self._wrap, self._reshard_after_forward, self._mixed_precision)
         materialize(module, self.root_device)
         units = sharded_units(module)
-        self._units = [unit for _, unit in units if isinstance(unit, FSDPModule)]
+        self._units = [unit for _, unit in units]
         self._free_gathered()  # the user may have run a part since an earlier fit
         forget_failed_step(module)
-        self._steps.watch(part for _, part in units)
+        self._steps.watch(self._units)
         self._require_all_sharded(module, units)
         self.model_to_device()
         broadcast_from_rank_0([*module.parameters(), *module.buffers()], self.device_mesh[REPLICATE].get_group())
@@ -267,7 +266,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
                     "made in on_train_start"
                 )
 
-    def _require_all_sharded(self, module: nn.Module, units: list[tuple[str, nn.Module]]) -> None:
+    def _require_all_sharded(self, module: nn.Module, units: list[tuple[str, Any]]) -> None:
         for name, parameter in module.named_parameters():
             if getattr(parameter, "device_mesh", None) != self.device_mesh[SHARD]:
                 raise ValueError(
