@@ -8,6 +8,7 @@ import pytest
 import torch
 from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -519,6 +520,27 @@ def train_in_bfloat16(rank):
 @pytest.mark.ci
 def test_precision():
     run_processes(4, train_in_bfloat16)
+
+
+class ReadsOnOneRank(Callback):
+    """Rank 1 alone looks at a parameter between two steps."""
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        if trainer.global_rank == 1:
+            float(pl_module.first.weight.detach().to_local().sum())
+
+
+def scale_gradients(rank):
+    results = []
+    for callbacks in ([], [ReadsOnOneRank()]):
+        plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+        results.append(snapshot(*fit(layered(2), 4, Net().float(), plugins=[plugin], callbacks=callbacks)))
+    assert_same(*results)
+
+
+@pytest.mark.ci
+def test_one_rank_alone_may_read_a_parameter_under_a_gradient_scaler():
+    run_processes(4, scale_gradients, timeout=60)
 
 
 class Configured(Net):
