@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_dp._private.torch_names import (
     backward_number,
@@ -48,7 +47,7 @@ class Unit:
     Attributes:
         name: in the module.
         index: place among the units.
-        part: the module: a part of the trained one, and an `FSDPModule`.
+        part: the module: a part of the trained one, and an ``FSDPModule``.
         first_number: of its sums.
         parameters: the DTensors, of this unit and no other, each with its place.
         num_forwards: forward passes with gradients enabled since the last backward.
@@ -69,10 +68,6 @@ class Unit:
         self.kept: dict[Tensor, None] = {}
         self.is_submitted = False
         self.reduce_scatter: StartedReduceScatter | None = None
-
-    def count_forward(self, _: FSDPModule) -> None:
-        """Note a forward pass."""
-        self.num_forwards += 1
 
     @property
     def is_complete(self) -> bool:
@@ -253,7 +248,7 @@ class ShardReduction:
         self._held: list[Callable[[], None]] = []  # begin the sums that wait for the comparison
         self._last_comparison: Comparison | None = None
         for unit in self._units:
-            self._call_before_forward(unit, unit.count_forward)
+            self._call_before_forward(unit, _count_forward)
 
     def overlap_intra_group(self) -> None:
         """Let FSDP2's collectives on the CPU run while the rank computes."""
@@ -268,9 +263,9 @@ class ShardReduction:
             self._call_before_forward(unit, prefetch.before_gather, prepend=True)
             self._call_before_forward(unit, prefetch.after_gather)
 
-    def _call_before_forward(self, unit: Unit, act: Callable[[FSDPModule], None], prepend: bool = False) -> None:
+    def _call_before_forward(self, unit: Unit, act: Callable[[Unit], None], prepend: bool = False) -> None:
         """Call ``act`` before each forward that a backward may follow; ``prepend``: before the unit is gathered."""
-        hook = partial(_unless_recomputed, act)
+        hook = partial(_unless_recomputed, act, unit)
         self._undo.append(unit.part.register_forward_pre_hook(hook, prepend=prepend).remove)
 
     def _may_start(self, unit: Unit, output: Tensor) -> bool:
@@ -446,11 +441,15 @@ class ShardReduction:
             dist.destroy_process_group(self._all_ranks)
 
 
+def _count_forward(unit: Unit) -> None:
+    unit.num_forwards += 1
+
+
 @torch.compiler.disable
-def _unless_recomputed(act: Callable[[FSDPModule], None], part: Any, _: object) -> None:
+def _unless_recomputed(act: Callable[[Unit], None], unit: Unit, *_: object) -> None:
     """Call ``act`` before a forward with gradients, not before one that runs again in backward."""
     if torch.is_grad_enabled() and not is_in_backward():
-        act(part)
+        act(unit)
 
 
 def buffers_of(parameters: list[Tensor]) -> list[tuple[list[Tensor], Tensor]]:
