@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_dp._lightning import LightningModule
-from lightning_dp._private.torch_names import has_gradient_hooks, has_tensor_hooks, local_part, without_torch_function
+from lightning_dp._private.torch_names import (
+    drop_unreduced_gradients,
+    has_gradient_hooks,
+    has_tensor_hooks,
+    local_part,
+    without_torch_function,
+)
 
 Wrap = Sequence[type[nn.Module]] | Callable[[nn.Module], bool]
 
@@ -166,14 +173,18 @@ def sharded_units(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def forget_failed_step(module: nn.Module) -> None:
-    """Let FSDP2 begin anew where an exception has ended the last forward: parts that it had gathered stay so."""
+    """Let FSDP2 begin anew where an exception has ended the last step.
+
+    After a forward, parts that it had gathered would stay so. After a backward, it would reduce no gradients any more.
+    """
     if not isinstance(module, FSDPModule):
         for part in module.children():
             forget_failed_step(part)
         return
-    is_gathered = not all(isinstance(parameter, DTensor) for parameter in module.parameters())
-    if is_gathered and hasattr(module, "reset_iter_state"):  # not in all versions of torch
+    with suppress(AttributeError):  # it has not run yet, or torch is a version that has no such method
         module.reset_iter_state()
+    for _, unit in sharded_units(module):
+        drop_unreduced_gradients(unit)
 
 
 def own_parameters(unit: nn.Module) -> list[Tensor]:

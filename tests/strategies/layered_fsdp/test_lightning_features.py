@@ -423,10 +423,28 @@ class FailsOnce(Net):
         return loss
 
 
-def fail_and_fit_again(rank):
+class FailsInBackward(FailsOnce):
+    """Raises in its third step, in backward, when what comes after the first layer has gradients."""
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        if self.fails:
+            x.register_hook(self.fail)
+        return self.scale[:CLASSES] * self.last(torch.tanh(self.shared(x)))
+
+    def fail(self, _):
+        raise ArithmeticError
+
+    def training_step(self, batch, batch_idx):
+        self.fails = batch_idx == 2 and not self.has_failed
+        self.has_failed |= self.fails
+        return self.loss(batch)
+
+
+def fail_and_fit_again(rank, kind):
     results = []
     for strategy in (DDPStrategy, lambda: layered(wrap=None), lambda: layered(wrap=None, reshard_after_forward=False)):
-        module = FailsOnce()
+        module = kind()
         with pytest.raises(ArithmeticError):
             fit(strategy(), 4, module)
         results.append(snapshot(*fit(strategy(), 4, module)))
@@ -434,8 +452,9 @@ def fail_and_fit_again(rank):
 
 
 @pytest.mark.ci
-def test_a_module_whose_training_step_has_failed_is_fitted_again():
-    run_processes(4, fail_and_fit_again)
+@pytest.mark.parametrize("kind", [FailsOnce, FailsInBackward])
+def test_a_module_whose_training_step_has_failed_is_fitted_again(kind):
+    run_processes(4, fail_and_fit_again, kind)
 
 
 def fit_then_run_otherwise(rank):
