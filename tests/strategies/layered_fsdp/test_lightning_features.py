@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -455,6 +456,41 @@ def fail_and_fit_again(rank, kind):
 @pytest.mark.parametrize("kind", [FailsOnce, FailsInBackward])
 def test_a_module_whose_training_step_has_failed_is_fitted_again(kind):
     run_processes(4, fail_and_fit_again, kind)
+
+
+class SkipsBatch(Manual):
+    """Leaves out the second batch: before its forward, or when its backward raises."""
+
+    def __init__(self, raises):
+        super().__init__()
+        self.raises = raises
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        if self.is_left_out:
+            x.register_hook(FailsInBackward.fail.__get__(self))
+        return self.last(torch.tanh(self.shared(x)))
+
+    def training_step(self, batch, batch_idx):
+        self.is_left_out = batch_idx == 1
+        if self.is_left_out and not self.raises:
+            return
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        with suppress(ArithmeticError):
+            self.manual_backward(self.loss(batch))
+            for optimizer in self.optimizers():
+                optimizer.step()
+
+
+def skip_batch(rank):
+    expected = snapshot(*fit(DDPStrategy(), 4, SkipsBatch(raises=False)))
+    assert_same(snapshot(*fit(layered(), 4, SkipsBatch(raises=True))), expected)
+
+
+@pytest.mark.ci
+def test_training_goes_on_after_a_backward_that_has_raised():
+    run_processes(4, skip_batch, timeout=60)
 
 
 def fit_then_run_otherwise(rank):
