@@ -10,7 +10,8 @@ from typing import TypeVar
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dp.collectives.compression.wire import Exchange, Transport
+from lightning_dp.collectives.compression.wire import Transport
+from lightning_dp.collectives.point_to_point import Transfer
 
 Result = TypeVar("Result")
 
@@ -53,7 +54,7 @@ class LocalWire(Transport):
         self._num_started = 0
 
     @override
-    def start(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Exchange:
+    def start(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Transfer]:
         number = self._num_started
         self._num_started += 1
         incoming[self.rank].copy_(outgoing[self.rank])
@@ -61,19 +62,19 @@ class LocalWire(Transport):
         for peer in peers:
             self.board.put((number, self.rank, peer), outgoing[peer].clone())
         self.bytes_sent += sum(outgoing[peer].nbytes for peer in peers)
-        return _LocalExchange(self.board, [((number, peer, self.rank), incoming[peer]) for peer in peers])
+        return [_LocalTransfer(self.board, (number, peer, self.rank), incoming[peer]) for peer in peers]
 
 
-class _LocalExchange(Exchange):
-    def __init__(self, board: _Board, places: Sequence[tuple[tuple[int, int, int], Tensor]]) -> None:
-        super().__init__([])
+class _LocalTransfer(Transfer):
+    def __init__(self, board: _Board, key: tuple[int, int, int], place: Tensor) -> None:
+        # Not that of `Transfer`: there is no process group.
         self._board = board
-        self._places = places
+        self._key = key
+        self._place = place
 
     @override
     def wait(self) -> None:
-        for key, place in self._places:
-            place.copy_(self._board.fetch(key))
+        self._place.copy_(self._board.fetch(self._key))
 
 
 def local_wires(num_ranks: int) -> list[LocalWire]:

@@ -141,15 +141,29 @@ def num_gradient_listeners(parameter: Tensor) -> int:
     return len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
 
 
+def _fsdp_groups(unit: Any) -> list[Any]:
+    state = unit._get_fsdp_state()
+    # A single one in torch 2.11, or None.
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def drop_unreduced_gradients(unit: Any) -> None:
+    """Drop gradients that FSDP2 has not reduced, because an exception has ended the backward."""
+    for group in _fsdp_groups(unit):
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if (gathered := getattr(parameter, "unsharded_param", None)) is not None:  # none if it never was
+                gathered.grad = None
+
+
 def replace_fsdp_collectives(unit: Any, all_gather: Any, reduce_scatter: Any) -> Callable[[], None] | None:
     """Let FSDP2 use these collectives for ``unit``, and divide no gradient; return what undoes it.
 
     None, and nothing is changed, if somebody has given ``unit`` collectives or a divisor of their own.
     """
-    state = unit._get_fsdp_state()
-    # A single one in torch 2.11.
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    if len(groups) != 1 or groups[0] is None:
+    groups = _fsdp_groups(unit)
+    if len(groups) != 1:
         return None
     (group,) = groups
     own = group._all_gather_comm, group._reduce_scatter_comm

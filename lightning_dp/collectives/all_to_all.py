@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dp.collectives.groups import OnStage, dense, needs_host_copy
-from lightning_dp.collectives.point_to_point import Message, Transfer, start_message
+from lightning_dp.collectives.point_to_point import Message, Transfer, start_message, wait_for_all
 from lightning_dp.collectives.small_all_gather import gather_on_device
 
 HEADER_BYTES = 64
@@ -238,8 +238,7 @@ class AllToAll:
             self._require_same(peer, call, frame[:HEADER_BYTES])
         for tensor, received in self._inline:
             _bytes_of(tensor).copy_(received)
-        for transfer in self._transfers:
-            transfer.wait()
+        wait_for_all(self._transfers)
         for tensor, buffer in self._staged:
             tensor.copy_(buffer)
         self._channel.record_exchange(self._name, self._start_s, wait_start_s, time.perf_counter())

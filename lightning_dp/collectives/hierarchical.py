@@ -13,7 +13,6 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_dp.collectives.groups import RankTopology, create_groups, destroy_group
 
@@ -49,6 +48,12 @@ class HierarchicalAllReduce:
         all_reduce: algorithm of the inter-group all-reduce.
         reduce_on_device: reduce within the group with the default group's backend, by `reduce_on_device`, before
             anything is copied to host memory. `intra_group_reduce` has nothing to do then.
+        of_shards: a buffer is this rank's shard alone, and holds the sum over its group already, as after FSDP2's
+            reduce-scatter: only the all-reduce between groups is left. Seen from the shard a group is a single rank,
+            and that is what ``topology`` and ``rank`` say. Every rank carries its shard (``"sharded"``).
+
+    Attributes:
+        inter_group: the ranks that carry the same shard, one of each group; None if this rank carries none.
     """
 
     def __init__(
@@ -60,31 +65,29 @@ class HierarchicalAllReduce:
         backend: str | None = None,
         all_reduce: AllReduce = native_all_reduce,
         reduce_on_device: bool = False,
+        of_shards: bool = False,
     ) -> None:
-        self.topology = topology
-        self.rank = rank
-        self.num_shards = topology.group_size if communicator == "sharded" else 1
+        self._job = topology, rank
+        self.topology = RankTopology(topology.num_groups, 1) if of_shards else topology
+        self.rank = topology.group_of(rank) if of_shards else rank
+        num_carriers = topology.group_size if communicator == "sharded" else 1
+        self.num_shards = 1 if of_shards else num_carriers
         self._all_reduce = all_reduce
 
         intra_group = [topology.members(leader) for leader in range(0, topology.world_size, topology.group_size)]
-        inter_group = [topology.peers(group_rank) for group_rank in range(self.num_shards)]
+        inter_group = [topology.peers(group_rank) for group_rank in range(num_carriers)]
         # In training on CPU several threads issue reduces and broadcasts: the training thread, and the communicator's.
         # On one shared group their order could differ between ranks, and each would wait for the wrong collective.
-        has_intra_group = topology.group_size > 1
+        has_intra_group = topology.group_size > 1 and not of_shards
         self._reduce_group = create_groups(intra_group, rank, timeout, backend) if has_intra_group else None
         self._broadcast_group = create_groups(intra_group, rank, timeout, backend) if has_intra_group else None
-        self._inter_group = create_groups(inter_group, rank, timeout, backend)
+        self.inter_group = create_groups(inter_group, rank, timeout, backend)
         self._device_group = create_groups(intra_group, rank, timeout) if reduce_on_device and has_intra_group else None
 
     @property
     def reduces_on_device(self) -> bool:
         """Whether `reduce_on_device` takes the place of `intra_group_reduce`."""
         return self._device_group is not None
-
-    @property
-    def inter_group(self) -> dist.ProcessGroup | None:
-        """The ranks that carry the same shard, one of each group of ranks; None if this rank carries none."""
-        return self._inter_group
 
     def intra_group_reduce(self, buffer: Tensor) -> list[dist.Work]:
         """Start to reduce ``buffer`` within the group: group rank k gets the sum of shard k (Algorithm 3, lines 6, 15).
@@ -140,8 +143,8 @@ class HierarchicalAllReduce:
         Returns:
             None: unlike a compressed all-reduce, this one leaves nothing to do.
         """
-        if self._inter_group is not None:
-            self._all_reduce(self._shards(buffer)[self.topology.group_rank(self.rank)], self._inter_group)
+        if self.inter_group is not None:
+            self._all_reduce(self._shards(buffer)[self.topology.group_rank(self.rank)], self.inter_group)
         return None
 
     def intra_group_broadcast(self, buffer: Tensor) -> list[dist.Work]:
@@ -161,64 +164,17 @@ class HierarchicalAllReduce:
             for member, shard in enumerate(shards)
         ]
 
-    def gather_group_sums(self, tensor: Tensor) -> list[Tensor] | None:
-        """Sum ``tensor`` within each group, and return the groups' sums on global rank 0, None on the others.
-
-        Every rank of the job must call it, while no stage is under way. ``tensor`` is changed.
-        """
-        for work in self.reduce_shards([tensor]):
-            work.wait()
-        if self.topology.group_rank(self.rank) != 0:
-            return None
-        sums = [torch.empty_like(tensor) for _ in range(self.topology.num_groups)] if self.rank == 0 else None
-        dist.gather(tensor, sums, group=self._inter_group, group_dst=0)
-        return sums
-
     def _shards(self, buffer: Tensor) -> tuple[Tensor, ...]:
         return buffer.tensor_split(self.num_shards)
 
     def describe(self, stage: Stage) -> str:
         """Return the ranks that take part in a stage with this rank, worded for an error message."""
-        return describe_ranks(self.topology, self.rank, stage)
+        return describe_ranks(*self._job, stage)
 
     def close(self) -> None:
         """Destroy the process groups."""
-        for group in (self._reduce_group, self._broadcast_group, self._inter_group, self._device_group):
+        for group in (self._reduce_group, self._broadcast_group, self.inter_group, self._device_group):
             destroy_group(group)
-
-
-class ShardAllReduce(HierarchicalAllReduce):
-    """The stage between groups alone, of what each rank already owns the sum within its group of: its shard.
-
-    FSDP2 reduce-scatters gradients inside a group; then each rank all-reduces its shard with the ranks of the same
-    group rank. Seen from the shard a group is a single rank, and that is what ``topology`` and ``rank`` say.
-
-    Args:
-        topology: division of the ranks into at least two groups.
-        rank: global rank of this process.
-        timeout, backend, all_reduce: as in `HierarchicalAllReduce`.
-    """
-
-    def __init__(
-        self,
-        topology: RankTopology,
-        rank: int,
-        timeout: timedelta | None = None,
-        backend: str | None = None,
-        all_reduce: AllReduce = native_all_reduce,
-    ) -> None:
-        self.topology = RankTopology(topology.num_groups, 1)
-        self.rank = topology.group_of(rank)
-        self.num_shards = 1
-        self._all_reduce = all_reduce
-        self._job = topology, rank
-        inter_group = [topology.peers(group_rank) for group_rank in range(topology.group_size)]
-        self._inter_group = create_groups(inter_group, rank, timeout, backend)
-        self._reduce_group = self._broadcast_group = self._device_group = None
-
-    @override
-    def describe(self, stage: Stage) -> str:
-        return describe_ranks(*self._job, stage)
 
 
 def describe_ranks(topology: RankTopology, rank: int, stage: Stage) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -35,33 +36,24 @@ class PeerError(RuntimeError):
         self.group_rank = group_rank
 
 
+@dataclass
 class Transfer:
     """One message in flight.
 
-    Args:
+    Attributes:
         group: the group of both ranks.
         action: "send to" or "receive from", for the error message.
-        message: tensor and peer.
+        message: tensor and peer. gloo does not hold a reference to the tensor: without this one its memory could be
+            reused while the message is in flight.
         works: the backend's handles. Empty if nothing is sent.
         failure: the backend's error, if the message could not be started. `wait` raises it.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        action: str,
-        message: Message,
-        works: Sequence[dist.Work],
-        failure: RuntimeError | None = None,
-    ) -> None:
-        tensor, peer = message
-        self._group = group
-        self._action = action
-        self._peer = peer
-        self._works = works
-        self._failure = failure
-        # gloo does not hold a reference: without this one the memory could be reused while the message is in flight.
-        self._tensor = tensor
+    group: dist.ProcessGroup
+    action: str
+    message: Message
+    works: Sequence[dist.Work]
+    failure: RuntimeError | None = None
 
     def wait(self) -> None:
         """Block until a received tensor may be read, or a sent one changed. On CUDA only the current stream waits.
@@ -70,12 +62,19 @@ class Transfer:
             PeerError: the peer has died, or has been silent for longer than the timeout of the group.
         """
         try:
-            if self._failure is not None:
-                raise self._failure
-            for work in self._works:
+            if self.failure is not None:
+                raise self.failure
+            for work in self.works:
                 work.wait()
         except RuntimeError as error:
-            raise peer_error(self._group, self._action, self._peer, error) from error
+            _, peer = self.message
+            raise peer_error(self.group, self.action, peer, error) from error
+
+
+def wait_for_all(transfers: Iterable[Transfer]) -> None:
+    """Block until all messages have been sent and received; raises as `Transfer.wait` does."""
+    for transfer in transfers:
+        transfer.wait()
 
 
 def post(
@@ -248,8 +247,7 @@ def _gather(group: dist.ProcessGroup, call: str, device: torch.device) -> list[s
             [(headers[distance : distance + count], (rank + distance) % world_size)],
             [(headers[:count], (rank - distance) % world_size)],
         )
-        for transfer in (*received, *sent):
-            transfer.wait()
+        wait_for_all(received + sent)
         distance *= 2
     in_rank_order = headers.roll(rank, dims=0)
     return [bytes(row).decode().rstrip() for row in in_rank_order.tolist()]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dp.collectives.groups import exclusive_use, resolve_group
-from lightning_dp.collectives.point_to_point import Transfer, flat_buffer, post, require_same_call
+from lightning_dp.collectives.point_to_point import Transfer, flat_buffer, post, require_same_call, wait_for_all
 
 SEGMENT_BYTES = 512 * 1024
 OPS = ("sum", "mean")
@@ -316,7 +316,7 @@ def star_all_reduce(
             # A received segment may overwrite the sent one: the sum cannot arrive before this rank's part was read.
             messages = [(segment, reducer) for segment in segments]
             received, sent = post(group, messages, messages)
-            _wait(received + sent)
+            wait_for_all(received + sent)
     return tensor
 
 
@@ -334,16 +334,11 @@ def _reduce(segments: list[torch.Tensor], group: dist.ProcessGroup) -> None:
 
     incoming = [receive(index) for index in range(len(inboxes))]
     for index, segment in enumerate(segments):
-        _wait(incoming[index])
+        wait_for_all(incoming[index])
         for buffer in inboxes[index % 2]:
             segment.add_(buffer[: segment.numel()])
         # The inbox has been read, so the segment after the next one may arrive in it.
         if index + 2 < len(segments):
             incoming.append(receive(index + 2))
         sends += post(group, [], [(segment, leaf) for leaf in leaves])[1]
-    _wait(sends)
-
-
-def _wait(transfers: list[Transfer]) -> None:
-    for transfer in transfers:
-        transfer.wait()
+    wait_for_all(sends)

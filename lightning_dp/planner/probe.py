@@ -13,8 +13,9 @@ from typing_extensions import override
 from lightning_dp.collectives.compression.compressors import make_compressor
 from lightning_dp.collectives.compression.layout import BucketShard, ParameterTable, whole_shard
 from lightning_dp.collectives.compression.options import Compression
-from lightning_dp.collectives.compression.wire import Exchange, Transport
+from lightning_dp.collectives.compression.wire import Transport
 from lightning_dp.collectives.groups import create_groups, destroy_group
+from lightning_dp.collectives.point_to_point import Transfer
 from lightning_dp.planner.convolutions.measure import measure_time_s
 from lightning_dp.planner.formulas import require_count
 from lightning_dp.planner.network import Link, Network
@@ -155,7 +156,7 @@ class _Loopback(Transport):
         self.bytes_sent = 0
 
     @override
-    def start(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Exchange:
+    def start(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Transfer]:
         for sent, received in zip(outgoing, incoming, strict=True):
             received.copy_(sent)
-        return Exchange([])
+        return []

@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_dp.collectives.compression.layout import BLOCK, BucketShard, ParameterInfo, ParamSlice, num_blocks
 from lightning_dp.collectives.compression.options import Compression, PowerSGD
 from lightning_dp.collectives.compression.wire import SEGMENT, Transport, complete, in_segments
+from lightning_dp.collectives.point_to_point import wait_for_all
 
 
 class Compressor(ABC):
@@ -201,9 +202,9 @@ class Int8(Compressor):
 
 def _exchange_all(values: Tensor, sums: Tensor, wire: Transport) -> Iterator[None]:
     """Do what `_exchange_owned` does, between two carriers: each sends all blocks, and both add. One rounding only."""
-    messages, exchange = wire.start_swap(_pack(quantize(values)))
+    messages, transfers = wire.start_swap(_pack(quantize(values)))
     yield
-    exchange.wait()
+    wait_for_all(transfers)
     first, second = (_unpack(message).decode(sums.dtype) for message in messages)
     torch.add(first, second, out=sums)
 
@@ -215,19 +216,19 @@ def _exchange_owned(values: Tensor, sums: Tensor, owner: Tensor, wire: Transport
     # Step 1: each carrier sends every owner its blocks.
     quantized = quantize(values)
     inbox = _empty_messages([counts[wire.rank]] * wire.num_ranks)
-    exchange = wire.start([_pack(_select(quantized, rows)) for rows in owned], inbox)
+    transfers = wire.start([_pack(_select(quantized, rows)) for rows in owned], inbox)
     yield
-    exchange.wait()
+    wait_for_all(transfers)
     total = _unpack(inbox[0]).decode(values.dtype)
     for message in inbox[1:]:
         total += _unpack(message).decode(values.dtype)
     # Step 2: each owner sends all carriers its sums.
     outbox = _empty_messages(counts)
-    exchange = wire.start([_pack(quantize(total))] * wire.num_ranks, outbox)
+    transfers = wire.start([_pack(quantize(total))] * wire.num_ranks, outbox)
     # An owner has also rounded its own contribution, so both roundings add up in its residual.
     values[owned[wire.rank]] += total
     yield
-    exchange.wait()
+    wait_for_all(transfers)
     for rows, message in zip(owned, outbox, strict=True):
         sums[rows] = _unpack(message).decode(sums.dtype)
 

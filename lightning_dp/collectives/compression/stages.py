@@ -24,6 +24,7 @@ from lightning_dp.collectives.compression.layout import (
 from lightning_dp.collectives.compression.options import Compression, check_compression
 from lightning_dp.collectives.compression.wire import Transport
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce, Stage
+from lightning_dp.collectives.point_to_point import post, wait_for_all
 
 ShardRanges = tuple[tuple[int, int], ...]
 """Begin and end of the elements of a parameter that each member of the group carries."""
@@ -39,13 +40,16 @@ class CompressedAllReduce:
         collective: its groups and its stages within a group are used.
         compressor: sums a piece over the groups.
         parameters: all parameters, by name and in one order on all ranks.
+
+    Attributes:
+        wire: to the carriers of the same piece in the other groups; None if this rank carries nothing.
     """
 
     def __init__(self, collective: HierarchicalAllReduce, compressor: Compressor, parameters: ParameterTable) -> None:
         self.collective = collective
         self.compressor = compressor
         self.parameters = parameters
-        self._wire = None if collective.inter_group is None else Transport(collective.inter_group)
+        self.wire = None if collective.inter_group is None else Transport(collective.inter_group)
         self._stages: dict[tuple[ParameterInfo, ...], CompressedStages] = {}
         # Where residuals lie. All members know it of all parameters, so that they agree on when residuals must move.
         self._shard_ranges: dict[ParameterInfo, ShardRanges] = {}
@@ -54,7 +58,7 @@ class CompressedAllReduce:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent to other groups."""
-        return 0 if self._wire is None else self._wire.bytes_sent
+        return 0 if self.wire is None else self.wire.bytes_sent
 
     def stages_of(self, parameters: Sequence[Tensor]) -> "CompressedStages":
         """Return the stages of a bucket that holds the gradients of these parameters, in this order."""
@@ -63,23 +67,15 @@ class CompressedAllReduce:
             self._stages[infos] = CompressedStages(self, infos)
         return self._stages[infos]
 
-    def start(self, tensor: Tensor, piece: BucketShard) -> Iterator[None]:
-        """Start to sum this rank's piece of a bucket over the groups, in place; see `Compressor.start`."""
-        assert self._wire is not None, "this rank carries nothing"
-        return self.compressor.start(tensor, piece, self._wire)
-
-    def residual_to_sum(self, info: ParameterInfo) -> Tensor | None:
-        """Return this member's part of its group's residual, (numel,): the members' sum is the group's. A copy.
+    def carried_ranges(self, info: ParameterInfo) -> ShardRanges | None:
+        """Return which elements of its group's residual each member has, from the first one on.
 
         None, on all ranks alike, if no gradient of the parameter has been reduced yet and no residual was loaded.
         """
-        if info in self._shard_ranges:
-            return self.compressor.residuals.expanded(info)
-        if info not in self._loaded:
-            return None
-        residual = self.compressor.residuals.expanded(info)
-        # All members have all of it until the first bucket tells who carries what.
-        return residual if self.collective.topology.group_rank(self.collective.rank) == 0 else residual.zero_()
+        if info in self._loaded and info not in self._shard_ranges:
+            # All members have all of it until the first bucket tells who carries what. That of the first one counts.
+            return ((0, info.numel),)
+        return self._shard_ranges.get(info)
 
     def load_residual(self, info: ParameterInfo, flat: Tensor) -> None:
         """Put ``flat``, (numel,), in place of the residual of this rank's group. All members of a group call it."""
@@ -159,14 +155,14 @@ class CompressedStages:
             What is left to do when the last messages are under way: iterate until it ends. None for a rank without a
             shard.
         """
-        if self._collective.inter_group is None:
+        if self._owner.wire is None:
             return None
         if self._moving is not None:
             moved = self._piece.split(self._shards(self._moving)[self._member])
             self._moving = None
             for part, residual in zip(self._piece.parts, moved, strict=True):
                 self._owner.compressor.residuals.keep(part, residual.clone())
-        rest = self._owner.start(self._shards(buffer)[self._member], self._piece)
+        rest = self._owner.compressor.start(self._shards(buffer)[self._member], self._piece, self._owner.wire)
         next(rest, None)
         return rest
 
@@ -194,66 +190,64 @@ State = dict[str, dict[str, Any]]
 out. ``"others"``: name -> what else the compressor keeps of the parameter, the same in all groups."""
 
 
-def gather_state(all_reduce: CompressedAllReduce, residuals: bool = True) -> State:
-    """Gather residuals and factors on rank 0. The other ranks get the factors only.
-
-    Every rank of the job must call it, while no bucket is under way. Each parameter's residuals travel alone, so that
-    other ranks need memory for one of them only.
-
-    Args:
-        all_reduce: what keeps them.
-        residuals: False: return the factors only. Nothing is sent, so one rank may call it alone.
-    """
-    compressor = all_reduce.compressor
-    state: State = {"residuals": {}, "others": {}}
-    for info in all_reduce.parameters.all():
-        residual = all_reduce.residual_to_sum(info) if residuals else None
-        if residual is not None and compressor.keeps_residual(info):
-            sums = all_reduce.collective.gather_group_sums(residual)
-            if sums is not None:
-                state["residuals"][info.name] = torch.stack([info.as_parameter(flat) for flat in sums])
-        if others := compressor.state_of(info):
-            state["others"][info.name] = others
-    return state
+def others_of(all_reduce: CompressedAllReduce) -> dict[str, Any]:
+    """Return what the compressor keeps besides residuals; see `State`. Nothing is sent."""
+    others = {info.name: all_reduce.compressor.state_of(info) for info in all_reduce.parameters.all()}
+    return {name: each for name, each in others.items() if each}
 
 
 class OwnState:
     """The part of one rank of the state; it outlives the process groups of ``all_reduce``.
 
-    Making one sends nothing. `gather` does, so that a fit can end on one rank while others are still in a step.
+    Making one sends nothing. `gather` does, so that a fit can end on one rank while others are still in a step. Make it
+    while no bucket is under way.
     """
 
     def __init__(self, all_reduce: CompressedAllReduce) -> None:
         compressor = all_reduce.compressor
         self._topology = all_reduce.collective.topology
         self._rank = all_reduce.collective.rank
-        self._residuals: list[tuple[ParameterInfo, Tensor]] = []
-        self._others: dict[str, Any] = {}
+        # What all members carry, and what this one has of it; None: nothing was left out yet.
+        self._residuals: list[tuple[ParameterInfo, ShardRanges, Tensor | None]] = []
+        self._others = others_of(all_reduce)
         for info in all_reduce.parameters.all():
-            residual = all_reduce.residual_to_sum(info)
-            if residual is not None and compressor.keeps_residual(info):
-                self._residuals.append((info, residual))
-            if others := compressor.state_of(info):
-                self._others[info.name] = others
+            ranges = all_reduce.carried_ranges(info)
+            if ranges is not None and compressor.keeps_residual(info):
+                part = ParamSlice(info, *self._range_of(self._rank, ranges))
+                self._residuals.append((info, ranges, compressor.residuals.get(part)))
 
     def gather(self, timeout: timedelta) -> State:
-        """Gather the residuals on rank 0, as `gather_state` does. Every rank of the job must call it.
+        """Gather the residuals on rank 0. Every rank of the job must call it.
+
+        Each parameter's residuals travel alone, so that rank 0 needs memory for one of them besides the state.
 
         Args:
-            timeout: of each collective.
+            timeout: of each message.
         """
         state: State = {"residuals": {}, "others": self._others}
         if not self._residuals:
             return state
         group = dist.new_group(timeout=timeout, backend="gloo")
-        for info, residual in self._residuals:
-            of_groups = residual.new_zeros(self._topology.num_groups, info.numel)
-            of_groups[self._topology.group_of(self._rank)] = residual
-            dist.reduce(of_groups, group=group, group_dst=0)
-            if self._rank == 0:
-                state["residuals"][info.name] = torch.stack([info.as_parameter(flat) for flat in of_groups])
+        for info, ranges, residual in self._residuals:
+            begin, end = self._range_of(self._rank, ranges)
+            own = torch.zeros(end - begin, dtype=info.dtype) if residual is None else residual
+            if self._rank != 0:
+                wait_for_all(post(group, [], [(own, 0)])[1])
+                continue
+            of_groups = own.new_zeros(self._topology.num_groups, info.numel)
+            parts = []
+            for rank in range(self._topology.world_size):
+                begin, end = self._range_of(rank, ranges)
+                parts.append(of_groups[self._topology.group_of(rank), begin:end])
+            parts[0].copy_(own)
+            wait_for_all(post(group, [(part, rank) for rank, part in enumerate(parts) if rank != 0], [])[0])
+            state["residuals"][info.name] = torch.stack([info.as_parameter(flat) for flat in of_groups])
         dist.destroy_process_group(group)
         return state
+
+    def _range_of(self, rank: int, ranges: ShardRanges) -> tuple[int, int]:
+        member = self._topology.group_rank(rank)
+        return ranges[member] if member < len(ranges) else (0, 0)
 
 
 def load_state(all_reduce: CompressedAllReduce, state: State) -> None:

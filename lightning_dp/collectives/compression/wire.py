@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dp.collectives.point_to_point import Transfer, post
+from lightning_dp.collectives.point_to_point import Transfer, post, wait_for_all
 from lightning_dp.collectives.ring import chunk_bounds
 
 SEGMENT = 512 * 1024
@@ -34,11 +34,11 @@ class Transport:
         self.rank = group.rank()
         self.bytes_sent = 0
 
-    def start(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Exchange:
+    def start(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Transfer]:
         """Start to send ``outgoing[k]`` to rank k, and to fill ``incoming[k]`` with what rank k sends to this rank.
 
         Every rank of the group must call it, in one order, with tensors in host memory that are contiguous and whose
-        sizes the receivers know. None of them may be changed before `Exchange.wait`. This rank's own message is copied.
+        sizes the receivers know. None of them may be changed before `wait_for_all`. This rank's own message is copied.
 
         Raises:
             PeerError: a peer has died.
@@ -49,14 +49,14 @@ class Transport:
             self._group, [(incoming[peer], peer) for peer in peers], [(outgoing[peer], peer) for peer in peers]
         )
         self.bytes_sent += sum(outgoing[peer].nbytes for peer in peers)
-        return Exchange([*received, *sent])
+        return received + sent
 
     @property
     def is_pair(self) -> bool:
         """Whether there are two ranks. They swap all they have, in one exchange; more ranks need two exchanges."""
         return self.num_ranks == 2
 
-    def start_swap(self, own: Tensor) -> tuple[list[Tensor], Exchange]:
+    def start_swap(self, own: Tensor) -> tuple[list[Tensor], list[Transfer]]:
         """Start to send ``own`` to the other one of two ranks. Return both ranks' messages, in rank order."""
         messages = [own, own]
         messages[1 - self.rank] = torch.empty_like(own)
@@ -94,43 +94,27 @@ class Transport:
             next(segment, None)
 
     def _exchange_all(self, tensor: Tensor, message_dtype: torch.dtype, sum_dtype: torch.dtype) -> Iterator[None]:
-        messages, exchange = self.start_swap(tensor.to(message_dtype))
+        messages, transfers = self.start_swap(tensor.to(message_dtype))
         yield
-        exchange.wait()
+        wait_for_all(transfers)
         torch.add(messages[0].to(sum_dtype), messages[1], out=tensor)  # in rank order, for the bits of a NaN
 
     def _exchange_chunks(self, tensor: Tensor, message_dtype: torch.dtype, sum_dtype: torch.dtype) -> Iterator[None]:
         messages = tensor.to(message_dtype)
         chunks = [messages[begin:end] for begin, end in chunk_bounds(len(messages), self.num_ranks)]
         inbox = chunks[self.rank].new_empty(self.num_ranks, len(chunks[self.rank]))
-        exchange = self.start(chunks, list(inbox))
+        transfers = self.start(chunks, list(inbox))
         yield
-        exchange.wait()
+        wait_for_all(transfers)
         total = inbox[0].to(sum_dtype)
         for contribution in inbox[1:]:
             total += contribution  # in rank order, so that the sum does not depend on who adds it
         # If nothing was converted, the chunks are views of `tensor`, and the sums arrive in their place.
-        exchange = self.start([total.to(message_dtype)] * self.num_ranks, chunks)
+        transfers = self.start([total.to(message_dtype)] * self.num_ranks, chunks)
         yield
-        exchange.wait()
+        wait_for_all(transfers)
         if messages.data_ptr() != tensor.data_ptr():
             tensor.copy_(messages)
-
-
-class Exchange:
-    """Messages that are under way; see `Transport.start`."""
-
-    def __init__(self, transfers: Sequence[Transfer]) -> None:
-        self._transfers = transfers
-
-    def wait(self) -> None:
-        """Return when all messages have been sent and received.
-
-        Raises:
-            PeerError: a peer has died, or has been silent for longer than the timeout of the group.
-        """
-        for transfer in self._transfers:
-            transfer.wait()
 
 
 def in_segments(tensor: Tensor, length: int) -> tuple[Tensor, ...]:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_dp._private.torch_names import local_part, version_of, without_torch_function
 from lightning_dp.collectives.groups import all_gather_single
+
+if TYPE_CHECKING:
+    from lightning_dp.strategies.layered_fsdp.reduction import Unit
 
 # Sums of units that may be under way before backward waits for the first of them. Each holds the gradients of its unit
 # twice: a rank that is ahead of the others must not fill its memory.
@@ -126,9 +128,9 @@ class Prefetch:
     """
 
     def __init__(self) -> None:
-        self._last_order: list[FSDPModule] = []
-        self._order: list[FSDPModule] = []  # of this step, so far
-        self._ahead: dict[FSDPModule, list[int]] = {}  # with `_versions` when it was gathered
+        self._last_order: list[Unit] = []
+        self._order: list[Unit] = []  # of this step, so far
+        self._ahead: dict[Unit, list[int]] = {}  # with `_versions` when it was gathered
         self._thread = 0  # that runs the step; 0: none does
 
     def begin_step(self) -> None:
@@ -137,13 +139,13 @@ class Prefetch:
         self._last_order, self._order = self._order, []
         self._thread = threading.get_ident()
 
-    def before_gather(self, unit: FSDPModule) -> None:
+    def before_gather(self, unit: Unit) -> None:
         """Free what was gathered ahead of ``unit`` if its parameters have changed since."""
         versions = self._ahead.get(unit)
         if versions is not None and versions != _versions(unit):
             self._free(unit)
 
-    def after_gather(self, unit: FSDPModule) -> None:
+    def after_gather(self, unit: Unit) -> None:
         """Note that ``unit`` runs now, and start to gather what ran after it in the last step."""
         if self._thread != threading.get_ident():
             return
@@ -154,7 +156,7 @@ class Prefetch:
             return  # other parts run than in the last step, or this is the last one
         following = self._last_order[place + 1]
         if following is not unit and following not in self._ahead:
-            following.unshard(async_op=True)
+            following.part.unshard(async_op=True)
             self._ahead[following] = _versions(following)
 
     def drop(self) -> None:
@@ -163,17 +165,17 @@ class Prefetch:
         for unit in list(self._ahead):
             self._free(unit)
 
-    def _free(self, unit: FSDPModule) -> None:
+    def _free(self, unit: Unit) -> None:
         del self._ahead[unit]
-        unit.unshard()  # FSDP2 frees what has arrived
-        unit.reshard()
+        unit.part.unshard()  # FSDP2 frees what has arrived
+        unit.part.reshard()
 
 
-def _versions(unit: FSDPModule) -> list[int]:
+def _versions(unit: Unit) -> list[int]:
     """Return how often the parameters, and the local parts that they hold, were changed in place.
 
-    An operation on the parameter counts on it alone, and one on ``to_local()`` on the local part alone.
+    An operation on the parameter counts on it alone, and one on ``to_local()`` on the local part alone. Parameters of
+    units inside are not looked at: to look at a local part would wait for its sum.
     """
-    assert isinstance(unit, torch.nn.Module)
-    with without_torch_function():  # this is no use of a parameter
-        return [version_of(tensor) for parameter in unit.parameters() for tensor in (parameter, local_part(parameter))]
+    with without_torch_function():
+        return [version_of(tensor) for parameter in unit.parameters for tensor in (parameter, local_part(parameter))]

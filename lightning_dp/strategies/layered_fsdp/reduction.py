@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_dp._private.torch_names import (
+    backward_number,
     call_after_backward,
     is_in_backward,
     local_part,
@@ -30,12 +31,14 @@ from lightning_dp.strategies.layered_fsdp.intra_group import (
     StartedAllGather,
     StartedReduceScatter,
 )
-from lightning_dp.strategies.layered_fsdp.sharding import own_parameters, padded_numel
+from lightning_dp.strategies.layered_fsdp.sharding import forget_failed_step, own_parameters, padded_numel
 from lightning_dp.strategies.layered_sgd.gradient_sum import GradientCommunicator, GradientSum
 from lightning_dp.strategies.layered_sgd.update import UpdateQueue
 
-Residuals = dict[str, dict[int, Tensor]]
-"""What compression has left out of a rank's shards: name of a unit -> size of its buffer -> (numel,)."""
+BufferKey = tuple[int, ...]
+"""Size of a buffer, and the places in the unit of the parameters whose gradients it holds."""
+Residuals = dict[str, dict[BufferKey, Tensor]]
+"""What compression has left out of a rank's shards: name of a unit -> buffer -> (numel,)."""
 
 
 class Unit:
@@ -44,7 +47,7 @@ class Unit:
     Attributes:
         name: in the module.
         index: place among the units.
-        part: returns the module.
+        part: the module: a part of the trained one, and an ``FSDPModule``.
         first_number: of its sums.
         parameters: the DTensors, of this unit and no other, each with its place.
         num_forwards: forward passes with gradients enabled since the last backward.
@@ -54,23 +57,17 @@ class Unit:
         reduce_scatter: where FSDP2's need not be awaited at once.
     """
 
-    def __init__(self, name: str, index: int, module: nn.Module) -> None:
+    def __init__(self, name: str, index: int, part: Any) -> None:
         self.name = name
         self.index = index
-        self.part = weakref.ref(module)
+        self.part = part
         self.first_number = 0
-        self.parameters = {parameter: place for place, parameter in enumerate(own_parameters(module))}
+        self.parameters = {parameter: place for place, parameter in enumerate(own_parameters(part))}
         self.num_forwards = 0
         self.ready: dict[Tensor, None] = {}
         self.kept: dict[Tensor, None] = {}
         self.is_submitted = False
         self.reduce_scatter: StartedReduceScatter | None = None
-
-    @torch.compiler.disable
-    def count_forward(self, *_: object) -> None:
-        """Note a forward pass. A hook: a copy of the module has it, too, so it needs nothing but this unit."""
-        if torch.is_grad_enabled() and not is_in_backward():  # in backward it is recomputed
-            self.num_forwards += 1
 
     @property
     def is_complete(self) -> bool:
@@ -112,6 +109,9 @@ class Comparison:
         names: of the units.
         group: all ranks, on the host.
         known: what all ranks have summed before, as index and mark of a unit.
+
+    Attributes:
+        sums: that are under way.
     """
 
     def __init__(self, names: Sequence[str], group: dist.ProcessGroup, known: set[tuple[int, int]]) -> None:
@@ -122,7 +122,7 @@ class Comparison:
         self._marks = torch.empty(0)
         self._work: dist.Work | None = None
         self._is_same = False
-        self._sums: list[GradientSum] = []
+        self.sums: list[GradientSum] = []
 
     def note(self, index: int, place: int, buffers: object) -> bool:
         """Note that the unit with this index is summed at this place, and which parameters its buffers hold.
@@ -131,10 +131,6 @@ class Comparison:
         """
         self._own[index] = (place + 1 << 32) + zlib.crc32(repr(buffers).encode())
         return (index, self._own[index]) in self._known
-
-    def add_sum(self, gradient_sum: GradientSum) -> None:
-        """Note a sum that is under way."""
-        self._sums.append(gradient_sum)
 
     def start(self) -> None:
         """Begin to compare. All ranks call it when backward has ended."""
@@ -161,7 +157,7 @@ class Comparison:
                 self._work.wait()
         except RuntimeError as error:
             if not raised_by_signal_handler(error):
-                for gradient_sum in self._sums:  # a sum with the rank that has died fails, too, and names that rank
+                for gradient_sum in self.sums:  # a sum with the rank that has died fails, too, and names that rank
                     gradient_sum.wait()
             raise
         largest, negated_smallest = self._marks.chunk(2)
@@ -175,7 +171,7 @@ class Comparison:
             )
         self._is_same = True
         self._known.update(enumerate(self._own))
-        self._sums.clear()
+        self.sums.clear()
 
 
 class ComparedSum:
@@ -184,6 +180,7 @@ class ComparedSum:
     def __init__(self, gradient_sum: GradientSum, comparison: Comparison) -> None:
         self._sum = gradient_sum
         self._comparison = comparison
+        comparison.sums.append(gradient_sum)
 
     @property
     def buffer(self) -> Tensor:
@@ -210,6 +207,11 @@ class ShardReduction:
         module: the module that is trained.
         units: its units, in the order of the forward.
         timeout: of the comparison of what the ranks sum.
+
+    Attributes:
+        compressed: the compressed all-reduce, with what it keeps between steps; None if sums are exact.
+        unit_names: in the order of the forward.
+        updates: what is pending.
     """
 
     def __init__(
@@ -217,21 +219,23 @@ class ShardReduction:
         communicator: GradientCommunicator,
         num_groups: int,
         module: nn.Module,
-        units: Sequence[tuple[str, nn.Module]],
+        units: Sequence[tuple[str, Any]],
         timeout: timedelta,
     ) -> None:
         self._communicator = communicator
         self._num_groups = num_groups
+        self._module = module
         self.compressed = communicator.compressed
         self.updates = UpdateQueue(module, keeps_gradients=True)
         self._is_accumulating = False
         self._will_release = False
+        self._backward: int | None = None  # number of the one that runs, without those within it
         self._num_submitted = 0  # units in this backward
-        self._keys: dict[tuple[str, int], Tensor] = {}  # what stands for a buffer in a compressor's table
+        self._keys: dict[tuple[str, BufferKey], Tensor] = {}  # what stands for a buffer in a compressor's table
         self._undo: list[Callable[[], None]] = []
         self._hooked: set[Tensor] = set()
         self._units = [Unit(name, index, part) for index, (name, part) in enumerate(units)]
-        self._names = [name for name, _ in units]
+        self.unit_names = [name for name, _ in units]
         # The highest for the units nearest the input, as DDP numbers its buckets. Each unit has numbers of its own, as
         # many as parameters, so that no unit is summed with another one.
         number = 0
@@ -241,27 +245,29 @@ class ShardReduction:
         self._prefetch: Prefetch | None = None
         self._all_ranks = dist.new_group(timeout=timeout, backend="gloo")
         self._known: set[tuple[int, int]] = set()
-        self._comparison = Comparison(self._names, self._all_ranks, self._known)  # of this backward
+        self._comparison = Comparison(self.unit_names, self._all_ranks, self._known)  # of this backward
         self._held: list[Callable[[], None]] = []  # begin the sums that wait for the comparison
         self._last_comparison: Comparison | None = None
-        for unit, (_, part) in zip(self._units, units, strict=True):
-            self._undo.append(part.register_forward_pre_hook(unit.count_forward).remove)
+        for unit in self._units:
+            self._call_before_forward(unit, _count_forward)
 
     def overlap_intra_group(self) -> None:
         """Let FSDP2's collectives on the CPU run while the rank computes."""
         self._prefetch = prefetch = Prefetch()
         under_way: deque[ShardSum] = deque()
         for unit in self._units:
-            part = unit.part()
-            assert isinstance(part, FSDPModule)
             reduce_scatter = StartedReduceScatter(partial(self._may_start, unit), self._num_groups, under_way)
-            undo = replace_fsdp_collectives(part, StartedAllGather(), reduce_scatter)
+            undo = replace_fsdp_collectives(unit.part, StartedAllGather(), reduce_scatter)
             if undo is not None:
                 unit.reduce_scatter = reduce_scatter
                 self._undo.append(undo)
-            for act, first in ((prefetch.before_gather, True), (prefetch.after_gather, False)):
-                hook = partial(_call_for, unit.part, act)
-                self._undo.append(part.register_forward_pre_hook(hook, prepend=first).remove)
+            self._call_before_forward(unit, prefetch.before_gather, prepend=True)
+            self._call_before_forward(unit, prefetch.after_gather)
+
+    def _call_before_forward(self, unit: Unit, act: Callable[[Unit], None], prepend: bool = False) -> None:
+        """Call ``act`` before each forward that a backward may follow; ``prepend``: before the unit is gathered."""
+        hook = partial(_unless_recomputed, act, unit)
+        self._undo.append(unit.part.register_forward_pre_hook(hook, prepend=prepend).remove)
 
     def _may_start(self, unit: Unit, output: Tensor) -> bool:
         return not self._is_accumulating and is_in_backward() and unit.is_completed_by(output)
@@ -275,13 +281,32 @@ class ShardReduction:
         """Look for parameters that have become trainable, and prepare for a forward and its backward."""
         if self._last_comparison is not None and self._last_comparison.has_arrived:
             self._last_comparison.wait()  # this rank may have nothing else to wait for
+        if self._backward is not None:  # it has raised, and the step has caught it
+            self._backward = None
+            forget_failed_step(self._module)
+            for unit in self._units:
+                if unit.reduce_scatter is not None:
+                    unit.reduce_scatter.take()
         if self._prefetch is not None:
             self._prefetch.begin_step()
         self._will_release = False  # an earlier backward may have raised
         self._held.clear()
         for unit in self._units:
             self._begin(unit)
-            with without_torch_function():
+        self._hook_trainable()
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Prepare for the backward from ``loss``. The step itself may have unfrozen parameters."""
+        if loss.requires_grad:  # else backward raises
+            loss.register_hook(self._note_backward)
+        self._hook_trainable()
+
+    def _note_backward(self, _: Tensor) -> None:
+        self._backward = backward_number()
+
+    def _hook_trainable(self) -> None:
+        with without_torch_function():
+            for unit in self._units:
                 for parameter in unit.parameters:
                     if parameter.requires_grad and parameter not in self._hooked:
                         self._hooked.add(parameter)
@@ -324,11 +349,13 @@ class ShardReduction:
         """Sum what is not summed yet, when backward has ended, and release what was held back until then."""
         has_ended = self._will_release
         self._will_release = False
-        self.stop_prefetch()
+        # A reentrant checkpoint runs a backward of its own. The one around it still needs what is gathered.
+        if not is_in_backward() or self._backward in (None, backward_number()):
+            self._backward = None
+            self.stop_prefetch()
+            for unit in self._units:
+                unit.part.reshard()  # FSDP2 keeps what no backward has used: `on_after_backward` would write to a copy
         for unit in reversed(self._units):  # the order of backward
-            part = unit.part()
-            if isinstance(part, FSDPModule):
-                part.reshard()  # FSDP2 keeps what no backward has used: `on_after_backward` would write to a copy
             if self._is_accumulating:
                 unit.kept.update(unit.ready)
             elif (unit.ready or unit.kept) and not unit.is_submitted:
@@ -337,7 +364,7 @@ class ShardReduction:
         self._num_submitted = 0
         if has_ended and not self._is_accumulating:
             self._last_comparison = self._comparison
-            self._comparison = Comparison(self._names, self._all_ranks, self._known)
+            self._comparison = Comparison(self.unit_names, self._all_ranks, self._known)
             self._last_comparison.start()
             if self._held:
                 self._last_comparison.wait()
@@ -380,25 +407,22 @@ class ShardReduction:
             # Divided before the sum, as DDP does, so that 16-bit sums do not overflow.
             if shard_sum is None:
                 buffer.div_(self._num_groups)
-            key = self._key_of(unit, buffer)
+            # A step may use other parameters of the unit than the one before, whose residuals are not theirs.
+            place = (unit.name, (buffer.numel(), *(unit.parameters[parameter] for parameter in parameters)))
+            if place not in self._keys:
+                self._keys[place] = torch.empty_like(buffer, device="meta")
+            key = self._keys[place]
             gradient_sum = self._communicator.submit(number, buffer, [key], [] if shard_sum is None else [shard_sum])
-            comparison.add_sum(gradient_sum)
             self.updates.add_sum(parameters, ComparedSum(gradient_sum, comparison))
 
-    def _key_of(self, unit: Unit, buffer: Tensor) -> Tensor:
-        place = (unit.name, buffer.numel())
-        if place not in self._keys:
-            self._keys[place] = torch.empty_like(buffer, device="meta")
-        return self._keys[place]
-
     def residuals(self) -> Residuals:
-        """Return what compression has left out of this rank's shards so far: unit -> size of its buffer -> (numel,)."""
+        """Return what compression has left out of this rank's shards so far."""
         found: Residuals = {}
         if self.compressed is not None:
-            for (name, numel), key in self._keys.items():
-                residual = self.compressed.residual_to_sum(self.compressed.parameters(key))
-                if residual is not None:
-                    found.setdefault(name, {})[numel] = residual
+            for (name, of_buffer), key in self._keys.items():
+                info = self.compressed.parameters(key)
+                if self.compressed.carried_ranges(info) is not None:
+                    found.setdefault(name, {})[of_buffer] = self.compressed.compressor.residuals.expanded(info)
         return found
 
     def load_residuals(self, residuals: Residuals) -> None:
@@ -406,14 +430,9 @@ class ShardReduction:
         assert self.compressed is not None
         self.compressed.clear()
         for name, buffers in residuals.items():
-            for numel, residual in buffers.items():
-                key = self._keys.setdefault((name, numel), residual.to("meta"))
+            for of_buffer, residual in buffers.items():
+                key = self._keys.setdefault((name, of_buffer), residual.to("meta"))
                 self.compressed.load_residual(self.compressed.parameters(key), residual.clone())
-
-    @property
-    def unit_names(self) -> list[str]:
-        """Names of the units, in the order of the forward."""
-        return self._names
 
     def close(self) -> None:
         """Give up what is pending, leave FSDP2 as it was, and stop the communicator."""
@@ -429,21 +448,23 @@ class ShardReduction:
             dist.destroy_process_group(self._all_ranks)
 
 
+def _count_forward(unit: Unit) -> None:
+    unit.num_forwards += 1
+
+
 @torch.compiler.disable
-def _call_for(
-    own: Callable[[], nn.Module | None], act: Callable[[FSDPModule], None], part: nn.Module, _: object
-) -> None:
-    """Call ``act`` before a forward of a unit, not of a copy of it, that a backward may follow."""
-    if own() is part and torch.is_grad_enabled() and not is_in_backward():  # in backward it is recomputed
-        assert isinstance(part, FSDPModule)
-        act(part)
+def _unless_recomputed(act: Callable[[Unit], None], unit: Unit, *_: object) -> None:
+    """Call ``act`` before a forward with gradients, not before one that runs again in backward."""
+    if torch.is_grad_enabled() and not is_in_backward():
+        act(unit)
 
 
 def buffers_of(parameters: list[Tensor]) -> list[tuple[list[Tensor], Tensor]]:
     """Return flat buffers that hold the gradients' local parts, each with its parameters.
 
     FSDP2 puts the shards of a unit into one buffer, with padding between them, and a gradient stays a view of it while
-    others are added. One that somebody has replaced is a buffer of its own.
+    others are added. One that somebody has replaced is a buffer of its own. Where a gradient lies between two others
+    that is not to be summed, because an earlier backward of this step has summed it, the buffer is cut.
     """
     by_storage: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for parameter in parameters:
@@ -455,9 +476,19 @@ def buffers_of(parameters: list[Tensor]) -> list[tuple[list[Tensor], Tensor]]:
         by_storage.setdefault(place, []).append((parameter, part))
     buffers = []
     for members in by_storage.values():
-        begin = min(part.storage_offset() for _, part in members)
-        end = max(part.storage_offset() + part.numel() for _, part in members)
-        assert all(part.is_contiguous() for _, part in members)
-        first = members[0][1]
-        buffers.append(([parameter for parameter, _ in members], first.as_strided((end - begin,), (1,), begin)))
+        members.sort(key=lambda member: member[1].storage_offset())
+        runs = [members[:1]]
+        for (parameter, part), following in pairwise(members):
+            if following[1].storage_offset() > part.storage_offset() + padded_numel(parameter):
+                runs.append([])
+            runs[-1].append(following)
+        buffers += [([parameter for parameter, _ in run], _span([part for _, part in run])) for run in runs]
     return buffers
+
+
+def _span(parts: list[Tensor]) -> Tensor:
+    """Return the memory from the first of ``parts`` to the last as one vector."""
+    assert all(part.is_contiguous() for part in parts)
+    first, last = parts[0], parts[-1]
+    numel = last.storage_offset() + last.numel() - first.storage_offset()
+    return first.as_strided((numel,), (1,), first.storage_offset())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_dp._lightning import LightningModule
-from lightning_dp._private.torch_names import has_gradient_hooks, has_tensor_hooks, local_part, without_torch_function
+from lightning_dp._private.torch_names import (
+    drop_unreduced_gradients,
+    has_gradient_hooks,
+    has_tensor_hooks,
+    local_part,
+    without_torch_function,
+)
 
 Wrap = Sequence[type[nn.Module]] | Callable[[nn.Module], bool]
 
@@ -156,30 +163,33 @@ def _outermost_with_forward(module: nn.Module, name: str) -> Iterator[nn.Module]
             yield from _outermost_with_forward(child, f"{name}.{child_name}" if name else child_name)
 
 
-def sharded_units(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return name and module of each unit, in the order of the module's parts: about that of the forward."""
-    parts = [(name or type(module).__name__, part) for name, part in module.named_modules()]
-    return [(name, part) for name, part in parts if _is_unit(part) and own_parameters(part)]
+def sharded_units(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return name and module of each unit, in the order of the module's parts: about that of the forward.
 
-
-def _is_unit(part: nn.Module) -> bool:
-    return isinstance(part, FSDPModule)
+    The modules are `FSDPModule`, too, for which Python has no type.
+    """
+    units: list[tuple[str, Any]] = [each for each in module.named_modules() if isinstance(each[1], FSDPModule)]
+    return [(name or type(module).__name__, unit) for name, unit in units if own_parameters(unit)]
 
 
 def forget_failed_step(module: nn.Module) -> None:
-    """Let FSDP2 begin anew where an exception has ended the last forward: parts that it had gathered stay so."""
+    """Let FSDP2 begin anew where an exception has ended the last step.
+
+    After a forward, parts that it had gathered would stay so. After a backward, it would reduce no gradients any more.
+    """
     if not isinstance(module, FSDPModule):
         for part in module.children():
             forget_failed_step(part)
         return
-    is_gathered = not all(isinstance(parameter, DTensor) for parameter in module.parameters())
-    if is_gathered and hasattr(module, "reset_iter_state"):  # not in all versions of torch
+    with suppress(AttributeError):  # it has not run yet, or torch is a version that has no such method
         module.reset_iter_state()
+    for _, unit in sharded_units(module):
+        drop_unreduced_gradients(unit)
 
 
 def own_parameters(unit: nn.Module) -> list[Tensor]:
     """Return the parameters that FSDP2 gathers and reduces with ``unit``: those that no unit inside of it has."""
-    inner = [part for part in unit.modules() if part is not unit and _is_unit(part)]
+    inner = [part for part in unit.modules() if part is not unit and isinstance(part, FSDPModule)]
     others = {parameter for part in inner for parameter in part.parameters()}
     return [parameter for parameter in unit.parameters() if parameter not in others]
 
@@ -344,35 +354,28 @@ def whole_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
     return {**state, "state": whole} if keep else {}
 
 
-class OptimizerShards:
-    """The state of an optimizer in a checkpoint folder, which is loaded when the optimizer has its groups.
+def load_optimizer_shards(folder: Path, index: int, optimizer: Optimizer, module: nn.Module) -> None:
+    """Load the state of an optimizer from a checkpoint folder of ``torch.distributed.checkpoint``. All ranks call it.
 
     Args:
-        folder: written by ``torch.distributed.checkpoint``.
+        folder: the checkpoint.
         index: of the optimizer.
+        optimizer: has its groups already.
+        module: has its parameters.
     """
-
-    def __init__(self, folder: Path, index: int) -> None:
-        self.folder = folder
-        self._name = f"optimizer_{index}"
-
-    def load_into(self, optimizer: Optimizer, module: nn.Module) -> None:
-        """Load the state. All ranks call it."""
-        frozen = [p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad]
-        for parameter in frozen:  # PyTorch would drop their states
-            parameter.requires_grad_(True)
-        try:
-            self._load(optimizer, module)
-        finally:
-            for parameter in frozen:
-                parameter.requires_grad_(False)
-
-    def _load(self, optimizer: Optimizer, module: nn.Module) -> None:
+    frozen = [p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad]
+    for parameter in frozen:  # PyTorch would drop their states
+        parameter.requires_grad_(True)
+    try:
         state: Any = get_optimizer_state_dict(module, optimizer)
-        saved = FileSystemReader(self.folder).read_metadata().state_dict_metadata
+        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
         # What was not used before the folder was written has no state there, and gets none.
-        unused = [n for n in state["state"] if not any(key.startswith(f"{self._name}.state.{n}.") for key in saved)]
+        key = f"optimizer_{index}"
+        unused = [n for n in state["state"] if not any(place.startswith(f"{key}.state.{n}.") for place in saved)]
         for name in unused:
             del state["state"][name]
-        load({self._name: state}, checkpoint_id=self.folder)
+        load({key: state}, checkpoint_id=folder)
         set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(cpu_offload=True, strict=False))
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)

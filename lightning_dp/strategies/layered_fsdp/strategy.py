@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
@@ -34,7 +34,6 @@ from lightning_dp.strategies import complete_files
 from lightning_dp.strategies.base import AVERAGING, is_a
 from lightning_dp.strategies.layered_fsdp.reduction import Residuals, ShardReduction
 from lightning_dp.strategies.layered_fsdp.sharding import (
-    OptimizerShards,
     Wrap,
     broadcast_from_rank_0,
     check_embeddings,
@@ -42,6 +41,7 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     check_wrap,
     forget_failed_step,
     load_optimizer,
+    load_optimizer_shards,
     materialize,
     own_parameters,
     shard,
@@ -101,7 +101,7 @@ class RunningSteps:
         finally:
             self._is_running = False
 
-    def watch(self, units: Iterable[nn.Module]) -> None:
+    def watch(self, units: Iterable[Any]) -> None:
         """Free each of ``units`` after its forward outside of a step, until `close`."""
         self.close()
         self._handles = [unit.register_forward_hook(self._free) for unit in units]
@@ -113,9 +113,8 @@ class RunningSteps:
         self._handles.clear()
 
     @torch.compiler.disable
-    def _free(self, unit: nn.Module, *_: object) -> None:
+    def _free(self, unit: Any, *_: object) -> None:
         if not self._is_running and not is_in_backward():  # in backward it is recomputed
-            assert isinstance(unit, FSDPModule)
             unit.reshard()
 
 
@@ -237,17 +236,17 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
             self._check_callbacks(trainer)
             check_layers(module, type(self).__name__)
             check_embeddings(module)
+        self.model = self.precision_plugin.convert_module(module)
         if not any(isinstance(part, FSDPModule) for part in module.modules()):
-            self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
             broadcast_from_rank_0([*module.parameters(), *module.buffers()])
             shard(module, self.device_mesh[SHARD], self._wrap, self._reshard_after_forward, self._mixed_precision)
         materialize(module, self.root_device)
         units = sharded_units(module)
-        self._units = [unit for _, unit in units if isinstance(unit, FSDPModule)]
+        self._units = [unit for _, unit in units]
         self._free_gathered()  # the user may have run a part since an earlier fit
         forget_failed_step(module)
-        self._steps.watch(part for _, part in units)
+        self._steps.watch(self._units)
         self._require_all_sharded(module, units)
         self.model_to_device()
         broadcast_from_rank_0([*module.parameters(), *module.buffers()], self.device_mesh[REPLICATE].get_group())
@@ -268,7 +267,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
                     "made in on_train_start"
                 )
 
-    def _require_all_sharded(self, module: nn.Module, units: list[tuple[str, nn.Module]]) -> None:
+    def _require_all_sharded(self, module: nn.Module, units: list[tuple[str, Any]]) -> None:
         for name, parameter in module.named_parameters():
             if getattr(parameter, "device_mesh", None) != self.device_mesh[SHARD]:
                 raise ValueError(
@@ -329,6 +328,13 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._steps.running():
             return self._then_free(super().predict_step(*args, **kwargs))
+
+    @override
+    @torch.compiler.disable  # a compiled training_step may call this method
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._reduction is not None:
+            self._reduction.before_backward(closure_loss)
+        super().pre_backward(closure_loss)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -460,7 +466,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         finally:
             self.optimizers = optimizers
         if "lr_schedulers" in checkpoint:  # else: weights only
-            checkpoint["optimizer_states"] = [OptimizerShards(folder, i) for i in range(len(optimizers))]
+            checkpoint["optimizer_states"] = [folder] * len(optimizers)
         return checkpoint
 
     @property
@@ -473,10 +479,10 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         module = self.lightning_module
         assert module is not None
         restore_groups(module.trainer)
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            if isinstance(state, OptimizerShards):
-                with complete_files.naming_checkpoint(state.folder):
-                    state.load_into(optimizer, module)
+        for index, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=False)):
+            if isinstance(state, Path):  # a folder, see `_load_module_shards`
+                with complete_files.naming_checkpoint(state):
+                    load_optimizer_shards(state, index, optimizer, module)
             else:
                 load_optimizer(optimizer, state)
 

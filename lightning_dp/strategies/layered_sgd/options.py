@@ -18,7 +18,7 @@ from lightning_dp.collectives.compression.layout import ParameterTable
 from lightning_dp.collectives.compression.options import Compression, PowerSGD, check_compression, has_error_feedback
 from lightning_dp.collectives.compression.stages import CompressedAllReduce
 from lightning_dp.collectives.groups import OnStage, RankTopology
-from lightning_dp.collectives.hierarchical import AllReduce, HierarchicalAllReduce, ShardAllReduce, native_all_reduce
+from lightning_dp.collectives.hierarchical import AllReduce, HierarchicalAllReduce, native_all_reduce
 from lightning_dp.collectives.ring import ring_all_reduce
 from lightning_dp.strategies.layered_sgd import device_communicator
 from lightning_dp.strategies.layered_sgd.device_communicator import DeviceAllReduce, DeviceCommunicator
@@ -45,13 +45,15 @@ class CommunicatorOptions:
     compression: Compression | None
 
     def __post_init__(self) -> None:
-        choices: dict[str, tuple[str, Iterable[str]]] = {
-            "communicator": (self.communicator, ("leader", "sharded")),
-            "overlap": (self.overlap, ("load", "step")),
-            "all_reduce": (self.all_reduce, tuple(ALL_REDUCES)),
-            "communicator_device": (self.device, ("auto", "cpu", "gpu")),
-        }
-        check_options(**choices)
+        choices: list[tuple[str, str, Iterable[str]]] = [
+            ("communicator", self.communicator, ("leader", "sharded")),
+            ("overlap", self.overlap, ("load", "step")),
+            ("all_reduce", self.all_reduce, tuple(ALL_REDUCES)),
+            ("communicator_device", self.device, ("auto", "cpu", "gpu")),
+        ]
+        for name, value, allowed in choices:
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(map(repr, allowed))}")
         check_compression(self.compression)
         if self.device == "gpu" and self.all_reduce == "ring":
             raise ValueError(
@@ -153,14 +155,11 @@ class CommunicatorOptions:
             copies = device.type != "cpu"
             host_backend = "gloo" if copies else None
             all_reduce = ALL_REDUCES[self.all_reduce]
-            collective: HierarchicalAllReduce
-            if shards is not None:
-                collective = ShardAllReduce(topology, rank, timeout, host_backend, all_reduce)
-            else:
-                collective = HierarchicalAllReduce(
-                    topology, rank, self.communicator, timeout, host_backend, all_reduce,
-                    copies and _may_reduce_on_device(backend, find_unused_parameters),
-                )  # fmt: skip
+            collective = HierarchicalAllReduce(
+                topology, rank, self.communicator, timeout, host_backend, all_reduce,
+                copies and _may_reduce_on_device(backend, find_unused_parameters),
+                of_shards=shards is not None,
+            )  # fmt: skip
             compressed = self._compressed(collective, module, shards)
             return Communicator(collective, prioritized, timeout, device, copies, on_stage, compressed)
 
@@ -228,13 +227,6 @@ def check_layers(module: Module, strategy_name: str) -> None:
     for name, part in module.named_modules():
         if isinstance(part, (Embedding, EmbeddingBag)) and part.sparse and part.weight.requires_grad:
             raise ValueError(f"{strategy_name} cannot sum the sparse gradients of {name!r}; build it with sparse=False")
-
-
-def check_options(**choices: tuple[str, Iterable[str]]) -> None:
-    """Raise ValueError for a value that is not among its choices: value and possible values, by name."""
-    for name, (value, allowed) in choices.items():
-        if value not in allowed:
-            raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(map(repr, allowed))}")
 
 
 def check_ddp_options(ddp_kwargs: dict[str, Any]) -> None:

@@ -105,8 +105,7 @@ class Postponement:
         """Whether parameters may be updated while the forward runs, a bucket at a time."""
         if self._before_forward:
             return False
-        has_scaler = getattr(self._trainer.precision_plugin, "scaler", None) is not None  # an overflow skips the step
-        if not _clips_by_norm(self._trainer) and not has_scaler:
+        if not _clips_by_norm(self._trainer) and not _has_scaler(self._trainer):  # an overflow skips the step
             return True
         self._warn_once(
             "clipping by the norm and gradient scalers need all gradients, so each update is applied as a whole before "
@@ -240,6 +239,8 @@ def why_shards_are_not_postponed(optimizer: Optimizer, trainer: Any) -> str | No
     """Name what needs the shards of other ranks in a step, or return None: all ranks must take it at the same time."""
     if _clips_by_norm(trainer):
         return "clipping by the norm of gradients that are sharded"
+    if _has_scaler(trainer):
+        return "a gradient scaler, which looks at the gradients of all shards,"
     if not is_elementwise(type(optimizer)):
         return f"{type(optimizer).__name__}, which may compute with whole parameters,"
     return None
@@ -247,6 +248,10 @@ def why_shards_are_not_postponed(optimizer: Optimizer, trainer: Any) -> str | No
 
 def _clips_by_norm(trainer: Any) -> bool:
     return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm")
+
+
+def _has_scaler(trainer: Any) -> bool:
+    return getattr(trainer.precision_plugin, "scaler", None) is not None
 
 
 def _is_known_code(function: Any) -> bool:

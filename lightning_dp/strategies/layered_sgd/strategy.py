@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_dp._private.lightning_names import ddp_options, strategy_timeout, wrap_in_ddp
 from lightning_dp.collectives.compression.options import Compression, has_error_feedback
-from lightning_dp.collectives.compression.stages import CompressedAllReduce, OwnState, State, gather_state, load_state
+from lightning_dp.collectives.compression.stages import CompressedAllReduce, OwnState, State, load_state, others_of
 from lightning_dp.collectives.point_to_point import naming_backend_errors
 from lightning_dp.strategies.base import BaseStrategy
 from lightning_dp.strategies.layered_sgd.hooks import PostponedUpdates
@@ -202,7 +202,7 @@ class CompressionCheckpoint:
     Args:
         compression: what the user has asked for.
         strategy_name: for messages.
-        timeout: of each collective that gathers after a fit.
+        timeout: of each message that gathers residuals.
     """
 
     def __init__(self, compression: Compression | None, strategy_name: str, timeout: timedelta) -> None:
@@ -227,19 +227,19 @@ class CompressionCheckpoint:
         """
         if "optimizer_states" not in checkpoint:
             return
-        state: State | None = None
-        if compressed is not None:
-            state = gather_state(compressed, residuals=not interrupted)
-        elif self._last is not None:
-            state = self._last.gather(self._timeout)
-        if state is not None and any(state.values()):
+        state: State = {}
+        if compressed is not None and interrupted:
+            state = {"residuals": {}, "others": others_of(compressed)}
+            if has_error_feedback(self._compression):
+                log.warning(
+                    f"{self._strategy_name}(compression={self._compression!r}): the checkpoint that is written after "
+                    "an exception holds no residuals, because other ranks may be gone. If training continues from it, "
+                    "what the last compressed step left out of its gradient is dropped"
+                )
+        elif (own := self._last if compressed is None else OwnState(compressed)) is not None:
+            state = own.gather(self._timeout)
+        if any(state.values()):
             checkpoint[KEY] = state
-        if interrupted and compressed is not None and has_error_feedback(self._compression):
-            log.warning(
-                f"{self._strategy_name}(compression={self._compression!r}): the checkpoint that is written after an "
-                "exception holds no residuals, because other ranks may be gone. If training continues from it, what "
-                "the last compressed step left out of its gradient is dropped"
-            )
 
     def take_from(self, checkpoint: dict[str, Any]) -> None:
         """Keep the state that ``checkpoint`` holds, until `restore`."""

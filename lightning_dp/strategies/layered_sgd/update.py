@@ -125,7 +125,7 @@ class UpdateQueue:
         if optimizer not in self._load_hooks:
             self._load_hooks[optimizer] = [
                 # A pending step must not overwrite a state that is loaded later.
-                optimizer.register_load_state_dict_pre_hook(lambda each, _: self.finish_optimizer(each)),
+                optimizer.register_load_state_dict_pre_hook(lambda each, _: self.finish(each)),
                 optimizer.register_load_state_dict_post_hook(self.guard),
             ]
 
@@ -156,7 +156,7 @@ class UpdateQueue:
                 other.bring_up_to_date()
         with self.lock:
             if self._updates:
-                self.finish_optimizer(optimizer)
+                self.finish(optimizer)
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
                         self._apply_for(parameter)
@@ -205,10 +205,7 @@ class UpdateQueue:
                 self._watch.add([parameter, *self._apply_for(parameter)])
                 return
             if parameter in self._by_parameter:
-                updated = self._apply_for(parameter)
-                # Suspects stay watched until they are used: an unseen use before this has read old values.
-                if suspects := self._stale_uses.suspects:
-                    self._watch.add(each for each in updated if each in suspects)
+                self._apply_for(parameter)
             elif parameter not in self._stale_uses.suspects and parameter in self._sums:
                 # No update is staged. The caller may run its own backward, which would accumulate into a gradient that
                 # is still being reduced. Within backward it must not wait: the next bucket in rank 0's order may be one
@@ -223,9 +220,7 @@ class UpdateQueue:
         with self.lock:
             self._note_early_use([parameter])
             # The reader of a gradient may change it, which must not change an earlier update.
-            updated = self._apply_for(parameter)
-            if suspects := self._stale_uses.suspects:
-                self._watch.add(each for each in updated if each in suspects)
+            self._apply_for(parameter)
             if parameter in self._sums:
                 self._sums[parameter].wait()
                 if not is_in_backward():  # at whose end DDP requires that each gradient lies in its bucket
@@ -235,7 +230,7 @@ class UpdateQueue:
         """Apply what is pending for ``optimizer``, whose state somebody is about to see."""
         with self.lock:
             self._note_early_use([p for p, update in list(self._by_parameter.items()) if update.optimizer is optimizer])
-            self.finish_optimizer(optimizer)
+            self.finish(optimizer)
 
     def _note_early_use(self, parameters: Iterable[Tensor]) -> None:
         if self.is_in_training_step or self.early_user is not None:
@@ -249,7 +244,11 @@ class UpdateQueue:
         update = self._by_parameter.get(parameter)
         if update is None:
             return []
-        return self._apply(update, update.needed_for(parameter))
+        updated = self._apply(update, update.needed_for(parameter))
+        # Suspects stay watched until they are used: an unseen use before this has read old values.
+        if suspects := self._stale_uses.suspects:
+            self._watch.add(each for each in updated if each in suspects)
+        return updated
 
     def _apply(self, update: PendingUpdate, buckets: list[GradientSum | None]) -> list[Tensor]:
         """Update the parameters of ``buckets`` in one step; their sums have arrived. Return what was updated."""
@@ -278,18 +277,12 @@ class UpdateQueue:
         finally:
             self._is_stepping = was_stepping
 
-    def finish_optimizer(self, optimizer: Optimizer) -> None:
-        """Bring all parameters of ``optimizer`` up to date."""
+    def finish(self, optimizer: Optimizer | None = None) -> None:
+        """Bring all parameters of ``optimizer`` up to date; None: all. They are those of synchronous SGD then."""
         with self.lock:
             for update in list(self._updates):
-                if update.optimizer is optimizer:
+                if optimizer is None or update.optimizer is optimizer:
                     self._apply(update, update.all_arrived())
-
-    def finish(self) -> None:
-        """Bring everything up to date. Afterwards the parameters are those of synchronous SGD."""
-        with self.lock:
-            for update in list(self._updates):
-                self._apply(update, update.all_arrived())
 
     # Gradients.
 
@@ -334,7 +327,8 @@ class UpdateQueue:
         with without_torch_function():  # the watch would come here again
             gradient = parameter.grad
             if gradient is not None and local_part(gradient).untyped_storage().data_ptr() == bucket:
-                parameter.grad = gradient.clone()
+                with as_after_backward(gradient.device.type):  # who reads it may do so in inference mode
+                    parameter.grad = gradient.clone()
 
     def has_sums_of(self, optimizer: Optimizer) -> bool:
         """Whether the last backward pass has summed a gradient of a parameter of ``optimizer``."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from lightning_dp.collectives.compression.compressors import Int8, make_compressor
 from lightning_dp.collectives.compression.layout import ParameterTable
 from lightning_dp.collectives.compression.options import PowerSGD
-from lightning_dp.collectives.compression.stages import CompressedAllReduce, CompressedStages, gather_state, load_state
+from lightning_dp.collectives.compression.stages import CompressedAllReduce, CompressedStages, OwnState, load_state
 from lightning_dp.collectives.compression.wire import complete
 from lightning_dp.collectives.groups import RankTopology
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
@@ -18,6 +20,7 @@ from tests.collectives.compression.test_compressors import SHAPES, gradients, on
 from tests.ranks import RankError, run_processes
 
 WORLD_SIZE = 4
+TIMEOUT = timedelta(minutes=1)
 
 
 class Job:
@@ -115,12 +118,12 @@ def save_and_load(rank, restore=True):
             job = Job(rank, 2, communicator, make_compressor(choice))
             for step in range(2):
                 job.step(step, rebuilt)
-            box = [gather_state(job.all_reduce)]
+            box = [OwnState(job.all_reduce).gather(TIMEOUT)]
             dist.broadcast_object_list(box)  # in place of the file
             again = Job(rank, 2, communicator, make_compressor(choice))
             if restore:
                 load_state(again.all_reduce, box[0])
-                reread = gather_state(again.all_reduce)
+                reread = OwnState(again.all_reduce).gather(TIMEOUT)
                 if rank == 0:
                     assert_same_state(reread, box[0], choice)
             for step in (2, 3):
@@ -143,7 +146,7 @@ def regroup(rank, state, communicator):
     """Load residuals of two groups into four: what the parameters lack stays the same."""
     job = Job(rank, 1, communicator, make_compressor("int8"))
     load_state(job.all_reduce, state)
-    reread = gather_state(job.all_reduce)
+    reread = OwnState(job.all_reduce).gather(TIMEOUT)
     if rank == 0:
         for name, residuals in state["residuals"].items():
             assert len(reread["residuals"][name]) == 4

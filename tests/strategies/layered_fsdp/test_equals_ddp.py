@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pytorch_lightning.strategies import DDPStrategy
 
-from lightning_dp.collectives.hierarchical import ShardAllReduce
+from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
 from tests.ranks import RankError, run_cases, run_processes
 from tests.strategies.layered_fsdp.modules import fit, layered, snapshot
 from tests.strategies.modules import VARIANTS, Net, assert_same
@@ -51,7 +51,7 @@ def test_options():
 
 
 def compare_without_crossing(rank):
-    ShardAllReduce.inter_group_all_reduce = lambda self, buffer: None
+    HierarchicalAllReduce.inter_group_all_reduce = lambda self, buffer: None
     compare_with_ddp(rank, "momentum", 2, 1, ["step"])
 
 

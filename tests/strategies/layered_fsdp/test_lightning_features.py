@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
 import torch
-from pytorch_lightning import Callback
+from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from lightning_dp import (
     AdaptiveGlobalBatchNorm,
@@ -27,8 +31,9 @@ from lightning_dp.strategies.layered_sgd.host_communicator import Communicator
 from tests.ranks import RankError, run_cases, run_processes
 from tests.strategies.layered_fsdp.modules import fit, layered, snapshot, whole
 from tests.strategies.layered_fsdp.user_cases import CASES, Manual, Normalized, Teacher, Tied, options_of
+from tests.strategies.layered_sgd.late_sums import sum_late
 from tests.strategies.layered_sgd.staged import is_watched
-from tests.strategies.modules import FEATURES, Net, assert_same, data, trainer
+from tests.strategies.modules import CLASSES, FEATURES, Net, assert_same, data, optimizers, trainer
 
 LAYERS = [nn.Linear, nn.Conv1d]
 
@@ -122,6 +127,73 @@ def gather_by_hand(rank):
 @pytest.mark.ci
 def test_a_unit_that_the_user_gathers_is_up_to_date():
     run_processes(4, gather_by_hand)
+
+
+class Middle(nn.Module):
+    """A unit of three layers, of which a forward may leave out the one in the middle."""
+
+    def __init__(self):
+        super().__init__()
+        self.begin = nn.Linear(FEATURES, 8)
+        self.middle = nn.Linear(8, 8)
+        self.end = nn.Linear(8, CLASSES)
+
+    def forward(self, x, with_middle):
+        x = torch.tanh(self.begin(x))
+        return self.end(torch.tanh(self.middle(x)) if with_middle else x)
+
+
+class LeavesOutTheMiddle(Manual):
+    """One step after two backward passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = Middle().double()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(nn.functional.cross_entropy(self.part(x, True), y))
+        self.manual_backward(nn.functional.cross_entropy(self.part(2 * x, False), y))
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return optimizers("momentum", self.part.parameters())
+
+
+def leave_out_the_middle(rank):
+    expected = snapshot(*fit(DDPStrategy(find_unused_parameters=True), 2, LeavesOutTheMiddle()))
+    sum_late()
+    assert_same(snapshot(*fit(layered(1, wrap=[Middle]), 2, LeavesOutTheMiddle())), expected)
+
+
+def test_a_gradient_between_others_is_not_touched_by_their_second_sum():
+    run_processes(2, leave_out_the_middle)
+
+
+class Checkpoints(Net):
+    """Runs layers again in backward, the last one too, and between them uses a parameter that the root gathers."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.between = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x)) @ self.between
+        x = torch.tanh(checkpoint(self.shared, x, use_reentrant=self.use_reentrant)) @ self.between.T
+        return checkpoint(self.last, x, use_reentrant=self.use_reentrant)
+
+
+def checkpoint_parts(rank):
+    expected = snapshot(*fit(DDPStrategy(), 2, Checkpoints(False)))
+    for use_reentrant in (False, True):
+        assert_same(snapshot(*fit(layered(1), 2, Checkpoints(use_reentrant))), expected)
+
+
+def test_parts_that_are_run_again_in_backward():
+    run_processes(2, checkpoint_parts)
 
 
 class WritesToTeacher(Teacher):
@@ -225,6 +297,41 @@ def test_compression_stays_close():
     run_processes(4, compress)
 
 
+class Branches(nn.Module):
+    """A unit of two layers of one size. Each element of the second one's gradient is one, which 8 bits hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 8, bias=False)
+        self.second = nn.Linear(FEATURES, 8, bias=False)
+
+    def forward(self, x, is_first):
+        return self.first(x).square().mean() if is_first else self.second.weight.sum()
+
+
+class UsesBranchesInTurn(LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.branches = Branches().double()
+
+    def training_step(self, batch, batch_idx):
+        return self.branches(batch[0], batch_idx % 2 == 0)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def use_branches_in_turn(rank):
+    expected = UsesBranchesInTurn().branches.second.weight - 1
+    module, _ = fit(layered(1, wrap=[Branches], compression="int8"), 2, UsesBranchesInTurn(), steps=2)
+    torch.testing.assert_close(whole(module.branches.second.weight), expected, rtol=0, atol=1e-6)
+
+
+def test_what_is_left_out_of_one_layer_is_not_added_to_another():
+    run_processes(2, use_branches_in_turn)
+
+
 def resume_compressed(rank, folder):
     """Eight steps at once, and four and four with a checkpoint of each kind in between."""
     for is_folder in (False, True):
@@ -317,10 +424,28 @@ class FailsOnce(Net):
         return loss
 
 
-def fail_and_fit_again(rank):
+class FailsInBackward(FailsOnce):
+    """Raises in its third step, in backward, when what comes after the first layer has gradients."""
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        if self.fails:
+            x.register_hook(self.fail)
+        return self.scale[:CLASSES] * self.last(torch.tanh(self.shared(x)))
+
+    def fail(self, _):
+        raise ArithmeticError
+
+    def training_step(self, batch, batch_idx):
+        self.fails = batch_idx == 2 and not self.has_failed
+        self.has_failed |= self.fails
+        return self.loss(batch)
+
+
+def fail_and_fit_again(rank, kind):
     results = []
     for strategy in (DDPStrategy, lambda: layered(wrap=None), lambda: layered(wrap=None, reshard_after_forward=False)):
-        module = FailsOnce()
+        module = kind()
         with pytest.raises(ArithmeticError):
             fit(strategy(), 4, module)
         results.append(snapshot(*fit(strategy(), 4, module)))
@@ -328,8 +453,44 @@ def fail_and_fit_again(rank):
 
 
 @pytest.mark.ci
-def test_a_module_whose_training_step_has_failed_is_fitted_again():
-    run_processes(4, fail_and_fit_again)
+@pytest.mark.parametrize("kind", [FailsOnce, FailsInBackward])
+def test_a_module_whose_training_step_has_failed_is_fitted_again(kind):
+    run_processes(4, fail_and_fit_again, kind)
+
+
+class SkipsBatch(Manual):
+    """Leaves out the second batch: before its forward, or when its backward raises."""
+
+    def __init__(self, raises):
+        super().__init__()
+        self.raises = raises
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        if self.is_left_out:
+            x.register_hook(FailsInBackward.fail.__get__(self))
+        return self.last(torch.tanh(self.shared(x)))
+
+    def training_step(self, batch, batch_idx):
+        self.is_left_out = batch_idx == 1
+        if self.is_left_out and not self.raises:
+            return
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        with suppress(ArithmeticError):
+            self.manual_backward(self.loss(batch))
+            for optimizer in self.optimizers():
+                optimizer.step()
+
+
+def skip_batch(rank):
+    expected = snapshot(*fit(DDPStrategy(), 4, SkipsBatch(raises=False)))
+    assert_same(snapshot(*fit(layered(), 4, SkipsBatch(raises=True))), expected)
+
+
+@pytest.mark.ci
+def test_training_goes_on_after_a_backward_that_has_raised():
+    run_processes(4, skip_batch, timeout=60)
 
 
 def fit_then_run_otherwise(rank):
@@ -414,6 +575,45 @@ def train_in_bfloat16(rank):
 @pytest.mark.ci
 def test_precision():
     run_processes(4, train_in_bfloat16)
+
+
+class ReadsOnOneRank(Callback):
+    """Rank 1 alone looks at a parameter between two steps."""
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        if trainer.global_rank == 1:
+            float(pl_module.first.weight.detach().to_local().sum())
+
+
+def scale_gradients(rank):
+    results = []
+    for callbacks in ([], [ReadsOnOneRank()]):
+        plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+        results.append(snapshot(*fit(layered(2), 4, Net().float(), plugins=[plugin], callbacks=callbacks)))
+    assert_same(*results)
+
+
+@pytest.mark.ci
+def test_one_rank_alone_may_read_a_parameter_under_a_gradient_scaler():
+    run_processes(4, scale_gradients, timeout=60)
+
+
+class Configured(Net):
+    """Shards itself, in single precision."""
+
+    def configure_model(self):
+        if not hasattr(self.first, "unshard"):
+            for part in (self.first, self.shared, self.frozen, self.last, self):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+
+def train_what_shards_itself(rank):
+    expected = snapshot(*fit(layered(1), 2, Net().float(), precision="bf16-true"))
+    assert_same(snapshot(*fit(layered(1), 2, Configured().float(), precision="bf16-true")), expected, rtol=0)
+
+
+def test_a_module_that_shards_itself_has_the_precision_of_the_trainer():
+    run_processes(2, train_what_shards_itself)
 
 
 def seed_differently(rank):

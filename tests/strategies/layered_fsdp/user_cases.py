@@ -149,6 +149,21 @@ class Unfreeze(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.frozen, optimizer)
 
 
+class UnfreezesInStep(Net):
+    """A layer is frozen when training starts; the third step unfreezes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen.requires_grad_(True)
+
+    def on_train_start(self) -> None:
+        self.frozen.requires_grad_(False)  # DDP has seen that it will need gradients
+
+    def training_step(self, batch, batch_idx):
+        self.frozen.requires_grad_(batch_idx >= 2)
+        return super().training_step(batch, batch_idx)
+
+
 class Average(pl.Callback):
     """An average of the weights, kept by a user's callback that reads each local shard after every batch."""
 
@@ -326,6 +341,7 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "unused": (Unused, {}),
     "dictionary": (Dictionary, {}),
     "unfreeze": (Net, {"callbacks": [Unfreeze], "max_epochs": 3, "steps": 3}),
+    "unfreeze in a step": (UnfreezesInStep, {}),
     "average": (Net, {"callbacks": [Average]}),
     "reader": (Net, {"callbacks": [Reader]}),
     "global batch norm": (Normalized, {"callbacks": [AdaptiveGlobalBatchNorm]}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from datetime import timedelta
 
 import pytest
 import pytorch_lightning as pl
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from pytorch_lightning.plugins.precision import MixedPrecision
 
 from lightning_dp.collectives.compression.compressors import Int8
-from lightning_dp.collectives.compression.stages import gather_state
+from lightning_dp.collectives.compression.stages import OwnState
 from lightning_dp.strategies import LayeredSGDStrategy, PowerSGD
 from lightning_dp.strategies.layered_sgd import options
 from lightning_dp.strategies.layered_sgd.strategy import KEY
@@ -118,9 +119,9 @@ class LoadsInTheMiddle(pl.Callback):
         if batch_idx == 1:
             compressed = trainer.strategy._reduction.compressed
             trainer.strategy.finish_update()
-            self.before = gather_state(compressed)
+            self.before = OwnState(compressed).gather(timedelta(minutes=1))
             trainer.strategy.load_checkpoint(self.path)
-            self.after = gather_state(compressed)
+            self.after = OwnState(compressed).gather(timedelta(minutes=1))
 
 
 def train(choice, epochs, *callbacks, ckpt_path=None):

@@ -89,6 +89,14 @@ class ReplacesGradientData(Net):
                 parameter.grad.data = 0.5 * parameter.grad.data
 
 
+class ReadsGradientsInInferenceMode(Net):
+    """A norm for a log, before gradients are clipped in place."""
+
+    @torch.inference_mode()
+    def on_after_backward(self):
+        self.norm = sum(float(p.grad.norm()) for p in self.parameters() if p.grad is not None)
+
+
 class ZeroesAccumulator(Manual):
     """Steps with a buffer in the gradient's place, and zeroes the buffer after the step."""
 
@@ -146,6 +154,7 @@ CASES: dict[str, Case] = {
     "gradients changed after the step": (ChangesGradientsAfterTheStep, (), {}),
     "gradients are kept": (KeepsGradients, (), {}),
     "the gradients' data is replaced": (ReplacesGradientData, (), {}),
+    "read in inference mode": (ReadsGradientsInInferenceMode, (), {"gradient_clip_val": 0.1}),
     "an accumulator that is zeroed": (ZeroesAccumulator, (), {}),
     "a backward of one's own": (OwnBackward, (), {}),
     "two losses on one graph": (TwoLossesOnOneGraph, (), {"ddp": {"find_unused_parameters": True}}),

@@ -40,8 +40,8 @@ class OnHost(Communicator):
 class ReducesFirst(HierarchicalAllReduce):
     """Reduces within groups in the communication hook, as NCCL does it. The rest is done by gloo in a thread."""
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments[:-1], True)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments[:-1], True, **options)
 
 
 def layered(group_size: int = 1, **options: Any) -> LayeredSGDStrategy:
