@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -330,9 +331,10 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     optimizer.load_state_dict({**state, "state": sharded})
 
 
-def whole_values(values: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+def whole_values(values: dict[str, Any], keep: bool) -> dict[str, Any]:
     """Return sharded tensors as whole ones, on the host, or ``{}`` where not to keep them. All ranks call it."""
-    whole = {}
+    whole = copy.copy(values)  # not a new dictionary, which would lose the versions of the layers
+    whole.clear()
     for name, value in values.items():
         if isinstance(value, DTensor):
             value = value.full_tensor()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -493,5 +494,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
             module = self.lightning_module
             assert module is not None
             own = dict(module.named_parameters(remove_duplicate=False))  # a file has each name of a shared one
-            values = {name: shard_like(own.get(name), value) for name, value in checkpoint["state_dict"].items()}
+            values = copy.copy(checkpoint["state_dict"])  # with the versions of the layers
+            for name, value in checkpoint["state_dict"].items():
+                values[name] = shard_like(own.get(name), value)
             module.load_state_dict(values, strict=strict)

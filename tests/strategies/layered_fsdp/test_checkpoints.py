@@ -105,6 +105,40 @@ def test_what_is_saved_is_what_ddp_saves(tmp_path):
     run_cases(4, save_and_resume, MODULES, str(tmp_path))
 
 
+class Turned(nn.Linear):
+    """Before version 2 its states had the weight the other way round."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state, prefix, metadata, *args):
+        if metadata.get("version") != 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"].T
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+class WithTurned(Net):
+    def __init__(self):
+        super().__init__("adamw")
+        self.shared = Turned(*reversed(self.shared.weight.shape)).double()
+
+
+def save_and_resume_a_version(rank, path):
+    torch.set_num_threads(1)
+    fitted = fit(layered(), 2, WithTurned(), max_epochs=1, steps=2)
+    fitted[1].save_checkpoint(path)
+    saved = torch.load(path, weights_only=True)["state_dict"]
+    loaded = WithTurned()
+    loaded.load_state_dict(saved)
+    assert_same(loaded.state_dict(), saved)
+    # DDP loads the values as they are.
+    resumed = fit(layered(), 2, WithTurned(), max_epochs=2, ckpt_path=path, steps=2)
+    assert_same(snapshot(*resumed), snapshot(*fit(ddp(), 2, WithTurned(), max_epochs=2, ckpt_path=path, steps=2)))
+
+
+def test_a_layer_finds_its_version_in_a_checkpoint(tmp_path):
+    run_processes(2, save_and_resume_a_version, str(tmp_path / "versions.ckpt"))
+
+
 class ReadsInOtherOrder(Callback):
     """Odd ranks use the last parameter first after each step, which makes the states of the last unit first."""
 
