@@ -348,36 +348,16 @@ def _receive(url: str, part: Path, timeout_s: float) -> None:
             done = 0
         length = response.headers.get("Content-Length")
         total = done + int(length) if length else None
-        progress = _Progress(part.name.removesuffix(".part"), total)
         with open(part, "ab" if resumed else "wb") as file:
             while chunk := response.read(CHUNK_BYTES):
                 file.write(chunk)
+                before = done
                 done += len(chunk)
-                progress.show(done)
+                if total and 10 * done // total > 10 * before // total:
+                    percent = 100 * done // total
+                    print(f"{part.stem}: {percent} % of {total / 1e6:.1f} MB", file=sys.stderr, flush=True)
     if total is not None and done != total:
         raise OSError(f"the transfer stopped after {done} of {total} bytes")
-
-
-class _Progress:
-    """Percentages on stderr: a line that is rewritten on a terminal, or else a line every 10 %."""
-
-    def __init__(self, name: str, total_bytes: int | None) -> None:
-        self.name, self.total_bytes = name, total_bytes
-        self.step = 1 if sys.stderr.isatty() else 10
-        self.shown = -1
-
-    def show(self, done_bytes: int) -> None:
-        if not self.total_bytes:
-            return
-        percent = 100 * done_bytes // self.total_bytes // self.step * self.step
-        if percent == self.shown:
-            return
-        self.shown = percent
-        end = "\n" if self.step > 1 or percent == 100 else ""
-        begin = "" if self.step > 1 else "\r"
-        print(
-            f"{begin}{self.name}: {percent} % of {self.total_bytes / 1e6:.1f} MB", end=end, file=sys.stderr, flush=True
-        )
 
 
 def sha256_of(path: Path) -> str:
