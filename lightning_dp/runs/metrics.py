@@ -100,22 +100,13 @@ class MetricsFile(Logger):
         part.replace(path)
 
 
-def is_plain(node: Any) -> bool:
-    """Return whether a value consists of numbers, texts, dicts and lists only."""
-    if isinstance(node, Mapping):
-        return all(map(is_plain, node.values()))
-    if isinstance(node, list | tuple):
-        return all(map(is_plain, node))
-    return isinstance(node, str | int | float | None)
-
-
 def _as_yaml(node: Any) -> Any:
     """Return hyperparameters as YAML has them. Objects, which a module may have among its own, become texts."""
     if isinstance(node, Mapping):
         return {str(key): _as_yaml(value) for key, value in node.items()}
     if isinstance(node, list | tuple):
         return [_as_yaml(value) for value in node]
-    return node if is_plain(node) else str(node)
+    return node if isinstance(node, str | int | float | None) else str(node)
 
 
 class RowsInCheckpoint(Callback):
