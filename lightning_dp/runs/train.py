@@ -11,7 +11,8 @@ import logging.config
 import os
 import shutil
 import warnings
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
         # The whole configuration, so that loggers can compare the runs of a sweep.
         logger.log_hyperparams(config)
     metrics: dict[str, Any] = {}
-    try:
+    with leaving_no_groups():
         if config["train"]:
             with naming_another_model(config["ckpt_path"]):
                 trainer.fit(model, datamodule=data, ckpt_path=config["ckpt_path"])
@@ -136,13 +137,22 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
                 tested = trainer.test(model, datamodule=data, ckpt_path=weights, verbose=False)
             for found in tested:  # by each loader
                 metrics |= found
-    finally:
-        if dist.is_initialized():
-            # The next job of a sweep may run in this process.
-            dist.destroy_process_group()
     if trainer.is_global_zero and Path(config["run_dir"], METRICS).exists():
         draw_curves(config["run_dir"])
     return {name: float(value) for name, value in metrics.items()}
+
+
+@contextmanager
+def leaving_no_groups() -> Iterator[None]:
+    """Destroy the process group at the end: the next job of a sweep may run in this process.
+
+    Runs inside share it. A second group would find the addresses of the first one.
+    """
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def first_rows(config: Config) -> list[dict[str, str]]:
