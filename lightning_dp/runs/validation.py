@@ -31,11 +31,13 @@ log = logging.getLogger("validation")
 
 Config = dict[str, Any]
 
-READ_BY_RECIPES = {
-    *("name", "seed", "run_dir", "ckpt_path", "train", "test", "optimized_metric", "optimized_mode", "print_config"),
-    "matmul_precision",
-    *("data", "num_classes", "model", "optim", "strategy", "trainer", "callbacks", "logger"),
+# Values of the top level, which every run needs, and their types.
+TOP_LEVEL_TYPES: dict[str, Any] = {
+    **{"name": str, "seed": int, "run_dir": str, "ckpt_path": str | None, "train": bool, "print_config": bool},
+    **{"test": str | bool, "optimized_metric": str | None, "optimized_mode": str, "matmul_precision": str},
 }
+READ_GROUPS = {"data", "model", "optim", "strategy", "trainer", "callbacks", "logger"}
+READ_BY_RECIPES = READ_GROUPS | {*TOP_LEVEL_TYPES, "num_classes"}
 
 # Option of the Trainer -> the base class in pytorch_lightning.callbacks of what it switches off.
 SWITCHES = {
@@ -392,10 +394,6 @@ def count_processes(accelerator: str, devices: Any, *, num_gpus: int, num_cores:
 # --- the top-level keys: which ones exist, and which go together ---
 
 
-TOP_LEVEL_TYPES: dict[str, Any] = {
-    **{"name": str, "seed": int, "run_dir": str, "ckpt_path": str | None, "train": bool, "print_config": bool},
-    **{"test": str | bool, "optimized_metric": str | None, "optimized_mode": str, "matmul_precision": str},
-}
 MAX_SEED = 2**32 - 1  # NumPy's
 
 
