@@ -320,6 +320,16 @@ class EncodedFiles(Dataset[tuple[EncodedImages, Tensor]]):
             f"{where} cannot be decoded: {error}; replace it, or use decoder=auto with on_broken=skip"
         )
 
+    def name_the_broken(self, images: EncodedImages) -> None:
+        """Raise BrokenImageError for the first file that Pillow cannot decode either, if there is one."""
+        import PIL.Image
+
+        for file, index in zip(images.files(), images.indices, strict=True):
+            try:
+                PIL.Image.open(io.BytesIO(file.tobytes())).load()
+            except Exception as error:
+                raise self.broken(index, error) from error
+
 
 def plain_file(data: bytes) -> tuple[bytes, int, int]:
     """Return a file that any decoder can read, and the image's height and width.
