@@ -42,6 +42,8 @@ FREE = {
     *("data.root", "data.index_dir", "data.download", "data.num_workers", "callbacks.progress_bar"),
     *("trainer.enable_progress_bar", "trainer.enable_model_summary"),
 }
+# Lightning loads these with the state of the optimizer and its schedule, whatever the configuration says.
+IN_STATE = ("optim.", "model.optimizer.", "model.scheduler.", "model.parameter_groups.")
 MAX_NAMED = 3  # differences in an error
 VERSION = "pytorch-lightning_version"
 OTHERS = "runs keep theirs in RUN_DIR/checkpoints/last.ckpt"
@@ -88,6 +90,8 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
             _require_best_is_known(path, config)
         if requested not in OF_A_RUN and (found := differences(path, config)):
             log.warning("%s is of a run with %s", path, _named(found))
+            if kept := [text for text in found if text.startswith(IN_STATE)]:
+                log.warning("optimizer and schedule go on with their values in the checkpoint: %s", _named(kept))
     log.info("continuing from %s", path)
     return path.resolve()
 

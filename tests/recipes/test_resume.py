@@ -320,6 +320,20 @@ def test_what_differs_is_said_where_it_is_continued_on_purpose(tmp_path, caplog)
     assert "is of a run with seed=7, not 0" in caplog.text
 
 
+@pytest.mark.ci
+def test_the_learning_rate_is_that_of_the_checkpoint_and_a_warning_says_so(tmp_path, caplog):
+    """Lightning loads it with the state of the optimizer."""
+    before = tiny(tmp_path / "before", "optim=sgd_multistep", "trainer.max_epochs=1", "test=false")
+    train(before)
+    path = last(tmp_path / "before")
+    options = ("optim=sgd_multistep", "optim.lr=0.01", "test=false", f"ckpt_path={path}")
+    config = tiny(tmp_path / "after", *options)
+    find_checkpoint(config)
+    assert "go on with their values in the checkpoint: optim.lr=0.1, not 0.01" in caplog.text
+    train(config)
+    assert {row["lr-SGD"] for row in metrics(tmp_path / "after") if row["lr-SGD"]} == {"0.1"}
+
+
 def hold(run_dir, connection):
     with alone_in(run_dir):
         connection.send("held")
