@@ -428,19 +428,21 @@ class ContinuesAfterCheckpoint(Callback):
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Keeps the weights with the best ``optimized_metric`` of all epochs in checkpoints/best.ckpt.
+    """Keeps the weights with the best ``optimized_metric`` of all epochs or validations in checkpoints/best.ckpt.
 
     It is a class of its own so that its state in a checkpoint is never that of a user's ModelCheckpoint. It must come
     before the callback that writes last.ckpt. Else last.ckpt would hold the best of the epochs before.
     """
 
     def __init__(self, config: Config) -> None:
+        metric = config["optimized_metric"]
         super().__init__(
             dirpath=Path(config["run_dir"], FOLDER),
             filename="best",
-            monitor=config["optimized_metric"],
+            monitor=metric,
             mode=config["optimized_mode"],
-            save_on_train_epoch_end=True,
+            # None: right after a validation, if not each epoch ends with one. Later weights are not those it measured.
+            save_on_train_epoch_end=None if metric.startswith("val/") else True,
             enable_version_counter=False,
         )
 

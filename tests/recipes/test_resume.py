@@ -499,6 +499,33 @@ def test_validation_that_counts_steps_need_not_come_in_the_first_epoch(tmp_path)
     assert "test/acc" in train(tiny(tmp_path, *every))
 
 
+class Validations(Callback):
+    """Remembers the step and the loss of each."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_validation_end(self, trainer, module):
+        self.seen.append((trainer.global_step, trainer.callback_metrics["val/loss"].item()))
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+
+@pytest.mark.ci
+def test_the_best_weights_are_those_that_a_validation_within_an_epoch_has_measured(tmp_path):
+    """After two and four of its five steps."""
+    by_loss = ("test=best", "optimized_metric=val/loss", "optimized_mode=max")
+    config = tiny(tmp_path, *by_loss, "data.num_train=80", "+trainer.val_check_interval=0.5")
+    config["callbacks"]["seen"] = {"_target_": f"{__name__}.Validations"}
+    train(config)
+    best, at_the_end = (torch.load(last(tmp_path).with_name(f"{name}.ckpt")) for name in ("best", "last"))
+    step, loss = max(at_the_end["callbacks"]["Validations"]["seen"], key=lambda each: each[1])
+    assert best["global_step"] == step
+    keeper = BestCheckpoint(config).state_key
+    assert best["callbacks"][keeper]["best_model_score"].item() == loss
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("patience", [0, 1])
 def test_a_run_that_stopped_early_has_ended(tmp_path, patience):
