@@ -209,4 +209,7 @@ class ByteImageDataModule(ImageDataModule):
     def on_after_batch_transfer(self, batch: tuple[Tensor, Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
         """Return normalized images and the labels. Lightning calls this when the batch is on the device."""
         images, labels = batch
-        return normalize(images, self.mean, self.std), labels
+        images = normalize(images, self.mean, self.std)
+        if self.trainer is not None:  # it has converted the batch before, when images were integers
+            images = self.trainer.precision_plugin.convert_input(images)
+        return images, labels
