@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
+from torch import Tensor
 
 from lightning_dp._private.lightning_names import epoch_means
 from lightning_dp.planner.plots import COLORS
@@ -72,9 +73,10 @@ class MetricsFile(Logger):
         (self._folder / "hparams.yaml").write_text(OmegaConf.to_yaml(_as_yaml(self._hyperparameters)))
 
     @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Append a row."""
-        self._rows.append({**metrics, "step": len(self._rows) if step is None else step})
+    def log_metrics(self, metrics: Mapping[str, float | Tensor], step: int | None = None) -> None:
+        """Append a row. A module that logs directly may have tensors, as Lightning's loggers accept."""
+        values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        self._rows.append({**values, "step": len(self._rows) if step is None else step})
         path = self._folder / METRICS
         if self._rows[-1].keys() <= set(self._columns):
             with open(path, "a", newline="") as file:
