@@ -164,9 +164,12 @@ def first_rows(config: Config) -> list[dict[str, str]]:
 
 
 def make_loggers(config: Config, rows: list[dict[str, str]]) -> list[Any]:
-    """Return the loggers: always that of metrics.csv, which begins with ``rows``, and those of the group ``logger``."""
+    """Return the loggers: those of the group ``logger``, and always that of metrics.csv, which begins with ``rows``.
+
+    The first one is ``self.logger`` of a module.
+    """
     chosen = [instantiate(node) for node in config["logger"].values() if node is not None]
-    return [MetricsFile(config["run_dir"], rows), *chosen]
+    return [*chosen, MetricsFile(config["run_dir"], rows)]
 
 
 def remove_checkpoints_of_slurm(trainer: Any, config: Config) -> None:
