@@ -152,11 +152,16 @@ def _named(found: list[str]) -> str:
 def require_unused(run_dir: Path, checkpoint: Path | None, key: str) -> None:
     """Raise ValueError if a folder holds a run, and not the one that is continued."""
     used = (run_dir / METRICS).exists() or any(run_dir.glob(f"{FOLDER}/*.ckpt"))
-    if used and (checkpoint is None or run_dir.resolve() not in checkpoint.resolve().parents):
+    if used and (checkpoint is None or not is_of(run_dir, checkpoint)):
         raise ValueError(
             f"{key}: {run_dir} holds the results of a run, which this one would replace; continue that with "
             "ckpt_path=last, or name another folder"
         )
+
+
+def is_of(run_dir: Path, checkpoint: Path) -> bool:
+    """Return whether a checkpoint is in a run folder."""
+    return run_dir.resolve() in checkpoint.resolve().parents
 
 
 @contextmanager

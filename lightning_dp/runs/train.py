@@ -58,6 +58,7 @@ from lightning_dp.runs.resume import (
     alone_in,
     completed_steps,
     find_checkpoint,
+    is_of,
     naming_another_model,
 )
 from lightning_dp.runs.validation import Config, check_given_optim, resolved, validate, without_contradictions
@@ -87,7 +88,9 @@ def job(cfg: DictConfig) -> float | None:
         except Exception as error:
             raise config_error(error) from error
         if is_first:
-            write_configuration(cfg)
+            # The folder of a run that is only tested again keeps the configuration of its training.
+            if config["train"] or checkpoint is None or not is_of(Path(cfg.run_dir), checkpoint):
+                write_configuration(cfg)
             if cfg.print_config:
                 print(OmegaConf.to_yaml(cfg, resolve=True), flush=True)
         try:
@@ -158,7 +161,7 @@ def leaving_no_groups() -> Iterator[None]:
 def first_rows(config: Config) -> list[dict[str, str]]:
     """Return the rows with which the metrics.csv of a run from a checkpoint begins."""
     checkpoint, run_dir = Path(config["ckpt_path"]), Path(config["run_dir"])
-    if not config["train"] and run_dir.resolve() in checkpoint.resolve().parents:
+    if not config["train"] and is_of(run_dir, checkpoint):
         return rows_of(run_dir)  # the weights of an earlier epoch may be tested, and the run has gone on from there
     return rows_before(checkpoint)
 

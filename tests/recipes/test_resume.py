@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import errno
+import logging
 import multiprocessing
 import os
 import resource
 import shutil
 import signal
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,6 +18,7 @@ from pytorch_lightning import Callback
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.trainer.connectors import signal_connector
 
+from lightning_dp.runs import train as training
 from lightning_dp.runs.command_line import arguments_of_rank, named_run_dir
 from lightning_dp.runs.metrics import rows_before
 from lightning_dp.runs.resume import (
@@ -299,6 +302,26 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts(tmp_path):
             with pytest.raises(FileNotFoundError, match="has no checkpoints/last.ckpt"):
                 find("last", run, **options)
         (run / result).unlink()
+
+
+@pytest.mark.ci
+def test_to_test_a_run_again_leaves_its_configuration(tmp_path, monkeypatch):
+    """Of which `compare` makes its rows, and with which `evaluate` tests."""
+    path = save(tmp_path / "run")
+    file = tmp_path / "run" / ".hydra" / "overrides.yaml"
+    file.parent.mkdir()
+    file.write_text("as it was")
+    monkeypatch.setattr(training, "launch", lambda *_, **__: {"test/acc": 0.5})
+    handlers, level = list(logging.root.handlers), logging.root.level
+    for run_dir in ("elsewhere", "run"):
+        arguments = ("trainer=cpu", "train=false", f"ckpt_path={path}", f"hydra.run.dir={tmp_path / run_dir}")
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+        training.main()
+    for handler in set(logging.root.handlers) - set(handlers):
+        handler.close()
+    logging.root.handlers[:], logging.root.level = handlers, level
+    assert "train=false" in (tmp_path / "elsewhere" / ".hydra" / "overrides.yaml").read_text()
+    assert file.read_text() == "as it was"
 
 
 def test_a_sharded_checkpoint_that_was_being_replaced_is_the_last(tmp_path):
