@@ -254,12 +254,10 @@ def draw_curves(run_dir: str | Path, file: str = CURVES) -> Path:
         axes.spines[["top", "right"]].set_visible(False)
     if min((value for _, value in series.get("train/loss", [])), default=0.0) > 0:
         loss.set_yscale("log")
-    for name, values in series.items():
-        if name == "test/acc":
-            value = values[-1][1]
-            accuracy.axhline(
-                value, color=TEST_COLOR, linewidth=1, linestyle=":", label=f"test, at the end: {value:.4f}"
-            )
+    if "test/acc" in series:
+        value = series["test/acc"][-1][1]
+        label = f"test, at the end: {value:.4f}"
+        accuracy.axhline(value, color=TEST_COLOR, linewidth=1, linestyle=":", label=label)
     if rates := [values for name, values in series.items() if name.startswith("lr-")]:
         _plot_learning_rates(loss, rates)
     for axes in (loss, accuracy):
