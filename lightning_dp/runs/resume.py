@@ -343,12 +343,6 @@ class SeedEachEpoch(Callback):
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._first_epoch = 0  # of this run
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Note the epoch that the run continues with. Some strategies load the checkpoint after `on_fit_start`."""
-        if trainer.state.fn == "fit":
-            self._first_epoch = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Seed the generators before the loader is made, for epoch 0 also in a run that continues.
@@ -360,9 +354,9 @@ class SeedEachEpoch(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the iterator of a run that continues be made again: it was made for epoch 0. Seed before each loader."""
-        if self._first_epoch > 0:
-            self._seed_generators(self._first_epoch)
-            restart_loader(trainer, self._first_epoch)
+        if trainer.current_epoch > 0:
+            self._seed_generators(trainer.current_epoch)
+            restart_loader(trainer, trainer.current_epoch)
         # With reload_dataloaders_every_n_epochs, what makes the loader of an epoch draws, and so do its workers. No
         # hook is right before it: the module's `on_train_start` and `on_train_epoch_end` follow those of callbacks.
         loop: Any = trainer.fit_loop
