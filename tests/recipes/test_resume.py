@@ -165,6 +165,21 @@ def test_workers_load_the_epoch_that_a_run_continues_with(tmp_path, knows_epoch)
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
 
 
+@pytest.mark.ci
+def test_a_checkpoint_of_the_last_batch_of_an_epoch_continues_with_the_images_of_the_next_one(tmp_path):
+    """Three batches make six steps of two optimizers. Lightning counts that epoch as ended, and does not warn."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    data = {"_target_": "tests.recipes.pieces.JitterData", "num_workers": 2}
+    for run_dir, *options in (
+        (whole, "trainer.max_epochs=3"),
+        (cut, "trainer.max_epochs=1"),
+        (cut, "trainer.max_epochs=3", f"ckpt_path={last(cut)}"),
+    ):
+        every = "+callbacks.checkpoint.every_n_train_steps=6"
+        train(own_loop(run_dir, every, "test=false", *options) | {"data": data})
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
+
+
 class Draws(Callback):
     def on_train_epoch_start(self, trainer, module):
         torch.rand(trainer.current_epoch + 1)
