@@ -268,6 +268,7 @@ def _check_val_size(val_size: int, num_images: int, where: object) -> int:
 # --- Downloads that resume, are verified before they are used, and never leave a partial file under the final name.
 
 CHUNK_BYTES = 1 << 18
+TIMEOUT_S = 30.0  # without any byte
 
 
 @contextmanager
@@ -299,7 +300,7 @@ def _is_at(path: Path, file: IO[str]) -> bool:
         return False
 
 
-def download(url: str, path: Path, sha256: str, timeout_s: float = 30.0) -> None:
+def download(url: str, path: Path, sha256: str) -> None:
     """Download ``url`` to ``path``, unless ``path`` has the right checksum already.
 
     The data is written to ``path`` + ".part". After an interruption, the next call asks the server for the rest only,
@@ -318,7 +319,7 @@ def download(url: str, path: Path, sha256: str, timeout_s: float = 30.0) -> None
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     try:
-        _receive(url, part, timeout_s)
+        _receive(url, part)
     except (OSError, http.client.HTTPException) as error:
         kept = f"{part.stat().st_size} bytes are kept in {part}; " if part.exists() else ""
         raise ConnectionError(f"cannot download {url}: {error}; {kept}{remedy}") from error
@@ -329,14 +330,14 @@ def download(url: str, path: Path, sha256: str, timeout_s: float = 30.0) -> None
     os.replace(part, path)
 
 
-def _receive(url: str, part: Path, timeout_s: float) -> None:
+def _receive(url: str, part: Path) -> None:
     """Append to ``part`` what is missing of ``url``."""
     if not url.startswith(("http://", "https://")):
         raise OSError("only http and https addresses are downloaded")
     done = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={done}-"} if done else {})
     try:
-        response = urllib.request.urlopen(request, timeout=timeout_s)
+        response = urllib.request.urlopen(request, timeout=TIMEOUT_S)
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
@@ -348,45 +349,22 @@ def _receive(url: str, part: Path, timeout_s: float) -> None:
             done = 0
         length = response.headers.get("Content-Length")
         total = done + int(length) if length else None
-        progress = _Progress(part.name.removesuffix(".part"), total)
         with open(part, "ab" if resumed else "wb") as file:
             while chunk := response.read(CHUNK_BYTES):
                 file.write(chunk)
+                before = done
                 done += len(chunk)
-                progress.show(done)
+                if total and 10 * done // total > 10 * before // total:
+                    percent = 100 * done // total
+                    print(f"{part.stem}: {percent} % of {total / 1e6:.1f} MB", file=sys.stderr, flush=True)
     if total is not None and done != total:
         raise OSError(f"the transfer stopped after {done} of {total} bytes")
 
 
-class _Progress:
-    """Percentages on stderr: a line that is rewritten on a terminal, or else a line every 10 %."""
-
-    def __init__(self, name: str, total_bytes: int | None) -> None:
-        self.name, self.total_bytes = name, total_bytes
-        self.step = 1 if sys.stderr.isatty() else 10
-        self.shown = -1
-
-    def show(self, done_bytes: int) -> None:
-        if not self.total_bytes:
-            return
-        percent = 100 * done_bytes // self.total_bytes // self.step * self.step
-        if percent == self.shown:
-            return
-        self.shown = percent
-        end = "\n" if self.step > 1 or percent == 100 else ""
-        begin = "" if self.step > 1 else "\r"
-        print(
-            f"{begin}{self.name}: {percent} % of {self.total_bytes / 1e6:.1f} MB", end=end, file=sys.stderr, flush=True
-        )
-
-
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def extract(archive: Path, name: str, root: Path) -> None:

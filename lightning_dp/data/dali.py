@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.data.image_files import EncodedImages
-from lightning_dp.data.jpeg import BrokenImageError, resolve_decoder
+from lightning_dp.data.jpeg import resolve_decoder
 
 
 class DaliDecoder:
@@ -37,7 +36,7 @@ class DaliDecoder:
         """Return (n, 3, size, size) uint8 in the channels-last memory format.
 
         Raises:
-            BrokenFileError: a file cannot be decoded.
+            RuntimeError: a file cannot be decoded. DALI does not say which one.
         """
         pipeline = self._pipelines.get(images.exact)
         if pipeline is None or pipeline.max_batch_size < len(images):
@@ -56,7 +55,6 @@ class DaliDecoder:
             (decoded,) = pipeline.run()
         except RuntimeError:
             del self._pipelines[images.exact]  # it is no longer valid
-            _name_the_broken(images)
             raise
         return self._to_torch(decoded, images)
 
@@ -103,26 +101,3 @@ class DaliDecoder:
         built = pipeline()
         built.build()
         return built
-
-
-class BrokenFileError(BrokenImageError):
-    """A file of a batch cannot be decoded.
-
-    Attributes:
-        index: of the image in its dataset.
-    """
-
-    def __init__(self, index: int, message: str) -> None:
-        super().__init__(message)
-        self.index = index
-
-
-def _name_the_broken(images: EncodedImages) -> None:
-    """Raise BrokenFileError for the first file that Pillow cannot decode either. DALI does not say which it was."""
-    import PIL.Image
-
-    for file, index in zip(images.files(), images.indices, strict=True):
-        try:
-            PIL.Image.open(io.BytesIO(file.tobytes())).load()
-        except Exception as error:
-            raise BrokenFileError(index, str(error)) from error

@@ -137,10 +137,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         start_s = time.perf_counter()
         size = batch.image_size or self.image_size
         images = torch.empty(len(batch.indices), size, size, 3, dtype=torch.uint8)
-        crops = None
-        if self.crop is not None:
-            # Drawn for the whole global batch, so that pixels do not depend on the number of ranks.
-            crops = RandomCrops(batch.global_batch_size, torch.Generator().manual_seed(batch.seed), self.crop)
+        crops = crops_of(batch, self.crop)
         intact = []
         for place, index in enumerate(batch.indices):
             try:
@@ -201,6 +198,13 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         worker = get_worker_info()
         row = 0 if worker is None else worker.id % len(self._speed)
         self._speed[row] += torch.tensor([num_images, seconds], dtype=torch.float64)
+
+
+def crops_of(batch: BatchSlice, kind: Crop | None) -> RandomCrops | None:
+    """Draw crops for the whole global batch, so that pixels do not depend on the number of ranks."""
+    if kind is None:
+        return None
+    return RandomCrops(batch.global_batch_size, torch.Generator().manual_seed(batch.seed), kind)
 
 
 def training_image(encoded: EncodedImage, size: int, crops: RandomCrops, place: int) -> Tensor:
@@ -293,10 +297,7 @@ class EncodedFiles(Dataset[tuple[EncodedImages, Tensor]]):
     def __getitem__(self, batch: BatchSlice) -> tuple[EncodedImages, Tensor]:
         """Return the images, and labels (n,) int64."""
         require_slice(batch)
-        crops = None
-        if self.crop is not None:
-            # Drawn for the whole global batch, so that pixels do not depend on the number of ranks.
-            crops = RandomCrops(batch.global_batch_size, torch.Generator().manual_seed(batch.seed), self.crop)
+        crops = crops_of(batch, self.crop)
         files, regions = [], []
         for place, index in enumerate(batch.indices):
             try:
@@ -319,6 +320,16 @@ class EncodedFiles(Dataset[tuple[EncodedImages, Tensor]]):
         return BrokenImageError(
             f"{where} cannot be decoded: {error}; replace it, or use decoder=auto with on_broken=skip"
         )
+
+    def name_the_broken(self, images: EncodedImages) -> None:
+        """Raise BrokenImageError for the first file that Pillow cannot decode either, if there is one."""
+        import PIL.Image
+
+        for file, index in zip(images.files(), images.indices, strict=True):
+            try:
+                PIL.Image.open(io.BytesIO(file.tobytes())).load()
+            except Exception as error:
+                raise self.broken(index, error) from error
 
 
 def plain_file(data: bytes) -> tuple[bytes, int, int]:

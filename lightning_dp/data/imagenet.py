@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_dp.data.dali import BrokenFileError, DaliDecoder
+from lightning_dp.data.dali import DaliDecoder
 from lightning_dp.data.image_files import EncodedFiles, EncodedImages, FilesInFolder, ImageFiles, ImageSource
 from lightning_dp.data.jpeg import CROPS, Crop, Decoder, resolve_decoder
 from lightning_dp.data.module import ByteImageDataModule, Split
@@ -175,10 +175,11 @@ class ImageNet(ByteImageDataModule):
             self._dali[key] = DaliDecoder(device, _cores_of_rank(self.trainer))
         try:
             return self._dali[key](images)
-        except BrokenFileError as error:
+        except RuntimeError:
             dataset = self._datasets[images.split]
             assert isinstance(dataset, EncodedFiles)
-            raise dataset.broken(error.index, error) from error
+            dataset.name_the_broken(images)
+            raise
 
     def _source(self, images: Any) -> ImageSource:
         """Return the encoded images of a split, from the first part of what `read_train` returns for it."""

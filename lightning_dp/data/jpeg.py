@@ -7,6 +7,7 @@ single pixel of a block, but then images differ visibly from those that are deco
 
 from __future__ import annotations
 
+import importlib
 import io
 import math
 from contextlib import suppress
@@ -19,7 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Decoder = Literal["auto", "simplejpeg", "pillow", "dali"]
-DECODERS = ("auto", "simplejpeg", "pillow", "dali")
+MODULES = {"simplejpeg": "simplejpeg", "pillow": "PIL.Image", "dali": "nvidia.dali"}
+DECODERS = ("auto", *MODULES)
 # Of an image: Pillow's own limit. The largest image of ImageNet has a third of it.
 MAX_PIXELS = 178_956_970
 DENOMINATORS = (4, 2, 1)  # of the scales, all of which libjpeg-turbo has fast code for
@@ -103,20 +105,13 @@ def resolve_decoder(decoder: Decoder) -> Decoder:
     """
     if decoder not in DECODERS:
         raise ValueError(f"decoder={decoder!r} must be one of {', '.join(map(repr, DECODERS))}")
-    missing = []
-    modules = {"simplejpeg": "simplejpeg", "pillow": "PIL.Image"}
-    if decoder == "dali":
-        modules = {"dali": "nvidia.dali"}  # decodes whole batches: see `lightning_dp.data.dali`
-    for name, module in modules.items():
-        if decoder in ("auto", name):
-            try:
-                __import__(module)
-            except ModuleNotFoundError:
-                missing.append(name)
-            else:
-                return name  # type: ignore[return-value]
-    package = "nvidia-dali-cuda120" if decoder == "dali" else missing[0]
-    raise ModuleNotFoundError(f"{' and '.join(missing)} is not installed: pip install {package}")
+    names: tuple[Decoder, ...] = ("simplejpeg", "pillow") if decoder == "auto" else (decoder,)
+    for name in names:
+        with suppress(ModuleNotFoundError):
+            importlib.import_module(MODULES[name])
+            return name
+    package = "nvidia-dali-cuda120" if decoder == "dali" else names[0]
+    raise ModuleNotFoundError(f"{' and '.join(names)} is not installed: pip install {package}")
 
 
 class _SimpleJpeg:

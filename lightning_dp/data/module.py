@@ -137,7 +137,7 @@ class ImageDataModule(LightningDataModule):
         self, dataset: Dataset[Any], sampler: DistributedSampler[BatchSlice], persistent_workers: bool = False
     ) -> DataLoader[Any]:
         on_cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        return _LateLoader(
+        loader = _LateLoader(
             dataset,
             batch_size=None,
             sampler=sampler,
@@ -145,14 +145,14 @@ class ImageDataModule(LightningDataModule):
             pin_memory=on_cuda,
             persistent_workers=persistent_workers,
         )
+        loader.is_for_one_process = self.trainer is None and not _is_in_group()
+        return loader
 
     def _rank(self) -> tuple[int, int]:
         """Return the rank and the world size of the Trainer or, without one, of the default process group."""
         if self.trainer is not None:
             return self.trainer.global_rank, self.trainer.world_size
-        if dist.is_available() and dist.is_initialized():
-            return dist.get_rank(), dist.get_world_size()
-        return 0, 1
+        return (dist.get_rank(), dist.get_world_size()) if _is_in_group() else (0, 1)
 
     def _check_batch_sizes(self, world_size: int) -> None:
         """Raise ValueError if a batch cannot be divided among the ranks."""
@@ -192,11 +192,25 @@ class _LateLoader(DataLoader[Any]):
 
     Lightning makes the first iterator of a run before it tells the sampler the epoch that the run continues with.
     Workers that started with the iterator would load the images of epoch 0, in its order.
+
+    Attributes:
+        is_for_one_process: it was made before there was a Trainer or a process group, which tell the ranks.
     """
+
+    is_for_one_process = False
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self.is_for_one_process and _is_in_group() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"this loader was made for one process, so each of the {dist.get_world_size()} ranks would get all "
+                "images; pass the data module to the Trainer, or make the loader once there is a process group"
+            )
         yield from super().__iter__()
+
+
+def _is_in_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 class ByteImageDataModule(ImageDataModule):
@@ -209,4 +223,7 @@ class ByteImageDataModule(ImageDataModule):
     def on_after_batch_transfer(self, batch: tuple[Tensor, Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
         """Return normalized images and the labels. Lightning calls this when the batch is on the device."""
         images, labels = batch
-        return normalize(images, self.mean, self.std), labels
+        images = normalize(images, self.mean, self.std)
+        if self.trainer is not None:  # it has converted the batch before, when images were integers
+            images = self.trainer.precision_plugin.convert_input(images)
+        return images, labels

@@ -287,12 +287,8 @@ class _Scan:
             )
         if suffix == LABEL_SUFFIX:
             # Labels are small and lie beside the headers, so reading them here costs little.
-            length = min(member.size, MAX_LABEL_BYTES)
             file.seek(member.offset_data)
-            text = file.read(length)
-            if len(text) < length:
-                raise _incomplete(self.path, "unexpected end of data")
-            self.labels[key] = _parse_label(text, member.name, self.path)
+            self.labels[key] = _parse_label(file.read(min(member.size, MAX_LABEL_BYTES)), member.name, self.path)
         else:
             self.images[key] = (member.offset_data, member.size)
 
@@ -336,7 +332,7 @@ def scan_shard(path: Path) -> Members:
         ValueError: it is not a whole, uncompressed tar file in which every image has a label.
     """
     scan = _Scan(path)
-    with open(path, "rb") as file, open(path, "rb") as label_file:
+    with open(path, "rb") as file:
         _require_uncompressed(path, file)
         try:
             # "r:" reads uncompressed files only.
@@ -347,9 +343,9 @@ def scan_shard(path: Path) -> Members:
             raise
         except Exception as error:  # a header may claim anything, and tarfile raises errors of any kind
             raise _incomplete(path, str(error) or "a header claims more bytes than there is memory for") from error
-        for member in members:
-            scan.add(member, label_file)
         _require_end(path, file, end)
+        for member in members:
+            scan.add(member, file)
     return scan.members()
 
 

@@ -150,13 +150,8 @@ class SyntheticImageNet(ImageNet):
         self.num_val = num_val
 
     def check(self, world_size: int) -> None:
-        """Check the batch sizes. See `ImageDataModule.check`."""
-        self._check_batch_sizes(world_size)
-        self._check_sizes(world_size, self.sizes())
-
-    def sizes(self) -> dict[str, int]:
-        """Return the number of images in each split."""
-        return {"train": self.num_train, "val": self.num_val, "test": self.num_val}
+        """Check what does not concern files. See `ImageDataModule.check`."""
+        ImageDataModule.check(self, world_size)
 
     def read_train(self) -> tuple[Split, Split]:
         """Return the labels of training and validation images. There are no images yet."""

@@ -89,7 +89,7 @@ def read_sweep(folder: Path, metric: str, count_bytes: bool = True) -> list[Job]
         ValueError: a file is damaged.
     """
     folders = _job_folders(folder)
-    overrides = [_overrides(path) for path in folders]
+    overrides = [list(map(str, _load(path / ".hydra" / "overrides.yaml"))) for path in folders]
     shared = set.intersection(*map(set, overrides))
     jobs = []
     for path, own in zip(folders, overrides, strict=True):
@@ -136,10 +136,6 @@ def _logged(folder: Path) -> set[str]:
 def _rows(folder: Path) -> list[dict[str, str]]:
     with naming_damage(folder / METRICS):
         return rows_of(folder)
-
-
-def _overrides(folder: Path) -> list[str]:
-    return [str(text) for text in _load(folder / ".hydra" / "overrides.yaml")]
 
 
 def _load(path: Path) -> Any:
@@ -193,16 +189,12 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
 
 def _num_bytes(config: Any, folder: Path, global_share: float) -> float | None:
     try:
-        return bytes_per_step(_resolved(config, folder), global_share)
+        # The folder of a run comes from Hydra while it runs.
+        resolved: Any = OmegaConf.to_container(OmegaConf.create(config | {"run_dir": str(folder)}), resolve=True)
+        return bytes_per_step(resolved, global_share)
     except Exception as error:  # a model of the user's can raise any error, or is not importable here
         log.warning("bytes are not counted: the model of %s cannot be built (%s)", folder, message_of(error))
         return None
-
-
-def _resolved(config: Any, folder: Path) -> dict[str, Any]:
-    # The folder of a run comes from Hydra while it runs.
-    config["run_dir"] = str(folder)
-    return OmegaConf.to_container(OmegaConf.create(config), resolve=True)  # type: ignore[return-value]
 
 
 def common_accuracy(jobs: Sequence[Job]) -> float | None:

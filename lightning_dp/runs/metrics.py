@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
+from torch import Tensor
 
 from lightning_dp._private.lightning_names import epoch_means
 from lightning_dp.planner.plots import COLORS
@@ -72,9 +73,10 @@ class MetricsFile(Logger):
         (self._folder / "hparams.yaml").write_text(OmegaConf.to_yaml(_as_yaml(self._hyperparameters)))
 
     @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Append a row."""
-        self._rows.append({**metrics, "step": len(self._rows) if step is None else step})
+    def log_metrics(self, metrics: Mapping[str, float | Tensor], step: int | None = None) -> None:
+        """Append a row. A module that logs directly may have tensors, as Lightning's loggers accept."""
+        values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        self._rows.append({**values, "step": len(self._rows) if step is None else step})
         path = self._folder / METRICS
         if self._rows[-1].keys() <= set(self._columns):
             with open(path, "a", newline="") as file:
@@ -100,22 +102,13 @@ class MetricsFile(Logger):
         part.replace(path)
 
 
-def is_plain(node: Any) -> bool:
-    """Return whether a value consists of numbers, texts, dicts and lists only."""
-    if isinstance(node, Mapping):
-        return all(map(is_plain, node.values()))
-    if isinstance(node, list | tuple):
-        return all(map(is_plain, node))
-    return isinstance(node, str | int | float | None)
-
-
 def _as_yaml(node: Any) -> Any:
     """Return hyperparameters as YAML has them. Objects, which a module may have among its own, become texts."""
     if isinstance(node, Mapping):
         return {str(key): _as_yaml(value) for key, value in node.items()}
     if isinstance(node, list | tuple):
         return [_as_yaml(value) for value in node]
-    return node if is_plain(node) else str(node)
+    return node if isinstance(node, str | int | float | None) else str(node)
 
 
 class RowsInCheckpoint(Callback):
@@ -261,12 +254,10 @@ def draw_curves(run_dir: str | Path, file: str = CURVES) -> Path:
         axes.spines[["top", "right"]].set_visible(False)
     if min((value for _, value in series.get("train/loss", [])), default=0.0) > 0:
         loss.set_yscale("log")
-    for name, values in series.items():
-        if name == "test/acc":
-            value = values[-1][1]
-            accuracy.axhline(
-                value, color=TEST_COLOR, linewidth=1, linestyle=":", label=f"test, at the end: {value:.4f}"
-            )
+    if "test/acc" in series:
+        value = series["test/acc"][-1][1]
+        label = f"test, at the end: {value:.4f}"
+        accuracy.axhline(value, color=TEST_COLOR, linewidth=1, linestyle=":", label=label)
     if rates := [values for name, values in series.items() if name.startswith("lr-")]:
         _plot_learning_rates(loss, rates)
     for axes in (loss, accuracy):

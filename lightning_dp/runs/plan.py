@@ -14,14 +14,12 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch.distributed as dist
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -42,7 +40,7 @@ from lightning_dp.runs.command_line import (
 )
 from lightning_dp.runs.hydra_versions import instantiate
 from lightning_dp.runs.resume import require_unused
-from lightning_dp.runs.train import build, configure_logging
+from lightning_dp.runs.train import build, configure_logging, leaving_no_groups
 from lightning_dp.runs.validation import Config, check_arguments, check_given_optim, naming_keys, resolved, validate
 
 
@@ -160,16 +158,6 @@ def is_measured(callback: Config) -> bool:
     """Return whether a callback of the configuration is part of a step, and does not only watch training."""
     module, _, name = callback["_target_"].rpartition(".")
     return not module.startswith(("pytorch_lightning", "lightning_dp.runs.progress")) or name.endswith(CHANGE_STEPS)
-
-
-@contextmanager
-def leaving_no_groups() -> Iterator[None]:
-    """Destroy the process group at the end. Runs inside share it: a second group would find the first's addresses."""
-    try:
-        yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 # With verify=true: steps of the present and of the planned configuration, in turn.

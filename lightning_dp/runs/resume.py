@@ -42,6 +42,8 @@ FREE = {
     *("data.root", "data.index_dir", "data.download", "data.num_workers", "callbacks.progress_bar"),
     *("trainer.enable_progress_bar", "trainer.enable_model_summary"),
 }
+# Lightning loads these with the state of the optimizer and its schedule, whatever the configuration says.
+IN_STATE = ("optim.", "model.optimizer.", "model.scheduler.", "model.parameter_groups.")
 MAX_NAMED = 3  # differences in an error
 VERSION = "pytorch-lightning_version"
 OTHERS = "runs keep theirs in RUN_DIR/checkpoints/last.ckpt"
@@ -88,6 +90,8 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
             _require_best_is_known(path, config)
         if requested not in OF_A_RUN and (found := differences(path, config)):
             log.warning("%s is of a run with %s", path, _named(found))
+            if kept := [text for text in found if text.startswith(IN_STATE)]:
+                log.warning("optimizer and schedule go on with their values in the checkpoint: %s", _named(kept))
     log.info("continuing from %s", path)
     return path.resolve()
 
@@ -148,11 +152,16 @@ def _named(found: list[str]) -> str:
 def require_unused(run_dir: Path, checkpoint: Path | None, key: str) -> None:
     """Raise ValueError if a folder holds a run, and not the one that is continued."""
     used = (run_dir / METRICS).exists() or any(run_dir.glob(f"{FOLDER}/*.ckpt"))
-    if used and (checkpoint is None or run_dir.resolve() not in checkpoint.resolve().parents):
+    if used and (checkpoint is None or not is_of(run_dir, checkpoint)):
         raise ValueError(
             f"{key}: {run_dir} holds the results of a run, which this one would replace; continue that with "
             "ckpt_path=last, or name another folder"
         )
+
+
+def is_of(run_dir: Path, checkpoint: Path) -> bool:
+    """Return whether a checkpoint is in a run folder."""
+    return run_dir.resolve() in checkpoint.resolve().parents
 
 
 @contextmanager
@@ -334,12 +343,6 @@ class SeedEachEpoch(Callback):
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._first_epoch = 0  # of this run
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Note the epoch that the run continues with. Some strategies load the checkpoint after `on_fit_start`."""
-        if trainer.state.fn == "fit":
-            self._first_epoch = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Seed the generators before the loader is made, for epoch 0 also in a run that continues.
@@ -351,9 +354,9 @@ class SeedEachEpoch(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the iterator of a run that continues be made again: it was made for epoch 0. Seed before each loader."""
-        if self._first_epoch > 0:
-            self._seed_generators(self._first_epoch)
-            restart_loader(trainer, self._first_epoch)
+        if trainer.current_epoch > 0:
+            self._seed_generators(trainer.current_epoch)
+            restart_loader(trainer, trainer.current_epoch)
         # With reload_dataloaders_every_n_epochs, what makes the loader of an epoch draws, and so do its workers. No
         # hook is right before it: the module's `on_train_start` and `on_train_epoch_end` follow those of callbacks.
         loop: Any = trainer.fit_loop
@@ -424,19 +427,21 @@ class ContinuesAfterCheckpoint(Callback):
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Keeps the weights with the best ``optimized_metric`` of all epochs in checkpoints/best.ckpt.
+    """Keeps the weights with the best ``optimized_metric`` of all epochs or validations in checkpoints/best.ckpt.
 
     It is a class of its own so that its state in a checkpoint is never that of a user's ModelCheckpoint. It must come
     before the callback that writes last.ckpt. Else last.ckpt would hold the best of the epochs before.
     """
 
     def __init__(self, config: Config) -> None:
+        metric = config["optimized_metric"]
         super().__init__(
             dirpath=Path(config["run_dir"], FOLDER),
             filename="best",
-            monitor=config["optimized_metric"],
+            monitor=metric,
             mode=config["optimized_mode"],
-            save_on_train_epoch_end=True,
+            # None: right after a validation, if not each epoch ends with one. Later weights are not those it measured.
+            save_on_train_epoch_end=None if metric.startswith("val/") else True,
             enable_version_counter=False,
         )
 

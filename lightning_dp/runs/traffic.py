@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import mean
 from typing import Any
 
+from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 
 from lightning_dp.callbacks import AdaptiveGlobalBatchNorm
@@ -13,6 +14,7 @@ from lightning_dp.runs.hydra_versions import instantiate
 from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredFSDPStrategy, LayeredSGDStrategy
 
 ELEMENT_BYTES = 4
+OF_32_BITS = ("None", "32", "32-true", "16", "16-mixed", "bf16", "bf16-mixed")  # what the Trainer's precision may be
 BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -21,15 +23,17 @@ def bytes_per_step(config: dict[str, Any], global_share: float = 0.0) -> float |
 
     It counts 32-bit gradients, the features and activations of a sharded head, and the statistics of global batch norm.
     All-reduces are taken to be rings. Parameters that are not trained are counted, too. A step with several batches
-    (``accumulate_grad_batches``) sends what belongs to a batch in each of them. None with compression, and if the
-    configuration does not say how many ranks there were, for the hybrid how many images, or for global statistics how
-    many ranks share them.
+    (``accumulate_grad_batches``) sends what belongs to a batch in each of them. None with compression, with strategies
+    other than DDP and those of this package, with SyncBatchNorm or gradients of 16 or 64 bits, and if the configuration
+    does not say how many ranks there were, for the hybrid how many images, or for global statistics how many ranks
+    share them.
 
     Args:
         config: the configuration of a run, resolved.
         global_share: share of the steps in which batch norm's statistics were global.
     """
-    devices, num_nodes = _ranks_per_node(config["trainer"]["devices"]), int(config["trainer"]["num_nodes"])
+    trainer = config["trainer"]
+    devices, num_nodes = _ranks_per_node(trainer["devices"]), int(trainer["num_nodes"])
     if devices is None:
         return None
     world_size = devices * num_nodes
@@ -37,9 +41,13 @@ def bytes_per_step(config: dict[str, Any], global_share: float = 0.0) -> float |
         return 0.0
     if isinstance(config["strategy"], dict) and config["strategy"].get("head") and "batch_size" not in config["data"]:
         return None  # a data module of the user's, and the hybrid sends features of each image
-    if config["strategy"].get("compression") is not None:
+    if config["strategy"].get("compression") is not None or config["strategy"].get("ddp_comm_hook") is not None:
         return None  # depends on the parameters' shapes; the strategy counts it while it trains
+    if trainer.get("sync_batchnorm") or str(trainer.get("precision")) not in OF_32_BITS:
+        return None
     module, strategy = instantiate(config["model"]), instantiate(config["strategy"])
+    if not isinstance(strategy, DDPStrategy | LayeredFSDPStrategy):
+        return None
     gradients = mean(
         _gradient_bytes(module, strategy, config, rank, (num_nodes, devices)) for rank in range(world_size)
     )

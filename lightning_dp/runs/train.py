@@ -11,7 +11,8 @@ import logging.config
 import os
 import shutil
 import warnings
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ from lightning_dp.runs.resume import (
     alone_in,
     completed_steps,
     find_checkpoint,
+    is_of,
     naming_another_model,
 )
 from lightning_dp.runs.validation import Config, check_given_optim, resolved, validate, without_contradictions
@@ -86,7 +88,9 @@ def job(cfg: DictConfig) -> float | None:
         except Exception as error:
             raise config_error(error) from error
         if is_first:
-            write_configuration(cfg)
+            # The folder of a run that is only tested again keeps the configuration of its training.
+            if config["train"] or checkpoint is None or not is_of(Path(cfg.run_dir), checkpoint):
+                write_configuration(cfg)
             if cfg.print_config:
                 print(OmegaConf.to_yaml(cfg, resolve=True), flush=True)
         try:
@@ -119,7 +123,7 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
         # The whole configuration, so that loggers can compare the runs of a sweep.
         logger.log_hyperparams(config)
     metrics: dict[str, Any] = {}
-    try:
+    with leaving_no_groups():
         if config["train"]:
             with naming_another_model(config["ckpt_path"]):
                 trainer.fit(model, datamodule=data, ckpt_path=config["ckpt_path"])
@@ -136,27 +140,39 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
                 tested = trainer.test(model, datamodule=data, ckpt_path=weights, verbose=False)
             for found in tested:  # by each loader
                 metrics |= found
-    finally:
-        if dist.is_initialized():
-            # The next job of a sweep may run in this process.
-            dist.destroy_process_group()
     if trainer.is_global_zero and Path(config["run_dir"], METRICS).exists():
         draw_curves(config["run_dir"])
     return {name: float(value) for name, value in metrics.items()}
 
 
+@contextmanager
+def leaving_no_groups() -> Iterator[None]:
+    """Destroy the process group at the end: the next job of a sweep may run in this process.
+
+    Runs inside share it. A second group would find the addresses of the first one.
+    """
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
 def first_rows(config: Config) -> list[dict[str, str]]:
     """Return the rows with which the metrics.csv of a run from a checkpoint begins."""
     checkpoint, run_dir = Path(config["ckpt_path"]), Path(config["run_dir"])
-    if not config["train"] and run_dir.resolve() in checkpoint.resolve().parents:
+    if not config["train"] and is_of(run_dir, checkpoint):
         return rows_of(run_dir)  # the weights of an earlier epoch may be tested, and the run has gone on from there
     return rows_before(checkpoint)
 
 
 def make_loggers(config: Config, rows: list[dict[str, str]]) -> list[Any]:
-    """Return the loggers: always that of metrics.csv, which begins with ``rows``, and those of the group ``logger``."""
+    """Return the loggers: those of the group ``logger``, and always that of metrics.csv, which begins with ``rows``.
+
+    The first one is ``self.logger`` of a module.
+    """
     chosen = [instantiate(node) for node in config["logger"].values() if node is not None]
-    return [MetricsFile(config["run_dir"], rows), *chosen]
+    return [*chosen, MetricsFile(config["run_dir"], rows)]
 
 
 def remove_checkpoints_of_slurm(trainer: Any, config: Config) -> None:

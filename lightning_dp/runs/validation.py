@@ -31,11 +31,13 @@ log = logging.getLogger("validation")
 
 Config = dict[str, Any]
 
-READ_BY_RECIPES = {
-    *("name", "seed", "run_dir", "ckpt_path", "train", "test", "optimized_metric", "optimized_mode", "print_config"),
-    "matmul_precision",
-    *("data", "num_classes", "model", "optim", "strategy", "trainer", "callbacks", "logger"),
+# Values of the top level, which every run needs, and their types.
+TOP_LEVEL_TYPES: dict[str, Any] = {
+    **{"name": str, "seed": int, "run_dir": str, "ckpt_path": str | None, "train": bool, "print_config": bool},
+    **{"test": str | bool, "optimized_metric": str | None, "optimized_mode": str, "matmul_precision": str},
 }
+READ_GROUPS = {"data", "model", "optim", "strategy", "trainer", "callbacks", "logger"}
+READ_BY_RECIPES = READ_GROUPS | {*TOP_LEVEL_TYPES, "num_classes"}
 
 # Option of the Trainer -> the base class in pytorch_lightning.callbacks of what it switches off.
 SWITCHES = {
@@ -146,21 +148,23 @@ def _check_optimizer(config: Config) -> None:
                     f"model.optimizer.{key}={optimizer[key]} has no effect, because model.parameter_groups sets {key} "
                     f"of all parameters; write optim.{key}={optimizer[key]}"
                 )
-    made: Any = None
-    for name in ("optimizer", "scheduler"):
-        node = config["model"].get(name)
-        if not (isinstance(node, dict) and node.get("_partial_")):
-            return
-        with naming_keys(f"model.{name}", config):
-            make = instantiate(node)
-            if made is not None:
-                has_end = "total_steps" in _parameters(node["_target_"])
-                make(made, **({"total_steps": node.get("total_steps") or 100} if has_end else {}))
-                return
-            made = make([torch.nn.Parameter(torch.zeros(1))])
-            lr = made.param_groups[0].get("lr", 0.0)
-            if not math.isfinite(lr):
-                raise ValueError(f"lr={lr} must be a finite number")
+    if not _is_partial(optimizer):
+        return
+    with naming_keys("model.optimizer", config):
+        made = instantiate(optimizer)([torch.nn.Parameter(torch.zeros(1))])
+        lr = made.param_groups[0].get("lr", 0.0)
+        if not math.isfinite(lr):
+            raise ValueError(f"lr={lr} must be a finite number")
+    scheduler = config["model"].get("scheduler")
+    if _is_partial(scheduler):
+        with naming_keys("model.scheduler", config):
+            has_end = "total_steps" in _parameters(scheduler["_target_"])
+            end = {"total_steps": scheduler.get("total_steps") or 100} if has_end else {}
+            instantiate(scheduler)(made, **end)
+
+
+def _is_partial(node: Any) -> bool:
+    return isinstance(node, dict) and bool(node.get("_partial_"))
 
 
 def _check_model(config: Config) -> None:
@@ -392,10 +396,6 @@ def count_processes(accelerator: str, devices: Any, *, num_gpus: int, num_cores:
 # --- the top-level keys: which ones exist, and which go together ---
 
 
-TOP_LEVEL_TYPES: dict[str, Any] = {
-    **{"name": str, "seed": int, "run_dir": str, "ckpt_path": str | None, "train": bool, "print_config": bool},
-    **{"test": str | bool, "optimized_metric": str | None, "optimized_mode": str, "matmul_precision": str},
-}
 MAX_SEED = 2**32 - 1  # NumPy's
 
 

@@ -112,6 +112,15 @@ def test_a_file_that_is_no_image_is_named_and_others_are_not_looked_up(root, tmp
     assert len(intact[BatchSlice([1, 0], 0, 2, seed=0)][1]) == 2
 
 
+def test_the_file_that_dali_cannot_decode_is_found_by_pillow(tmp_path):
+    break_files(write_imagenet(tmp_path, 3, 1), 1)
+    files = dataset(tmp_path, EncodedFiles)
+    files.name_the_broken(files[BatchSlice([1, 2], 0, 2, seed=0)][0])
+    broken, _ = files[BatchSlice([1, 0], 0, 2, seed=0)]
+    with pytest.raises(BrokenImageError, match=r"n01440764_0.JPEG cannot be decoded: .*; replace it, or use decoder="):
+        files.name_the_broken(broken)
+
+
 def test_dali_decodes_no_single_images(root):
     with pytest.raises(ValueError, match="decoder='dali' decodes whole batches: use ImageNet"):
         open_image(encoded(picture(20, 30)), "dali")

@@ -273,6 +273,21 @@ def test_synthetic_images_stand_in_for_imagenet():
     assert (images.shape, images.dtype) == ((6, 3, SIZE, SIZE), torch.uint8)
 
 
+class Typed(Sums):
+    """A layer of the precision that the Trainer gives it."""
+
+    def training_step(self, batch, batch_idx: int) -> torch.Tensor:
+        images, labels = batch
+        assert images.dtype == self.layer.weight.dtype
+        return F.cross_entropy(self.layer(images.mean((2, 3))), labels)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_images_that_are_normalized_on_the_device_have_the_precision_of_the_model(precision):
+    module = SyntheticImageNet(num_train=12, num_val=9, **OPTIONS)
+    trainer(max_epochs=1, precision=precision).fit(Typed(), datamodule=module)
+
+
 def test_smoke_data_ignores_the_options_of_other_data():
     module = smoke_data(num_classes=3, image_size=16, batch_size=4, root="nowhere", val_size=0, crop="square")
     module.check(2)

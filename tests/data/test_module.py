@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dp._lightning import FRAMEWORK, LightningModule, Trainer
 from lightning_dp.data import Digits, Synthetic
-from tests.ranks import run_processes
+from tests.ranks import RankError, run_processes
 
 # Lightning 2.6 asks torch 2.13 in a way that torch calls old.
 OLD_WAYS = ".*treespec, LeafSpec"
@@ -122,6 +122,20 @@ def test_three_ranks_train_and_evaluate_on_the_same_images_as_one():
 def test_the_test_above_detects_padding():
     ranks = run_processes(3, fit_and_test, 3, PaddedByTorch)
     assert [metrics["test/count"] for metrics, _ in ranks] == [102] * 3
+
+
+def fit_with_loaders(rank: int) -> None:
+    warnings.filterwarnings("ignore", message=OLD_WAYS)
+    module = data()
+    module.setup("fit")
+    trainer = Trainer(devices=2, strategy="ddp", max_epochs=1, enable_checkpointing=False, **QUIET)
+    trainer.fit(Probe(), module.train_dataloader(), module.val_dataloader())
+
+
+def test_loaders_that_were_made_before_the_ranks_were_known_are_refused():
+    """Each rank would train on the images of all."""
+    with pytest.raises(RankError, match="made for one process, so each of the 2 ranks would get all images; pass the"):
+        run_processes(2, fit_with_loaders)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")

@@ -207,6 +207,21 @@ def test_bytes_are_those_of_the_strategys_formula(tmp_path):
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["trainer.precision=bf16-true"],
+        ["+trainer.sync_batchnorm=true"],
+        ["+strategy.ddp_comm_hook={_target_:builtins.dict}"],
+        ["strategy._target_=pytorch_lightning.strategies.FSDPStrategy", "~strategy.gradient_as_bucket_view"],
+    ],
+)
+def test_bytes_that_the_formulas_do_not_count_are_not_said(tmp_path, options):
+    assert num_bytes(tmp_path, "trainer.devices=2", "trainer.precision=bf16-mixed") is not None
+    assert num_bytes(tmp_path, "trainer.devices=2", *options) is None
+
+
+@pytest.mark.ci
 def test_statistics_travel_within_their_group_and_in_each_batch(tmp_path):
     agbn = ("trainer.devices=4", "callbacks=agbn")
     group = "callbacks.adaptive_global_batch_norm.group_size"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from lightning_dp.runs import metrics
 from lightning_dp.runs.metrics import draw_curves, main, phases, read_metrics
@@ -54,6 +55,13 @@ def test_learning_rates_of_several_groups_have_one_scale(tmp_path, monkeypatch):
     draw_curves(tmp_path)
     _, _, right = drawn[0].axes
     assert [list(line.get_ydata()) for line in right.lines] == [[0.1, 0.01], [0.4, 0.04]]
+
+
+def test_a_tensor_that_a_module_logs_directly_is_a_number(tmp_path):
+    file = metrics.MetricsFile(str(tmp_path))
+    file.log_metrics({"own": torch.tensor(0.5)}, step=3)
+    assert metrics.rows_of(tmp_path) == [{"own": "0.5", "step": "3"}]
+    assert draw_curves(tmp_path).exists()
 
 
 def test_a_last_row_that_was_cut_is_not_drawn(tmp_path):

@@ -7,7 +7,7 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_dp.runs.train import result_line
+from lightning_dp.runs.train import build, make_loggers, result_line
 from lightning_dp.runs.validation import check_given_optim, check_top_level, validate, without_contradictions
 from tests.recipes.conftest import metrics
 from tests.recipes.in_process import composed, tiny, train
@@ -96,6 +96,14 @@ def test_every_logger_gets_the_whole_configuration_and_curves_are_drawn(tmp_path
     assert (tmp_path / "curves.png").exists()
     assert "optim" in OmegaConf.load(tmp_path / "hparams.yaml")
     assert "train/loss" in (tmp_path / "mine.metrics").read_text()
+
+
+def test_the_logger_of_a_module_is_the_chosen_one(tmp_path):
+    """As a module that calls ``self.logger.experiment.add_image`` expects."""
+    config = tiny(tmp_path)
+    config["logger"] = {"csv": None, "mine": {"_target_": "tests.recipes.pieces.Recorder", "path": f"{tmp_path}/mine"}}
+    trainer, _, _ = build(config, make_loggers(config, []))
+    assert [type(each).__name__ for each in trainer.loggers] == ["Recorder", "MetricsFile"]
 
 
 @pytest.mark.parametrize("loggers", ["csv", "tensorboard", "[csv,tensorboard]", "[wandb,mlflow]"])

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import errno
+import logging
 import multiprocessing
 import os
 import resource
 import shutil
 import signal
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,6 +18,7 @@ from pytorch_lightning import Callback
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.trainer.connectors import signal_connector
 
+from lightning_dp.runs import train as training
 from lightning_dp.runs.command_line import arguments_of_rank, named_run_dir
 from lightning_dp.runs.metrics import rows_before
 from lightning_dp.runs.resume import (
@@ -162,6 +165,21 @@ def test_workers_load_the_epoch_that_a_run_continues_with(tmp_path, knows_epoch)
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
 
 
+@pytest.mark.ci
+def test_a_checkpoint_of_the_last_batch_of_an_epoch_continues_with_the_images_of_the_next_one(tmp_path):
+    """Three batches make six steps of two optimizers. Lightning counts that epoch as ended, and does not warn."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    data = {"_target_": "tests.recipes.pieces.JitterData", "num_workers": 2}
+    for run_dir, *options in (
+        (whole, "trainer.max_epochs=3"),
+        (cut, "trainer.max_epochs=1"),
+        (cut, "trainer.max_epochs=3", f"ckpt_path={last(cut)}"),
+    ):
+        every = "+callbacks.checkpoint.every_n_train_steps=6"
+        train(own_loop(run_dir, every, "test=false", *options) | {"data": data})
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
+
+
 class Draws(Callback):
     def on_train_epoch_start(self, trainer, module):
         torch.rand(trainer.current_epoch + 1)
@@ -301,6 +319,26 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts(tmp_path):
         (run / result).unlink()
 
 
+@pytest.mark.ci
+def test_to_test_a_run_again_leaves_its_configuration(tmp_path, monkeypatch):
+    """Of which `compare` makes its rows, and with which `evaluate` tests."""
+    path = save(tmp_path / "run")
+    file = tmp_path / "run" / ".hydra" / "overrides.yaml"
+    file.parent.mkdir()
+    file.write_text("as it was")
+    monkeypatch.setattr(training, "launch", lambda *_, **__: {"test/acc": 0.5})
+    handlers, level = list(logging.root.handlers), logging.root.level
+    for run_dir in ("elsewhere", "run"):
+        arguments = ("trainer=cpu", "train=false", f"ckpt_path={path}", f"hydra.run.dir={tmp_path / run_dir}")
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+        training.main()
+    for handler in set(logging.root.handlers) - set(handlers):
+        handler.close()
+    logging.root.handlers[:], logging.root.level = handlers, level
+    assert "train=false" in (tmp_path / "elsewhere" / ".hydra" / "overrides.yaml").read_text()
+    assert file.read_text() == "as it was"
+
+
 def test_a_sharded_checkpoint_that_was_being_replaced_is_the_last(tmp_path):
     aside = save(tmp_path / "run").rename(tmp_path / "run" / "checkpoints" / "last-being-replaced.ckpt")
     for launched in (False, True):
@@ -318,6 +356,20 @@ def test_what_differs_is_said_where_it_is_continued_on_purpose(tmp_path, caplog)
     other = save_as(tiny(tmp_path / "other", "seed=7"))
     find_checkpoint(tiny(tmp_path / "new", f"ckpt_path={other}"))
     assert "is of a run with seed=7, not 0" in caplog.text
+
+
+@pytest.mark.ci
+def test_the_learning_rate_is_that_of_the_checkpoint_and_a_warning_says_so(tmp_path, caplog):
+    """Lightning loads it with the state of the optimizer."""
+    before = tiny(tmp_path / "before", "optim=sgd_multistep", "trainer.max_epochs=1", "test=false")
+    train(before)
+    path = last(tmp_path / "before")
+    options = ("optim=sgd_multistep", "optim.lr=0.01", "test=false", f"ckpt_path={path}")
+    config = tiny(tmp_path / "after", *options)
+    find_checkpoint(config)
+    assert "go on with their values in the checkpoint: optim.lr=0.1, not 0.01" in caplog.text
+    train(config)
+    assert {row["lr-SGD"] for row in metrics(tmp_path / "after") if row["lr-SGD"]} == {"0.1"}
 
 
 def hold(run_dir, connection):
@@ -483,6 +535,33 @@ def test_the_best_of_a_run_that_went_on_meanwhile_is_not_taken_for_that_of_this_
 def test_validation_that_counts_steps_need_not_come_in_the_first_epoch(tmp_path):
     every = ("trainer.check_val_every_n_epoch=null", "+trainer.val_check_interval=4", "test=best")
     assert "test/acc" in train(tiny(tmp_path, *every))
+
+
+class Validations(Callback):
+    """Remembers the step and the loss of each."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_validation_end(self, trainer, module):
+        self.seen.append((trainer.global_step, trainer.callback_metrics["val/loss"].item()))
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+
+@pytest.mark.ci
+def test_the_best_weights_are_those_that_a_validation_within_an_epoch_has_measured(tmp_path):
+    """After two and four of its five steps."""
+    by_loss = ("test=best", "optimized_metric=val/loss", "optimized_mode=max")
+    config = tiny(tmp_path, *by_loss, "data.num_train=80", "+trainer.val_check_interval=0.5")
+    config["callbacks"]["seen"] = {"_target_": f"{__name__}.Validations"}
+    train(config)
+    best, at_the_end = (torch.load(last(tmp_path).with_name(f"{name}.ckpt")) for name in ("best", "last"))
+    step, loss = max(at_the_end["callbacks"]["Validations"]["seen"], key=lambda each: each[1])
+    assert best["global_step"] == step
+    keeper = BestCheckpoint(config).state_key
+    assert best["callbacks"][keeper]["best_model_score"].item() == loss
 
 
 @pytest.mark.ci
