@@ -107,6 +107,10 @@ class AdaptiveGlobalBatchNorm(Callback):
         self._batch_size_group: dist.ProcessGroup | None = None
         self._undo: Callable[[], None] | None = None  # a change of the Trainer's loop
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the process groups out of copies: they cannot be copied, and end with the fit."""
+        return {**vars(self), "_statistics_group": None, "_batch_size_group": None}
+
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         require_own_trainer(self, trainer)

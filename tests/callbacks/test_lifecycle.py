@@ -100,6 +100,25 @@ def test_a_launcher_can_send_it_to_new_processes(when):
     assert probe.is_global == [True] * STEPS
 
 
+class Copier(pl.Callback):
+    """Copies all callbacks, as a search over hyperparameters may."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.copies = copy.deepcopy(trainer.callbacks)
+
+
+def copy_within_a_fit(rank: int) -> bool:
+    callback = AdaptiveGlobalBatchNorm(max_batch_size=100, group_size=1)
+    copier = Copier()
+    fit(2, callback, copier)
+    (copied,) = (each for each in copier.copies if isinstance(each, AdaptiveGlobalBatchNorm))
+    return (copied.max_batch_size, copied.group_size) == (100, 1)
+
+
+def test_callbacks_can_be_copied_within_a_fit():
+    assert run_processes(2, copy_within_a_fit) == [True, True]
+
+
 class Failing(pl.Callback):
     def __init__(self, hook: str, error: type[BaseException]) -> None:
         def fail(*_: Any) -> None:
