@@ -54,13 +54,6 @@ class BucketQueue(ABC):
         self._stream: streams.Stream | None = None
 
     @abstractmethod
-    def __copy__(self) -> "BucketQueue":
-        """Return a state with the options and ``group`` of this one, and a queue and residuals of its own."""
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "BucketQueue":
-        return self.__copy__()
-
-    @abstractmethod
     def _average(self, buffer: torch.Tensor, parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         """Average ``buffer``, (numel,), over the ranks of ``group``, in place. Runs in the worker thread, if any."""
 
@@ -194,6 +187,9 @@ class RingState(BucketQueue):
 
     def __copy__(self) -> "RingState":
         return type(self)(self.group, self.wire_dtype, self.segment_bytes)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "RingState":
+        return self.__copy__()
 
     def __reduce__(self) -> tuple[type["RingState"], tuple[None, torch.dtype | None, int]]:
         if self.group is not None:

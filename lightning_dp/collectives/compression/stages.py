@@ -294,7 +294,7 @@ def _of_group(info: ParameterInfo, residuals: Tensor, group: int, num_groups: in
 class CompressionState(BucketQueue):
     """State of `compression_hook`: the compressor with its residuals, a process group, and the queue of buckets.
 
-    It belongs to one model, and is not in checkpoints. A copy has no residuals; it shares ``group``, if it was given.
+    It belongs to one model, and is not in checkpoints.
 
     Args:
         compression: ``"bf16"``, ``"fp16"``, ``"int8"`` or an instance of `PowerSGD`.
@@ -314,9 +314,6 @@ class CompressionState(BucketQueue):
         self._parameters = ParameterTable()
         self._wire: Transport | None = None
         self._wire_group: dist.ProcessGroup | None = None
-
-    def __copy__(self) -> "CompressionState":
-        return type(self)(self.compression, self.group)
 
     @property
     def bytes_sent(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 
 import pytest
@@ -119,12 +118,3 @@ def test_what_is_no_state_or_no_compression_is_refused():
         CompressionState(None)
     with pytest.raises(ValueError, match="compression='int4' is not known"):
         CompressionState("int4")
-
-
-@pytest.mark.parametrize("choice", ["int8", PowerSGD(rank=2)])
-def test_a_copy_of_the_state_holds_the_options(choice):
-    state = CompressionState(choice)
-    for copied in (copy.copy(state), copy.deepcopy(state)):
-        assert copied.compression == choice
-        assert copied._compressor is not state._compressor
-        assert copied._lock is not state._lock
