@@ -242,6 +242,7 @@ class OwnState:
             parts[0].copy_(own)
             wait_for_all(post(group, [(part, rank) for rank, part in enumerate(parts) if rank != 0], [])[0])
             state["residuals"][info.name] = torch.stack([info.as_parameter(flat) for flat in of_groups])
+        dist.barrier(group)  # others may still be connecting, or receiving from this rank
         dist.destroy_process_group(group)
         return state
 
