@@ -99,6 +99,7 @@ def make_graph() -> object:
     return torch.ones(1, requires_grad=True) * 2
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("function", "message"), [(make_closure, "make_closure"), (make_graph, "return x.detach()")])
 def test_a_result_that_cannot_be_sent_is_named(forked, function, message):
     with pytest.raises(LaunchError, match=rf"rank 0 of 2: .*{re.escape(message)}"):
@@ -111,6 +112,7 @@ def make_many_tensors() -> list[torch.Tensor]:
     return [torch.ones(1) for _ in range(250)]
 
 
+@pytest.mark.ci
 def test_a_result_of_many_tensors_needs_no_more_descriptors_than_to_send_it(forked):
     assert len(launch(make_many_tensors, num_processes=2)) == 250
 

@@ -102,6 +102,7 @@ def train_phases(rank: int) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.ci
 def test_rank_0_decides_once_per_epoch_and_every_switch_is_logged():
     ranks = run_processes(2, train_phases)
     two_epochs = 2 * STEPS

@@ -166,6 +166,7 @@ def train_once(rank: int) -> dict[str, torch.Tensor]:
     return state_of(net)
 
 
+@pytest.mark.ci
 def test_a_failed_fit_does_not_affect_the_next_one():
     for state, expected in zip(run_processes(2, train_after_exception), run_processes(2, train_once), strict=True):
         assert_same(state, expected)

@@ -132,6 +132,7 @@ CASES = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("case", "options"), CASES, ids=lambda value: str(value))
 def test_two_ranks_train_bitwise_as_without(case, options):
     for calls, *found in run_processes(2, compare, 2, case, options):

@@ -120,6 +120,7 @@ def test_a_copy_on_some_ranks_only_is_left_out_with_a_warning():
     assert second[1] == []
 
 
+@pytest.mark.ci
 def test_the_average_is_that_of_the_ranks(tmp_path):
     """The validated average has the mean of the running statistics that each rank's own average would have."""
     averaged = run_processes(2, train, "EMAWeightAveraging", False, str(tmp_path), 4)[0]["validated"][0]

@@ -64,6 +64,7 @@ def train(rank: int, every_n_epochs: int, sanity_steps: int) -> tuple[list[tuple
     return asked.states, probe.is_global[::STEPS]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("every_n_epochs", [1, 2, 3])
 @pytest.mark.parametrize("sanity_steps", [0, 1])
 def test_epochs_without_validation_are_not_counted(every_n_epochs, sanity_steps):

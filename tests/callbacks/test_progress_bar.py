@@ -29,6 +29,7 @@ def train(rank: int, options: str, show_bar: bool) -> dict[str, Tensor]:
     return state_of(net)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_progress_bar_changes_nothing(options):
     """The bar reads the metrics in `on_train_epoch_end`. The callback's own collectives must not come before that."""

@@ -90,6 +90,7 @@ def train_and_read_timeouts(rank: int, strategy: str) -> list[float]:
     return timeouts.seconds
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_all_groups_have_the_timeout_of_the_strategy(strategy):
     """Those of the callback, of the strategy and of the ring."""

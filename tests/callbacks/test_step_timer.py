@@ -126,6 +126,7 @@ def sampling_fit(rank):
     return float(t.callback_metrics["time/exposed_communication_s"]), logged
 
 
+@pytest.mark.ci
 def test_on_a_gpu_exposed_communication_is_the_mean_over_the_steps_that_ddp_times():
     for exposed_s, logged in run_processes(2, sampling_fit):
         assert exposed_s == pytest.approx(1.0)
@@ -161,6 +162,7 @@ def unfreezing_fit(rank):
     return float(t.callback_metrics["time/exposed_communication_s"])
 
 
+@pytest.mark.ci
 def test_every_step_is_timed_after_a_parameter_was_unfrozen():
     """Both DDPs report all of their 2 and 28 reductions but the last. By default DDP times ten, and then a sample."""
     for exposed_s in run_processes(2, unfreezing_fit):

@@ -155,6 +155,7 @@ def test_random_programs(seeds):
 SEEN = "the ranks wait for each other|Timed out|Application timeout|Connection closed|died with exit code|are not close"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("change", "message", "timeout_s"),
     [

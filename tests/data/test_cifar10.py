@@ -148,6 +148,7 @@ def test_check_counts_the_official_images_before_a_download(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not UNPACK.exists(), reason=f"the real images are not at {UNPACK.parent}")
 def test_real_images_are_read(tmp_path):
     pytest.importorskip("PIL", reason="unpacking the real images needs Pillow")

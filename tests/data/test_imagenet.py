@@ -179,6 +179,7 @@ def break_files(root: Path, count: int) -> list[Path]:
     return broken
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_broken_file_is_named(tmp_path, num_workers, monkeypatch):

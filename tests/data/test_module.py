@@ -138,6 +138,7 @@ def test_loaders_that_were_made_before_the_ranks_were_known_are_refused():
         run_processes(2, fit_with_loaders)
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_resumed_run_goes_on_with_the_next_epoch(tmp_path, num_workers):
@@ -160,6 +161,7 @@ class Scheduled(Probe):
         return super().configure_optimizers()
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 @pytest.mark.parametrize(("probe", "options"), [(Probe, {}), (Scheduled, {}), (Probe, {"every_n_train_steps": 5})])
 def test_workers_of_a_run_that_continues_from_a_callbacks_checkpoint_load_the_next_epoch(tmp_path, probe, options):

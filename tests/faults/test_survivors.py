@@ -119,6 +119,7 @@ def test_a_silent_rank_costs_one_timeout_where_lightning_drops_the_first(strateg
     assert "to begin a batch: one of the other ranks (1) is stuck" in end.error
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "strategy", ["layered step", *(pytest.param(each, marks=pytest.mark.slow) for each in STRATEGIES)]
 )

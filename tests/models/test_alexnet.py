@@ -30,6 +30,7 @@ def test_alexnet_has_the_published_filters_and_units(alexnet):
     assert [(m.in_features, m.out_features) for m in layers] == [(9216, 4096), (4096, 4096), (4096, 1000)]
 
 
+@pytest.mark.ci
 def test_alexnet_has_62_million_parameters_and_nearly_all_in_the_head(alexnet):
     assert num_parameters(alexnet.trunk) == 3_207_104  # "about 5%", section 3
     assert num_parameters(alexnet.head) == 58_631_144  # "about 95%"
@@ -100,6 +101,7 @@ def test_the_quarter_for_cifar_holds_most_parameters_in_the_head():
     assert model.trunk(torch.zeros(2, 3, 32, 32)).shape == (2, 1024)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("build", "size"), [(partial(AlexNet, 7, 1), 224), (partial(cifar_alexnet, 7, 1), 32)], ids=["alexnet", "cifar"]
 )
@@ -138,6 +140,7 @@ def test_dropout_is_as_asked():
     assert not torch.equal(model(x), model(x))
 
 
+@pytest.mark.ci
 def test_it_learns_to_tell_ten_pictures_apart():
     torch.manual_seed(0)
     model = cifar_alexnet(dropout=0.0)

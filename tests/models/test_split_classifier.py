@@ -132,6 +132,7 @@ def train_hybrid(rank: int) -> tuple[dict[str, Tensor], dict[str, float]]:
     return {name: value.detach() for name, value in model.model.named_parameters()}, metrics
 
 
+@pytest.mark.ci
 def test_under_the_hybrid_strategy_its_head_is_updated_in_each_pass_and_every_image_counts_once():
     model = network().double()
     optimizer, losses, right = SGD_PARTIAL(model.parameters()), [], 0

@@ -97,6 +97,7 @@ def test_a_host_without_memory_for_an_algorithm_leaves_it_out(monkeypatch):
     assert [choice.algorithm for choice in candidate.layers["0"]] == ["backend"]
 
 
+@pytest.mark.ci
 def test_spectra_that_do_not_fit_are_not_tried():
     layer = nn.Sequential(nn.Conv2d(64, 64, 1))
     images = torch.randn(1, 64, 30, 30)  # 64 x 64 filters as spectra of 30 x 16 complex numbers: 15.7 MB

@@ -109,6 +109,7 @@ def test_each_fit_is_measured_again():
     assert [layer.name for layer in callback.diagnosis.profile.layers] == ["conv", "norm", "head"]
 
 
+@pytest.mark.ci
 def test_a_given_network_predicts_for_more_ranks(tmp_path):
     network = Network(Link(1e-4, 1e8), Link(1e-5, 1e10))
     method = "layered_sgd_step_int8"
@@ -169,6 +170,7 @@ def test_a_step_that_cannot_be_recorded_raises_and_does_not_run_again():
     assert callback.diagnosis.profile.recomputation is None
 
 
+@pytest.mark.ci
 def test_a_compiled_module_is_diagnosed_without_recording_it():
     callback = Diagnose(num_steps=1, network=NETWORK, world_size=2, stop=True)
     fit(callback, torch.compile(Convolutions(), backend="eager"))
@@ -287,6 +289,7 @@ def fit_with_groups(rank):
     return callback.diagnosis
 
 
+@pytest.mark.ci
 def test_groups_that_share_statistics_already_are_not_proposed():
     found = run_processes(4, fit_with_groups)[0]
     assert found.profile.batch_norm_s > 0
@@ -324,6 +327,7 @@ def fit_with_postponed_sums(rank):
     return events
 
 
+@pytest.mark.ci
 def test_the_network_is_probed_when_no_sums_of_gradients_are_under_way():
     for events in run_processes(2, fit_with_postponed_sums):
         assert events.count("sum") >= WARM_UP + 1

@@ -56,6 +56,7 @@ def test_a_plan_that_holds_more_than_there_is_does_not_count(monkeypatch):
     assert measure_plans(model, images, [Candidate(4, layers, 1000, 1.0)], memory_bytes=999) == []
 
 
+@pytest.mark.ci
 def test_planned_peaks_are_those_of_the_plan_s_step():
     model, images = network(), torch.randn(4, 3, 14, 14)
     model(images)

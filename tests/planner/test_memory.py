@@ -116,6 +116,7 @@ def test_memory_is_measured_to_the_byte():
     assert use.result.shape == (1000,)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("image_size", [16, 32])
 def test_the_peak_of_a_step_grows_with_the_batch_as_measured_on_smaller_ones(image_size):
     model = resnet20()

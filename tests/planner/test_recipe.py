@@ -148,6 +148,7 @@ def test_options_of_the_present_file_of_a_group_go_with_it():
     assert recipe.without([added, "strategy.group_size=1"], ["strategy=layered_sgd"]) == [added]
 
 
+@pytest.mark.ci
 def test_the_diagnosis_is_printed_before_it_is_verified(tmp_path, monkeypatch, capsys):
     """It must not be lost where the plan cannot be run."""
     sides: list[dict[str, Any]] = []

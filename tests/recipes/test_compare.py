@@ -93,6 +93,7 @@ def test_an_accuracy_that_a_job_has_not_reached_is_named_as_such(sweep):
     assert layered.rstrip(" |").endswith("| -")
 
 
+@pytest.mark.ci
 def test_the_command_writes_a_table_and_a_plot(sweep, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["compare.py", str(sweep)])
     compare.main()
@@ -100,6 +101,7 @@ def test_the_command_writes_a_table_and_a_plot(sweep, monkeypatch, capsys):
     assert (sweep / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.ci
 def test_jobs_without_validation_are_compared_by_their_training(tmp_path, monkeypatch, capsys):
     for name, overrides, accuracy in (("0", [], 0.5), ("1", ["strategy=layered_sgd_single"], 0.6)):
         job(tmp_path / name, overrides, [])
@@ -131,6 +133,7 @@ def test_unfinished_jobs_are_marked_and_have_no_result(sweep, capsys, monkeypatc
     assert layered.startswith("| strategy=layered_sgd_single | 2 (1 unfinished) | 0.6000, 1 without |")
 
 
+@pytest.mark.ci
 def test_without_a_test_the_column_is_that_of_the_metric(tmp_path, capsys, monkeypatch):
     for name, seed in (("0", 1), ("1", 2)):
         job(tmp_path / name, [f"seed={seed}", "test=false"], rows([0.5, 0.8], [10, 20], "")[:-1])
@@ -142,6 +145,7 @@ def test_without_a_test_the_column_is_that_of_the_metric(tmp_path, capsys, monke
     assert only.startswith("| all jobs | 2 (1 unfinished) | 0.8000, 1 without |")
 
 
+@pytest.mark.ci
 def test_every_group_is_in_the_legend_once(sweep, monkeypatch):
     """Also one whose first job has no curve."""
     (sweep / "0" / "metrics.csv").write_text(HEADER)
@@ -165,6 +169,7 @@ def test_of_a_loss_the_lower_value_is_the_better_one(tmp_path):
     assert [first.time_to(0.7), second.time_to(0.7)] == [20, 20]
 
 
+@pytest.mark.ci
 def test_a_model_that_cannot_be_built_here_costs_the_bytes_only(sweep, caplog, monkeypatch, capsys):
     for path in sweep.glob("*/.hydra/config.yaml"):
         path.write_text(path.read_text().replace("lightning_dp.models.Classifier", "not_here.Net"))
@@ -234,6 +239,7 @@ def test_statistics_travel_within_their_group_and_in_each_batch(tmp_path):
     assert num_bytes(tmp_path, *agbn, four, share=1.0) == gradients + 4 * of_all
 
 
+@pytest.mark.ci
 def test_features_and_shards_travel_in_each_batch(tmp_path):
     four = "trainer.accumulate_grad_batches=4"
     alexnet = ("trainer.devices=2", "model=cifar_alexnet", "optim=krizhevsky", "strategy=krizhevsky_hybrid")

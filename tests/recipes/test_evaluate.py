@@ -58,6 +58,7 @@ def test_another_model_is_one_line(run_dir, monkeypatch):
         main()
 
 
+@pytest.mark.ci
 def test_an_argument_that_the_run_did_not_give_is_added(run_dir):
     """As the error for an unknown key says."""
     checkpoint = run_dir / "checkpoints" / "last.ckpt"
@@ -137,6 +138,7 @@ class Divided(LightningDataModule):
         return DataLoader(self.test, 16)
 
 
+@pytest.mark.ci
 def test_images_that_are_divided_at_random_are_divided_as_in_the_run(tmp_path):
     """Else the run would be tested on images that it has trained on."""
     config = tiny(tmp_path, "trainer.max_epochs=1", "seed=4") | {"data": {"_target_": f"{__name__}.Divided"}}

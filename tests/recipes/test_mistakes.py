@@ -45,6 +45,7 @@ def fail(monkeypatch, tmp_path, capsys):
     return fail
 
 
+@pytest.mark.ci
 def test_a_run_that_sigterm_ends_has_not_ended_well(monkeypatch, capsys):
     """Lightning raises a SystemExit without a status."""
 

@@ -67,6 +67,7 @@ def test_a_run_that_was_killed_continues_bitwise_as_if_nothing_had_happened(tmp_
     assert {name: resumed[name] for name in timeless} == timeless
 
 
+@pytest.mark.ci
 def test_a_checkpoint_on_the_signal_of_slurm_is_not_what_is_tested(tmp_path, monkeypatch):
     """Lightning looks for it in the run folder, also for a test, and in a run that was started again."""
     job = {"NTASKS": "1", "JOB_NAME": "train", "JOB_ID": "7", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}

@@ -61,6 +61,7 @@ def variant(*overrides: str) -> dict[str, Any]:
         return OmegaConf.to_container(compose("train", [*overrides, "run_dir=runs"]), resolve=True)
 
 
+@pytest.mark.ci
 def test_the_variants_of_resnet50_differ_in_what_they_are_named_for():
     base, budget, lars, agbn, memonger = (
         variant(f"experiment=imagenet_resnet50{suffix}") for suffix in ("", "_budget", "_lars", "_agbn", "_memonger")

@@ -75,6 +75,7 @@ def test_torchrun_gives_one_folder_and_the_same_result(start, single):
     assert len(re.findall(r"^test/acc=", run.out, re.MULTILINE)) == 1
 
 
+@pytest.mark.ci
 def test_evaluate_finds_what_the_run_found(single):
     checkpoint = str(single.run_dir() / "checkpoints" / "last.ckpt")
     before = single.files()

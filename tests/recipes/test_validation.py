@@ -79,6 +79,7 @@ def test_the_check_leaves_nothing_in_the_log_of_another_run(tmp_path, caplog, mo
     assert "later" in caplog.text
 
 
+@pytest.mark.ci
 def test_every_object_of_every_configuration_exists_and_accepts_its_arguments():
     conf = ROOT / "conf"
     options = {group.name: sorted(path.stem for path in group.glob("*.yaml")) for group in conf.iterdir()}

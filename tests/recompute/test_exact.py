@@ -44,6 +44,7 @@ def test_ten_steps_are_bitwise_the_same(name, policy):
     handle.remove()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("policy", POLICIES)
 def test_bf16_and_accumulation_are_bitwise_the_same(policy):
     for options in ({"bf16": True}, {"accumulate": 3}, {"bf16": True, "accumulate": 2}):

@@ -72,6 +72,7 @@ def run(name: str, apply: Callable[[nn.Module], object], switch_at: int = STEPS)
     return results, len(collectives)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", BUILD)
 def test_it_is_bitwise_the_same_with_as_many_collectives(name, policy):
@@ -92,6 +93,7 @@ def test_the_switch_to_local_statistics_is_bitwise_the_same(policy):
     assert num_collectives == num_plain == 2 * 2 * NUM_LAYERS["residual"] * 2
 
 
+@pytest.mark.ci
 def test_the_test_sees_a_second_collective():
     def checkpoint_it(model: nn.Module) -> None:
         forward = model.forward

@@ -27,6 +27,7 @@ def plain_bytes(name: str) -> int:
     return plan_recompute(build(name), IMAGES, 10**9).plain_bytes
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("name", "share"), [("residual", 0.4), ("in place", 0.6), ("dropout", 0.7), ("shared", 0.6)])
 def test_ten_steps_with_a_plan_are_bitwise_the_same(name, share):
     model = build(name)
@@ -61,6 +62,7 @@ def test_with_enough_memory_nothing_runs_twice():
     assert recomputed(counted_step(build("residual"), loss_of)[1], counted_step(model, loss_of)[1]) == {}
 
 
+@pytest.mark.ci
 def test_an_impossible_budget_is_refused_with_the_least_one():
     with pytest.raises(ValueError, match=r"budget_bytes=1000 is less than the \d+ bytes that a plan needs") as error:
         plan_recompute(build("residual"), IMAGES, 1000)

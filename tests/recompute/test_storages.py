@@ -6,6 +6,7 @@ import gc
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +22,7 @@ def test_all_names_of_a_memory_have_the_same_storage_object():
         assert other.untyped_storage() is not storage
 
 
+@pytest.mark.ci
 def test_the_storage_object_stays_although_nobody_in_python_refers_to_it():
     tensor = torch.randn(4)
     key, reference = id(tensor.untyped_storage()), weakref.ref(tensor.untyped_storage())
@@ -31,6 +33,7 @@ def test_the_storage_object_stays_although_nobody_in_python_refers_to_it():
     assert key not in map(id, others)
 
 
+@pytest.mark.ci
 def test_the_storage_object_is_gone_with_the_memory_and_not_before():
     freed: list[Any] = []
     result = torch.randn(4, requires_grad=True).exp()

@@ -164,6 +164,7 @@ def test_measuring_puts_parameters_back_that_the_model_changes():
     assert model.last.weight.data_ptr() == memory
 
 
+@pytest.mark.ci
 def test_a_loop_that_backward_reads_at_each_step_runs_again_in_linear_time():
     """No operator saves the numbers that lead from one step to the next, so none of them would stay by itself."""
 

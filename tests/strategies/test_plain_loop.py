@@ -208,6 +208,7 @@ def trained_until_an_exception(rank: int, case: str) -> None:
     assert_equal(model, expected)
 
 
+@pytest.mark.ci
 def test_an_exception_loses_no_update():
     run_cases(4, trained_until_an_exception, ["step", "load"])
 

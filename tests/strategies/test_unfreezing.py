@@ -186,6 +186,7 @@ def accumulate(rank):
     return results
 
 
+@pytest.mark.ci
 def test_a_batch_that_accumulates_is_not_reduced_when_parameters_are_unfrozen_before_it():
     """The sum of the first batch would be under way while backward of the second adds to it."""
     expected = [False, True] * ((EPOCHS - 2) * STEPS // 2)

@@ -47,6 +47,7 @@ def count_buckets(rank):
     return counted
 
 
+@pytest.mark.ci
 def test_a_communication_hook_of_the_user_also_reduces_what_is_unfrozen():
     for of_rank in run_processes(2, count_buckets):
         for buckets, of_body in of_rank:
@@ -93,6 +94,7 @@ def fit_with_power_sgd(rank):
     return results
 
 
+@pytest.mark.ci
 def test_power_sgd_forgets_its_residuals_of_other_buckets():
     """They are kept by the bucket's number, and were of another size or added to other parameters."""
     of_ranks = run_processes(2, fit_with_power_sgd)

@@ -34,6 +34,7 @@ def _sanity_checked(rank: int) -> Tensor:
     return sample.seen
 
 
+@pytest.mark.ci
 def test_after_a_sanity_check_of_averaged_weights_the_head_can_be_called():
     with torch.no_grad():
         expected = Validated()(X)
@@ -59,6 +60,7 @@ def _averaged(rank: int) -> list[Tensor]:
     return module.validated
 
 
+@pytest.mark.ci
 def test_weights_that_are_put_in_at_the_start_of_an_epoch_are_validated():
     module = Validated()
     trainer("auto", 1, callbacks=[AveragedForEpoch()]).fit(module, all_batches(2, steps=2), batches(0, 2, steps=2))
@@ -89,6 +91,7 @@ def _swapping(rank: int, evaluation: Any) -> list[Tensor]:
     return module.validated
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("evaluation", ["gathered", "sharded"])
 def test_weights_that_the_module_itself_puts_in_are_validated(evaluation):
     module = SwapsByItself()
@@ -121,6 +124,7 @@ def _copying(rank: int) -> int:
     return len(module.seen)
 
 
+@pytest.mark.ci
 def test_a_copy_gathers_nothing():
     assert run_processes(2, _copying) == [2, 2]
 
@@ -146,6 +150,7 @@ def _writing(rank: int) -> None:
             runner.fit(Validated(), batches(rank, 2, steps=2), batches(0, 2, steps=1))
 
 
+@pytest.mark.ci
 def test_what_is_written_to_the_tensors_of_a_state_dict_is_not_lost_silently():
     run_processes(2, _writing)
 

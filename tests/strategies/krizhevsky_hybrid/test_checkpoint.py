@@ -267,6 +267,7 @@ def test_trunks_that_drift_apart_are_found_soon(first_step, found_at):
         assert step == found_at
 
 
+@pytest.mark.ci
 def test_trunks_that_drift_apart_are_not_saved(tmp_path):
     for text, step in run_processes(2, _drift, 4, _saving(str(tmp_path))):
         assert "the trunk's parameters are not the same on all ranks" in text
@@ -290,6 +291,7 @@ def _load_while_fitting(rank: int) -> Result:
     return dict(module.state_dict())
 
 
+@pytest.mark.ci
 def test_a_whole_checkpoint_can_be_loaded_while_fitting():
     for result in run_processes(2, _load_while_fitting):
         assert_same(result, dict(StepNet().state_dict()), 0.0)
@@ -338,6 +340,7 @@ def _refused(rank: int, net: type[StepNet], folder: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("net", [Nested, Halved, Copied])
 def test_a_sharded_checkpoint_without_the_head_in_a_known_form_is_refused(tmp_path, net):
     for text in run_processes(2, _refused, net, str(tmp_path)):

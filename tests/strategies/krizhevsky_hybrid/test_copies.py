@@ -44,6 +44,7 @@ def _state_dict(rank: int) -> tuple[dict[str, Any], dict[str, Tensor], list[str]
     return callback.saved, dict(module.state_dict()), said
 
 
+@pytest.mark.ci
 def test_a_state_dict_saved_by_hand_is_whole_at_the_end_and_else_there_is_a_warning():
     for rank, (saved, after, said) in enumerate(run_processes(2, _state_dict)):
         assert len(saved["rows"]["head.1.weight"]) < 7
@@ -69,6 +70,7 @@ def _loads(rank: int) -> dict[str, Tensor]:
     return dict(module.state_dict())
 
 
+@pytest.mark.ci
 def test_whole_tensors_can_be_loaded_by_hand_while_fitting():
     for after in run_processes(2, _loads):
         assert_same(after, dict(StepNet().state_dict()), 0.0)

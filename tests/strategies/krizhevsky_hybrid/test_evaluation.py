@@ -118,6 +118,7 @@ def _misplaced(rank: int, gathers: bool) -> tuple[list[str], list[Tensor]]:
     return callback.errors, callback.seen
 
 
+@pytest.mark.ci
 def test_where_the_rows_are_not_known_a_call_raises_at_once():
     (errors, _), (none, _) = run_processes(2, _misplaced, False)
     assert len(errors) == STEPS
@@ -134,6 +135,7 @@ class After(pl.Callback):
         self.seen.append(module(X).detach())
 
 
+@pytest.mark.ci
 def test_all_ranks_can_gather_it_anywhere():
     after = After()
     trainer("auto", 1, callbacks=[after]).fit(StepNet(), all_batches(2, steps=STEPS))
@@ -238,6 +240,7 @@ def _sharded(rank: int) -> tuple[list[Tensor], str]:
     return module.validated, message[0]
 
 
+@pytest.mark.ci
 def test_a_head_that_is_never_whole_is_evaluated_by_all_ranks_together():
     module = Validated()
     runner = trainer("auto", 1)
@@ -266,6 +269,7 @@ def _lone(rank: int) -> int:
     return len(counts)
 
 
+@pytest.mark.ci
 def test_an_evaluation_sends_the_parameters_once_and_nothing_else():
     num_parameters = len(list(HybridNet().head.parameters()))
     # The sanity check, and one epoch. Each also asks twice whether a callback has changed the rows, and each of these
@@ -337,6 +341,7 @@ def _averaged(rank: int) -> list[Tensor]:
     return module.validated
 
 
+@pytest.mark.ci
 def test_weights_that_a_callback_puts_in_for_validation_are_validated():
     module = Validated()
     runner = trainer("auto", 1, callbacks=[AveragedForValidation()])
@@ -360,6 +365,7 @@ def _one_layer(rank: int) -> dict[str, list[Tensor]]:
     return sample.seen
 
 
+@pytest.mark.ci
 def test_a_head_of_one_layer():
     sample = Sample()
     trainer("auto", 1, callbacks=[sample]).fit(OneLayer(), all_batches(2, steps=STEPS), batches(0, 2, steps=1))

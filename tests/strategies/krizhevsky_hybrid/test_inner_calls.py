@@ -82,6 +82,7 @@ def _refused(rank: int) -> list[str]:
     return said
 
 
+@pytest.mark.ci
 def test_a_call_of_an_inner_layer_is_refused_by_name():
     for said in run_processes(2, _refused):
         for text, message in zip(said, REFUSED.values(), strict=True):

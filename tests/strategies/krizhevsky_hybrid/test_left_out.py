@@ -60,6 +60,7 @@ def test_a_rank_whose_loss_leaves_the_logits_out_says_so_before_the_others_wait_
     assert "the loss of rank 1 does not depend on what 'head' has returned in this training step" in text
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("net", [Remedied, AccuracyBeside])
 def test_a_result_of_the_head_need_not_matter(net):
     run_processes(2, _train, net)

@@ -89,6 +89,7 @@ def _backward(rank: int) -> Result:
     return backward_before_and_after(KrizhevskyHybridStrategy(), 2, batches(rank, 2))
 
 
+@pytest.mark.ci
 def test_backward_of_the_whole_module_after_fit():
     expected = backward_before_and_after("auto", 1, all_batches(2))
     for result in run_processes(2, _backward):

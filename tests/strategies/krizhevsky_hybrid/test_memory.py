@@ -119,6 +119,7 @@ def test_a_head_on_the_meta_device_gets_its_values_row_by_row():
         assert_same(of_rank, snapshot(module, runner), 1e-9)
 
 
+@pytest.mark.ci
 def test_a_checkpoint_can_be_loaded_into_a_head_on_the_meta_device(tmp_path):
     path = str(tmp_path / "one.ckpt")
     module = StepNet()
@@ -163,6 +164,7 @@ def _configured(rank: int) -> dict[str, Tensor]:
     return snapshot(module, runner)
 
 
+@pytest.mark.ci
 def test_a_module_may_be_built_in_configure_model():
     first, second = run_processes(2, _configured)
     assert_same(first, second, 0.0)

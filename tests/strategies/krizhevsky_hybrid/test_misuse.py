@@ -404,6 +404,7 @@ def _on_rank_0(rank: int) -> list[str]:
     return errors_of(rank, ON_RANK_0, (RuntimeError, ValueError), **options)
 
 
+@pytest.mark.ci
 def test_what_rank_0_alone_does_and_the_others_cannot_follow():
     for said in run_processes(2, _on_rank_0):
         for text, message in zip(said, ON_RANK_0.values(), strict=True):

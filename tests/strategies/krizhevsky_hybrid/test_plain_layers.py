@@ -180,5 +180,6 @@ def _fit_twice(rank: int) -> None:
     check(module)
 
 
+@pytest.mark.ci
 def test_a_second_fit():
     run_processes(2, _fit_twice)

@@ -135,6 +135,7 @@ def save_and_resume_a_version(rank, path):
     assert_same(snapshot(*resumed), snapshot(*fit(ddp(), 2, WithTurned(), max_epochs=2, ckpt_path=path, steps=2)))
 
 
+@pytest.mark.ci
 def test_a_layer_finds_its_version_in_a_checkpoint(tmp_path):
     run_processes(2, save_and_resume_a_version, str(tmp_path / "versions.ckpt"))
 

@@ -55,6 +55,7 @@ def compare_without_crossing(rank):
     compare_with_ddp(rank, "momentum", 2, 1, ["step"])
 
 
+@pytest.mark.ci
 def test_differs_from_ddp_if_nothing_crosses_the_groups():
     with pytest.raises(RankError, match="first.weight"):
         run_processes(2, compare_without_crossing)

@@ -168,6 +168,7 @@ def leave_out_the_middle(rank):
     assert_same(snapshot(*fit(layered(1, wrap=[Middle]), 2, LeavesOutTheMiddle())), expected)
 
 
+@pytest.mark.ci
 def test_a_gradient_between_others_is_not_touched_by_their_second_sum():
     run_processes(2, leave_out_the_middle)
 
@@ -192,6 +193,7 @@ def checkpoint_parts(rank):
         assert_same(snapshot(*fit(layered(1), 2, Checkpoints(use_reentrant))), expected)
 
 
+@pytest.mark.ci
 def test_parts_that_are_run_again_in_backward():
     run_processes(2, checkpoint_parts)
 
@@ -502,6 +504,7 @@ def fit_then_run_otherwise(rank):
             trainer(make(), 2).validate(module, data(2, 1), verbose=False)
 
 
+@pytest.mark.ci
 def test_another_strategy_refuses_the_module_that_was_sharded():
     run_processes(2, fit_then_run_otherwise)
 
@@ -612,6 +615,7 @@ def train_what_shards_itself(rank):
     assert_same(snapshot(*fit(layered(1), 2, Configured().float(), precision="bf16-true")), expected, rtol=0)
 
 
+@pytest.mark.ci
 def test_a_module_that_shards_itself_has_the_precision_of_the_trainer():
     run_processes(2, train_what_shards_itself)
 
@@ -758,6 +762,7 @@ def differ(rank, case):
     assert not submitted, "gloo may end the process where sizes differ"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", ["other step", "more step", "less step", "more load"])
 def test_groups_that_use_other_parts_are_named(case):
     run_processes(4, differ, case, timeout=60)
@@ -779,6 +784,7 @@ def test_what_on_load_checkpoint_changes_is_loaded(tmp_path):
     run_processes(4, change_in_load, str(tmp_path / "a.ckpt"))
 
 
+@pytest.mark.ci
 def test_what_cannot_be_sharded_is_refused():
     run_processes(4, refuse)
 
@@ -799,6 +805,7 @@ def find_units(rank):
     assert {"first", "shared", "last"} <= set(units)
 
 
+@pytest.mark.ci
 def test_units_are_found_by_size():
     run_processes(2, find_units)
 
@@ -816,6 +823,7 @@ def timeouts_of_groups(rank):
     return timeouts
 
 
+@pytest.mark.ci
 def test_the_timeout_is_that_of_the_groups_too():
     # Those of `init_device_mesh` would have PyTorch's half an hour.
     for timeouts in run_processes(4, timeouts_of_groups):

@@ -168,6 +168,7 @@ def lose_the_copy(rank):
     compare_copies(rank)
 
 
+@pytest.mark.ci
 def test_sums_of_copies_differ_if_they_do_not_come_back():
     with pytest.raises(RankError, match="leader, False"):
         run_processes(4, lose_the_copy)

@@ -164,6 +164,7 @@ def test_a_resumed_training_continues_with_the_same_bits(tmp_path):
     run_processes(2, resume, str(tmp_path))
 
 
+@pytest.mark.ci
 def test_it_does_not_if_residuals_are_not_restored(tmp_path):
     with pytest.raises(RankError, match="int8: .* is not bitwise identical"):
         run_processes(2, resume, str(tmp_path), False)

@@ -109,6 +109,7 @@ def timeouts_of_groups(rank, kind, path):
     return timeouts[:num_groups], timeouts[num_groups:]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", [LayeredSGDStrategy, LayeredFSDPStrategy])
 def test_residuals_are_gathered_within_the_strategy_s_timeout(kind, tmp_path):
     for in_fit, after_fit in run_processes(2, timeouts_of_groups, kind, str(tmp_path / "last.ckpt")):

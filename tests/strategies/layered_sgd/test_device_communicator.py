@@ -95,6 +95,7 @@ def compare_with_ddp(rank):
             assert made[-1]._early == (overlap == "step" and not ddp_options)
 
 
+@pytest.mark.ci
 def test_equals_ddp():
     run_processes(4, compare_with_ddp)
 

@@ -153,5 +153,6 @@ def compare_unfrozen(rank):
         assert_same(snapshot(module, fit(layered(overlap), module)), expected)
 
 
+@pytest.mark.ci
 def test_an_accumulation_in_which_a_layer_is_unfrozen_equals_ddp():
     run_processes(2, compare_unfrozen)

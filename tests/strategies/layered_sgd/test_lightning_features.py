@@ -104,6 +104,7 @@ def lose_the_pending_update(rank, folder):
     resume_where_the_loader_can(rank, folder, [EVERY])
 
 
+@pytest.mark.ci
 def test_resuming_differs_from_ddp_if_a_checkpoint_lacks_the_pending_update(tmp_path):
     with pytest.raises(RankError, match="first.weight"):
         run_processes(2, lose_the_pending_update, tmp_path)

@@ -37,6 +37,7 @@ def compare_manual_accumulation(rank):
         assert_same(snapshot(*fit(layered(overlap=overlap), 2, ManualAccumulation())), expected)
 
 
+@pytest.mark.ci
 def test_manual_accumulation():
     run_processes(2, compare_manual_accumulation)
 

@@ -64,6 +64,7 @@ def test_sums_are_right_whichever_rank_is_ahead(early, seed, monkeypatch):
     sum_on_the_device(Machine(), monkeypatch, early, seed)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_every_wait_matters(mutation: Mutation, monkeypatch):
     for module in (host_communicator, device_communicator):
