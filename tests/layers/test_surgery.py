@@ -230,6 +230,11 @@ def test_the_comparison_of_averages_fails_without_communication(monkeypatch):
         check_averaged(averaged(2))
 
 
+def test_a_model_without_global_layers_is_refused():
+    with pytest.raises(ValueError, match="Sequential has no global batch norm; call apply_global_batch_norm"):
+        average_running_statistics(nn.Sequential(nn.BatchNorm1d(4)))
+
+
 def test_averaging_more_often_does_not_change_the_result():
     """Running statistics are linear in the statistics of the batches, with and without momentum."""
     data = torch.randn(6, 2, 8, 4, dtype=torch.float64)
