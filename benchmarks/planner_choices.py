@@ -33,6 +33,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ from support.report import write_report
 from support.spread import min_max, turn_order
 from support.training import StepClock, quiet
 
-from lightning_dp.planner import Diagnose
+from lightning_dp.planner import Diagnose, make_diagnosis
 
 WARM_UP = 4  # so that the measured steps begin with a new window of accumulated batches
 CELLS, BATCHES = "cells", "batches"
@@ -102,10 +103,12 @@ def worker(job: Job) -> dict[str, Any]:
     # No plan of recomputation: emulated compute keeps nothing.
     diagnose = Diagnose(num_steps=job.options.steps, stop=True, memonger=False)
     fit(job, cell, rows["ddp"], num_steps, diagnose)
-    found = diagnose.diagnosis
-    assert found is not None
+    measured = diagnose.diagnosis
+    assert measured is not None
+    assert measured.network is not None
+    # The plan may also propose worker processes. The sweep trains without them.
+    found = make_diagnosis(replace(measured.profile, num_workers=None), measured.network, is_probed=True)
     assert found.best is not None
-    assert found.network is not None
     took_s = time.perf_counter() - start_s
     step_s: dict[str, list[float]] = {name: [] for name in rows}
     for turn in range(job.options.rounds):
@@ -120,8 +123,9 @@ def worker(job: Job) -> dict[str, Any]:
         "predicted_s": {p.method: p.time.step_s for p in found.predictions},
         "step_s": step_s,
         "profile_s": found.profile.parts(),
-        "inter": vars(found.network.inter),
-        "intra": vars(found.network.intra),
+        "inter": vars(measured.network.inter),
+        "intra": vars(measured.network.intra),
+        "overhead_s": measured.network.overhead_s,
         "diagnosis_s": took_s,
     }
 

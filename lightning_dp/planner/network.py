@@ -67,15 +67,19 @@ class Network:
         ranks_per_node: number of ranks that share a NIC.
         all_reduce: how DDP's all-reduce sends: ``"ring"`` (gloo; NCCL on few nodes), ``"tree"`` (NCCL's double binary
             tree), or ``"auto"``, the faster of the two.
+        overhead_s: time that a message of an exchange takes a rank itself, to start it and to take the one that comes
+            back: the overhead of the LogP model (Culler et al. 1993). 0: none was measured.
     """
 
     inter: Link
     intra: Link
     ranks_per_node: int = 1
     all_reduce: str = "ring"
+    overhead_s: float = 0.0
 
     def __post_init__(self) -> None:
         require_count("ranks_per_node", self.ranks_per_node)
+        require_not_negative("overhead_s", self.overhead_s)
         if self.all_reduce not in ALL_REDUCES:
             raise ValueError(f"all_reduce={self.all_reduce!r} must be one of {', '.join(map(repr, ALL_REDUCES))}")
 
@@ -151,7 +155,8 @@ class Network:
     def exchange_s(self, num_bytes_sent: float, world_size: int, senders_per_node: int | None = None) -> float:
         """Return the time of an exchange in which each rank sends ``num_bytes_sent`` in all to its peers.
 
-        The ranks of a node that send share its NIC for what leaves the node: ``senders_per_node``, by default all.
+        The ranks of a node that send share its NIC for what leaves the node: ``senders_per_node``, by default all. A
+        rank starts further messages while earlier ones travel: the longer of the two counts.
         """
         if world_size == 1:
             return 0.0
@@ -159,10 +164,13 @@ class Network:
         leaving = num_bytes_sent * (world_size - local) / (world_size - 1)
         intra_s = (num_bytes_sent - leaving) / self.intra.bytes_per_s
         inter_s = (senders_per_node or local) * leaving / self.inter.bytes_per_s
-        return self.slowest(world_size).latency_s + max(intra_s, inter_s)
+        travels_s = self.slowest(world_size).latency_s + max(intra_s, inter_s)
+        return max(travels_s, (world_size - 1) * self.overhead_s)
 
     def small_exchange_s(self, world_size: int) -> float:
         """Return the time of an exchange of a few bytes between all ranks, as global batch norm makes them."""
+        if self.overhead_s:
+            return self.exchange_s(0.0, world_size)
         return math.ceil(math.log2(world_size)) * self.slowest(world_size).latency_s
 
 

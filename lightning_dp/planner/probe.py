@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.collectives.compression.compressors import make_compressor
 from lightning_dp.collectives.compression.layout import BucketShard, ParameterTable, whole_shard
 from lightning_dp.collectives.compression.options import Compression
 from lightning_dp.collectives.compression.wire import Transport
-from lightning_dp.collectives.groups import create_groups, destroy_group
+from lightning_dp.collectives.groups import create_groups, destroy_group, resolve_group
 from lightning_dp.collectives.point_to_point import Transfer
 from lightning_dp.planner.convolutions.measure import measure_time_s
 from lightning_dp.planner.formulas import require_count
@@ -35,7 +36,8 @@ def probe_network(
     """Time all-reduces of growing size, and return the network that explains them. All ranks must call it.
 
     The links are those that a ring all-reduce would need to take as long. With several nodes, an all-reduce over all
-    ranks gives the NIC's, and one within each node the inner link. All ranks return the same.
+    ranks gives the NIC's, and one within each node the inner link. An exchange of a few bytes between all ranks gives
+    the overhead of its messages, of which the hybrid and global batch norm make many. All ranks return the same.
 
     Args:
         device: of the messages; CUDA for NCCL.
@@ -56,13 +58,14 @@ def probe_network(
         )
     bounds = (4 * num_elements, 4 * num_elements) if num_elements else (64 * SMALLEST_BYTES, LARGEST_BYTES)
     all_ranks = _measure(None, bounds, device, repeats)
+    overhead_s = _exchange_s(device, repeats) / (world_size - 1)
     if per_node in (1, world_size):
-        return Network(all_ranks, all_ranks, per_node)
+        return Network(all_ranks, all_ranks, per_node, overhead_s=overhead_s)
     nodes = [range(first, first + per_node) for first in range(0, world_size, per_node)]
     own = create_groups(nodes, dist.get_rank())
     inner = _measure(own, bounds, device, repeats)
     destroy_group(own)
-    return Network(all_ranks, _slowest(inner, device), per_node)
+    return Network(all_ranks, _slowest(inner, device), per_node, overhead_s=overhead_s)
 
 
 def _measure(
@@ -87,10 +90,25 @@ def _measure(
 
 
 def _all_reduce_s(group: dist.ProcessGroup | None, num_bytes: int, device: torch.device | str, repeats: int) -> float:
-    """Return the time of one all-reduce: the mean over the ranks of their medians, which all of them get."""
+    """Return the time of one all-reduce, as all ranks of ``group`` get it."""
     message = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
+    return _shared_time_s(lambda: dist.all_reduce(message, group=group), group, device, repeats)
+
+
+def _exchange_s(device: torch.device | str, repeats: int) -> float:
+    """Return the time in which each rank sends a small message to each other one, and has theirs."""
+    channel = Channel(resolve_group(None))
+    message = torch.zeros(SMALLEST_BYTES // 4, dtype=torch.float32, device=device)
+    # It is short, so that more of them cost little, and a busy machine spreads them.
+    return _shared_time_s(lambda: channel.all_gather("probe", message), None, device, 4 * repeats)
+
+
+def _shared_time_s(
+    call: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device | str, repeats: int
+) -> float:
+    """Return the time of one call: the mean over the ranks of their medians, which all of them get."""
     # The call that does not count sets connections up, and takes what the link lets pass at once.
-    time_s = measure_time_s(lambda: dist.all_reduce(message, group=group), device, repeats)
+    time_s = measure_time_s(call, device, repeats)
     shared = torch.tensor(time_s, dtype=torch.float64, device=device)
     dist.all_reduce(shared, group=group)
     return shared.item() / dist.get_world_size(group)

@@ -46,10 +46,12 @@ class Head(Block):
     Attributes:
         feature_bytes: of the features of one rank's batch, which enter the head.
         hidden_bytes: of all hidden activations of one rank's batch.
+        num_layers: number of layers. Each but the last one has hidden activations, which travel by themselves.
     """
 
     feature_bytes: float
     hidden_bytes: float
+    num_layers: int = 2
 
     @override
     def larger(self, factor: int) -> Self:
@@ -373,7 +375,9 @@ class StepProfile:
         if first is not None:
             feature_bytes, *hidden_bytes = (layer.input_bytes for layer in self.layers[first:])
             joined = vars(_joined(blocks[first:]))
-            head = Head(**joined, feature_bytes=feature_bytes, hidden_bytes=sum(hidden_bytes))
+            head = Head(
+                **joined, feature_bytes=feature_bytes, hidden_bytes=sum(hidden_bytes), num_layers=len(blocks) - first
+            )
             blocks = blocks[:first]
         return Workload(
             tuple(blocks),

@@ -267,6 +267,7 @@ def test_two_ranks_measure_their_network_and_agree_on_it():
     assert first.network == second.network
     assert first.network.ranks_per_node == 2
     assert 0 < first.network.intra.bytes_per_s < 1e12
+    assert 0 < first.network.overhead_s < 1
     assert first.profile.batch_norm_s > 0
     methods = {prediction.method for prediction in first.predictions}
     # All but layered SGD, for it is one node; and tiny layers keep nothing that could be computed again.

@@ -48,6 +48,13 @@ def test_ranks_of_a_node_share_its_nic_in_an_exchange():
     assert alone.small_exchange_s(8) == pytest.approx(3e-4)
 
 
+def test_an_exchange_takes_as_long_as_its_messages_take_the_rank_or_the_link():
+    network = Network(GIGABIT, FAST, overhead_s=1e-3)
+    assert network.exchange_s(1e3, 4) == network.small_exchange_s(4) == pytest.approx(3e-3)
+    assert network.exchange_s(3e6, 4) == pytest.approx(1e-4 + 3e6 / 125e6), "further ones are started on the way"
+    assert network.exchange_s(1e3, 1) == network.small_exchange_s(1) == 0
+
+
 def test_intra_group_stages():
     network = Network(GIGABIT, FAST, ranks_per_node=4)
     assert network.intra_group_s(1e9, 8) == pytest.approx(2e-5 + 0.1)
@@ -73,6 +80,7 @@ def test_a_link_is_fitted_to_measured_times():
         (lambda: Link.fit([1, 2], [2.0, 1.0]), ValueError, "do not grow with sizes"),
         (lambda: Link.fit([1, 1], [2.0, 1.0]), ValueError, "give two different sizes"),
         (lambda: Network(GIGABIT, FAST, 0), ValueError, "ranks_per_node=0"),
+        (lambda: Network(GIGABIT, FAST, overhead_s=-1.0), ValueError, "overhead_s=-1.0"),
         (lambda: Network(GIGABIT, FAST, all_reduce="star"), ValueError, "all_reduce='star' must be one of 'ring'"),
         (lambda: Network(GIGABIT, FAST, 4).num_nodes(6), ValueError, "world_size=6 is not a multiple of ranks_per"),
     ],

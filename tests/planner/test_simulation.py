@@ -10,6 +10,7 @@ import pytest
 
 from lightning_dp.planner import METHODS, Block, Head, Link, Method, Network, Recomputation, Workload, simulate
 from lightning_dp.planner.simulation import FREE, Schedule
+from lightning_dp.planner.traffic import head_traffic
 from lightning_dp.planner.workload import fill_buckets
 
 SLOW, FAST = Link(1e-3, 1e8), Link(1e-5, 1e10)
@@ -222,8 +223,21 @@ def test_scheme_a_has_one_pass():
     features_s = SLOW.latency_s + (size - 1) * 1e6 / 1e8
     hidden_s = SLOW.latency_s + (size - 1) * 5e5 / 1e8
     trunk_s = 2 * (size - 1) * SLOW.message_s(1e6 / size)
-    expected = 0.6 + 0.18 + 2 * features_s + 2 * hidden_s + trunk_s
+    small_s = 4 * SLOW.latency_s  # sizes, targets, and two of the loss
+    expected = 0.6 + 0.18 + 2 * features_s + 2 * hidden_s + small_s + trunk_s
     assert step_s(WITH_HEAD, "hybrid_a", size) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("scheme", ["a", "b", "c"])
+@pytest.mark.parametrize("num_layers", [1, 2, 4])
+def test_each_exchange_of_the_head_takes_the_overhead_of_its_messages(scheme, num_layers):
+    """As many as the strategy makes: head_traffic counts them, and is compared with it."""
+    size, overhead_s = 4, 0.01
+    widths = [8] * num_layers + [4]
+    exchanges = sum(cost.num_steps for cost in head_traffic(widths, [2] * size, 4, scheme, "cross_entropy").values())
+    workload = Workload((Block(0.0, 0.0, 0.0),), head=Head(0.0, 0.0, 0.0, 0.0, 0.0, num_layers=num_layers))
+    network = Network(Link(0.0, 1e15), FAST, overhead_s=overhead_s / (size - 1))
+    assert step_s(workload, f"hybrid_{scheme}", size, network) == pytest.approx(exchanges * overhead_s)
 
 
 def test_fewer_passes_hide_less_and_send_no_more():
