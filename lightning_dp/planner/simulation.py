@@ -320,11 +320,10 @@ class _Job:
         part = {"a": 1.0, "b": float(math.ceil(size / num_passes)), "c": 1 / num_passes}[self.method.scheme]
         senders = 1 if self.method.scheme == "b" else None
         features_s = self.network.exchange_s((size - 1) * part * head.feature_bytes, size, senders)
-        num_hidden = head.num_layers - 1
-        hidden_bytes = head.hidden_bytes / max(1, num_hidden)
+        hidden_bytes = head.hidden_bytes / max(1, head.num_hidden)
         # Beside them the loss, or the logits, in two exchanges of a few bytes.
         small_s = self.network.exchange_s(0.0, size)
-        hidden_s = num_hidden * self.network.exchange_s((size - 1) * hidden_bytes / num_passes, size) + small_s
+        hidden_s = head.num_hidden * self.network.exchange_s((size - 1) * hidden_bytes / num_passes, size) + small_s
         # The head computes the samples of all ranks with an N-th of its rows: the time of one rank's batch in all.
         forward_s, backward_s = head.forward_s / num_passes, head.backward_s / num_passes
         lanes = range(len(self._last))

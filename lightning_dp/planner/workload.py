@@ -29,7 +29,7 @@ class Block:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name != "shapes":
+            if name not in ("shapes", "layers"):
                 require_not_negative(name, value)
 
     def larger(self, factor: int) -> Self:
@@ -46,17 +46,28 @@ class Head(Block):
     Attributes:
         feature_bytes: of the features of one rank's batch, which enter the head.
         hidden_bytes: of all hidden activations of one rank's batch.
-        num_layers: number of layers. Each but the last one has hidden activations, which travel by themselves.
+        layers: one by one, as data parallelism reduces their gradients. (): they are not known, and count as two whose
+            gradients are ready at the same time.
     """
 
     feature_bytes: float
     hidden_bytes: float
-    num_layers: int = 2
+    layers: tuple[Block, ...] = ()
+
+    @property
+    def num_hidden(self) -> int:
+        """Number of layers with hidden activations, which travel by themselves: all but the last one."""
+        return len(self.layers) - 1 if self.layers else 1
 
     @override
     def larger(self, factor: int) -> Self:
         longer = super().larger(factor)
-        return replace(longer, feature_bytes=factor * self.feature_bytes, hidden_bytes=factor * self.hidden_bytes)
+        return replace(
+            longer,
+            feature_bytes=factor * self.feature_bytes,
+            hidden_bytes=factor * self.hidden_bytes,
+            layers=tuple(layer.larger(factor) for layer in self.layers),
+        )
 
 
 @dataclass(frozen=True)
@@ -167,12 +178,12 @@ class Workload:
         return sum(block.num_bytes for block in self.whole().blocks)
 
     def whole(self) -> Workload:
-        """Return the workload with the head as its last block, as data parallelism treats it."""
+        """Return the workload with the head's layers as its last blocks, as data parallelism treats them."""
         if self.head is None:
             return self
         head = self.head
-        last = Block(head.num_bytes, head.forward_s, head.backward_s, shapes=head.shapes)
-        return replace(self, blocks=(*self.blocks, last), head=None)
+        last = head.layers or (Block(head.num_bytes, head.forward_s, head.backward_s, shapes=head.shapes),)
+        return replace(self, blocks=(*self.blocks, *last), head=None)
 
     def larger(self, factor: int) -> Workload:
         """Return the step with ``factor`` times the batch.
@@ -374,10 +385,9 @@ class StepProfile:
         head = None
         if first is not None:
             feature_bytes, *hidden_bytes = (layer.input_bytes for layer in self.layers[first:])
-            joined = vars(_joined(blocks[first:]))
-            head = Head(
-                **joined, feature_bytes=feature_bytes, hidden_bytes=sum(hidden_bytes), num_layers=len(blocks) - first
-            )
+            layers = tuple(blocks[first:])
+            joined = vars(_joined(layers))
+            head = Head(**joined, feature_bytes=feature_bytes, hidden_bytes=sum(hidden_bytes), layers=layers)
             blocks = blocks[:first]
         return Workload(
             tuple(blocks),

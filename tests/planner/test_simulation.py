@@ -235,9 +235,24 @@ def test_each_exchange_of_the_head_takes_the_overhead_of_its_messages(scheme, nu
     size, overhead_s = 4, 0.01
     widths = [8] * num_layers + [4]
     exchanges = sum(cost.num_steps for cost in head_traffic(widths, [2] * size, 4, scheme, "cross_entropy").values())
-    workload = Workload((Block(0.0, 0.0, 0.0),), head=Head(0.0, 0.0, 0.0, 0.0, 0.0, num_layers=num_layers))
+    nothing = Block(0.0, 0.0, 0.0)
+    workload = Workload((nothing,), head=Head(0.0, 0.0, 0.0, 0.0, 0.0, layers=(nothing,) * num_layers))
     network = Network(Link(0.0, 1e15), FAST, overhead_s=overhead_s / (size - 1))
     assert step_s(workload, f"hybrid_{scheme}", size, network) == pytest.approx(exchanges * overhead_s)
+
+
+def test_data_parallelism_reduces_each_layer_of_the_head_as_soon_as_it_is_ready():
+    """As if there were no head to shard."""
+    layers = (Block(3e6, 0.1, 0.2), Block(9e6, 0.1, 0.2), Block(8e6, 0.1, 0.1))
+    total = Block(2e7, 0.3, 0.5)
+    head = Head(total.num_bytes, total.forward_s, total.backward_s, 1e6, 5e5, layers=layers)
+    trunk = Block(1e6, 0.2, 0.4)
+    for method in ("ddp", "layered_sgd_load", "layered_sgd_step"):
+        whole = step_s(Workload((trunk, *layers)), method)
+        assert step_s(Workload((trunk,), head=head), method) == whole != step_s(Workload((trunk, total)), method)
+        assert step_s(Workload((trunk,), head=head).larger(2), method) == step_s(
+            Workload((trunk, *layers)).larger(2), method
+        )
 
 
 def test_fewer_passes_hide_less_and_send_no_more():
