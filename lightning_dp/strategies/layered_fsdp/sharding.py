@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,9 @@ SMALLEST_PART = 8
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+# Names and parameters of a module before it was sharded. Those that nobody has kept are gone.
+_whole: WeakKeyDictionary[nn.Module, list[tuple[str, ref[Tensor]]]] = WeakKeyDictionary()
 
 
 def check_wrap(wrap: Any) -> None:
@@ -90,6 +94,7 @@ def shard(
                 'compression="bf16" for 16 bits between groups'
             )
     units = list(_units(module, wrap))
+    _whole[module] = [(name, ref(parameter)) for name, parameter in module.named_parameters()]
     for parameter in module.parameters():
         parameter.data = parameter.data.contiguous()  # FSDP2 takes no channels_last weights; inputs may be
     for _, unit in reversed(units):  # inner ones first: what a unit has inside of another one is its own
@@ -104,6 +109,19 @@ def shard(
     if isinstance(module, FSDPModule):
         for step in STEPS:
             register_fsdp_forward_method(module, step)
+
+
+def check_parameters(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
+    """Raise ValueError for an optimizer of a parameter that `shard` has taken out of ``module``: nothing trains it."""
+    whole = {parameter: name for name, kept in _whole.get(module, ()) if (parameter := kept()) is not None}
+    for optimizer in optimizers:
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if parameter in whole:
+                raise ValueError(
+                    f"configure_optimizers has given {type(optimizer).__name__} the parameter {whole[parameter]} as it "
+                    "was before the module was sharded, which trains nothing; take parameters from the module there, "
+                    "and not from lists that are made in __init__"
+                )
 
 
 def check_hooks(module: nn.Module) -> None:

@@ -39,6 +39,7 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     broadcast_from_rank_0,
     check_embeddings,
     check_hooks,
+    check_parameters,
     check_wrap,
     forget_failed_step,
     load_optimizer,
@@ -255,6 +256,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         if is_fitting:
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, type(self).__name__)
+            check_parameters(self.optimizers, module)
         self.setup_precision_plugin()
         if is_fitting and self.topology.num_groups > 1:
             self._start(trainer)

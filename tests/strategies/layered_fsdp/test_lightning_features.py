@@ -668,7 +668,19 @@ def refuse(rank):
             super().__init__()
             self.table = nn.Embedding(4, 4, max_norm=1.0)
 
+    class KeepsList(Net):
+        def __init__(self):
+            super().__init__()
+            self.weights = [self.first.weight, self.last.weight]
+
+        def configure_optimizers(self):
+            return torch.optim.SGD([{"params": self.weights}, {"params": self.shared.parameters()}], lr=0.1)
+
+    validated = KeepsList()
+    trainer(layered(), 4).validate(validated, data(4, 1), verbose=False)
     for strategy, module, options, message in (
+        (layered(), KeepsList(), {}, "first.weight as it was before the module was sharded"),
+        (layered(), validated, {}, "first.weight as it was before the module was sharded"),
         (layered(), Sparse(), {}, "sparse gradients of 'table'"),
         (layered(), Renormalized(), {}, r"table has max_norm=1\.0"),
         (layered(wrap=[nn.LSTM]), Net(), {}, "finds no part of Net"),
