@@ -408,12 +408,15 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
                 self._warn_of_dropped("the checkpoint is written after an exception: other ranks may be gone")
             else:
                 self._add_residuals(checkpoint)
-        path = Path(self.broadcast(filepath))
-        is_plain = complete_files.is_plain_file(self.checkpoint_io, filepath) and storage_options is None
-        if self._saves_shards or path.is_dir() or not is_plain:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+        place = self.broadcast(filepath)
+        is_plain = complete_files.is_plain_file(self.checkpoint_io, place) and storage_options is None
+        if self._saves_shards or Path(place).is_dir():
+            super().save_checkpoint(checkpoint, place, storage_options)
+        elif self.is_global_zero and is_plain:
+            complete_files.write_file(checkpoint, place)
         elif self.is_global_zero:
-            complete_files.write_file(checkpoint, path)
+            # Not by Lightning's strategy, which takes an address, such as s3://..., for a local path.
+            self.checkpoint_io.save_checkpoint(checkpoint, place, storage_options)
 
     def _add_residuals(self, checkpoint: dict[str, Any]) -> None:
         """Add what compression has left out, of each rank. All ranks call it; a file that is resumed needs all."""
@@ -451,13 +454,13 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._bring_up_to_date()
-        path = Path(self.broadcast(checkpoint_path))
-        with complete_files.naming_checkpoint(path):
-            if path.is_dir():
-                checkpoint = self._load_module_shards(path, weights_only)
+        place = self.broadcast(checkpoint_path)
+        with complete_files.naming_checkpoint(place):
+            if Path(place).is_dir():
+                checkpoint = self._load_module_shards(Path(place), weights_only)
             else:
                 # Not Lightning's way, which takes the optimizer's numbers of parameters for the module's.
-                checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+                checkpoint = self.checkpoint_io.load_checkpoint(place, weights_only=weights_only)
         self._restore_residuals(checkpoint)
         return checkpoint
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import BaseFinetuning
+from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 
@@ -198,3 +199,29 @@ def resume_finetuning(rank, folder):
 @pytest.mark.ci
 def test_groups_that_finetuning_has_added_are_resumed(tmp_path):
     run_processes(4, resume_finetuning, str(tmp_path))
+
+
+class Places(TorchCheckpointIO):
+    """Keeps checkpoints in memory, and where they were to be."""
+
+    def __init__(self):
+        self.saved = {}
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        self.saved[path] = checkpoint, storage_options
+
+    def load_checkpoint(self, path, *_, **__):
+        raise FileNotFoundError(path)
+
+
+def save_to_an_address(rank):
+    places, path = Places(), "s3://bucket/a.ckpt"
+    _, trainer = fit(layered(), 2, plugins=[places], steps=1)
+    trainer.save_checkpoint(path, storage_options="for s3")
+    assert [(place, options) for place, (_, options) in places.saved.items()] == [(path, "for s3")] * (rank == 0)
+    with pytest.raises(FileNotFoundError, match=path):
+        fit(layered(), 2, plugins=[Places()], ckpt_path=path)
+
+
+def test_an_address_is_not_taken_for_a_path():
+    run_processes(2, save_to_an_address)
