@@ -676,11 +676,25 @@ def refuse(rank):
         def configure_optimizers(self):
             return torch.optim.SGD([{"params": self.weights}, {"params": self.shared.parameters()}], lr=0.1)
 
+    class Phase(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex128))
+
+        def forward(self, x):
+            return x
+
+    class Complex(Net):
+        def __init__(self):
+            super().__init__()
+            self.part = Phase()
+
     validated = KeepsList()
-    trainer(layered(), 4).validate(validated, data(4, 1), verbose=False)
+    trainer(layered(), 4, use_distributed_sampler=False).validate(validated, data(1, 1), verbose=False)
     for strategy, module, options, message in (
         (layered(), KeepsList(), {}, "first.weight as it was before the module was sharded"),
         (layered(), validated, {}, "first.weight as it was before the module was sharded"),
+        (layered(wrap=[Phase], compression="bf16"), Complex(), {}, "'bf16' cannot round part.phase, which is"),
         (layered(), Sparse(), {}, "sparse gradients of 'table'"),
         (layered(), Renormalized(), {}, r"table has max_norm=1\.0"),
         (layered(wrap=[nn.LSTM]), Net(), {}, "finds no part of Net"),
