@@ -431,19 +431,22 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     def _restore_residuals(self, checkpoint: dict[str, Any]) -> None:
         """Continue with what the checkpoint says compression has left out; with nothing if it does not."""
         saved = checkpoint.pop(RESIDUALS, None)
-        if "lr_schedulers" not in checkpoint:  # weights only; a folder has its optimizer states elsewhere
+        assert self.lightning_module is not None
+        is_fitting = self.lightning_module.trainer.state.fn == "fit"
+        if not is_fitting or "lr_schedulers" not in checkpoint:  # a folder has its optimizer states elsewhere
             return
+        keeper = self._reduction if has_error_feedback(self._options.compression) else None
         own: Residuals = {}
         if saved is not None:
             is_same_job = [saved["group_size"], len(saved["ranks"])] == [self.topology.group_size, self.world_size]
             own = saved["ranks"][self.global_rank] if is_same_job else {}
-            if self._reduction is None or self._reduction.compressed is None:
+            if keeper is None:
                 self._warn_of_dropped("the checkpoint was written with error feedback")
-            elif not is_same_job or not own.keys() <= set(self._reduction.unit_names):
+            elif not is_same_job or not own.keys() <= set(keeper.unit_names):
                 self._warn_of_dropped("the checkpoint was written with other groups or other units")
                 own = {}
-        if self._reduction is not None and self._reduction.compressed is not None:
-            self._reduction.load_residuals(own)
+        if keeper is not None:
+            keeper.load_residuals(own)
 
     def _warn_of_dropped(self, reason: str) -> None:
         log.warning(

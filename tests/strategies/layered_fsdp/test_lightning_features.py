@@ -28,7 +28,7 @@ from lightning_dp.strategies import PowerSGD
 from lightning_dp.strategies.layered_fsdp.reduction import ShardReduction
 from lightning_dp.strategies.layered_sgd import parameter_watch
 from lightning_dp.strategies.layered_sgd.host_communicator import Communicator
-from tests.ranks import RankError, run_cases, run_processes
+from tests.ranks import RankError, logged, run_cases, run_processes
 from tests.strategies.layered_fsdp.modules import fit, layered, snapshot, whole
 from tests.strategies.layered_fsdp.user_cases import CASES, Manual, Normalized, Teacher, Tied, options_of
 from tests.strategies.layered_sgd.late_sums import sum_late
@@ -351,6 +351,26 @@ def resume_compressed(rank, folder):
 @pytest.mark.ci
 def test_what_compression_has_left_out_is_in_checkpoints(tmp_path):
     run_processes(4, resume_compressed, str(tmp_path))
+
+
+def say_what_is_dropped(rank, path):
+    """A fit with another compression drops what was left out. An evaluation drops nothing."""
+    _, t = fit(layered(1, compression="int8"), 2, max_epochs=1)
+    t.save_checkpoint(path)
+    for compression in ("bf16", None):
+        with logged() as said:
+            fit(layered(1, compression=compression), 2, max_epochs=2, ckpt_path=path)
+        assert sum("written with error feedback" in message for message in said) == 1, said
+    for compression in ("int8", None):
+        with logged() as said:
+            strategy = layered(1, compression=compression)
+            t = trainer(strategy, 2, use_distributed_sampler=False)
+            t.validate(Net(), data(1, 1), ckpt_path=path, verbose=False)
+        assert not any("is dropped" in message for message in said), said
+
+
+def test_what_is_dropped_of_a_compression_is_said_in_training_alone(tmp_path):
+    run_processes(2, say_what_is_dropped, str(tmp_path / "a.ckpt"))
 
 
 def resume_without_residuals(rank, folder):
