@@ -251,7 +251,8 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         self._steps.watch(self._units)
         self._require_all_sharded(module, units)
         self.model_to_device()
-        broadcast_from_rank_0([*module.parameters(), *module.buffers()], self.device_mesh[REPLICATE].get_group())
+        broadcast_from_rank_0(module.parameters(), self.device_mesh[REPLICATE].get_group())
+        self._share_buffers()  # also of a module that shards itself, or that an earlier fit has sharded
         self.barrier()
         if is_fitting:
             self.setup_optimizers(trainer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from datetime import timedelta
 
@@ -657,6 +658,32 @@ def seed_differently(rank):
 @pytest.mark.ci
 def test_all_ranks_begin_with_the_parameters_of_rank_0():
     run_processes(4, seed_differently)
+
+
+class Scaled(Net):
+    """A buffer that each rank has drawn for itself scales the input."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(int(os.environ["RANK"]))
+        self.register_buffer("scale", torch.randn(FEATURES, dtype=torch.float64))
+
+    def forward(self, x):
+        return super().forward(x * self.scale)
+
+
+class ScaledAndSharded(Scaled):
+    configure_model = Configured.configure_model
+
+
+def draw_buffers(rank):
+    expected = snapshot(*fit(DDPStrategy(), 4, Scaled()))
+    assert_same(snapshot(*fit(layered(), 4, ScaledAndSharded())), expected)
+
+
+@pytest.mark.ci
+def test_a_module_that_shards_itself_begins_with_the_buffers_of_rank_0():
+    run_processes(4, draw_buffers)
 
 
 @pytest.mark.parametrize(
