@@ -365,8 +365,37 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self._require_as_many(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
         super().on_validation_start()
         self._share_buffers()
+
+    @override
+    def on_test_start(self) -> None:
+        assert self.lightning_module is not None
+        self._require_as_many(self.lightning_module.trainer.num_test_batches)
+        super().on_test_start()
+
+    @override
+    def on_predict_start(self) -> None:
+        assert self.lightning_module is not None
+        self._require_as_many(self.lightning_module.trainer.num_predict_batches)
+        super().on_predict_start()
+
+    def _require_as_many(self, num_batches: Iterable[float]) -> None:
+        """Raise ValueError, on all ranks, if a rank has more batches than others of its group, and would wait for them.
+
+        In training Lightning gives all ranks as many, but not in ``predict``, where it repeats no sample.
+        """
+        of_ranks: list[Any] = [None] * self.world_size
+        dist.all_gather_object(of_ranks, list(num_batches))
+        if any(of_ranks[rank] != of_ranks[self.topology.members(rank)[0]] for rank in range(self.world_size)):
+            raise ValueError(
+                f"ranks of a group have different numbers of batches ({', '.join(map(str, of_ranks))}), and each "
+                "forward gathers parameters on all of them; let the number of samples be a multiple of the ranks, or "
+                "give Trainer(use_distributed_sampler=False) a loader with a DistributedSampler, which repeats some"
+            )
 
     @override
     def on_train_end(self) -> None:

@@ -15,6 +15,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Subset
 
 from lightning_dp import (
     AdaptiveGlobalBatchNorm,
@@ -658,6 +659,31 @@ def seed_differently(rank):
 @pytest.mark.ci
 def test_all_ranks_begin_with_the_parameters_of_rank_0():
     run_processes(4, seed_differently)
+
+
+class Evaluated(Net):
+    def test_step(self, batch, batch_idx):
+        self.loss(batch)
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+
+def evaluate_different_numbers(rank):
+    """Of five samples rank 0 has two, and the others one. Of six the ranks of the first group have two."""
+    samples = data(1, 6, 1).dataset
+    with pytest.raises(ValueError, match=r"numbers of batches \(\[2\], \[1\], \[1\], \[1\]\), and each"):
+        trainer(layered(), 4).predict(Evaluated(), DataLoader(Subset(samples, range(5))))
+    assert len(trainer(layered(), 4).predict(Evaluated(), DataLoader(samples))) == 2 - rank // 2
+    for evaluate in ("validate", "test"):
+        t = trainer(layered(), 4, use_distributed_sampler=False)
+        with pytest.raises(ValueError, match=r"numbers of batches \(\[1\], \[2\], \[1\], \[2\]\), and each"):
+            getattr(t, evaluate)(Evaluated(), data(1, 1 + rank % 2), verbose=False)
+
+
+@pytest.mark.ci
+def test_ranks_of_a_group_with_different_numbers_of_batches_are_named():
+    run_processes(4, evaluate_different_numbers, timeout=60)
 
 
 class Scaled(Net):
