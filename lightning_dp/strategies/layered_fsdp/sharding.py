@@ -175,7 +175,7 @@ def _outermost_with_forward(module: nn.Module, name: str) -> Iterator[nn.Module]
         )
     for child_name, child in module.named_children():
         if not any(True for _ in child.parameters()):
-            continue  # nothing to gather; and FSDP2 loses its state of a metric, whose hash changes
+            continue  # nothing to gather
         if has_own_forward(child):
             yield child
         else:
@@ -224,8 +224,13 @@ def padded_numel(parameter: Tensor) -> int:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Return whether ``module`` can be called: a list or dictionary of modules cannot."""
-    return getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
+    """Return whether calls of ``module`` can gather it. A list or dictionary of modules cannot be called.
+
+    A metric is also used without a call. FSDP2 looks for its state of a module by the hash, which changes when a metric
+    is updated. The networks in it can be gathered.
+    """
+    has_forward = getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
+    return has_forward and type(module).__hash__ is nn.Module.__hash__
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:

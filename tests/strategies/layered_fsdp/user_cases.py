@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import BaseFinetuning
 from torch import nn
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
 
 from lightning_dp import AdaptiveGlobalBatchNorm, StepTimer
 from tests.strategies.layered_fsdp.modules import whole
@@ -62,6 +62,44 @@ class ManualMetric(Manual):
         super().training_step(batch, batch_idx)
         self.mean(self.criterion(self(batch[0]), batch[1]).detach())
         self.log("mean", self.mean, on_step=False, on_epoch=True)
+
+
+class Distance(Metric):
+    """A network of its own judges what it is updated with."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.network = nn.Linear(CLASSES, 1, bias=False).double().requires_grad_(False)
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, x: torch.Tensor) -> None:
+        self.total += self.network(x).sum()
+
+    def compute(self) -> torch.Tensor:
+        return self.total
+
+
+class WithDistance(Net):
+    """A metric with parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.distance = Distance()
+
+    def training_step(self, batch, batch_idx):
+        self.distance.update(self(batch[0]).detach())
+        self.log("distance", self.distance, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self):
+        self.register_buffer("seen", self.trainer.callback_metrics["distance"])
+
+
+class ManualDistance(WithDistance, Manual):
+    """The same with manual optimization."""
 
 
 class Gan(TogglesOptimizers):
@@ -333,6 +371,8 @@ class Transformer(Net):
 CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "manual": (Manual, {}),
     "manual with a metric": (ManualMetric, {}),
+    "manual with a network in a metric": (ManualDistance, {}),
+    "network in a metric": (WithDistance, {}),
     "two backwards": (TwoBackwards, {}),
     "gan": (Gan, {}),
     "tied": (Tied, {}),
