@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -334,7 +334,21 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
             return self._then_free(super().predict_step(*args, **kwargs))
 
     @override
-    @torch.compiler.disable  # a compiled training_step may call this method
+    @torch.compiler.disable  # a compiled training_step may call this method and the next one
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.lightning_module is not None
+        try:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        except Exception:
+            # Now, because the step may catch it, and run another forward and backward.
+            if self._reduction is not None:
+                self._reduction.forget_backward()
+            with suppress(RuntimeError):  # the first exception says why, if another rank has died
+                forget_failed_step(self.lightning_module)
+            raise
+
+    @override
+    @torch.compiler.disable
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._reduction is not None:
             self._reduction.before_backward(closure_loss)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -482,39 +481,56 @@ def test_a_module_whose_training_step_has_failed_is_fitted_again(kind):
     run_processes(4, fail_and_fit_again, kind)
 
 
-class SkipsBatch(Manual):
-    """Leaves out the second batch: before its forward, or when its backward raises."""
+class GoesOn(Manual):
+    """The second batch's backward raises. The step catches that, and leaves the batch out, or runs it once more.
 
-    def __init__(self, raises):
+    A layer is used in every second step only.
+    """
+
+    def __init__(self, raises, retries):
         super().__init__()
-        self.raises = raises
+        self.raises, self.retries = raises, retries
+        self.sometimes = nn.Linear(8, 8).double()
 
-    def forward(self, x):
+    def forward(self, x, fails=False):
         x = torch.tanh(self.first(x))
-        if self.is_left_out:
+        if fails:
             x.register_hook(FailsInBackward.fail.__get__(self))
+        x = self.sometimes(x) if self.is_even else x
         return self.last(torch.tanh(self.shared(x)))
 
-    def training_step(self, batch, batch_idx):
-        self.is_left_out = batch_idx == 1
-        if self.is_left_out and not self.raises:
-            return
+    def run(self, batch, fails):
         for optimizer in self.optimizers():
             optimizer.zero_grad()
-        with suppress(ArithmeticError):
-            self.manual_backward(self.loss(batch))
-            for optimizer in self.optimizers():
-                optimizer.step()
+        self.manual_backward(nn.functional.cross_entropy(self(batch[0], fails), batch[1]))
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def training_step(self, batch, batch_idx):
+        self.is_even = batch_idx % 2 == 0
+        if batch_idx == 1 and self.raises:
+            with pytest.raises(ArithmeticError):
+                self.run(batch, True)
+        if batch_idx != 1 or self.retries:
+            self.run(batch, False)
+
+    def configure_optimizers(self):
+        return [
+            optimizers("momentum", [*self.first.parameters(), *self.shared.parameters()]),
+            optimizers("adamw", [*self.sometimes.parameters(), *self.last.parameters()]),
+        ]
 
 
-def skip_batch(rank):
-    expected = snapshot(*fit(DDPStrategy(), 4, SkipsBatch(raises=False)))
-    assert_same(snapshot(*fit(layered(), 4, SkipsBatch(raises=True))), expected)
+def go_on(rank):
+    for retries in (False, True):
+        expected = snapshot(*fit(DDPStrategy(find_unused_parameters=True), 4, GoesOn(False, retries)))
+        for group_size in (1, 2, 4):
+            assert_same(snapshot(*fit(layered(group_size), 4, GoesOn(True, retries))), expected)
 
 
 @pytest.mark.ci
 def test_training_goes_on_after_a_backward_that_has_raised():
-    run_processes(4, skip_batch, timeout=60)
+    run_processes(4, go_on, timeout=60)
 
 
 def fit_then_run_otherwise(rank):
