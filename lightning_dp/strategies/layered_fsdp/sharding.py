@@ -191,19 +191,25 @@ def sharded_units(module: nn.Module) -> list[tuple[str, Any]]:
     return [(name or type(module).__name__, unit) for name, unit in units if own_parameters(unit)]
 
 
+def outermost_units(module: nn.Module) -> Iterator[Any]:
+    """Yield the modules that FSDP2 has sharded and that lie in no other such module: the roots of its passes."""
+    if isinstance(module, FSDPModule):
+        yield module
+    else:
+        for part in module.children():
+            yield from outermost_units(part)
+
+
 def forget_failed_step(module: nn.Module) -> None:
     """Let FSDP2 begin anew where an exception has ended the last step.
 
     After a forward, parts that it had gathered would stay so. After a backward, it would reduce no gradients any more.
     """
-    if not isinstance(module, FSDPModule):
-        for part in module.children():
-            forget_failed_step(part)
-        return
-    with suppress(AttributeError):  # it has not run yet, or torch is a version that has no such method
-        module.reset_iter_state()
-    for _, unit in sharded_units(module):
-        drop_unreduced_gradients(unit)
+    for root in outermost_units(module):
+        with suppress(AttributeError):  # it has not run yet, or torch is a version that has no such method
+            root.reset_iter_state()
+        for _, unit in sharded_units(root):
+            drop_unreduced_gradients(unit)
 
 
 def own_parameters(unit: nn.Module) -> list[Tensor]:

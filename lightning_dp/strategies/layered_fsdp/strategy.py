@@ -27,7 +27,7 @@ from lightning_dp._private.lightning_names import (
     set_up_process_group,
     strategy_timeout,
 )
-from lightning_dp._private.torch_names import is_in_backward
+from lightning_dp._private.torch_names import begin_passes_at, is_in_backward
 from lightning_dp.collectives.compression.layout import ParameterTable
 from lightning_dp.collectives.compression.options import Compression, PowerSGD, has_error_feedback
 from lightning_dp.collectives.groups import RankTopology, create_groups, resolve_group
@@ -45,6 +45,7 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     load_optimizer,
     load_optimizer_shards,
     materialize,
+    outermost_units,
     own_parameters,
     shard,
     shard_like,
@@ -253,6 +254,8 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         self.model_to_device()
         broadcast_from_rank_0(module.parameters(), self.device_mesh[REPLICATE].get_group())
         self._share_buffers()  # also of a module that shards itself, or that an earlier fit has sharded
+        for root in outermost_units(module):
+            begin_passes_at(root)  # a callback may run a part of the module first
         self.barrier()
         if is_fitting:
             self.setup_optimizers(trainer)

@@ -324,6 +324,14 @@ class Clamp(pl.Callback):
             parameter.data.clamp_(-0.3, 0.3)
 
 
+class RunsPart(pl.Callback):
+    """Runs a part of the module before the module has run."""
+
+    def on_train_start(self, trainer, pl_module):
+        with torch.no_grad():
+            pl_module.first(torch.ones(2, FEATURES, dtype=torch.float64))
+
+
 class OneRow(Net):
     """A layer with one row: the second rank of a group has nothing of it."""
 
@@ -395,6 +403,8 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "save first": (lambda: Net("adamw"), {"callbacks": [SaveFirst]}),
     "transformer": (Transformer, {}),
     "step timer": (Net, {"callbacks": [StepTimer]}),
+    "part first": (Net, {"callbacks": [RunsPart]}),
+    "part first, manual": (Manual, {"callbacks": [RunsPart]}),
 }
 
 
