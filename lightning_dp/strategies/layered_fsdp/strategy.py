@@ -264,6 +264,8 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         self.setup_precision_plugin()
         if is_fitting and self.topology.num_groups > 1:
             self._start(trainer)
+        elif is_fitting:
+            self._warn_of_single_group()
 
     def _check_callbacks(self, trainer: Any) -> None:
         for callback in trainer.callbacks:

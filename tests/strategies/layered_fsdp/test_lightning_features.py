@@ -368,9 +368,12 @@ def say_what_is_dropped(rank, path):
             t = trainer(strategy, 2, use_distributed_sampler=False)
             t.validate(Net(), data(1, 1), ckpt_path=path, verbose=False)
         assert not any("is dropped" in message for message in said), said
+    with logged() as said:
+        fit(layered(2, compression="int8"), 2, steps=1)
+    assert sum("compression='int8') has no effect: there is a single group" in message for message in said) == 1, said
 
 
-def test_what_is_dropped_of_a_compression_is_said_in_training_alone(tmp_path):
+def test_what_a_compression_drops_is_said_in_training_alone_and_that_it_has_no_effect(tmp_path):
     run_processes(2, say_what_is_dropped, str(tmp_path / "a.ckpt"))
 
 
