@@ -256,6 +256,9 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         self._share_buffers()  # also of a module that shards itself, or that an earlier fit has sharded
         for root in outermost_units(module):
             begin_passes_at(root)  # a callback may run a part of the module first
+        for unit in self._units:  # now, for what is gathered in inference mode first cannot be trained any more
+            unit.unshard()
+            unit.reshard()
         self.barrier()
         if is_fitting:
             self.setup_optimizers(trainer)

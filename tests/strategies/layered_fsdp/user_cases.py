@@ -332,6 +332,14 @@ class RunsPart(pl.Callback):
             pl_module.first(torch.ones(2, FEATURES, dtype=torch.float64))
 
 
+class RunsInInferenceMode(pl.Callback):
+    """Runs the module in inference mode before its first step, as a validation on GPUs does."""
+
+    def on_train_start(self, trainer, pl_module):
+        with torch.inference_mode():
+            pl_module(torch.ones(2, FEATURES, dtype=torch.float64))
+
+
 class OneRow(Net):
     """A layer with one row: the second rank of a group has nothing of it."""
 
@@ -403,6 +411,7 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "save first": (lambda: Net("adamw"), {"callbacks": [SaveFirst]}),
     "transformer": (Transformer, {}),
     "step timer": (Net, {"callbacks": [StepTimer]}),
+    "inference mode first": (Net, {"callbacks": [RunsInInferenceMode]}),
     "part first": (Net, {"callbacks": [RunsPart]}),
     "part first, manual": (Manual, {"callbacks": [RunsPart]}),
 }
