@@ -84,7 +84,7 @@ def shard(
         ValueError: ``wrap`` finds no module, or one whose parameters no ``forward`` of its own can gather; sums in
             another dtype than the parameters'; a parameter has a hook.
     """
-    check_hooks(module)
+    check_hooks(module, is_sharded=False)
     sum_dtype = precision.reduce_dtype or precision.param_dtype
     for name, parameter in module.named_parameters():
         if sum_dtype not in (None, parameter.dtype) and parameter.requires_grad:
@@ -124,15 +124,16 @@ def check_parameters(optimizers: Iterable[Optimizer], module: nn.Module) -> None
                 )
 
 
-def check_hooks(module: nn.Module) -> None:
+def check_hooks(module: nn.Module, is_sharded: bool = True) -> None:
     """Raise ValueError for a parameter with a hook on its gradient.
 
-    FSDP2 never calls those of `Tensor.register_hook`, and drops all of a parameter that it shards.
+    FSDP2 never calls those of `Tensor.register_hook`, and drops all of a parameter that it shards. What it has gathered
+    may have some, such as the root's parameters in a step.
     """
     with without_torch_function():  # this is no use of a parameter
         for name, parameter in module.named_parameters():
-            is_sharded = isinstance(parameter, DTensor)
-            if has_gradient_hooks(parameter) if is_sharded else has_tensor_hooks(parameter):
+            is_shard = isinstance(parameter, DTensor)
+            if has_gradient_hooks(parameter) if is_shard else not is_sharded and has_tensor_hooks(parameter):
                 raise ValueError(
                     f"{name} has a hook on its gradient, which FSDP2 never calls; change gradients in "
                     "on_after_backward instead"

@@ -358,6 +358,8 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     @override
     @torch.compiler.disable
     def pre_backward(self, closure_loss: Tensor) -> None:
+        assert self.lightning_module is not None
+        check_hooks(self.lightning_module)  # again, for the step may have set one
         if self._reduction is not None:
             self._reduction.before_backward(closure_loss)
         super().pre_backward(closure_loss)

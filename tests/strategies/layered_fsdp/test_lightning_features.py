@@ -806,11 +806,17 @@ class Hook(Callback):
         pl_module.first.weight.register_hook(lambda gradient: gradient)
 
 
+class HooksInStep(Net):
+    def training_step(self, batch, batch_idx):
+        self.first.weight.register_hook(lambda gradient: gradient)
+        return super().training_step(batch, batch_idx)
+
+
 def hook(rank):
     early = Net()
     early.first.weight.register_hook(lambda gradient: gradient)
     for group_size in (2, 4):
-        for module, callbacks in ((early, []), (Net(), [Hook()])):
+        for module, callbacks in ((early, []), (Net(), [Hook()]), (HooksInStep(), [])):
             with pytest.raises(ValueError, match="first.weight has a hook on its gradient"):
                 fit(layered(group_size), 4, module, callbacks=callbacks)
 
