@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -35,6 +36,7 @@ from lightning_dp.strategies import complete_files
 from lightning_dp.strategies.base import AVERAGING, is_a
 from lightning_dp.strategies.layered_fsdp.reduction import Residuals, ShardReduction
 from lightning_dp.strategies.layered_fsdp.sharding import (
+    STEPS,
     Wrap,
     broadcast_from_rank_0,
     check_embeddings,
@@ -86,14 +88,14 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[RankTopology, timedelta
 class RunningSteps:
     """Knows whether a step of the module runs. Outside of steps a part that has run is freed again.
 
-    A callback may run the module, to log what it makes of a sample. FSDP2 keeps the root gathered until its backward,
-    and other units, too, with ``reshard_after_forward=False``. The module then shows parameters that have no gradients
-    and are not the optimizer's, and what somebody writes to them is lost.
+    A callback may run the module, or one of its steps, to log what it makes of a sample. FSDP2 keeps the root gathered
+    until its backward, and other units, too, with ``reshard_after_forward=False``. The module then shows parameters
+    that have no gradients and are not the optimizer's, and what somebody writes to them is lost.
     """
 
     def __init__(self) -> None:
         self._is_running = False
-        self._handles: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
 
     @contextmanager
     def running(self) -> Generator[None, None, None]:
@@ -104,16 +106,29 @@ class RunningSteps:
         finally:
             self._is_running = False
 
-    def watch(self, units: Iterable[Any]) -> None:
-        """Free each of ``units`` after its forward outside of a step, until `close`."""
+    def watch(self, module: Any, units: Iterable[Any]) -> None:
+        """Free each of ``units`` after its forward outside of a step, and after a step of ``module``, until `close`."""
         self.close()
-        self._handles = [unit.register_forward_hook(self._free) for unit in units]
+        self._undo = [unit.register_forward_hook(self._free).remove for unit in units]
+        for name in STEPS if isinstance(module, FSDPModule) else ():
+            step = getattr(module, name)
+            setattr(module, name, self._freeing(module, step))  # FSDP2 calls no hooks after these methods
+            self._undo.append(partial(setattr, module, name, step))
+
+    def _freeing(self, module: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(getattr(step, "__wrapped__", step))  # Lightning looks at the user's method, one level below
+        def step_and_free(*args: Any, **kwargs: Any) -> Any:
+            output = step(*args, **kwargs)
+            self._free(module)
+            return output
+
+        return step_and_free
 
     def close(self) -> None:
         """Free nothing more."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
 
     @torch.compiler.disable
     def _free(self, unit: Any, *_: object) -> None:
@@ -249,7 +264,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         self._units = [unit for _, unit in units]
         self._free_gathered()  # the user may have run a part since an earlier fit
         forget_failed_step(module)
-        self._steps.watch(self._units)
+        self._steps.watch(module, self._units)
         self._require_all_sharded(module, units)
         self.model_to_device()
         broadcast_from_rank_0(module.parameters(), self.device_mesh[REPLICATE].get_group())

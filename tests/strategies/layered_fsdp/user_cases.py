@@ -340,6 +340,24 @@ class RunsInInferenceMode(pl.Callback):
             pl_module(torch.ones(2, FEATURES, dtype=torch.float64))
 
 
+class UsesParts(Tied):
+    """Its step calls parts, and not the module itself."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return nn.functional.cross_entropy(self.scale * self.last(self.shared(torch.tanh(self.first(x)))), y)
+
+
+class StepByHand(pl.Callback):
+    """Runs the step between two steps, and then writes to the parameters."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        with torch.no_grad():
+            pl_module.training_step(batch, batch_idx)
+        for parameter in pl_module.parameters():
+            parameter.data.clamp_(-0.3, 0.3)
+
+
 class OneRow(Net):
     """A layer with one row: the second rank of a group has nothing of it."""
 
@@ -411,6 +429,7 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "save first": (lambda: Net("adamw"), {"callbacks": [SaveFirst]}),
     "transformer": (Transformer, {}),
     "step timer": (Net, {"callbacks": [StepTimer]}),
+    "step by hand": (UsesParts, {"callbacks": [StepByHand]}),
     "inference mode first": (Net, {"callbacks": [RunsInInferenceMode]}),
     "part first": (Net, {"callbacks": [RunsPart]}),
     "part first, manual": (Manual, {"callbacks": [RunsPart]}),
