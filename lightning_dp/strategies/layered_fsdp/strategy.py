@@ -235,6 +235,14 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
             )
         super()._configure_launcher()
 
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # With ``empty_init`` not on the meta device, as Lightning's own: nothing gives memory to a whole module.
+        strategy: Any = super(ModelParallelStrategy, self) if empty_init else super()
+        with strategy.tensor_init_context(empty_init):
+            yield
+
     @override
     def setup_environment(self) -> None:
         # Lightning's mesh knows nodes only, and each fit would make new groups for it.

@@ -17,7 +17,7 @@ from lightning_dp.strategies.layered_sgd import update
 from tests.ranks import run_cases, run_processes
 from tests.strategies.layered_fsdp.modules import fit, layered, snapshot
 from tests.strategies.layered_fsdp.user_cases import Manual, Tied
-from tests.strategies.modules import Net, assert_same, optimizers
+from tests.strategies.modules import Net, assert_same, data, optimizers, trainer
 
 
 class OtherOrder(Net):
@@ -225,3 +225,21 @@ def save_to_an_address(rank):
 
 def test_an_address_is_not_taken_for_a_path():
     run_processes(2, save_to_an_address)
+
+
+def load_into_nothing(rank, path):
+    warnings.filterwarnings("ignore", "You defined a `validation_step`")
+    _, trained = fit(layered(), 2, Net("adamw"), max_epochs=1, steps=2)
+    trained.save_checkpoint(path)
+    results = []
+    for strategy in (ddp(), layered()):
+        t = trainer(strategy, 2, max_epochs=2)
+        with t.init_module(empty_init=True):
+            module = Net("adamw")
+        t.fit(module, data(2, 2), ckpt_path=path)
+        results.append(snapshot(module, t))
+    assert_same(*results)
+
+
+def test_a_checkpoint_is_loaded_into_a_module_without_values(tmp_path):
+    run_processes(2, load_into_nothing, str(tmp_path / "a.ckpt"))
