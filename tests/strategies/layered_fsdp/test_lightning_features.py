@@ -744,6 +744,30 @@ def test_options_that_cannot_be(options, message):
         LayeredFSDPStrategy(**options)
 
 
+class KeepsList(Net):
+    def __init__(self):
+        super().__init__()
+        self.weights = [self.first.weight, self.last.weight]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([{"params": self.weights}, {"params": self.shared.parameters()}], lr=0.1)
+
+
+class Phase(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex128))
+
+    def forward(self, x):
+        return x
+
+
+class Complex(Net):
+    def __init__(self):
+        super().__init__()
+        self.part = Phase()
+
+
 def refuse(rank):
     class Bare(Manual):
         def __init__(self):
@@ -759,27 +783,6 @@ def refuse(rank):
         def __init__(self):
             super().__init__()
             self.table = nn.Embedding(4, 4, max_norm=1.0)
-
-    class KeepsList(Net):
-        def __init__(self):
-            super().__init__()
-            self.weights = [self.first.weight, self.last.weight]
-
-        def configure_optimizers(self):
-            return torch.optim.SGD([{"params": self.weights}, {"params": self.shared.parameters()}], lr=0.1)
-
-    class Phase(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex128))
-
-        def forward(self, x):
-            return x
-
-    class Complex(Net):
-        def __init__(self):
-            super().__init__()
-            self.part = Phase()
 
     validated = KeepsList()
     trainer(layered(), 4, use_distributed_sampler=False).validate(validated, data(1, 1), verbose=False)
