@@ -148,6 +148,11 @@ def _fsdp_groups(unit: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def begin_passes_at(root: Any) -> None:
+    """Let FSDP2 know that passes begin at ``root``. It takes the first part that runs for that, and no other later."""
+    root._get_fsdp_state()._lazy_init()
+
+
 def drop_unreduced_gradients(unit: Any) -> None:
     """Drop gradients that FSDP2 has not reduced, because an exception has ended the backward."""
     for group in _fsdp_groups(unit):

@@ -431,3 +431,19 @@ def check_fsdp_calls_collectives_in_place_of_its_own() -> None:
         assert len(calls) == 2
     finally:
         dist.destroy_process_group()
+
+
+@contract(STATE, "_lazy_init", is_needed=TAKES_COLLECTIVES)
+def check_a_part_may_run_before_the_root_of_fsdp() -> None:
+    fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", rank=0, world_size=2, store=fake.FakeStore())
+    try:
+        mesh = importlib.import_module("torch.distributed.device_mesh").init_device_mesh("cpu", (2,))
+        root = nn.Sequential(nn.Linear(2, 2))
+        for part in (root[0], root):
+            FSDP.fully_shard(part, mesh=mesh)
+        torch_names.begin_passes_at(root)
+        root[0](torch.ones(1, 2))
+        root(torch.ones(1, 2))  # else an error says that a part has been the root
+    finally:
+        dist.destroy_process_group()

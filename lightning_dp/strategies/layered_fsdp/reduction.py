@@ -31,7 +31,7 @@ from lightning_dp.strategies.layered_fsdp.intra_group import (
     StartedAllGather,
     StartedReduceScatter,
 )
-from lightning_dp.strategies.layered_fsdp.sharding import forget_failed_step, own_parameters, padded_numel
+from lightning_dp.strategies.layered_fsdp.sharding import own_parameters, padded_numel
 from lightning_dp.strategies.layered_sgd.gradient_sum import GradientCommunicator, GradientSum
 from lightning_dp.strategies.layered_sgd.update import UpdateQueue
 
@@ -224,7 +224,6 @@ class ShardReduction:
     ) -> None:
         self._communicator = communicator
         self._num_groups = num_groups
-        self._module = module
         self.compressed = communicator.compressed
         self.updates = UpdateQueue(module, keeps_gradients=True)
         self._is_accumulating = False
@@ -281,19 +280,26 @@ class ShardReduction:
         """Look for parameters that have become trainable, and prepare for a forward and its backward."""
         if self._last_comparison is not None and self._last_comparison.has_arrived:
             self._last_comparison.wait()  # this rank may have nothing else to wait for
-        if self._backward is not None:  # it has raised, and the step has caught it
-            self._backward = None
-            forget_failed_step(self._module)
-            for unit in self._units:
-                if unit.reduce_scatter is not None:
-                    unit.reduce_scatter.take()
         if self._prefetch is not None:
             self._prefetch.begin_step()
-        self._will_release = False  # an earlier backward may have raised
+        self._will_release = False  # a backward that the step has called by itself may have raised
         self._held.clear()
         for unit in self._units:
             self._begin(unit)
         self._hook_trainable()
+
+    def forget_backward(self) -> None:
+        """Begin anew after a backward that has raised. The step may have caught the exception, and go on."""
+        self._backward = None
+        self._will_release = False
+        self._num_submitted = 0
+        self._comparison = Comparison(self.unit_names, self._all_ranks, self._known)
+        self._held.clear()
+        for unit in self._units:
+            self._begin(unit)
+            if unit.reduce_scatter is not None:
+                unit.reduce_scatter.take()
+        self.updates.end_backward()
 
     def before_backward(self, loss: Tensor) -> None:
         """Prepare for the backward from ``loss``. The step itself may have unfrozen parameters."""

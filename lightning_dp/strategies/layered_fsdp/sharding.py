@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,9 @@ _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
+# Names and parameters of a module before it was sharded. Those that nobody has kept are gone.
+_whole: WeakKeyDictionary[nn.Module, list[tuple[str, ref[Tensor]]]] = WeakKeyDictionary()
+
 
 def check_wrap(wrap: Any) -> None:
     """Raise ValueError for a ``wrap`` that could find no unit, such as the name of a class."""
@@ -80,7 +84,7 @@ def shard(
         ValueError: ``wrap`` finds no module, or one whose parameters no ``forward`` of its own can gather; sums in
             another dtype than the parameters'; a parameter has a hook.
     """
-    check_hooks(module)
+    check_hooks(module, is_sharded=False)
     sum_dtype = precision.reduce_dtype or precision.param_dtype
     for name, parameter in module.named_parameters():
         if sum_dtype not in (None, parameter.dtype) and parameter.requires_grad:
@@ -90,6 +94,7 @@ def shard(
                 'compression="bf16" for 16 bits between groups'
             )
     units = list(_units(module, wrap))
+    _whole[module] = [(name, ref(parameter)) for name, parameter in module.named_parameters()]
     for parameter in module.parameters():
         parameter.data = parameter.data.contiguous()  # FSDP2 takes no channels_last weights; inputs may be
     for _, unit in reversed(units):  # inner ones first: what a unit has inside of another one is its own
@@ -106,15 +111,29 @@ def shard(
             register_fsdp_forward_method(module, step)
 
 
-def check_hooks(module: nn.Module) -> None:
+def check_parameters(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
+    """Raise ValueError for an optimizer of a parameter that `shard` has taken out of ``module``: nothing trains it."""
+    whole = {parameter: name for name, kept in _whole.get(module, ()) if (parameter := kept()) is not None}
+    for optimizer in optimizers:
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if parameter in whole:
+                raise ValueError(
+                    f"configure_optimizers has given {type(optimizer).__name__} the parameter {whole[parameter]} as it "
+                    "was before the module was sharded, which trains nothing; take parameters from the module there, "
+                    "and not from lists that are made in __init__"
+                )
+
+
+def check_hooks(module: nn.Module, is_sharded: bool = True) -> None:
     """Raise ValueError for a parameter with a hook on its gradient.
 
-    FSDP2 never calls those of `Tensor.register_hook`, and drops all of a parameter that it shards.
+    FSDP2 never calls those of `Tensor.register_hook`, and drops all of a parameter that it shards. What it has gathered
+    may have some, such as the root's parameters in a step.
     """
     with without_torch_function():  # this is no use of a parameter
         for name, parameter in module.named_parameters():
-            is_sharded = isinstance(parameter, DTensor)
-            if has_gradient_hooks(parameter) if is_sharded else has_tensor_hooks(parameter):
+            is_shard = isinstance(parameter, DTensor)
+            if has_gradient_hooks(parameter) if is_shard else not is_sharded and has_tensor_hooks(parameter):
                 raise ValueError(
                     f"{name} has a hook on its gradient, which FSDP2 never calls; change gradients in "
                     "on_after_backward instead"
@@ -157,7 +176,7 @@ def _outermost_with_forward(module: nn.Module, name: str) -> Iterator[nn.Module]
         )
     for child_name, child in module.named_children():
         if not any(True for _ in child.parameters()):
-            continue  # nothing to gather; and FSDP2 loses its state of a metric, whose hash changes
+            continue  # nothing to gather
         if has_own_forward(child):
             yield child
         else:
@@ -173,19 +192,25 @@ def sharded_units(module: nn.Module) -> list[tuple[str, Any]]:
     return [(name or type(module).__name__, unit) for name, unit in units if own_parameters(unit)]
 
 
+def outermost_units(module: nn.Module) -> Iterator[Any]:
+    """Yield the modules that FSDP2 has sharded and that lie in no other such module: the roots of its passes."""
+    if isinstance(module, FSDPModule):
+        yield module
+    else:
+        for part in module.children():
+            yield from outermost_units(part)
+
+
 def forget_failed_step(module: nn.Module) -> None:
     """Let FSDP2 begin anew where an exception has ended the last step.
 
     After a forward, parts that it had gathered would stay so. After a backward, it would reduce no gradients any more.
     """
-    if not isinstance(module, FSDPModule):
-        for part in module.children():
-            forget_failed_step(part)
-        return
-    with suppress(AttributeError):  # it has not run yet, or torch is a version that has no such method
-        module.reset_iter_state()
-    for _, unit in sharded_units(module):
-        drop_unreduced_gradients(unit)
+    for root in outermost_units(module):
+        with suppress(AttributeError):  # it has not run yet, or torch is a version that has no such method
+            root.reset_iter_state()
+        for _, unit in sharded_units(root):
+            drop_unreduced_gradients(unit)
 
 
 def own_parameters(unit: nn.Module) -> list[Tensor]:
@@ -206,8 +231,13 @@ def padded_numel(parameter: Tensor) -> int:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Return whether ``module`` can be called: a list or dictionary of modules cannot."""
-    return getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
+    """Return whether calls of ``module`` can gather it. A list or dictionary of modules cannot be called.
+
+    A metric is also used without a call. FSDP2 looks for its state of a module by the hash, which changes when a metric
+    is updated. The networks in it can be gathered.
+    """
+    has_forward = getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
+    return has_forward and type(module).__hash__ is nn.Module.__hash__
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -27,7 +28,7 @@ from lightning_dp._private.lightning_names import (
     set_up_process_group,
     strategy_timeout,
 )
-from lightning_dp._private.torch_names import is_in_backward
+from lightning_dp._private.torch_names import begin_passes_at, is_in_backward
 from lightning_dp.collectives.compression.layout import ParameterTable
 from lightning_dp.collectives.compression.options import Compression, PowerSGD, has_error_feedback
 from lightning_dp.collectives.groups import RankTopology, create_groups, resolve_group
@@ -35,15 +36,18 @@ from lightning_dp.strategies import complete_files
 from lightning_dp.strategies.base import AVERAGING, is_a
 from lightning_dp.strategies.layered_fsdp.reduction import Residuals, ShardReduction
 from lightning_dp.strategies.layered_fsdp.sharding import (
+    STEPS,
     Wrap,
     broadcast_from_rank_0,
     check_embeddings,
     check_hooks,
+    check_parameters,
     check_wrap,
     forget_failed_step,
     load_optimizer,
     load_optimizer_shards,
     materialize,
+    outermost_units,
     own_parameters,
     shard,
     shard_like,
@@ -84,14 +88,14 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[RankTopology, timedelta
 class RunningSteps:
     """Knows whether a step of the module runs. Outside of steps a part that has run is freed again.
 
-    A callback may run the module, to log what it makes of a sample. FSDP2 keeps the root gathered until its backward,
-    and other units, too, with ``reshard_after_forward=False``. The module then shows parameters that have no gradients
-    and are not the optimizer's, and what somebody writes to them is lost.
+    A callback may run the module, or one of its steps, to log what it makes of a sample. FSDP2 keeps the root gathered
+    until its backward, and other units, too, with ``reshard_after_forward=False``. The module then shows parameters
+    that have no gradients and are not the optimizer's, and what somebody writes to them is lost.
     """
 
     def __init__(self) -> None:
         self._is_running = False
-        self._handles: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
 
     @contextmanager
     def running(self) -> Generator[None, None, None]:
@@ -102,16 +106,29 @@ class RunningSteps:
         finally:
             self._is_running = False
 
-    def watch(self, units: Iterable[Any]) -> None:
-        """Free each of ``units`` after its forward outside of a step, until `close`."""
+    def watch(self, module: Any, units: Iterable[Any]) -> None:
+        """Free each of ``units`` after its forward outside of a step, and after a step of ``module``, until `close`."""
         self.close()
-        self._handles = [unit.register_forward_hook(self._free) for unit in units]
+        self._undo = [unit.register_forward_hook(self._free).remove for unit in units]
+        for name in STEPS if isinstance(module, FSDPModule) else ():
+            step = getattr(module, name)
+            setattr(module, name, self._freeing(module, step))  # FSDP2 calls no hooks after these methods
+            self._undo.append(partial(setattr, module, name, step))
+
+    def _freeing(self, module: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(getattr(step, "__wrapped__", step))  # Lightning looks at the user's method, one level below
+        def step_and_free(*args: Any, **kwargs: Any) -> Any:
+            output = step(*args, **kwargs)
+            self._free(module)
+            return output
+
+        return step_and_free
 
     def close(self) -> None:
         """Free nothing more."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
 
     @torch.compiler.disable
     def _free(self, unit: Any, *_: object) -> None:
@@ -218,6 +235,14 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
             )
         super()._configure_launcher()
 
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # With ``empty_init`` not on the meta device, as Lightning's own: nothing gives memory to a whole module.
+        strategy: Any = super(ModelParallelStrategy, self) if empty_init else super()
+        with strategy.tensor_init_context(empty_init):
+            yield
+
     @override
     def setup_environment(self) -> None:
         # Lightning's mesh knows nodes only, and each fit would make new groups for it.
@@ -247,17 +272,26 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         self._units = [unit for _, unit in units]
         self._free_gathered()  # the user may have run a part since an earlier fit
         forget_failed_step(module)
-        self._steps.watch(self._units)
+        self._steps.watch(module, self._units)
         self._require_all_sharded(module, units)
         self.model_to_device()
-        broadcast_from_rank_0([*module.parameters(), *module.buffers()], self.device_mesh[REPLICATE].get_group())
+        broadcast_from_rank_0(module.parameters(), self.device_mesh[REPLICATE].get_group())
+        self._share_buffers()  # also of a module that shards itself, or that an earlier fit has sharded
+        for root in outermost_units(module):
+            begin_passes_at(root)  # a callback may run a part of the module first
+        for unit in self._units:  # now, for what is gathered in inference mode first cannot be trained any more
+            unit.unshard()
+            unit.reshard()
         self.barrier()
         if is_fitting:
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, type(self).__name__)
+            check_parameters(self.optimizers, module)
         self.setup_precision_plugin()
         if is_fitting and self.topology.num_groups > 1:
             self._start(trainer)
+        elif is_fitting:
+            self._warn_of_single_group()
 
     def _check_callbacks(self, trainer: Any) -> None:
         for callback in trainer.callbacks:
@@ -331,8 +365,24 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
             return self._then_free(super().predict_step(*args, **kwargs))
 
     @override
-    @torch.compiler.disable  # a compiled training_step may call this method
+    @torch.compiler.disable  # a compiled training_step may call this method and the next one
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.lightning_module is not None
+        try:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        except Exception:
+            # Now, because the step may catch it, and run another forward and backward.
+            if self._reduction is not None:
+                self._reduction.forget_backward()
+            with suppress(RuntimeError):  # the first exception says why, if another rank has died
+                forget_failed_step(self.lightning_module)
+            raise
+
+    @override
+    @torch.compiler.disable
     def pre_backward(self, closure_loss: Tensor) -> None:
+        assert self.lightning_module is not None
+        check_hooks(self.lightning_module)  # again, for the step may have set one
         if self._reduction is not None:
             self._reduction.before_backward(closure_loss)
         super().pre_backward(closure_loss)
@@ -362,8 +412,37 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self._require_as_many(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
         super().on_validation_start()
         self._share_buffers()
+
+    @override
+    def on_test_start(self) -> None:
+        assert self.lightning_module is not None
+        self._require_as_many(self.lightning_module.trainer.num_test_batches)
+        super().on_test_start()
+
+    @override
+    def on_predict_start(self) -> None:
+        assert self.lightning_module is not None
+        self._require_as_many(self.lightning_module.trainer.num_predict_batches)
+        super().on_predict_start()
+
+    def _require_as_many(self, num_batches: Iterable[float]) -> None:
+        """Raise ValueError, on all ranks, if a rank has more batches than others of its group, and would wait for them.
+
+        In training Lightning gives all ranks as many, but not in ``predict``, where it repeats no sample.
+        """
+        of_ranks: list[Any] = [None] * self.world_size
+        dist.all_gather_object(of_ranks, list(num_batches))
+        if any(of_ranks[rank] != of_ranks[self.topology.members(rank)[0]] for rank in range(self.world_size)):
+            raise ValueError(
+                f"ranks of a group have different numbers of batches ({', '.join(map(str, of_ranks))}), and each "
+                "forward gathers parameters on all of them; let the number of samples be a multiple of the ranks, or "
+                "give Trainer(use_distributed_sampler=False) a loader with a DistributedSampler, which repeats some"
+            )
 
     @override
     def on_train_end(self) -> None:
@@ -406,12 +485,15 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
                 self._warn_of_dropped("the checkpoint is written after an exception: other ranks may be gone")
             else:
                 self._add_residuals(checkpoint)
-        path = Path(self.broadcast(filepath))
-        is_plain = complete_files.is_plain_file(self.checkpoint_io, filepath) and storage_options is None
-        if self._saves_shards or path.is_dir() or not is_plain:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+        place = self.broadcast(filepath)
+        is_plain = complete_files.is_plain_file(self.checkpoint_io, place) and storage_options is None
+        if self._saves_shards or Path(place).is_dir():
+            super().save_checkpoint(checkpoint, place, storage_options)
+        elif self.is_global_zero and is_plain:
+            complete_files.write_file(checkpoint, place)
         elif self.is_global_zero:
-            complete_files.write_file(checkpoint, path)
+            # Not by Lightning's strategy, which takes an address, such as s3://..., for a local path.
+            self.checkpoint_io.save_checkpoint(checkpoint, place, storage_options)
 
     def _add_residuals(self, checkpoint: dict[str, Any]) -> None:
         """Add what compression has left out, of each rank. All ranks call it; a file that is resumed needs all."""
@@ -426,19 +508,22 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     def _restore_residuals(self, checkpoint: dict[str, Any]) -> None:
         """Continue with what the checkpoint says compression has left out; with nothing if it does not."""
         saved = checkpoint.pop(RESIDUALS, None)
-        if "lr_schedulers" not in checkpoint:  # weights only; a folder has its optimizer states elsewhere
+        assert self.lightning_module is not None
+        is_fitting = self.lightning_module.trainer.state.fn == "fit"
+        if not is_fitting or "lr_schedulers" not in checkpoint:  # a folder has its optimizer states elsewhere
             return
+        keeper = self._reduction if has_error_feedback(self._options.compression) else None
         own: Residuals = {}
         if saved is not None:
             is_same_job = [saved["group_size"], len(saved["ranks"])] == [self.topology.group_size, self.world_size]
             own = saved["ranks"][self.global_rank] if is_same_job else {}
-            if self._reduction is None or self._reduction.compressed is None:
+            if keeper is None:
                 self._warn_of_dropped("the checkpoint was written with error feedback")
-            elif not is_same_job or not own.keys() <= set(self._reduction.unit_names):
+            elif not is_same_job or not own.keys() <= set(keeper.unit_names):
                 self._warn_of_dropped("the checkpoint was written with other groups or other units")
                 own = {}
-        if self._reduction is not None and self._reduction.compressed is not None:
-            self._reduction.load_residuals(own)
+        if keeper is not None:
+            keeper.load_residuals(own)
 
     def _warn_of_dropped(self, reason: str) -> None:
         log.warning(
@@ -449,13 +534,13 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._bring_up_to_date()
-        path = Path(self.broadcast(checkpoint_path))
-        with complete_files.naming_checkpoint(path):
-            if path.is_dir():
-                checkpoint = self._load_module_shards(path, weights_only)
+        place = self.broadcast(checkpoint_path)
+        with complete_files.naming_checkpoint(place):
+            if Path(place).is_dir():
+                checkpoint = self._load_module_shards(Path(place), weights_only)
             else:
                 # Not Lightning's way, which takes the optimizer's numbers of parameters for the module's.
-                checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+                checkpoint = self.checkpoint_io.load_checkpoint(place, weights_only=weights_only)
         self._restore_residuals(checkpoint)
         return checkpoint
 

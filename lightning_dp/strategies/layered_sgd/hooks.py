@@ -87,6 +87,14 @@ class PostponedUpdates(_Base):
         if self.topology.num_groups > 1:  # raises where the groups would not be equal
             self._options.prepare_environment(devices, self.process_group_backend, type(self).__name__)
 
+    def _warn_of_single_group(self) -> None:
+        """Warn that nothing crosses groups, because there is a single one."""
+        if self._options.compression is not None:
+            log.warning(
+                f"{type(self).__name__}(compression={self._options.compression!r}) has no effect: there is a single "
+                "group of ranks, whose sums are exact; set group_size to have several groups"
+            )
+
     def _postpone(self, reduction: Reduction, trainer: Any, of_shards: bool = False) -> None:
         """Begin to postpone the updates of a fit. ``of_shards`` is `Postponement`'s."""
         assert self.lightning_module is not None

@@ -171,7 +171,8 @@ class CommunicatorOptions:
     ) -> CompressedAllReduce | None:
         if self.compression is None:
             return None
-        table = shards or _compressible(module, self.compression)
+        _require_real(module, self.compression)
+        table = shards or ParameterTable(module.named_parameters())
         return CompressedAllReduce(collective, make_compressor(self.compression), table)
 
     def _warn_of_backend(self, backend: str | None, rank: int, device: torch.device, strategy_name: str) -> None:
@@ -202,13 +203,12 @@ def _may_reduce_on_device(backend: str | None, find_unused_parameters: bool) -> 
     return "nccl" in str(backend) and not find_unused_parameters and device_communicator.keeps_launch_order()
 
 
-def _compressible(module: nn.Module, compression: Compression) -> ParameterTable:
+def _require_real(module: nn.Module, compression: Compression) -> None:
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and not parameter.is_floating_point():
             raise ValueError(
                 f"compression={compression!r} cannot round {name}, which is {parameter.dtype}; use compression=None"
             )
-    return ParameterTable(module.named_parameters())
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], strategy_name: str) -> None:

@@ -111,7 +111,8 @@ class LayeredSGDStrategy(PostponedUpdates, BaseStrategy):
             if several_groups:
                 self._start(trainer, self.model, module)
             else:
-                self._compression_checkpoint.warn_of_no_effect()
+                self._warn_of_single_group()
+                self._compression_checkpoint.restore(None)
 
     def _start(self, trainer: Any, model: DistributedDataParallel, module: Any) -> None:
         name = type(self).__name__
@@ -261,16 +262,6 @@ class CompressionCheckpoint:
                 f"{self._strategy_name}(compression={self._compression!r}): the checkpoint was written with error "
                 "feedback; what the last compressed step left out of its gradient is dropped"
             )
-
-    def warn_of_no_effect(self) -> None:
-        """Warn that nothing crosses groups, because there is a single one."""
-        if self._compression is not None:
-            log.warning(
-                f"{self._strategy_name}(compression={self._compression!r}) has no effect: there is a single group of "
-                "ranks, whose sums are exact; set group_size to have several groups"
-            )
-        if self._loaded is not None:
-            self.restore(None)
 
     def forget(self) -> None:
         """Drop a loaded state that no fit has used."""

@@ -264,10 +264,13 @@ class UpdateQueue:
                 self._updates.remove(update)
             for parameter in parameters:
                 self._by_parameter.pop(parameter, None)
+            contexts = as_after_backward(part[0].gradient.device.type)
             if update.staged_at.is_of_this_thread:
                 self._watch.remove(parameters)
-            contexts = as_after_backward(part[0].gradient.device.type)
-            if not update.staged_at.is_of_this_thread:
+                if update.default_dtype != (present := torch.get_default_dtype()):
+                    contexts.callback(torch.set_default_dtype, present)
+                    torch.set_default_dtype(update.default_dtype)
+            else:
                 # They stay watched: the thread that trains may use one of them meanwhile, and then waits for the lock.
                 contexts.enter_context(without_torch_function())
             self._stale_uses.note_updated(parameters, update.staged_at)
@@ -400,6 +403,7 @@ class PendingUpdate:
 
     Attributes:
         staged_at: when the update was staged.
+        default_dtype: of then, for states that the step makes. Lightning's "64-true" has another one in forwards.
     """
 
     def __init__(
@@ -413,6 +417,7 @@ class PendingUpdate:
         self.by_bucket = by_bucket
         self._step = step
         self.staged_at = AutogradPosition.now()
+        self.default_dtype = torch.get_default_dtype()
         self._sums = sums
         # In the order of the optimizer's parameters, which is about that in which the forward needs the buckets.
         self._parts: dict[GradientSum | None, list[Staged]] = {}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import BaseFinetuning
+from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 
@@ -16,7 +17,7 @@ from lightning_dp.strategies.layered_sgd import update
 from tests.ranks import run_cases, run_processes
 from tests.strategies.layered_fsdp.modules import fit, layered, snapshot
 from tests.strategies.layered_fsdp.user_cases import Manual, Tied
-from tests.strategies.modules import Net, assert_same, optimizers
+from tests.strategies.modules import Net, assert_same, data, optimizers, trainer
 
 
 class OtherOrder(Net):
@@ -198,3 +199,47 @@ def resume_finetuning(rank, folder):
 @pytest.mark.ci
 def test_groups_that_finetuning_has_added_are_resumed(tmp_path):
     run_processes(4, resume_finetuning, str(tmp_path))
+
+
+class Places(TorchCheckpointIO):
+    """Keeps checkpoints in memory, and where they were to be."""
+
+    def __init__(self):
+        self.saved = {}
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        self.saved[path] = checkpoint, storage_options
+
+    def load_checkpoint(self, path, *_, **__):
+        raise FileNotFoundError(path)
+
+
+def save_to_an_address(rank):
+    places, path = Places(), "s3://bucket/a.ckpt"
+    _, trainer = fit(layered(), 2, plugins=[places], steps=1)
+    trainer.save_checkpoint(path, storage_options="for s3")
+    assert [(place, options) for place, (_, options) in places.saved.items()] == [(path, "for s3")] * (rank == 0)
+    with pytest.raises(FileNotFoundError, match=path):
+        fit(layered(), 2, plugins=[Places()], ckpt_path=path)
+
+
+def test_an_address_is_not_taken_for_a_path():
+    run_processes(2, save_to_an_address)
+
+
+def load_into_nothing(rank, path):
+    warnings.filterwarnings("ignore", "You defined a `validation_step`")
+    _, trained = fit(layered(), 2, Net("adamw"), max_epochs=1, steps=2)
+    trained.save_checkpoint(path)
+    results = []
+    for strategy in (ddp(), layered()):
+        t = trainer(strategy, 2, max_epochs=2)
+        with t.init_module(empty_init=True):
+            module = Net("adamw")
+        t.fit(module, data(2, 2), ckpt_path=path)
+        results.append(snapshot(module, t))
+    assert_same(*results)
+
+
+def test_a_checkpoint_is_loaded_into_a_module_without_values(tmp_path):
+    run_processes(2, load_into_nothing, str(tmp_path / "a.ckpt"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import os
 from datetime import timedelta
 
 import pytest
@@ -14,6 +14,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Subset
 
 from lightning_dp import (
     AdaptiveGlobalBatchNorm,
@@ -28,7 +29,7 @@ from lightning_dp.strategies import PowerSGD
 from lightning_dp.strategies.layered_fsdp.reduction import ShardReduction
 from lightning_dp.strategies.layered_sgd import parameter_watch
 from lightning_dp.strategies.layered_sgd.host_communicator import Communicator
-from tests.ranks import RankError, run_cases, run_processes
+from tests.ranks import RankError, logged, run_cases, run_processes
 from tests.strategies.layered_fsdp.modules import fit, layered, snapshot, whole
 from tests.strategies.layered_fsdp.user_cases import CASES, Manual, Normalized, Teacher, Tied, options_of
 from tests.strategies.layered_sgd.late_sums import sum_late
@@ -353,6 +354,29 @@ def test_what_compression_has_left_out_is_in_checkpoints(tmp_path):
     run_processes(4, resume_compressed, str(tmp_path))
 
 
+def say_what_is_dropped(rank, path):
+    """A fit with another compression drops what was left out. An evaluation drops nothing."""
+    _, t = fit(layered(1, compression="int8"), 2, max_epochs=1)
+    t.save_checkpoint(path)
+    for compression in ("bf16", None):
+        with logged() as said:
+            fit(layered(1, compression=compression), 2, max_epochs=2, ckpt_path=path)
+        assert sum("written with error feedback" in message for message in said) == 1, said
+    for compression in ("int8", None):
+        with logged() as said:
+            strategy = layered(1, compression=compression)
+            t = trainer(strategy, 2, use_distributed_sampler=False)
+            t.validate(Net(), data(1, 1), ckpt_path=path, verbose=False)
+        assert not any("is dropped" in message for message in said), said
+    with logged() as said:
+        fit(layered(2, compression="int8"), 2, steps=1)
+    assert sum("compression='int8') has no effect: there is a single group" in message for message in said) == 1, said
+
+
+def test_what_a_compression_drops_is_said_in_training_alone_and_that_it_has_no_effect(tmp_path):
+    run_processes(2, say_what_is_dropped, str(tmp_path / "a.ckpt"))
+
+
 def resume_without_residuals(rank, folder):
     ShardReduction.load_residuals = lambda self, residuals: None
     resume_compressed(rank, folder)
@@ -460,39 +484,56 @@ def test_a_module_whose_training_step_has_failed_is_fitted_again(kind):
     run_processes(4, fail_and_fit_again, kind)
 
 
-class SkipsBatch(Manual):
-    """Leaves out the second batch: before its forward, or when its backward raises."""
+class GoesOn(Manual):
+    """The second batch's backward raises. The step catches that, and leaves the batch out, or runs it once more.
 
-    def __init__(self, raises):
+    A layer is used in every second step only.
+    """
+
+    def __init__(self, raises, retries):
         super().__init__()
-        self.raises = raises
+        self.raises, self.retries = raises, retries
+        self.sometimes = nn.Linear(8, 8).double()
 
-    def forward(self, x):
+    def forward(self, x, fails=False):
         x = torch.tanh(self.first(x))
-        if self.is_left_out:
+        if fails:
             x.register_hook(FailsInBackward.fail.__get__(self))
+        x = self.sometimes(x) if self.is_even else x
         return self.last(torch.tanh(self.shared(x)))
 
-    def training_step(self, batch, batch_idx):
-        self.is_left_out = batch_idx == 1
-        if self.is_left_out and not self.raises:
-            return
+    def run(self, batch, fails):
         for optimizer in self.optimizers():
             optimizer.zero_grad()
-        with suppress(ArithmeticError):
-            self.manual_backward(self.loss(batch))
-            for optimizer in self.optimizers():
-                optimizer.step()
+        self.manual_backward(nn.functional.cross_entropy(self(batch[0], fails), batch[1]))
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def training_step(self, batch, batch_idx):
+        self.is_even = batch_idx % 2 == 0
+        if batch_idx == 1 and self.raises:
+            with pytest.raises(ArithmeticError):
+                self.run(batch, True)
+        if batch_idx != 1 or self.retries:
+            self.run(batch, False)
+
+    def configure_optimizers(self):
+        return [
+            optimizers("momentum", [*self.first.parameters(), *self.shared.parameters()]),
+            optimizers("adamw", [*self.sometimes.parameters(), *self.last.parameters()]),
+        ]
 
 
-def skip_batch(rank):
-    expected = snapshot(*fit(DDPStrategy(), 4, SkipsBatch(raises=False)))
-    assert_same(snapshot(*fit(layered(), 4, SkipsBatch(raises=True))), expected)
+def go_on(rank):
+    for retries in (False, True):
+        expected = snapshot(*fit(DDPStrategy(find_unused_parameters=True), 4, GoesOn(False, retries)))
+        for group_size in (1, 2, 4):
+            assert_same(snapshot(*fit(layered(group_size), 4, GoesOn(True, retries))), expected)
 
 
 @pytest.mark.ci
 def test_training_goes_on_after_a_backward_that_has_raised():
-    run_processes(4, skip_batch, timeout=60)
+    run_processes(4, go_on, timeout=60)
 
 
 def fit_then_run_otherwise(rank):
@@ -639,6 +680,57 @@ def test_all_ranks_begin_with_the_parameters_of_rank_0():
     run_processes(4, seed_differently)
 
 
+class Evaluated(Net):
+    def test_step(self, batch, batch_idx):
+        self.loss(batch)
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+
+def evaluate_different_numbers(rank):
+    """Of five samples rank 0 has two, and the others one. Of six the ranks of the first group have two."""
+    samples = data(1, 6, 1).dataset
+    with pytest.raises(ValueError, match=r"numbers of batches \(\[2\], \[1\], \[1\], \[1\]\), and each"):
+        trainer(layered(), 4).predict(Evaluated(), DataLoader(Subset(samples, range(5))))
+    assert len(trainer(layered(), 4).predict(Evaluated(), DataLoader(samples))) == 2 - rank // 2
+    for evaluate in ("validate", "test"):
+        t = trainer(layered(), 4, use_distributed_sampler=False)
+        with pytest.raises(ValueError, match=r"numbers of batches \(\[1\], \[2\], \[1\], \[2\]\), and each"):
+            getattr(t, evaluate)(Evaluated(), data(1, 1 + rank % 2), verbose=False)
+
+
+@pytest.mark.ci
+def test_ranks_of_a_group_with_different_numbers_of_batches_are_named():
+    run_processes(4, evaluate_different_numbers, timeout=60)
+
+
+class Scaled(Net):
+    """A buffer that each rank has drawn for itself scales the input."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(int(os.environ["RANK"]))
+        self.register_buffer("scale", torch.randn(FEATURES, dtype=torch.float64))
+
+    def forward(self, x):
+        return super().forward(x * self.scale)
+
+
+class ScaledAndSharded(Scaled):
+    configure_model = Configured.configure_model
+
+
+def draw_buffers(rank):
+    expected = snapshot(*fit(DDPStrategy(), 4, Scaled()))
+    assert_same(snapshot(*fit(layered(), 4, ScaledAndSharded())), expected)
+
+
+@pytest.mark.ci
+def test_a_module_that_shards_itself_begins_with_the_buffers_of_rank_0():
+    run_processes(4, draw_buffers)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -650,6 +742,30 @@ def test_all_ranks_begin_with_the_parameters_of_rank_0():
 def test_options_that_cannot_be(options, message):
     with pytest.raises(ValueError, match=message):
         LayeredFSDPStrategy(**options)
+
+
+class KeepsList(Net):
+    def __init__(self):
+        super().__init__()
+        self.weights = [self.first.weight, self.last.weight]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([{"params": self.weights}, {"params": self.shared.parameters()}], lr=0.1)
+
+
+class Phase(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex128))
+
+    def forward(self, x):
+        return x
+
+
+class Complex(Net):
+    def __init__(self):
+        super().__init__()
+        self.part = Phase()
 
 
 def refuse(rank):
@@ -668,7 +784,12 @@ def refuse(rank):
             super().__init__()
             self.table = nn.Embedding(4, 4, max_norm=1.0)
 
+    validated = KeepsList()
+    trainer(layered(), 4, use_distributed_sampler=False).validate(validated, data(1, 1), verbose=False)
     for strategy, module, options, message in (
+        (layered(), KeepsList(), {}, "first.weight as it was before the module was sharded"),
+        (layered(), validated, {}, "first.weight as it was before the module was sharded"),
+        (layered(wrap=[Phase], compression="bf16"), Complex(), {}, "'bf16' cannot round part.phase, which is"),
         (layered(), Sparse(), {}, "sparse gradients of 'table'"),
         (layered(), Renormalized(), {}, r"table has max_norm=1\.0"),
         (layered(wrap=[nn.LSTM]), Net(), {}, "finds no part of Net"),
@@ -688,11 +809,17 @@ class Hook(Callback):
         pl_module.first.weight.register_hook(lambda gradient: gradient)
 
 
+class HooksInStep(Net):
+    def training_step(self, batch, batch_idx):
+        self.first.weight.register_hook(lambda gradient: gradient)
+        return super().training_step(batch, batch_idx)
+
+
 def hook(rank):
     early = Net()
     early.first.weight.register_hook(lambda gradient: gradient)
     for group_size in (2, 4):
-        for module, callbacks in ((early, []), (Net(), [Hook()])):
+        for module, callbacks in ((early, []), (Net(), [Hook()]), (HooksInStep(), [])):
             with pytest.raises(ValueError, match="first.weight has a hook on its gradient"):
                 fit(layered(group_size), 4, module, callbacks=callbacks)
 

@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import BaseFinetuning
 from torch import nn
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
 
 from lightning_dp import AdaptiveGlobalBatchNorm, StepTimer
 from tests.strategies.layered_fsdp.modules import whole
@@ -62,6 +62,44 @@ class ManualMetric(Manual):
         super().training_step(batch, batch_idx)
         self.mean(self.criterion(self(batch[0]), batch[1]).detach())
         self.log("mean", self.mean, on_step=False, on_epoch=True)
+
+
+class Distance(Metric):
+    """A network of its own judges what it is updated with."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.network = nn.Linear(CLASSES, 1, bias=False).double().requires_grad_(False)
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, x: torch.Tensor) -> None:
+        self.total += self.network(x).sum()
+
+    def compute(self) -> torch.Tensor:
+        return self.total
+
+
+class WithDistance(Net):
+    """A metric with parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.distance = Distance()
+
+    def training_step(self, batch, batch_idx):
+        self.distance.update(self(batch[0]).detach())
+        self.log("distance", self.distance, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self):
+        self.register_buffer("seen", self.trainer.callback_metrics["distance"])
+
+
+class ManualDistance(WithDistance, Manual):
+    """The same with manual optimization."""
 
 
 class Gan(TogglesOptimizers):
@@ -286,6 +324,40 @@ class Clamp(pl.Callback):
             parameter.data.clamp_(-0.3, 0.3)
 
 
+class RunsPart(pl.Callback):
+    """Runs a part of the module before the module has run."""
+
+    def on_train_start(self, trainer, pl_module):
+        with torch.no_grad():
+            pl_module.first(torch.ones(2, FEATURES, dtype=torch.float64))
+
+
+class RunsInInferenceMode(pl.Callback):
+    """Runs the module in inference mode before its first step, as a validation on GPUs does."""
+
+    def on_train_start(self, trainer, pl_module):
+        with torch.inference_mode():
+            pl_module(torch.ones(2, FEATURES, dtype=torch.float64))
+
+
+class UsesParts(Tied):
+    """Its step calls parts, and not the module itself."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return nn.functional.cross_entropy(self.scale * self.last(self.shared(torch.tanh(self.first(x)))), y)
+
+
+class StepByHand(pl.Callback):
+    """Runs the step between two steps, and then writes to the parameters."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        with torch.no_grad():
+            pl_module.training_step(batch, batch_idx)
+        for parameter in pl_module.parameters():
+            parameter.data.clamp_(-0.3, 0.3)
+
+
 class OneRow(Net):
     """A layer with one row: the second rank of a group has nothing of it."""
 
@@ -333,6 +405,8 @@ class Transformer(Net):
 CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "manual": (Manual, {}),
     "manual with a metric": (ManualMetric, {}),
+    "manual with a network in a metric": (ManualDistance, {}),
+    "network in a metric": (WithDistance, {}),
     "two backwards": (TwoBackwards, {}),
     "gan": (Gan, {}),
     "tied": (Tied, {}),
@@ -355,6 +429,10 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "save first": (lambda: Net("adamw"), {"callbacks": [SaveFirst]}),
     "transformer": (Transformer, {}),
     "step timer": (Net, {"callbacks": [StepTimer]}),
+    "step by hand": (UsesParts, {"callbacks": [StepByHand]}),
+    "inference mode first": (Net, {"callbacks": [RunsInInferenceMode]}),
+    "part first": (Net, {"callbacks": [RunsPart]}),
+    "part first, manual": (Manual, {"callbacks": [RunsPart]}),
 }
 
 

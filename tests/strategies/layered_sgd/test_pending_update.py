@@ -192,6 +192,21 @@ def test_the_reader_s_inference_mode_and_autocast_are_not_the_step_s():
         staged.stage()
 
 
+def test_the_reader_s_default_dtype_is_not_the_step_s():
+    staged = Staged()
+    staged.updates.finish()
+    staged.optimizer = torch.optim.NAdam(staged.parameters)
+    staged.stage()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        staged.layers[0].weight.sum()
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(before)
+    assert staged.optimizer.state[staged.layers[0].weight]["mu_product"].dtype == torch.float32
+
+
 def test_a_trace_does_not_record_the_step():
     staged = Staged(momentum=0.5)
     with warnings.catch_warnings():
