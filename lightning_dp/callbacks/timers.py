@@ -215,8 +215,9 @@ class TimeToAccuracy(_OwnCallback):
     """Print and log the time from the start of training to the first validation with a given accuracy.
 
     The time includes validation and checkpoints. It does not include what comes before the first step: starting
-    processes and building the model. A resumed run adds the time of the run before, up to its checkpoint; a second
-    ``fit`` that goes on with the training adds that of the first, without the time between them.
+    processes and building the model. Nor does it include the trial steps of Lightning's finders of learning rate and
+    batch size, also where these run between epochs. A resumed run adds the time of the run before, up to its
+    checkpoint; a second ``fit`` that goes on with the training adds that of the first, without the time between them.
 
     Args:
         threshold: accuracy to reach, from 0 to 1. MLPerf's for ResNet-50 on ImageNet is 0.759.
@@ -283,6 +284,8 @@ class TimeToAccuracy(_OwnCallback):
         """Continue from the time of a checkpoint."""
         self._before_s = state_dict["elapsed_s"]
         self.reached_s = state_dict["reached_s"]
+        if self._start_s is not None:  # Lightning's finders load one within training, after their trial steps
+            self._start_s = time.perf_counter()
 
     def _elapsed_s(self) -> float:
         running_s = 0.0 if self._start_s is None else time.perf_counter() - self._start_s

@@ -8,14 +8,15 @@ from types import SimpleNamespace
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import LearningRateFinder
 from pytorch_lightning.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import ImagesPerSecond, StepTimer, TimeToAccuracy
 from lightning_dp.callbacks import timers
-from tests.ranks import run_processes
 from lightning_dp.runs import progress
 from lightning_dp.runs.progress import Throughput
+from tests.ranks import run_processes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec")
 
@@ -42,6 +43,7 @@ class Net(pl.LightningModule):
         super().__init__()
         self.clock = clock
         self.accuracies = accuracies
+        self.lr = 0.1
         self.layer = torch.nn.Linear(2, 2)
 
     def training_step(self, batch, batch_idx):
@@ -53,7 +55,7 @@ class Net(pl.LightningModule):
         self.log("val/acc", self.accuracies[self.current_epoch], sync_dist=True)
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 def loader(num_images: int = 12) -> DataLoader:
@@ -124,8 +126,6 @@ def test_images_of_all_ranks_count():
     assert logged
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers")
-def test_the_time_to_an_accuracy_is_printed_and_logged_once(clock, capsys, tmp_path):
 class SavesWithin(pl.Callback):
     """Saves after two of the four batches of an epoch."""
 
@@ -181,6 +181,8 @@ def test_a_batch_that_is_none_is_left_out(clock, kind):
         assert logged["images_per_s/train"] == pytest.approx(6 / (2 * 2 + 3 * 0.5))
 
 
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_the_time_to_an_accuracy_is_printed_and_logged_once(clock, capsys, tmp_path):
     callback = TimeToAccuracy(0.4)
     runner = trainer(callback, logger=CSVLogger(tmp_path, name="", version=""))
     runner.fit(Net(clock), loader(), loader(3))
@@ -226,6 +228,25 @@ def test_the_time_between_two_fits_of_a_training_does_not_count(clock, tmp_path)
     runner.fit_loop.max_epochs = 4
     runner.fit(net, loader(), loader(3))
     assert callback.reached_s == 54
+
+
+class FindsRate(LearningRateFinder):
+    """Searches before the second and the third epoch, as in Lightning's documentation."""
+
+    def on_fit_start(self, trainer, pl_module):
+        pass
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch in (1, 2):
+            self.lr_find(trainer, pl_module)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_a_search_between_epochs_does_not_count(clock, tmp_path):
+    callback = TimeToAccuracy(0.4)
+    runner = trainer(callback, FindsRate(num_training_steps=3, update_attr=False), default_root_dir=tmp_path)
+    runner.fit(Net(clock), loader(), loader(3))
+    assert callback.reached_s == 3 * (4 * 2 + 10)
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
