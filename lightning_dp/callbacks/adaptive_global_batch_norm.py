@@ -23,7 +23,13 @@ from lightning_dp._private.lightning_names import (
 )
 from lightning_dp._private.torch_names import ignore_in_ddp, stop_ignoring_in_ddp
 from lightning_dp.callbacks.convergence import Convergence, Monitor, ask
-from lightning_dp.collectives.groups import RankTopology, create_groups, destroy_group
+from lightning_dp.collectives.groups import (
+    RankTopology,
+    create_groups,
+    destroy_group,
+    group_size,
+    unbound_default_group,
+)
 from lightning_dp.collectives.small_all_gather import small_all_gather
 from lightning_dp.layers import (
     GlobalBatchNorm,
@@ -153,6 +159,11 @@ class AdaptiveGlobalBatchNorm(Callback):
             # A gloo group, because the host needs the number: on a GPU it would have to wait for all queued kernels.
             ranks = list(range(topology.world_size))
             self._batch_size_group = create_groups([ranks], trainer.global_rank, timeout, "gloo")
+        if topology.world_size == 1 and group_size(None) > 1:
+            # This process alone trains here, and the default group has others, which may have a Trainer each, or none.
+            with unbound_default_group("gloo"):
+                alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+            self._statistics_group = alone
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
