@@ -249,17 +249,22 @@ class AdaptiveGlobalBatchNorm(Callback):
                 self._awaited = trainer
         self._average(trainer, pl_module)
 
-    def _ask_late(self) -> None:
+    def _ask_late(self, may_come: bool = False) -> None:
         """Evaluate the criterion on a metric that was logged after this callback's turn at the end of the epoch.
 
         All ranks call it: before the next epoch, and before a checkpoint has the criterion's state.
+
+        Args:
+            may_come: whether the metric may still be logged: another callback saves before the module's turn.
         """
         trainer, self._awaited = self._awaited, None
         if trainer is not None and not trainer.interrupted:
             # A validation metric is missing until the first validation, and one that is logged in some epochs only is
             # missing in the first ones of a run that was resumed.
             is_early = trainer.enable_validation and not self._validated
-            self._ask_criterion(trainer, may_be_missing=is_early or self._was_asked)
+            is_asked = self._ask_criterion(trainer, may_be_missing=is_early or self._was_asked or may_come)
+            if may_come and not is_asked:
+                self._awaited = trainer
 
     def _ask_criterion(self, trainer: Trainer, may_be_missing: bool) -> bool:
         """Evaluate the criterion on rank 0, for all ranks. An exception of the criterion is raised on all ranks.
@@ -312,9 +317,14 @@ class AdaptiveGlobalBatchNorm(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        self._ask_late()
+        self._ask_late(may_come=True)
         save = getattr(self.convergence, "state_dict", dict)
         return {"converged": self._converged, "convergence": save(), "was_asked": self._was_asked}
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        # Lightning's finders load one within a fit, after their trial steps, whose metrics do not count.
+        self._monitor.forget(trainer.callback_metrics)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
