@@ -23,7 +23,13 @@ from lightning_dp._private.lightning_names import (
 )
 from lightning_dp._private.torch_names import ignore_in_ddp, stop_ignoring_in_ddp
 from lightning_dp.callbacks.convergence import Convergence, Monitor, ask
-from lightning_dp.collectives.groups import RankTopology, create_groups, destroy_group
+from lightning_dp.collectives.groups import (
+    RankTopology,
+    create_groups,
+    destroy_group,
+    group_size,
+    unbound_default_group,
+)
 from lightning_dp.collectives.small_all_gather import small_all_gather
 from lightning_dp.layers import (
     GlobalBatchNorm,
@@ -153,6 +159,11 @@ class AdaptiveGlobalBatchNorm(Callback):
             # A gloo group, because the host needs the number: on a GPU it would have to wait for all queued kernels.
             ranks = list(range(topology.world_size))
             self._batch_size_group = create_groups([ranks], trainer.global_rank, timeout, "gloo")
+        if topology.world_size == 1 and group_size(None) > 1:
+            # This process alone trains here, and the default group has others, which may have a Trainer each, or none.
+            with unbound_default_group("gloo"):
+                alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+            self._statistics_group = alone
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -238,17 +249,22 @@ class AdaptiveGlobalBatchNorm(Callback):
                 self._awaited = trainer
         self._average(trainer, pl_module)
 
-    def _ask_late(self) -> None:
+    def _ask_late(self, may_come: bool = False) -> None:
         """Evaluate the criterion on a metric that was logged after this callback's turn at the end of the epoch.
 
         All ranks call it: before the next epoch, and before a checkpoint has the criterion's state.
+
+        Args:
+            may_come: whether the metric may still be logged: another callback saves before the module's turn.
         """
         trainer, self._awaited = self._awaited, None
         if trainer is not None and not trainer.interrupted:
             # A validation metric is missing until the first validation, and one that is logged in some epochs only is
             # missing in the first ones of a run that was resumed.
             is_early = trainer.enable_validation and not self._validated
-            self._ask_criterion(trainer, may_be_missing=is_early or self._was_asked)
+            is_asked = self._ask_criterion(trainer, may_be_missing=is_early or self._was_asked or may_come)
+            if may_come and not is_asked:
+                self._awaited = trainer
 
     def _ask_criterion(self, trainer: Trainer, may_be_missing: bool) -> bool:
         """Evaluate the criterion on rank 0, for all ranks. An exception of the criterion is raised on all ranks.
@@ -301,9 +317,14 @@ class AdaptiveGlobalBatchNorm(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        self._ask_late()
+        self._ask_late(may_come=True)
         save = getattr(self.convergence, "state_dict", dict)
         return {"converged": self._converged, "convergence": save(), "was_asked": self._was_asked}
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        # Lightning's finders load one within a fit, after their trial steps, whose metrics do not count.
+        self._monitor.forget(trainer.callback_metrics)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

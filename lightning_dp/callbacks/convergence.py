@@ -58,6 +58,11 @@ class Monitor:
         self._last_value = value
         return last is None or not value.is_set_to(last)
 
+    def forget(self, metrics: Mapping[str, Tensor]) -> None:
+        """Take the value that the metric has now for one that the criterion was evaluated on."""
+        if self._name is not None:
+            self._last_value = metrics.get(self._name, self._last_value)
+
 
 def ask(criterion: Convergence, metrics: Mapping[str, Any]) -> tuple[bool, str]:
     """Evaluate ``criterion`` on the metrics of one epoch.

@@ -42,9 +42,9 @@ class Memonger(Callback):
     Args:
         policy: see `lightning_dp.recompute.apply_recompute`. ``"budget"``: the first two steps run with
             ``"sublinear"``, and the second is measured, operator by operator. From the third on, the least time within
-            ``budget_bytes`` is planned from that. A step in which more parameters are trained than before is measured
-            and planned in the same way. Or a plan that `lightning_dp.recompute.plan_recompute` made for the module's
-            ``training_step``.
+            ``budget_bytes`` is planned from that. A step in which more or other parameters are trained than before is
+            measured and planned in the same way. Or a plan that `lightning_dp.recompute.plan_recompute` made for the
+            module's ``training_step``.
         budget_bytes: for ``policy="budget"``: activations on a device at any time of backward, beside parameters,
             inputs and gradients.
 
@@ -74,7 +74,8 @@ class Memonger(Callback):
         self._handle: RecomputeHandle | None = None
         self._profiler: Profiler | None = None
         self._num_batches = 0
-        self._num_trainable = -1  # parameters in the step that was measured
+        self._num_trained = -1  # parameters in the step that was measured
+        self._trained: set[str] = set()  # in any step that was measured
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -99,7 +100,8 @@ class Memonger(Callback):
                 "variable_batch=False, or remove Memonger"
             )
         self._num_batches = 0
-        self._num_trainable = -1
+        self._num_trained = -1
+        self._trained = set()
         self.plan = None
         self._profiler = None  # that of a fit which has failed has measured another model, or another batch
         policy = "sublinear" if self.policy == "budget" else self.policy
@@ -109,10 +111,11 @@ class Memonger(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._handle is None or self.budget_bytes is None or self._num_batches == 0:  # which sets libraries up
             return
-        num_trainable = sum(parameter.requires_grad for parameter in pl_module.parameters())
-        if num_trainable > self._num_trainable:
+        trained = {name for name, parameter in pl_module.named_parameters() if parameter.requires_grad}
+        if len(trained) > self._num_trained or not trained <= self._trained:
             # The second batch; or a part was unfrozen, of which the plan does not know what backward needs.
-            self._num_trainable = num_trainable
+            self._num_trained = len(trained)
+            self._trained |= trained
             self._handle.policy = Sublinear()
             self._profiler = self._handle.start_profiling()
         elif self._profiler is not None and self._profiler.operations:  # none: that step was left out

@@ -62,7 +62,9 @@ class StepTimer(_OwnCallback):
         self._last_reduction: int | None = None
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Say in the log if the communication of this strategy cannot be timed."""
+        """Start the clock, and say in the log if the communication of this strategy cannot be timed."""
+        # A run that continues within an epoch has no `on_train_epoch_start`.
+        self.on_train_epoch_start(trainer, pl_module)
         if self._exposed_s(trainer) is None:
             log.info(f"StepTimer: {type(trainer.strategy).__name__} does not measure how long it waits for the network")
 
@@ -83,6 +85,8 @@ class StepTimer(_OwnCallback):
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the times of the step."""
+        if batch is None:  # Lightning skips it, without `on_train_batch_start`: the next step has waited longer
+            return
         end_s = time.perf_counter()
         times = {"step": end_s - self._last_end_s, "data_wait": self._begin_s - self._last_end_s}
         last_reduction = self._last_reduction
@@ -153,8 +157,10 @@ class ImagesPerSecond(_OwnCallback):
         self._last: dict[str, float] = {}
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Forget the rates of an earlier fit."""
+        """Forget the rates and the count of an earlier fit."""
         self._last = {}
+        # A run that continues within an epoch has no `on_train_epoch_start`.
+        self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Reset the count. The clock starts at the end of the first batch."""
@@ -165,6 +171,8 @@ class ImagesPerSecond(_OwnCallback):
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the images of the batch, but for the first one."""
+        if batch is None:  # Lightning skips it
+            return
         if self._start_s is None:
             self._start_s = time.perf_counter()
         else:
@@ -207,8 +215,9 @@ class TimeToAccuracy(_OwnCallback):
     """Print and log the time from the start of training to the first validation with a given accuracy.
 
     The time includes validation and checkpoints. It does not include what comes before the first step: starting
-    processes and building the model. A resumed run adds the time of the run before, up to its checkpoint; a second
-    ``fit`` that goes on with the training adds that of the first, without the time between them.
+    processes and building the model. Nor does it include the trial steps of Lightning's finders of learning rate and
+    batch size, also where these run between epochs. A resumed run adds the time of the run before, up to its
+    checkpoint; a second ``fit`` that goes on with the training adds that of the first, without the time between them.
 
     Args:
         threshold: accuracy to reach, from 0 to 1. MLPerf's for ResNet-50 on ImageNet is 0.759.
@@ -275,6 +284,8 @@ class TimeToAccuracy(_OwnCallback):
         """Continue from the time of a checkpoint."""
         self._before_s = state_dict["elapsed_s"]
         self.reached_s = state_dict["reached_s"]
+        if self._start_s is not None:  # Lightning's finders load one within training, after their trial steps
+            self._start_s = time.perf_counter()
 
     def _elapsed_s(self) -> float:
         running_s = 0.0 if self._start_s is None else time.perf_counter() - self._start_s

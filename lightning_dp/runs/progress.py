@@ -31,6 +31,10 @@ class Throughput(Callback):
         """Images per second in this epoch so far, or None before its first batch whose size is known."""
         return self._epoch_images / self._epoch_s if self._epoch_images else None
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock: a run that continues within an epoch has no ``on_train_epoch_start``."""
+        self.on_train_epoch_start(trainer, pl_module)
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._epoch_s = 0.0

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from pytorch_lightning.callbacks import EMAWeightAveraging, LearningRateFinder
 from torch import nn
 
@@ -170,6 +171,19 @@ def train_once(rank: int) -> dict[str, torch.Tensor]:
 def test_a_failed_fit_does_not_affect_the_next_one():
     for state, expected in zip(run_processes(2, train_after_exception), run_processes(2, train_once), strict=True):
         assert_same(state, expected)
+
+
+def fit_alone_in_a_job_of_two(rank: int) -> list[dict[str, torch.Tensor]]:
+    dist.init_process_group("gloo")
+    if rank == 1:
+        return []
+    return [state_of(fit(1, *callbacks, strategy="auto")[0]) for callbacks in ((AdaptiveGlobalBatchNorm(),), ())]
+
+
+def test_a_trainer_of_one_rank_in_a_larger_job_trains_alone():
+    """As after a fit on all ranks, on rank 0; or as with a training on each rank."""
+    (actual, expected), _ = run_processes(2, fit_alone_in_a_job_of_two)
+    assert_same(actual, expected)
 
 
 def test_layers_of_the_user_stay_global_and_get_their_switch_back():

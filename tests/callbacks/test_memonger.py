@@ -218,6 +218,25 @@ def test_a_budget_is_planned_anew_when_a_part_is_unfrozen():
     assert whole[1] <= 60_000
 
 
+class Swapping(Unfreezing):
+    """Trains the first layer from the fifth step on, and the head, which has more parameters, no longer."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        super().on_train_batch_start(trainer, pl_module)
+        if trainer.global_step == 4:
+            pl_module.requires_grad_(False)
+            pl_module.trunk[0].requires_grad_(True)
+
+
+def test_a_budget_is_planned_anew_when_other_parts_are_trained():
+    pytest.importorskip("scipy")
+    swapping, net = Swapping(), AllParameters()
+    fit(1, swapping, Memonger("budget", budget_bytes=60_000), net=net, loader=loader(8), strategy="auto")
+    frozen, whole = swapping.plans[0], swapping.plans[-1]
+    assert frozen[0] < 60_000 < whole[0], "without recomputation"
+    assert whole[1] <= 60_000
+
+
 class FailsInSecondStep(pl.Callback):
     def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 1:

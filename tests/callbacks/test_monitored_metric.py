@@ -9,7 +9,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import Tensor
 
 from lightning_dp.callbacks import AdaptiveGlobalBatchNorm, Plateau
@@ -134,6 +134,28 @@ def test_a_metric_that_the_module_logs_at_the_end_of_the_epoch_is_read(tmp_path)
     assert saved == [False, False, True, True], "a checkpoint has what the criterion said of its epoch"
 
 
+class SavesFirst(pl.Callback):
+    """Saves before the module's own ``on_train_epoch_end``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(self.path, weights_only=False)
+
+
+def train_and_save_first(rank: int, folder: str, validate: bool) -> tuple[float | None, int]:
+    plateau = Plateau("own", patience=9)
+    callback = AdaptiveGlobalBatchNorm(convergence=plateau)
+    fit(2, callback, SavesFirst(Path(folder, "first.ckpt")), net=LoggedByTheModule(), max_epochs=4, validate=validate)
+    return plateau.best, plateau.num_epochs_without_improvement
+
+
+@pytest.mark.parametrize("validate", [False, True])
+def test_a_checkpoint_before_the_module_logs_its_metric_loses_none(tmp_path, validate):
+    assert run_processes(2, train_and_save_first, str(tmp_path), validate)[0] == (2.0, 2)
+
+
 def train_without_the_metric(rank: int) -> None:
     with pytest.raises(ValueError, match="monitor='own' was not logged"):
         fit(2, AdaptiveGlobalBatchNorm(convergence=Plateau("own")), net=Net(), max_epochs=1)
@@ -141,6 +163,33 @@ def train_without_the_metric(rank: int) -> None:
 
 def test_a_metric_that_nobody_logs_in_the_only_epoch_is_an_error():
     run_processes(2, train_without_the_metric)
+
+
+class Searched(Net):
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        is_search = not any(isinstance(each, AdaptiveGlobalBatchNorm) for each in self.trainer.callbacks)
+        self.log("val_loss", 0.5 if is_search else float(3 - self.current_epoch // 2))
+
+
+class SearchesInEpoch(LearningRateFinder):
+    """At the start of an epoch, as in Lightning's documentation."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 0:
+            self.lr_find(trainer, pl_module)
+
+
+@pytest.mark.parametrize("kind", [LearningRateFinder, SearchesInEpoch])
+def test_validations_of_a_search_for_the_learning_rate_are_not_counted(tmp_path, kind):
+    finder = kind(num_training_steps=3 * STEPS, update_attr=False, early_stop_threshold=None)
+    asked = Asked(Plateau("val_loss", patience=9))
+    options = {"max_epochs": 4, "validate": True, "check_val_every_n_epoch": 2, "default_root_dir": str(tmp_path)}
+    callback = AdaptiveGlobalBatchNorm(convergence=asked.plateau)
+    fit(1, finder, callback, asked, net=Searched(), strategy="auto", **options)
+    assert asked.states == [(None, 0), (3.0, 0), (3.0, 0), (2.0, 0)]
 
 
 class LoggedInSomeEpochs(Net):

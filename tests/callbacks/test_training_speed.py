@@ -8,11 +8,14 @@ from types import SimpleNamespace
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import LearningRateFinder
 from pytorch_lightning.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import ImagesPerSecond, TimeToAccuracy
+from lightning_dp import ImagesPerSecond, StepTimer, TimeToAccuracy
 from lightning_dp.callbacks import timers
+from lightning_dp.runs import progress
+from lightning_dp.runs.progress import Throughput
 from tests.ranks import run_processes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec")
@@ -28,7 +31,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    for module in (timers, timers):
+    for module in (timers, progress):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -40,6 +43,7 @@ class Net(pl.LightningModule):
         super().__init__()
         self.clock = clock
         self.accuracies = accuracies
+        self.lr = 0.1
         self.layer = torch.nn.Linear(2, 2)
 
     def training_step(self, batch, batch_idx):
@@ -51,17 +55,17 @@ class Net(pl.LightningModule):
         self.log("val/acc", self.accuracies[self.current_epoch], sync_dist=True)
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 def loader(num_images: int = 12) -> DataLoader:
     return DataLoader(TensorDataset(torch.ones(num_images, 2), torch.zeros(num_images)), batch_size=3)
 
 
-def trainer(callback, **options) -> pl.Trainer:
+def trainer(*callbacks, **options) -> pl.Trainer:
     defaults = {"max_epochs": 4, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     quiet = {"accelerator": "cpu", "enable_model_summary": False, "log_every_n_steps": 1}
-    return pl.Trainer(callbacks=[callback], **{**defaults, **quiet, **options})
+    return pl.Trainer(callbacks=list(callbacks), **{**defaults, **quiet, **options})
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
@@ -122,6 +126,61 @@ def test_images_of_all_ranks_count():
     assert logged
 
 
+class SavesWithin(pl.Callback):
+    """Saves after two of the four batches of an epoch."""
+
+    def __init__(self, path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            trainer.save_checkpoint(self.path, weights_only=False)
+
+
+WITHIN = {
+    StepTimer: {"time/step_s": 2.0, "time/data_wait_s": 0.0, "time/compute_s": 2.0},
+    ImagesPerSecond: {"images_per_s/train": 3 / 2},
+    Throughput: {"time/images_per_s": 3 / 2, "time/train_s": 8.0},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(does not have many workers|resuming from a checkpoint that ended before)")
+@pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize("kind", WITHIN)
+def test_a_run_that_continues_within_an_epoch_counts_from_there(clock, tmp_path, kind, is_new):
+    """Lightning calls no ``on_train_epoch_start`` in it."""
+    path = tmp_path / "within.ckpt"
+    callback = kind()
+    trainer(callback, SavesWithin(path), max_epochs=1).fit(Net(clock), loader(), loader(3))
+    clock.now += 1000
+    runner = trainer(kind() if is_new else callback, max_epochs=1)
+    runner.fit(Net(clock), loader(), loader(3), ckpt_path=path)
+    logged = {name: value.item() for name, value in runner.callback_metrics.items()}
+    assert {name: logged[name] for name in WITHIN[kind]} == WITHIN[kind]
+
+
+@pytest.mark.filterwarnings("ignore:.*(does not have many workers|yielded None)")
+@pytest.mark.parametrize("kind", [StepTimer, ImagesPerSecond])
+def test_a_batch_that_is_none_is_left_out(clock, kind):
+    """As a collate function returns it that finds no sample to use. Lightning goes on with the next one."""
+    batches = iter([None, *[torch.utils.data.default_collate] * 2, None, torch.utils.data.default_collate])
+
+    def collate(samples):
+        clock.now += 0.5
+        chosen = next(batches)
+        return None if chosen is None else chosen(samples)
+
+    clock.now = 1000.0
+    runner = trainer(kind(), max_epochs=1, num_sanity_val_steps=0)
+    runner.fit(Net(clock), DataLoader(loader(15).dataset, batch_size=3, collate_fn=collate), loader(3))
+    logged = {name: value.item() for name, value in runner.callback_metrics.items()}
+    if kind is StepTimer:
+        assert logged["time/compute_s"] == 2.0
+        assert logged["time/data_wait_s"] == pytest.approx(5 * 0.5 / 3)
+    else:
+        assert logged["images_per_s/train"] == pytest.approx(6 / (2 * 2 + 3 * 0.5))
+
+
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_the_time_to_an_accuracy_is_printed_and_logged_once(clock, capsys, tmp_path):
     callback = TimeToAccuracy(0.4)
@@ -169,6 +228,25 @@ def test_the_time_between_two_fits_of_a_training_does_not_count(clock, tmp_path)
     runner.fit_loop.max_epochs = 4
     runner.fit(net, loader(), loader(3))
     assert callback.reached_s == 54
+
+
+class FindsRate(LearningRateFinder):
+    """Searches before the second and the third epoch, as in Lightning's documentation."""
+
+    def on_fit_start(self, trainer, pl_module):
+        pass
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch in (1, 2):
+            self.lr_find(trainer, pl_module)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_a_search_between_epochs_does_not_count(clock, tmp_path):
+    callback = TimeToAccuracy(0.4)
+    runner = trainer(callback, FindsRate(num_training_steps=3, update_attr=False), default_root_dir=tmp_path)
+    runner.fit(Net(clock), loader(), loader(3))
+    assert callback.reached_s == 3 * (4 * 2 + 10)
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
