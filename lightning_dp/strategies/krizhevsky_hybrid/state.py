@@ -141,6 +141,9 @@ def whole_on_rank_0(head: ShardedHead, shard: Tensor, parameter: Tensor) -> Tens
     return _gather(head, shard, parameter, CPU, [0])
 
 
+# A user's hook may gather in inference mode. Tensors that are made in it have no versions, and cannot be part of a
+# graph afterwards.
+@torch.inference_mode(False)
 def _gather(
     head: ShardedHead, shard: Tensor, parameter: Tensor, device: torch.device, receivers: Sequence[int]
 ) -> Tensor:
