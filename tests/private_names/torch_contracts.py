@@ -228,6 +228,18 @@ def check_a_scaler_tells_its_device() -> None:
     assert torch_names.scaler_device(torch.amp.GradScaler("cpu")) == "cpu"
 
 
+@contract(torch.amp.GradScaler, "_check_inf_per_device")
+def check_a_scaler_asks_all_ranks_where_the_optimizer_unscales() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = SGD([weight], lr=1.0, fused=True)
+    scaler = torch_names.ShardedScaler("cpu")
+    scaler.scale(weight.sum()).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda found, *_, **__: found.fill_(1))  # another rank has found an overflow
+        scaler.step(optimizer)
+    assert weight.item() == 1
+
+
 class Labeled(torch.Tensor):
     calls = 0
 

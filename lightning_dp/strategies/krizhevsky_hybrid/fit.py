@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from lightning_dp._lightning import Callback, DDPStrategy, LightningModule
 from lightning_dp._private.lightning_names import end_when_stop_check_times_out, strategy_timeout
 from lightning_dp._private.torch_names import (
+    ShardedScaler,
     backend_name,
     ignore_in_ddp,
     is_in_backward,
@@ -554,10 +555,10 @@ def _refuse_shard(name: str, *_: Any, **__: Any) -> Tensor:
 def _sharded_scaler(plugin: Any) -> Iterator[None]:
     """If one rank's shard overflows, skip the step on all ranks. Otherwise their trunks would differ afterwards."""
     scaler = getattr(plugin, "scaler", None)
-    if scaler is None or isinstance(scaler, ShardedGradScaler):
+    if scaler is None or not scaler.is_enabled() or isinstance(scaler, ShardedGradScaler):
         yield
         return
-    sharded = ShardedGradScaler(scaler_device(scaler))
+    sharded = ShardedScaler(scaler_device(scaler))
     sharded.load_state_dict(scaler.state_dict())
     with replaced(plugin, "scaler", sharded):
         try:
