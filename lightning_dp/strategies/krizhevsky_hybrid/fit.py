@@ -356,6 +356,7 @@ class HybridFitState(SharedOnDeepcopy):
         A rank whose loader has ended comes here, while the others begin another batch. Each rank says so at the begin
         of a training step, and does not wait for the answer, so this rank receives it in place of what it expects.
         """
+        self._state_dict_hooks.return_instead({})
         # Before a batch, Lightning broadcasts from rank 0 whether the job was told to stop, in the default group: 0 or
         # 1, one integer. The ranks that wait for that number get it from here, and go on to their training step.
         go_on = torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -416,7 +417,17 @@ class HybridFitState(SharedOnDeepcopy):
         # new dictionary would lose the versions of the layers, which torch keeps in an attribute of it.
         if any(isinstance(each, Tensor) and each in values for each in tree_leaves(state)):
             state = tree_map_only(Tensor, lambda each: values.get(each, each), state)
+        if self._keeps_shards or self._gathered is None or not self._gathered.is_current:
+            self._state_dict_hooks.return_instead(values)
         return state
+
+    def end_checkpoint(self) -> None:
+        """Let ``state_dict`` return what is gathered again: the hooks that change the checkpoint have run."""
+        self._state_dict_hooks.return_instead({})
+
+    def begin_loading_shards(self) -> None:
+        """Let ``state_dict`` return local shards, as a sharded checkpoint has them, until the ranks `meet`."""
+        self._state_dict_hooks.return_instead({p: p.detach() for p in self.head.parameters})
 
     def optimizer_state(self, optimizer: Optimizer, state: State) -> State:
         """Return an optimizer's state for a checkpoint, like `module_state`. All ranks must call it."""
