@@ -19,7 +19,7 @@ from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, Mult
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_dp._lightning import LightningModule
-from lightning_dp._private.lightning_names import pruned_layers
+from lightning_dp._private.lightning_names import pruned_layers, validates_by_clock
 from lightning_dp._private.torch_names import (
     has_backward_hooks,
     has_forward_hooks,
@@ -144,6 +144,12 @@ def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_na
         raise ValueError(
             f"{_ALLOW_NO_BATCHES}=True lets ranks without batches skip a validation, at the start of which all ranks "
             f"gather the head {head_name!r}; give each rank a batch, even an empty one, and set it to False"
+        )
+    if validates_by_clock(trainer) and trainer.world_size > 1:
+        raise ValueError(
+            "val_check_interval is a duration, which each rank measures by its own clock. So one begins a validation, "
+            f"at the start of which all ranks gather the head {head_name!r}, while another begins a step; use a number "
+            "of batches, such as val_check_interval=1000, check_val_every_n_epoch=None"
         )
     for callback in trainer.callbacks:
         if is_a(callback, *AVERAGING):
