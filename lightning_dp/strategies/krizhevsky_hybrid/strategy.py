@@ -279,7 +279,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
                 "or use state_dict_type='full'"
             )
         assert self.lightning_module is not None
-        head, folder = self._fitting.head, Path(filepath)
+        head, folder = self._fitting.head, Path(filepath).expanduser()
         files.write_folder(checkpoint, folder, self.lightning_module, self.optimizers, head, self.broadcast)
 
     @override
