@@ -290,7 +290,6 @@ def check_optimizer(optimizer: Optimizer, head: ShardedHead) -> None:
 # --- What counts samples must not be in ``head_step``, which every rank runs with the samples of all ranks ---
 
 _EVERY_SAMPLE = "within head_step, where every rank sees the samples of all ranks"
-_LOG = inspect.signature(LightningModule.log)
 _OF_EACH_MODULE = frozenset(vars(LightningModule()))  # its parts, a dozen kinds of hooks, and the Trainer
 _MOST_ENTRIES = 1000
 """Of a container, looked at in each step. One with more holds data, as the labels of all images, and no metrics."""
@@ -379,12 +378,13 @@ def _no_logged_sums(module: LightningModule) -> AbstractContextManager[None]:
 
 
 def _log(module: LightningModule, *args: Any, **kwargs: Any) -> None:
-    given = _LOG.bind(module, *args, **kwargs).arguments
+    # The module's own method may take other arguments than Lightning's.
+    given = inspect.signature(type(module).log).bind(module, *args, **kwargs).arguments | kwargs
     reduce_fx = given.get("reduce_fx", "mean")
     # Lightning takes "sum" in any case, sum and torch.sum.
     if getattr(reduce_fx, "__name__", str(reduce_fx)).lower() == "sum":
         raise ValueError(
-            f"self.log({given['name']!r}, ..., reduce_fx={reduce_fx!r}) is called {_EVERY_SAMPLE}, so each would be "
-            f"counted {module.trainer.world_size} times. Log it in training_step, or use reduce_fx='mean'"
+            f"self.log({given.get('name')!r}, ..., reduce_fx={reduce_fx!r}) is called {_EVERY_SAMPLE}, so each would "
+            f"be counted {module.trainer.world_size} times. Log it in training_step, or use reduce_fx='mean'"
         )
     type(module).log(module, *args, **kwargs)
