@@ -20,7 +20,7 @@ FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.p
 OVERRIDES = {
     "LayeredFSDPStrategy": {"_configure_launcher"},
     "LayeredSGDStrategy": {"_configure_launcher"},
-    "ShardedScaler": {"_check_inf_per_device"},
+    "ShardedScaler": {"_check_inf_per_device", "_found_inf_per_device"},
 }
 
 

@@ -192,15 +192,20 @@ def scaler_device(scaler: torch.amp.GradScaler) -> str:
 class ShardedScaler(ShardedGradScaler):
     """Skips a step on all ranks if the gradients of one overflow, also where the optimizer unscales them (``fused``).
 
-    torch then looks at this rank's gradients alone.
+    torch then looks at this rank's gradients alone; or, if the user has unscaled them, counts the ranks. The kernels of
+    such optimizers skip a step if they are told 1, not 2.
     """
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
         found = super()._check_inf_per_device(optimizer)
         for is_inf in found.values():
-            # Not the number of ranks: the kernels skip the step if it is 1.
             dist.all_reduce(is_inf, dist.ReduceOp.MAX, group=self.process_group)
         return found
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        super().unscale_(optimizer)
+        for number in self._found_inf_per_device(optimizer).values():
+            number.clamp_(max=1)
 
 
 def version_of(tensor: Tensor) -> int:
