@@ -16,10 +16,11 @@ from tests.private_names.uses import PACKAGE, ROOT, inherited_private_names, own
 pytestmark = pytest.mark.repository
 FOLDERS = ("lightning_dp", "recipes", "benchmarks")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-# Private methods of Lightning's that our classes override, each with a contract in tests/test_private_names.py.
+# Private methods of Lightning and torch that our classes override, each with a contract in tests/test_private_names.py.
 OVERRIDES = {
     "LayeredFSDPStrategy": {"_configure_launcher"},
     "LayeredSGDStrategy": {"_configure_launcher"},
+    "ShardedScaler": {"_check_inf_per_device", "_found_inf_per_device"},
 }
 
 

@@ -67,6 +67,11 @@ def end_when_stop_check_times_out(trainer: Any) -> Callable[[], None]:
     return lambda: vars(loop).pop("_broadcast_sigterm_tensor", None)
 
 
+def validates_by_clock(trainer: Any) -> bool:
+    """Return whether each rank begins a validation by its own clock: ``val_check_interval`` is a duration."""
+    return getattr(trainer, "_val_check_time_interval", None) is not None  # a default: not in all versions
+
+
 def begin_next_epoch(trainer: Any) -> None:
     """Go on with the epoch after that of a checkpoint, if it was saved at the end of one. Call it in on_train_start.
 

@@ -17,6 +17,7 @@ from torch._dynamo.callback import callback_handler
 from torch._functorch import config as functorch_config
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.backends import ContextProp
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -191,6 +192,25 @@ def replace_fsdp_collectives(unit: Any, all_gather: Any, reduce_scatter: Any) ->
 def scaler_device(scaler: torch.amp.GradScaler) -> str:
     """Return the type of device that a gradient scaler works on."""
     return scaler._device
+
+
+class ShardedScaler(ShardedGradScaler):
+    """Skips a step on all ranks if the gradients of one overflow, also where the optimizer unscales them (``fused``).
+
+    torch then looks at this rank's gradients alone; or, if the user has unscaled them, counts the ranks. The kernels of
+    such optimizers skip a step if they are told 1, not 2.
+    """
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
+        found = super()._check_inf_per_device(optimizer)
+        for is_inf in found.values():
+            dist.all_reduce(is_inf, dist.ReduceOp.MAX, group=self.process_group)
+        return found
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        super().unscale_(optimizer)
+        for number in self._found_inf_per_device(optimizer).values():
+            number.clamp_(max=1)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -26,7 +26,7 @@ _HIDDEN = re.compile(r"\..+\.unfinished-(?P<pid>\d+)-on-(?P<host>.+)")
 
 def write_file(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Save to a local file, without a copy in memory. What is there is replaced once the new file is complete."""
-    path = Path(path)
+    path = Path(path).expanduser()  # as Lightning does
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = hidden_beside(path)
     try:
@@ -83,10 +83,13 @@ def replace(path: Path, unfinished: Path) -> None:
 
 def existing(path: Any) -> Any:
     """Return ``path``, or what `replace` has put aside if the process was killed before the new one was in place."""
-    if "://" in str(path) or Path(path).exists() or not _aside(Path(path)).exists():
+    if "://" in str(path):
         return path
-    log.warning(f"{path} was being replaced when its process ended; {_aside(Path(path))} is the one of before")
-    return _aside(Path(path))
+    path = Path(path).expanduser()
+    if path.exists() or not _aside(path).exists():
+        return path
+    log.warning(f"{path} was being replaced when its process ended; {_aside(path)} is the one of before")
+    return _aside(path)
 
 
 def remove(path: Path) -> None:

@@ -88,6 +88,12 @@ def check_pruning_knows_its_layers_after_setup() -> None:
     assert {*lightning_names.pruned_layers(everything)} == {module.first, module.second}
 
 
+@contract(Trainer, "_val_check_time_interval")
+def check_a_validation_by_the_clock_is_seen() -> None:
+    assert lightning_names.validates_by_clock(trainer(val_check_interval="00:00:01:00"))
+    assert not lightning_names.validates_by_clock(trainer(val_check_interval=1000, check_val_every_n_epoch=None))
+
+
 @contract(LightningModule, "_on_before_batch_transfer")
 def check_a_batch_goes_through_the_hook_before_its_transfer() -> None:
     class Doubling(LightningModule):

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -226,6 +227,36 @@ def check_a_function_that_is_not_to_be_compiled_is_recognized() -> None:
 @contract(torch.amp.GradScaler, "_device")
 def check_a_scaler_tells_its_device() -> None:
     assert torch_names.scaler_device(torch.amp.GradScaler("cpu")) == "cpu"
+
+
+@contract(torch.amp.GradScaler, "_check_inf_per_device")
+def check_a_scaler_asks_all_ranks_where_the_optimizer_unscales() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = SGD([weight], lr=1.0, fused=True)
+    scaler = torch_names.ShardedScaler("cpu")
+    scaler.scale(weight.sum()).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda found, *_, **__: found.fill_(1))  # another rank has found an overflow
+        scaler.step(optimizer)
+    assert weight.item() == 1
+
+
+@contract(torch.amp.GradScaler, "_found_inf_per_device")
+def check_a_scaler_tells_an_optimizer_whether_not_how_many() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = SGD([weight], lr=1.0, fused=True)
+    scaler = torch_names.ShardedScaler("cpu")
+    scaler.scale(weight.sum()).backward()
+
+    def all_reduce(found: torch.Tensor, **_: Any) -> Any:
+        found.fill_(2)  # so many ranks have found an overflow
+        return SimpleNamespace(wait=lambda: None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", all_reduce)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    assert weight.item() == 1
 
 
 class Labeled(torch.Tensor):

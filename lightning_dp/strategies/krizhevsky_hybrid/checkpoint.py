@@ -166,7 +166,7 @@ def consolidate(folder: str | Path, file: str | Path, weights_only: bool = True)
     folder = existing(folder)
     if not is_sharded(folder):
         raise ValueError(f"{folder} is not a sharded checkpoint: it has no {MAIN_FILE}; give the folder that has one")
-    if Path(file).exists():
+    if Path(file).expanduser().exists():
         raise ValueError(f"{file} exists; remove it, or give another name")
     try:
         checkpoint = load_folder(Path(folder), weights_only=weights_only)

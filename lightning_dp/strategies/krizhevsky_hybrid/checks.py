@@ -19,7 +19,7 @@ from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, Mult
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_dp._lightning import LightningModule
-from lightning_dp._private.lightning_names import pruned_layers
+from lightning_dp._private.lightning_names import pruned_layers, validates_by_clock
 from lightning_dp._private.torch_names import (
     has_backward_hooks,
     has_forward_hooks,
@@ -144,6 +144,12 @@ def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_na
         raise ValueError(
             f"{_ALLOW_NO_BATCHES}=True lets ranks without batches skip a validation, at the start of which all ranks "
             f"gather the head {head_name!r}; give each rank a batch, even an empty one, and set it to False"
+        )
+    if validates_by_clock(trainer) and trainer.world_size > 1:
+        raise ValueError(
+            "val_check_interval is a duration, which each rank measures by its own clock. So one begins a validation, "
+            f"at the start of which all ranks gather the head {head_name!r}, while another begins a step; use a number "
+            "of batches, such as val_check_interval=1000, check_val_every_n_epoch=None"
         )
     for callback in trainer.callbacks:
         if is_a(callback, *AVERAGING):
@@ -284,7 +290,6 @@ def check_optimizer(optimizer: Optimizer, head: ShardedHead) -> None:
 # --- What counts samples must not be in ``head_step``, which every rank runs with the samples of all ranks ---
 
 _EVERY_SAMPLE = "within head_step, where every rank sees the samples of all ranks"
-_LOG = inspect.signature(LightningModule.log)
 _OF_EACH_MODULE = frozenset(vars(LightningModule()))  # its parts, a dozen kinds of hooks, and the Trainer
 _MOST_ENTRIES = 1000
 """Of a container, looked at in each step. One with more holds data, as the labels of all images, and no metrics."""
@@ -373,12 +378,13 @@ def _no_logged_sums(module: LightningModule) -> AbstractContextManager[None]:
 
 
 def _log(module: LightningModule, *args: Any, **kwargs: Any) -> None:
-    given = _LOG.bind(module, *args, **kwargs).arguments
+    # The module's own method may take other arguments than Lightning's.
+    given = inspect.signature(type(module).log).bind(module, *args, **kwargs).arguments | kwargs
     reduce_fx = given.get("reduce_fx", "mean")
     # Lightning takes "sum" in any case, sum and torch.sum.
     if getattr(reduce_fx, "__name__", str(reduce_fx)).lower() == "sum":
         raise ValueError(
-            f"self.log({given['name']!r}, ..., reduce_fx={reduce_fx!r}) is called {_EVERY_SAMPLE}, so each would be "
-            f"counted {module.trainer.world_size} times. Log it in training_step, or use reduce_fx='mean'"
+            f"self.log({given.get('name')!r}, ..., reduce_fx={reduce_fx!r}) is called {_EVERY_SAMPLE}, so each would "
+            f"be counted {module.trainer.world_size} times. Log it in training_step, or use reduce_fx='mean'"
         )
     type(module).log(module, *args, **kwargs)

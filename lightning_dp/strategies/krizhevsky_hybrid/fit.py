@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from lightning_dp._lightning import Callback, DDPStrategy, LightningModule
 from lightning_dp._private.lightning_names import end_when_stop_check_times_out, strategy_timeout
 from lightning_dp._private.torch_names import (
+    ShardedScaler,
     backend_name,
     ignore_in_ddp,
     is_in_backward,
@@ -355,6 +356,7 @@ class HybridFitState(SharedOnDeepcopy):
         A rank whose loader has ended comes here, while the others begin another batch. Each rank says so at the begin
         of a training step, and does not wait for the answer, so this rank receives it in place of what it expects.
         """
+        self._state_dict_hooks.return_instead({})
         # Before a batch, Lightning broadcasts from rank 0 whether the job was told to stop, in the default group: 0 or
         # 1, one integer. The ranks that wait for that number get it from here, and go on to their training step.
         go_on = torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -415,7 +417,17 @@ class HybridFitState(SharedOnDeepcopy):
         # new dictionary would lose the versions of the layers, which torch keeps in an attribute of it.
         if any(isinstance(each, Tensor) and each in values for each in tree_leaves(state)):
             state = tree_map_only(Tensor, lambda each: values.get(each, each), state)
+        if self._keeps_shards or self._gathered is None or not self._gathered.is_current:
+            self._state_dict_hooks.return_instead(values)
         return state
+
+    def end_checkpoint(self) -> None:
+        """Let ``state_dict`` return what is gathered again: the hooks that change the checkpoint have run."""
+        self._state_dict_hooks.return_instead({})
+
+    def begin_loading_shards(self) -> None:
+        """Let ``state_dict`` return local shards, as a sharded checkpoint has them, until the ranks `meet`."""
+        self._state_dict_hooks.return_instead({p: p.detach() for p in self.head.parameters})
 
     def optimizer_state(self, optimizer: Optimizer, state: State) -> State:
         """Return an optimizer's state for a checkpoint, like `module_state`. All ranks must call it."""
@@ -554,10 +566,10 @@ def _refuse_shard(name: str, *_: Any, **__: Any) -> Tensor:
 def _sharded_scaler(plugin: Any) -> Iterator[None]:
     """If one rank's shard overflows, skip the step on all ranks. Otherwise their trunks would differ afterwards."""
     scaler = getattr(plugin, "scaler", None)
-    if scaler is None or isinstance(scaler, ShardedGradScaler):
+    if scaler is None or not scaler.is_enabled() or isinstance(scaler, ShardedGradScaler):
         yield
         return
-    sharded = ShardedGradScaler(scaler_device(scaler))
+    sharded = ShardedScaler(scaler_device(scaler))
     sharded.load_state_dict(scaler.state_dict())
     with replaced(plugin, "scaler", sharded):
         try:

@@ -43,7 +43,7 @@ class SharedOnDeepcopy:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             "a module whose head is sharded cannot be pickled during fit; use trainer.save_checkpoint(...), or pickle "
-            "copy.deepcopy(module)"
+            "copy.deepcopy(module). Leave it out of what a checkpoint pickles: save_hyperparameters(ignore=[...])"
         )
 
 

@@ -141,6 +141,9 @@ def whole_on_rank_0(head: ShardedHead, shard: Tensor, parameter: Tensor) -> Tens
     return _gather(head, shard, parameter, CPU, [0])
 
 
+# A user's hook may gather in inference mode. Tensors that are made in it have no versions, and cannot be part of a
+# graph afterwards.
+@torch.inference_mode(False)
 def _gather(
     head: ShardedHead, shard: Tensor, parameter: Tensor, device: torch.device, receivers: Sequence[int]
 ) -> Tensor:
@@ -425,6 +428,7 @@ class StateDictHooks(SharedOnDeepcopy):
         self._head = head
         self._gathered = gathered
         self._is_saving = False  # set by `returning`
+        self._instead: dict[Tensor, Tensor] = {}  # see `return_instead`
         self._has_warned = False
         self._registered = ExitStack()  # hooks of the layers, to be removed
 
@@ -453,6 +457,14 @@ class StateDictHooks(SharedOnDeepcopy):
                 p.data = shard
             self._is_saving = False
 
+    def return_instead(self, values: dict[Tensor, Tensor]) -> None:
+        """Let ``state_dict`` return these values of the head's parameters from now on. Empty: as usual.
+
+        A module may call it in ``on_save_checkpoint`` and ``on_load_checkpoint``, to choose from it or to compare
+        shapes. There it needs what the checkpoint has, which is not always what is gathered.
+        """
+        self._instead = values
+
     def _register(self) -> None:
         for layer in self._head.linears:
             # torch sets an attribute on the hook. A partial object takes it, a bound method does not.
@@ -475,7 +487,9 @@ class StateDictHooks(SharedOnDeepcopy):
             is_wanted = value is not None and not isinstance(value, nn.Parameter) and self._head.owns(parameter)
             if not is_wanted:
                 continue
-            if gathered is not None:
+            if parameter in self._instead:
+                state[prefix + name] = self._instead[parameter]
+            elif gathered is not None:
                 state[prefix + name] = gathered.value_of(parameter)
             elif not self._has_warned:
                 self._has_warned = True

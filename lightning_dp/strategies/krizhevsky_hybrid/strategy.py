@@ -268,6 +268,8 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._fitting is not None:
+            self._fitting.end_checkpoint()
         if self._fitting is None or self._options.state_dict_type == "full":
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -277,7 +279,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
                 "or use state_dict_type='full'"
             )
         assert self.lightning_module is not None
-        head, folder = self._fitting.head, Path(filepath)
+        head, folder = self._fitting.head, Path(filepath).expanduser()
         files.write_folder(checkpoint, folder, self.lightning_module, self.optimizers, head, self.broadcast)
 
     @override
@@ -289,7 +291,10 @@ class KrizhevskyHybridStrategy(BaseStrategy):
             checks.require_whole(module, self._options.head)
         with complete_files.naming_checkpoint(checkpoint_path):
             if files.is_sharded(checkpoint_path):
-                parts = (0, 1) if self._fitting is None else (self.global_rank, self.world_size)
+                parts = (0, 1)
+                if self._fitting is not None:
+                    parts = (self.global_rank, self.world_size)
+                    self._fitting.begin_loading_shards()
                 return files.load_folder(Path(checkpoint_path), *parts, weights_only)
             if is_fit and complete_files.is_plain_file(self.checkpoint_io, checkpoint_path):
                 return files.map_file(checkpoint_path, weights_only)

@@ -10,7 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import ModelCheckpoint, ModelPruning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
@@ -398,3 +398,48 @@ def test_a_sparse_tensor_in_a_checkpoint_is_no_local_shard():
     assert memory_of(torch.eye(3).to_sparse()) is None
     whole = torch.eye(3)
     assert memory_of(whole.detach()) == memory_of(whole) != memory_of(whole.clone())
+
+
+class SavesWithoutFrozen(StepNet):
+    """Chooses what to save from its own ``state_dict``, as `ModelPruning` does."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.cost(self(batch[0]), batch[1])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {name: value for name, value in self.state_dict().items() if "frozen" not in name}
+
+
+def choosing(strategy: Any, world_size: int, loaders: tuple[Any, Any], net: type[StepNet], folder: str) -> None:
+    module = net()
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    pruning = ModelPruning("l1_unstructured", [(module.trunk[0], "weight")], amount=0.5)
+    callbacks = [saver, pruning] if net is StepNet else [saver]
+    runner = trainer(
+        strategy, world_size, use_distributed_sampler=False, callbacks=callbacks, enable_checkpointing=True
+    )
+    runner.fit(module, loaders[0], loaders[1] if net is SavesWithoutFrozen else None)
+
+
+def _choosing(rank: int, kind: Any, net: type[StepNet], folder: str) -> list[str]:
+    warnings.simplefilter("ignore")  # Lightning advises on loaders, and says that it prunes
+    loaders = batches(rank, 2, steps=4), batches(rank, 2, steps=1)
+    with logged() as said:
+        choosing(KrizhevskyHybridStrategy(state_dict_type=kind), 2, loaders, net, folder)
+    return [message for message in said if "state_dict()" in message]
+
+
+@pytest.mark.ci
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("net", [StepNet, SavesWithoutFrozen])
+def test_a_state_dict_that_is_asked_for_while_saving_is_that_of_the_checkpoint(kind, net, tmp_path):
+    choosing("auto", 1, (all_batches(2, steps=4), all_batches(2, steps=1)), net, str(tmp_path / "one"))
+    assert run_processes(2, _choosing, kind, net, str(tmp_path / "two")) == [[], []]
+    for name in ("step=2.ckpt", "step=4.ckpt"):
+        file = tmp_path / "two" / name
+        if kind == "sharded":
+            consolidate_checkpoint(file, tmp_path / "whole.ckpt", weights_only=False)
+            file = (tmp_path / "whole.ckpt").rename(tmp_path / f"whole-{name}")
+        found, plain = (torch.load(path, weights_only=False) for path in (file, tmp_path / "one" / name))
+        assert_same(found["state_dict"], plain["state_dict"], 1e-9)

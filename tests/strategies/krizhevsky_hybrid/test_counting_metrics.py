@@ -177,9 +177,21 @@ class LogsMean(LogsSum):
         assert self.trainer.callback_metrics["sum"] == 2 * self.trainer.global_step
 
 
+class LogsWithPrefix(LogsMean):
+    """Has a method of its own, which takes one argument more than Lightning's."""
+
+    def log(self, name: str, value: Any, prefix: str = "", **options: Any) -> None:
+        super().log(prefix + name, value, **options)
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        self.log("mean", 1.0, prefix="own ")
+        return super().head_step(features, target)
+
+
 LOGS = (LogsSum, LogsSumByPosition, LogsDictionary)
 ALLOWED: list[type[StepNet]] = [
     LogsMean,
+    LogsWithPrefix,
     net_with(OwnRatio),
     net_with(_declared),
     net_with(lambda: torchmetrics.MetricCollection([_declared()])),

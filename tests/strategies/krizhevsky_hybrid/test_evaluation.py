@@ -194,6 +194,34 @@ def test_gradients_in_validation_are_those_of_the_whole_head():
     torch.testing.assert_close(rows, of_weight, rtol=1e-9, atol=1e-12)
 
 
+class Attributed(pl.Callback):
+    """Looks at gradients after each epoch, of a head that was gathered in inference mode."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        x = X.clone().requires_grad_()
+        if isinstance(trainer.strategy, KrizhevskyHybridStrategy):
+            with torch.inference_mode():
+                trainer.strategy.gather_head()
+        pl_module(x).square().sum().backward()
+        self.of_x = x.grad
+        pl_module.zero_grad()
+
+
+def _attributed(rank: int) -> Tensor:
+    look = Attributed()
+    trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, callbacks=[look], max_epochs=2).fit(
+        StepNet(), batches(rank, 2, steps=2)
+    )
+    return look.of_x
+
+
+def test_a_head_that_was_gathered_in_inference_mode_is_as_any_other():
+    look = Attributed()
+    trainer("auto", 1, callbacks=[look], max_epochs=2).fit(StepNet(), all_batches(2, steps=2))
+    for of_x in run_processes(2, _attributed):
+        torch.testing.assert_close(of_x, look.of_x, rtol=1e-9, atol=1e-12)
+
+
 class Margins(Validated):
     """A loss by name in training and in validation, with an option that needs the weights; and one of whole logits."""
 

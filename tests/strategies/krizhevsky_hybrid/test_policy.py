@@ -246,6 +246,13 @@ def test_ranks_that_may_leave_a_validation_out():
         check(module)
 
 
+def test_ranks_that_validate_each_by_its_own_clock():
+    module, interval = HybridNet(), {"seconds": 1}
+    with pytest.raises(ValueError, match=r"val_check_interval is a duration.* use a number of batches, such as"):
+        check_module(module, trainer("ddp", 2, val_check_interval=interval), module.head, "head", False)
+    check(module, val_check_interval=interval)  # one rank agrees with itself
+
+
 def test_fp16_with_several_updates_a_step():
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match="variable_batch=True cannot run with precision='16-mixed'.*bf16-mixed"):

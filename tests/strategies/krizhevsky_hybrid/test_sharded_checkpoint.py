@@ -168,6 +168,36 @@ def test_a_state_without_a_value_is_kept(tmp_path):
         assert states[index]["momentum_buffer"].shape == parameter.shape
 
 
+class KeepsItsOwn(ScheduledNet):
+    """Keeps its own values of what has another shape in the checkpoint, as modules do whose classes have changed."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {
+            name: state[name] if state[name].shape == own.shape else own for name, own in self.state_dict().items()
+        }
+
+
+def _keeping(rank: int, folder: str) -> None:
+    warnings.filterwarnings("ignore", "The dirpath has changed")
+    dataset = all_batches(4, steps=STEPS).dataset
+    loader = DataLoader(Subset(dataset, range(rank, len(dataset), 2)), batch_size=6)
+    for epochs, path in ((1, None), (2, Path(folder, "step=4.ckpt"))):
+        strategy = KrizhevskyHybridStrategy(state_dict_type="sharded")
+        runner = trainer(strategy, 2, use_distributed_sampler=False, max_epochs=epochs, **saving(folder))
+        runner.fit(KeepsItsOwn(), loader, ckpt_path=path)
+
+
+@pytest.mark.ci
+@pytest.mark.filterwarnings("ignore")
+def test_shapes_of_a_sharded_checkpoint_are_those_of_the_module_that_loads_it(tmp_path):
+    expected = single(tmp_path / "one", 2)
+    run_processes(2, _keeping, str(tmp_path / "two"))
+    consolidate_checkpoint(tmp_path / "two" / "step=8.ckpt", tmp_path / "whole.ckpt")
+    found = torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]
+    assert_same(found, {name: expected[name] for name in found}, 1e-9)
+
+
 def test_what_cannot_be_consolidated(tmp_path):
     with pytest.raises(ValueError, match="is not a sharded checkpoint: it has no checkpoint.ckpt"):
         consolidate_checkpoint(tmp_path, tmp_path / "whole.ckpt")

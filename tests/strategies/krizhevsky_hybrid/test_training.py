@@ -299,6 +299,13 @@ class OverflowNet(StepNet):
             self.head[1].bias.grad.fill_(torch.inf)
 
 
+class FusedOverflowNet(OverflowNet):
+    """Its optimizer divides the gradients by the scale itself, and skips the step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+
 def _half() -> MixedPrecision:
     # Lightning has no fp16 on CPU of its own, but the plugin works there.
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
@@ -306,7 +313,7 @@ def _half() -> MixedPrecision:
 
 def _fp16(rank: int) -> list[tuple[Result, float]]:
     results = []
-    for net in (OverflowNet, StepNet, HybridNet):
+    for net in (OverflowNet, FusedOverflowNet, StepNet, HybridNet):
         plugin = _half()
         result = fit_with(batches(rank, 2), KrizhevskyHybridStrategy(scheme="c"), 2, net, {"plugins": [plugin]})
         results.append((result, plugin.scaler.get_scale()))
@@ -318,7 +325,7 @@ def _fp16(rank: int) -> list[tuple[Result, float]]:
 def test_fp16_skips_a_step_on_all_ranks_where_one_slice_overflows():
     first, second = run_processes(2, _fp16)
     expected = fit_with(all_batches(2), "auto", 1, StepNet, {"precision": "bf16-mixed"})
-    for (ours, scale), (others, other_scale), num_skipped in zip(first, second, (2, 0, 0), strict=True):
+    for (ours, scale), (others, other_scale), num_skipped in zip(first, second, (2, 2, 0, 0), strict=True):
         assert scale == other_scale == 2.0 ** (10 - num_skipped)
         assert_same(ours, others, 0.0)
         assert all(value.isfinite().all() for value in ours.values())
@@ -335,6 +342,16 @@ def _dropout(rank: int, net: type[HybridNet]) -> list[Result]:
         runner.fit(module, batches(rank, 2))
         results.append(snapshot(module, runner))
     return results
+
+
+def _unscaled(rank: int) -> bool:
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", enabled=False))
+    fit_with(batches(rank, 2), KrizhevskyHybridStrategy(), 2, StepNet, {"plugins": [plugin]})
+    return plugin.scaler.is_enabled()
+
+
+def test_a_scaler_that_is_switched_off_stays_so():
+    assert run_processes(2, _unscaled) == [False, False]
 
 
 NETS = [pytest.param(HybridNet, marks=pytest.mark.slow), StepNet]

@@ -1,0 +1,47 @@
+"""Checkpoints are where Lightning puts those of plain DDP."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+from pytorch_lightning.strategies import DDPStrategy
+
+from lightning_dp import KrizhevskyHybridStrategy, LayeredSGDStrategy
+from tests.ranks import run_processes
+from tests.strategies.krizhevsky_hybrid.modules import HybridNet, batches
+from tests.strategies.modules import trainer
+
+STRATEGIES = {
+    "ddp": DDPStrategy,
+    "layered_sgd": lambda: LayeredSGDStrategy(group_size=1),
+    "hybrid": KrizhevskyHybridStrategy,
+    "sharded": lambda: KrizhevskyHybridStrategy(state_dict_type="sharded"),
+}
+
+
+class SavesAtHome(HybridNet):
+    def on_train_end(self) -> None:
+        self.trainer.save_checkpoint(self.path)
+
+
+def _at_home(rank: int, home: str) -> None:
+    warnings.simplefilter("ignore")  # Lightning advises on loaders
+    os.environ["HOME"] = home
+    for name, make in STRATEGIES.items():
+        for epochs, path in ((1, None), (2, f"~/{name}.ckpt")):
+            module = SavesAtHome()
+            module.path = f"~/{name}.ckpt"
+            runner = trainer(make(), 2, max_epochs=epochs, use_distributed_sampler=False)
+            runner.fit(module, batches(rank, 2, steps=2), ckpt_path=path)
+            assert runner.global_step == 2 * epochs
+            assert Path(home, f"{name}.ckpt").exists()
+
+
+@pytest.mark.ci
+def test_a_path_may_begin_with_the_home_folder(tmp_path):
+    run_processes(2, _at_home, str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} >= {f"{name}.ckpt" for name in STRATEGIES}
+    assert not Path("~").exists()
