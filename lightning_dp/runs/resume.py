@@ -27,7 +27,7 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from lightning_dp._private.lightning_names import begin_next_epoch, restart_loader
 from lightning_dp.data.loading import derive_seed
-from lightning_dp.runs.validation import Config
+from lightning_dp.runs.validation import Config, is_of_validation
 from lightning_dp.strategies.complete_files import existing, write_file
 
 log = logging.getLogger("train")
@@ -441,7 +441,7 @@ class BestCheckpoint(ModelCheckpoint):
             monitor=metric,
             mode=config["optimized_mode"],
             # None: right after a validation, if not each epoch ends with one. Later weights are not those it measured.
-            save_on_train_epoch_end=None if metric.startswith("val/") else True,
+            save_on_train_epoch_end=None if is_of_validation(metric) else True,
             enable_version_counter=False,
         )
 

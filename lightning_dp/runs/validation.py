@@ -525,18 +525,23 @@ def _check_numbers(trainer: Config) -> None:
         raise ValueError(f"trainer.deterministic={trainer['deterministic']} must be true, false or warn")
 
 
+def is_of_validation(metric: str) -> bool:
+    """Return whether a metric is measured in validation, by its name: val/acc, or a user's val_acc or valid_loss."""
+    return re.match(r"val(id|idation)?(?![a-z])", metric) is not None
+
+
 def _check_best(trainer: Config, metric: str | None, data: Config) -> None:
     """Raise ValueError unless there will be a checkpoint with the best ``metric``."""
     if metric is None or metric.startswith("test/"):
         raise ValueError(
             f"test=best needs a metric that is measured during training, not optimized_metric={metric}; use val/acc"
         )
-    if metric.startswith("val/") and 0 in (data.get("val_size"), data.get("num_val")):
+    if is_of_validation(metric) and 0 in (data.get("val_size"), data.get("num_val")):
         raise ValueError(f"test=best needs optimized_metric={metric}, but no images are held out for validation")
-    if metric.startswith("val/") and trainer.get("limit_val_batches") == 0:
+    if is_of_validation(metric) and trainer.get("limit_val_batches") == 0:
         raise ValueError(f"test=best needs optimized_metric={metric}; trainer.limit_val_batches=0 leaves it out")
     every, epochs = trainer.get("check_val_every_n_epoch") or 1, trainer.get("max_epochs") or 0
-    if metric.startswith("val/") and 0 < epochs < every:
+    if is_of_validation(metric) and 0 < epochs < every:
         raise ValueError(
             f"test=best needs optimized_metric={metric}, but trainer.check_val_every_n_epoch={every} leaves it out of "
             f"trainer.max_epochs={epochs}; validate more often"

@@ -34,6 +34,7 @@ from lightning_dp.runs.resume import (
     require_complete,
 )
 from lightning_dp.runs.train import build
+from lightning_dp.runs.validation import is_of_validation
 from tests.ranks import RankError, run_processes
 from tests.recipes.conftest import metrics
 from tests.recipes.in_process import tiny, train, train_rank
@@ -563,6 +564,31 @@ def test_the_best_weights_are_those_that_a_validation_within_an_epoch_has_measur
     assert best["global_step"] == step
     keeper = BestCheckpoint(config).state_key
     assert best["callbacks"][keeper]["best_model_score"].item() == loss
+
+
+class FirstIsBest(Callback):
+    """Logs in each validation the number of steps before it, by a name as a user's module may have it."""
+
+    def on_validation_epoch_end(self, trainer, module):
+        module.log("val_steps", float(trainer.global_step))
+
+
+@pytest.mark.ci
+def test_a_metric_of_validation_need_not_be_named_as_ours(tmp_path):
+    by_steps = ("test=best", "optimized_metric=val_steps", "optimized_mode=min", "+trainer.val_check_interval=2")
+    config = tiny(tmp_path, *by_steps)
+    config["callbacks"]["first"] = {"_target_": f"{__name__}.FirstIsBest"}
+    train(config)
+    assert completed_steps(last(tmp_path).with_name("best.ckpt")) == 2
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [("val/acc", True), ("val_loss", True), ("valid.f1", True), ("validation-acc", True), ("val", True)]
+    + [(name, False) for name in ("value_loss", "validity", "train/val", "loss")],
+)
+def test_metrics_of_validation_are_known_by_their_names(metric, expected):
+    assert is_of_validation(metric) == expected
 
 
 @pytest.mark.ci
