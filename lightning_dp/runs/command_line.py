@@ -318,6 +318,24 @@ def check_mode() -> None:
             raise ValueError(f"{text} has no effect {'in a sweep' if is_in_sweep() else 'on a single run'}; {remedy}")
 
 
+def check_config_folders() -> None:
+    """Raise ValueError for files in a user's folder, as of --config-dir, that Hydra does not read."""
+    sources = HydraConfig.get().runtime.config_sources
+    folders = [Path(source.path) for source in sources if source.schema == "file"]
+    ours = conf_folder()
+    for folder in folders[folders.index(ours) + 1 :] if ours in folders else ():
+        require_new_names(folder)
+
+
+def require_new_names(folder: Path) -> None:
+    """Raise ValueError for a file that has the name of one of ours and other content: Hydra takes the first one."""
+    ours = conf_folder()
+    for path in sorted(ours.rglob("*.yaml")):
+        own = folder / path.relative_to(ours)
+        if own.is_file() and own.read_bytes() != path.read_bytes():
+            raise ValueError(f"{own} is not read, because the recipes have a file of that name; give it another name")
+
+
 def is_search() -> bool:
     """Return whether this job is one of a sweep whose next jobs depend on what the first ones reach."""
     return is_in_sweep() and not HydraConfig.get().sweeper["_target_"].endswith(".BasicSweeper")

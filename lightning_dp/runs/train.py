@@ -27,6 +27,7 @@ from pytorch_lightning.plugins.precision import DoublePrecision
 
 from lightning_dp.launch import external_rank, launch
 from lightning_dp.runs.command_line import (
+    check_config_folders,
     check_mode,
     config_error,
     is_in_sweep,
@@ -78,6 +79,7 @@ def job(cfg: DictConfig) -> float | None:
     with ExitStack() as stack:
         try:
             check_mode()
+            check_config_folders()
             config = resolved(cfg)
             check_given_optim(cfg, map(key_of, HydraConfig.get().overrides.task))
             num_processes = validate(config)
