@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning import seed_everything
-from pytorch_lightning.callbacks import WeightAveraging
+from pytorch_lightning.callbacks import ModelCheckpoint, WeightAveraging
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.plugins.precision import DoublePrecision
 
@@ -225,7 +225,9 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     # For each job of a sweep, since it holds for the whole process. Configurations of old runs do not have it.
     torch.set_float32_matmul_precision(config.get("matmul_precision", "highest"))
     model, data = instantiate(config["model"]), instantiate(config["data"])
-    callbacks = [instantiate(node) for node in without_contradictions(config)["callbacks"].values()]
+    made = {name: instantiate(node) for name, node in without_contradictions(config)["callbacks"].items()}
+    # Other checkpoints of an epoch come before last.ckpt, which holds what these callbacks know of theirs.
+    callbacks = sorted(made.values(), key=lambda each: not _is_before_last(each, made.get("checkpoint")))
     callbacks += [SeedEachEpoch(config["seed"]), ConfigurationInCheckpoint(config)]
     if config.get("test") == "best" and config["train"]:
         callbacks.insert(0, BestCheckpoint(config))
@@ -240,6 +242,10 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     if is_plain and not isinstance(trainer.strategy, BaseStrategy):
         trainer.strategy.checkpoint_io = CompleteFiles()
     return trainer, model, data
+
+
+def _is_before_last(callback: Any, writes_last: Any) -> bool:
+    return isinstance(callback, ModelCheckpoint) and callback is not writes_last
 
 
 def result_line(metrics: dict[str, float], run_dir: str) -> str:

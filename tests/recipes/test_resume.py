@@ -239,6 +239,19 @@ def test_the_mean_of_the_weights_is_tested_of_a_run_that_has_ended(tmp_path):
 
 
 @pytest.mark.ci
+def test_the_last_checkpoint_knows_the_best_ones_of_its_epoch(tmp_path):
+    config = tiny(tmp_path, "test=false", "trainer.max_epochs=1")
+    config["callbacks"]["top"] = {
+        "_target_": "pytorch_lightning.callbacks.ModelCheckpoint",
+        **{"dirpath": str(tmp_path / "top"), "monitor": "val/acc", "mode": "max"},
+    }
+    train(config)
+    (file,) = (tmp_path / "top").iterdir()
+    states = torch.load(last(tmp_path), weights_only=True)["callbacks"].values()
+    assert str(file) in [state.get("best_model_path") for state in states]
+
+
+@pytest.mark.ci
 def test_to_test_an_epoch_again_leaves_the_rows_of_later_ones(tmp_path):
     steps = "+optim.scheduler.total_steps=6"
     train(tiny(tmp_path, "trainer.max_epochs=1", steps))
