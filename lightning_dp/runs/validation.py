@@ -430,7 +430,7 @@ def check_top_level(config: DictConfig, *also_read: str) -> None:
 
 
 def check_given_optim(config: DictConfig, given: Iterable[str]) -> None:
-    """Raise ValueError for an option of ``optim`` on the command line that no interpolation reads.
+    """Raise ValueError for an option of ``optim`` on the command line that no interpolation reads, or no schedule.
 
     The group is no object that could refuse it.
 
@@ -438,6 +438,12 @@ def check_given_optim(config: DictConfig, given: Iterable[str]) -> None:
         config: the whole configuration.
         given: the keys of the command line.
     """
+    given = list(given)
+    if "optim.optimizer.lr" in given and OmegaConf.select(config, "optim.scheduler.max_lr") is not None:
+        raise ValueError(
+            "optim.optimizer.lr has no effect, because the schedule takes the rate from max_lr; write optim.lr "
+            "or optim.scheduler.max_lr"
+        )
     texts = list(_strings(OmegaConf.to_container(config, resolve=False)))
     if any(re.search(r"[{:]\s*optim\s*[,}]", text) for text in texts):  # the whole of it
         return
