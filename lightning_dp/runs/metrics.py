@@ -171,7 +171,10 @@ def rows_of(run_dir: Path) -> list[dict[str, str]]:
     if not (run_dir / METRICS).is_file():
         return []
     with open(run_dir / METRICS, newline="") as file:
-        rows = [row for row in csv.DictReader(file) if None not in row.values()]
+        lines = file.readlines()
+    # A row that was cut within its last value has as many as the others.
+    whole = lines if not lines or lines[-1].endswith("\n") else lines[:-1]
+    rows = [row for row in csv.DictReader(whole) if None not in row.values()]
     return [{name: value for name, value in row.items() if value} for row in rows]
 
 

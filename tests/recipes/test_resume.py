@@ -724,8 +724,9 @@ def test_an_interrupted_save_leaves_the_checkpoint_before(tmp_path, fault, error
     assert {file.name for file in tmp_path.iterdir()} == {"last.ckpt"}
 
 
-def test_a_row_that_was_cut_is_left_out(tmp_path):
-    (tmp_path / "metrics.csv").write_text("epoch,loss,step\n0,1.5,0\n0,1.2,1\n0,1.")
+@pytest.mark.parametrize("rest", ["0,1.", "0,1.1,1"])
+def test_a_row_that_was_cut_is_left_out(tmp_path, rest):
+    (tmp_path / "metrics.csv").write_text(f"epoch,loss,step\n0,1.5,0\n0,1.2,1\n{rest}")
     assert rows_before(save(tmp_path, num_steps=2)) == [
         {"epoch": "0", "loss": "1.5", "step": "0"},
         {"epoch": "0", "loss": "1.2", "step": "1"},
