@@ -213,8 +213,9 @@ def configure_logging(config: Config | None) -> None:
     if config is None:
         return
     if external_rank():
-        config = config | {"root": config["root"] | {"handlers": ["console"]}}
-        config["handlers"] = {"console": config["handlers"]["console"]}
+        # hydra/job_logging=none has no handler.
+        handlers = {name: each for name, each in config.get("handlers", {}).items() if name == "console"}
+        config = config | {"handlers": handlers, "root": (config.get("root") or {}) | {"handlers": list(handlers)}}
     logging.config.dictConfig(config)
 
 

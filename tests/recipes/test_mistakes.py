@@ -125,6 +125,16 @@ def test_an_error_of_a_rank_without_a_log_file_has_its_traceback(monkeypatch, tm
     assert list(tmp_path.iterdir()) == []
 
 
+def test_other_ranks_need_no_handler_of_the_log(monkeypatch):
+    """``hydra/job_logging=none`` has none."""
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    handlers, level = list(logging.root.handlers), logging.root.level
+    train.configure_logging({"version": 1, "root": None, "disable_existing_loggers": False})
+    found, logging.root.handlers[:], logging.root.level = list(logging.root.handlers), handlers, level
+    assert found == []
+
+
 def test_a_sweep_under_torchrun_is_refused(fail, monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
