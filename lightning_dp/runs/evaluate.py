@@ -148,7 +148,8 @@ def own_config(overrides: list[str], config_dir: Path | None = None) -> DictConf
 
 def on_one_device(cfg: DictConfig) -> Config:
     """Return a configuration, in plain dicts and lists, that uses one device and writes nothing."""
-    cfg.callbacks = {}
+    # Nobody reads these. They may name what only Hydra knows while a run is on: ${hydra:runtime.output_dir}.
+    cfg.callbacks = cfg.logger = {}
     for name, value in HERE.items():
         cfg.trainer[name] = value
     resolved: Config = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
