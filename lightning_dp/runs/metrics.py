@@ -43,17 +43,19 @@ class MetricsFile(Logger):
     Args:
         run_dir: where the files are.
         rows: what the file begins with; see `rows_before`.
+        writes_hyperparameters: False keeps the hyperparameters of the training, where its run is tested again.
     """
 
     name = ""
     version = ""
 
-    def __init__(self, run_dir: str, rows: Sequence[dict[str, Any]] = ()) -> None:
+    def __init__(self, run_dir: str, rows: Sequence[dict[str, Any]] = (), writes_hyperparameters: bool = True) -> None:
         super().__init__()
         self._folder = Path(run_dir)
         self._rows = list(rows)
         self._columns: list[str] = []
         self._hyperparameters: dict[str, Any] = {}
+        self._writes_hyperparameters = writes_hyperparameters
 
     @property
     def num_rows(self) -> int:
@@ -70,7 +72,8 @@ class MetricsFile(Logger):
         """Add to the hyperparameters, and write them."""
         self._hyperparameters |= dict(params)
         self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / "hparams.yaml").write_text(OmegaConf.to_yaml(_as_yaml(self._hyperparameters)))
+        if self._writes_hyperparameters:
+            (self._folder / "hparams.yaml").write_text(OmegaConf.to_yaml(_as_yaml(self._hyperparameters)))
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float | Tensor], step: int | None = None) -> None:

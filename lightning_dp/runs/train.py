@@ -90,8 +90,8 @@ def job(cfg: DictConfig) -> float | None:
         except Exception as error:
             raise config_error(error) from error
         if is_first:
-            # The folder of a run that is only tested again keeps the configuration of its training.
-            if config["train"] or checkpoint is None or not is_of(Path(cfg.run_dir), checkpoint):
+            # The folder keeps the configuration of its training, also in hparams.yaml.
+            if not is_tested_again(config):
                 write_configuration(cfg)
             if cfg.print_config:
                 print(OmegaConf.to_yaml(cfg, resolve=True), flush=True)
@@ -162,10 +162,15 @@ def leaving_no_groups() -> Iterator[None]:
 
 def first_rows(config: Config) -> list[dict[str, str]]:
     """Return the rows with which the metrics.csv of a run from a checkpoint begins."""
-    checkpoint, run_dir = Path(config["ckpt_path"]), Path(config["run_dir"])
-    if not config["train"] and is_of(run_dir, checkpoint):
-        return rows_of(run_dir)  # the weights of an earlier epoch may be tested, and the run has gone on from there
-    return rows_before(checkpoint)
+    if is_tested_again(config):  # the weights of an earlier epoch, maybe, and the run has gone on from there
+        return rows_of(Path(config["run_dir"]))
+    return rows_before(Path(config["ckpt_path"]))
+
+
+def is_tested_again(config: Config) -> bool:
+    """Return whether a run is only tested, in its own folder."""
+    path = config["ckpt_path"]
+    return not config["train"] and path is not None and is_of(Path(config["run_dir"]), Path(path))
 
 
 def make_loggers(config: Config, rows: list[dict[str, str]]) -> list[Any]:
@@ -174,7 +179,7 @@ def make_loggers(config: Config, rows: list[dict[str, str]]) -> list[Any]:
     The first one is ``self.logger`` of a module.
     """
     chosen = [instantiate(node) for node in config["logger"].values() if node is not None]
-    return [*chosen, MetricsFile(config["run_dir"], rows)]
+    return [*chosen, MetricsFile(config["run_dir"], rows, writes_hyperparameters=not is_tested_again(config))]
 
 
 def remove_checkpoints_of_slurm(trainer: Any, config: Config) -> None:

@@ -257,9 +257,10 @@ def test_to_test_an_epoch_again_leaves_the_rows_of_later_ones(tmp_path):
     train(tiny(tmp_path, "trainer.max_epochs=1", steps))
     first = shutil.copy(last(tmp_path), tmp_path / "checkpoints" / "first.ckpt")
     train(tiny(tmp_path, f"ckpt_path={last(tmp_path)}", "trainer.max_epochs=2", steps))
-    rows = metrics(tmp_path)
+    rows, hyperparameters = metrics(tmp_path), (tmp_path / "hparams.yaml").read_text()
     train(tiny(tmp_path, f"ckpt_path={first}", "train=false"))
     assert metrics(tmp_path)[:-1] == rows
+    assert (tmp_path / "hparams.yaml").read_text() == hyperparameters
 
 
 def find(requested, run_dir, in_sweep=False, launched=False, **values):
