@@ -465,20 +465,24 @@ class BestCheckpoint(ModelCheckpoint):
             FileNotFoundError: its weights are gone.
         """
         path, own = state_dict["best_model_path"], Path(self.dirpath or "", OF_A_RUN["best"].name)
-        if path and not Path(path).exists() and own.exists():  # the run folder has been moved
-            path = str(own)
+        best_score = state_dict.get("best_model_score")
+        if path and own.exists() and (not Path(path).exists() or _best_score(own, self) == best_score):
+            path = str(own)  # the run folder has been moved, or copied
         if path and not Path(path).exists():
             raise FileNotFoundError(f"test=best: the best weights so far are gone; put {path} back, or use test=last")
-        if path and Path(path).resolve().parent != Path(self.dirpath or "").resolve():
-            # In its own folder, a run that was killed between the two files writes the same best weights again.
-            score = read_checkpoint(Path(path))["callbacks"].get(self.state_key, {}).get("best_model_score")
-            if score != state_dict["best_model_score"]:
-                raise FileNotFoundError(
-                    f"test=best: the best weights so far are gone: {path} is now of a later epoch; continue in the "
-                    "folder of that run, or use test=last"
-                )
+        is_elsewhere = path and Path(path).resolve().parent != Path(self.dirpath or "").resolve()
+        # In its own folder, a run that was killed between the two files writes the same best weights again.
+        if is_elsewhere and _best_score(Path(path), self) != best_score:
+            raise FileNotFoundError(
+                f"test=best: the best weights so far are gone: {path} is now of a later epoch; continue in the folder "
+                "of that run, or use test=last"
+            )
         # Without its scores, the best of the remaining epochs would be taken for the best of all.
         super().load_state_dict(state_dict | {"dirpath": self.dirpath, "best_model_path": path})
+
+
+def _best_score(path: Path, keeper: BestCheckpoint) -> Any:
+    return read_checkpoint(path)["callbacks"].get(keeper.state_key, {}).get("best_model_score")
 
 
 def _require_best_is_known(checkpoint: Path, config: Config) -> None:

@@ -547,6 +547,19 @@ def test_the_best_of_a_run_that_went_on_meanwhile_is_not_taken_for_that_of_this_
     BestCheckpoint(config).load_state_dict(state | {"best_model_score": torch.tensor(0.75)})
 
 
+def test_the_best_of_a_copied_run_folder_is_in_the_copy(tmp_path):
+    """The first run may have gone on meanwhile, and have another best."""
+    config = tiny(tmp_path / "copy", *BEST)
+    own, others = (save(tmp_path / run).with_name("best.ckpt") for run in ("copy", "first"))
+    for path, score in ((own, 0.5), (others, 0.75)):
+        callbacks = {BestCheckpoint(config).state_key: {"best_model_score": torch.tensor(score)}}
+        torch.save(WHOLE | {"global_step": 9, "callbacks": callbacks}, path)
+    state = BestCheckpoint(config).state_dict() | {"best_model_path": str(others)}
+    callback = BestCheckpoint(config)
+    callback.load_state_dict(state | {"best_model_score": torch.tensor(0.5)})
+    assert callback.best_model_path == str(own)
+
+
 @pytest.mark.ci
 def test_validation_that_counts_steps_need_not_come_in_the_first_epoch(tmp_path):
     every = ("trainer.check_val_every_n_epoch=null", "+trainer.val_check_interval=4", "test=best")
