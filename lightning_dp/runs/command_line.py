@@ -39,6 +39,7 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 LOG_FILE = "train.log"
 GROUPS = ("debug", "experiment", "hparams_search", "plan")  # keys of a command line that choose files, and `plan=FILE`
 PLAN = "plan="
+NO_SWEEP = "--multirun starts the processes of each job itself; use python, not torchrun or srun"
 # Launchers and sweepers of Hydra -> the extra that brings their plugin.
 PLUGINS = {
     "joblib": "hydra-joblib-launcher",
@@ -133,7 +134,7 @@ def arguments_of_rank(arguments: list[str], rank: int | None, folder: str) -> li
     """
     sweep = [argument for argument in arguments if argument in ("-m", "--multirun")]
     if sweep and rank is not None:
-        raise JobError("--multirun starts the processes of each job itself; use python, not torchrun or srun")
+        raise JobError(NO_SWEEP)
     if sweep:  # at the front, because Hydra's parser does not find the flag between overrides
         arguments = [*sweep, *(argument for argument in arguments if argument not in sweep)]
     # Hydra has another way to write this.
@@ -311,6 +312,8 @@ def is_in_sweep() -> bool:
 
 def check_mode() -> None:
     """Raise ValueError for options of Hydra that are for a sweep, in a single run, or the other way round."""
+    if is_in_sweep() and external_rank() is not None:  # by hydra.mode=MULTIRUN, or an option that sets it
+        raise ValueError(NO_SWEEP)
     options = ("hydra.run.",) if is_in_sweep() else ("hydra.sweep.", "hydra.launcher.", "hydra/launcher")
     remedy = "name the folder of a sweep with hydra.sweep.dir=FOLDER" if is_in_sweep() else "add --multirun"
     for text in HydraConfig.get().overrides.hydra:

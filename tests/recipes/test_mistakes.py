@@ -138,7 +138,8 @@ def test_other_ranks_need_no_handler_of_the_log(monkeypatch):
 def test_a_sweep_under_torchrun_is_refused(fail, monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert "not torchrun" in fail("--multirun", "seed=1,2")
+    for sweep in ("--multirun", "hydra.mode=MULTIRUN"):
+        assert "not torchrun" in fail(sweep, "seed=1,2")
     assert "2 processes were started, for 1 devices" in fail("trainer=cpu")
 
 
