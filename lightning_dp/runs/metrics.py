@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
@@ -183,7 +184,17 @@ def rows_of(run_dir: Path) -> list[dict[str, str]]:
 
 def last_values(rows: Sequence[dict[str, str]]) -> dict[str, float]:
     """Return the last value of each metric."""
-    return {name: float(value) for row in rows for name, value in row.items() if name not in ("epoch", "step")}
+    return {name: value for row in rows for name, value in _numbers(row).items()}
+
+
+def _numbers(row: dict[str, str]) -> dict[str, float]:
+    """Return the metrics of a row. A module that logs directly may have texts among them, as Lightning's loggers do."""
+    found = {}
+    for name, text in row.items():
+        if name not in ("epoch", "step"):
+            with suppress(ValueError):
+                found[name] = float(text)
+    return found
 
 
 def read_metrics(run_dir: Path) -> dict[str, Series]:
@@ -196,9 +207,8 @@ def read_metrics(run_dir: Path) -> dict[str, Series]:
     trained = np.interp([int(row["step"]) + 1 for row in rows], steps, epochs).tolist()
     series: dict[str, Series] = {}
     for place, row in zip(trained, rows, strict=True):
-        for name, value in row.items():
-            if name not in ("epoch", "step"):
-                series.setdefault(name, []).append((place, float(value)))
+        for name, value in _numbers(row).items():
+            series.setdefault(name, []).append((place, value))
     return series
 
 
