@@ -39,6 +39,7 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 LOG_FILE = "train.log"
 GROUPS = ("debug", "experiment", "hparams_search", "plan")  # keys of a command line that choose files, and `plan=FILE`
 PLAN = "plan="
+OF_A_SWEEP = ("hydra.sweep.", "hydra.launcher.", "hydra/launcher", "hydra.sweeper.", "hydra/sweeper")
 NO_SWEEP = "--multirun starts the processes of each job itself; use python, not torchrun or srun"
 # Launchers and sweepers of Hydra -> the extra that brings their plugin.
 PLUGINS = {
@@ -314,7 +315,7 @@ def check_mode() -> None:
     """Raise ValueError for options of Hydra that are for a sweep, in a single run, or the other way round."""
     if is_in_sweep() and external_rank() is not None:  # by hydra.mode=MULTIRUN, or an option that sets it
         raise ValueError(NO_SWEEP)
-    options = ("hydra.run.",) if is_in_sweep() else ("hydra.sweep.", "hydra.launcher.", "hydra/launcher")
+    options = ("hydra.run.",) if is_in_sweep() else OF_A_SWEEP
     remedy = "name the folder of a sweep with hydra.sweep.dir=FOLDER" if is_in_sweep() else "add --multirun"
     for text in HydraConfig.get().overrides.hydra:
         if key_of(text).startswith(options):
