@@ -11,6 +11,7 @@ import logging
 import math
 import random
 import re
+import shutil
 import textwrap
 import zipfile
 from collections.abc import Iterator
@@ -444,6 +445,25 @@ class BestCheckpoint(ModelCheckpoint):
             save_on_train_epoch_end=None if is_of_validation(metric) else True,
             enable_version_counter=False,
         )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Copy the best weights of before: the run that they are of may go on, and replace them."""
+        super().on_train_start(trainer, pl_module)
+        self.keep_copy(trainer)
+
+    def keep_copy(self, trainer: Trainer) -> None:
+        """Copy the best weights to the folder of this run, if the best epoch was before it continued there."""
+        path, own = Path(self.best_model_path), Path(self.dirpath or "", OF_A_RUN["best"].name)
+        if not self.best_model_path or path.resolve() == own.resolve():
+            return
+        if trainer.is_global_zero:
+            own.parent.mkdir(exist_ok=True)
+            copy = shutil.copytree if path.is_dir() else shutil.copy2
+            copy(path, own)
+        trainer.strategy.barrier()
+        assert self.best_model_score is not None
+        self.best_k_models = {str(own): self.best_model_score}
+        self.best_model_path = self.kth_best_model_path = str(own)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the weights if they are the best.

@@ -50,7 +50,6 @@ from lightning_dp.runs.metrics import (
 from lightning_dp.runs.resume import (
     CURVES,
     METRICS,
-    OF_A_RUN,
     BestCheckpoint,
     CompleteFiles,
     ConfigurationInCheckpoint,
@@ -204,13 +203,8 @@ def weights_to_test(config: Config, trainer: Any) -> str | None:
             f"test=best: optimized_metric={best.monitor} was not logged before the end of any epoch; validate more "
             "often, or use test=last"
         )
-    path, own = Path(best.best_model_path), Path(config["run_dir"], OF_A_RUN["best"])
-    if trainer.is_global_zero and path.resolve() != own.resolve():
-        # The best epoch was before the run continued in this folder.
-        own.parent.mkdir(exist_ok=True)
-        copy = shutil.copytree if path.is_dir() else shutil.copy2
-        copy(path, own)
-    return str(path)
+    best.keep_copy(trainer)
+    return str(best.best_model_path)
 
 
 def configure_logging(config: Config | None) -> None:

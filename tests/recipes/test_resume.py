@@ -547,6 +547,26 @@ def test_the_best_of_a_run_that_went_on_meanwhile_is_not_taken_for_that_of_this_
     BestCheckpoint(config).load_state_dict(state | {"best_model_score": torch.tensor(0.75)})
 
 
+class GoesOn(Callback):
+    """Replaces a file, as the first run does if it goes on meanwhile."""
+
+    def __init__(self, new, file):
+        self.new, self.file = new, file
+
+    def on_train_epoch_start(self, trainer, module):
+        shutil.copy(self.new, self.file)
+
+
+@pytest.mark.ci
+def test_the_best_weights_of_before_are_kept_where_the_first_run_goes_on_meanwhile(tmp_path):
+    first, steps = tmp_path / "first", "+optim.scheduler.total_steps=9"
+    found = train(tiny(first, *BEST, steps))
+    config = tiny(tmp_path / "second", *BEST, steps, "trainer.max_epochs=3", f"ckpt_path={last(first)}")
+    later, best = shutil.copy(last(first), tmp_path / "later.ckpt"), last(first).with_name("best.ckpt")
+    config["callbacks"]["meanwhile"] = {"_target_": f"{__name__}.GoesOn", "new": str(later), "file": str(best)}
+    assert train(config)["test/loss"] == found["test/loss"]
+
+
 def test_the_best_of_a_copied_run_folder_is_in_the_copy(tmp_path):
     """The first run may have gone on meanwhile, and have another best."""
     config = tiny(tmp_path / "copy", *BEST)
