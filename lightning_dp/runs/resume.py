@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
@@ -394,8 +394,12 @@ class ContinuesAfterCheckpoint(Callback):
     The callback comes before the others, so that they see the right epoch.
     """
 
+    def __init__(self) -> None:
+        self._has_trained = False
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Correct the loop. Called by Lightning when the checkpoint has been loaded."""
+        self._has_trained = True
         begin_next_epoch(trainer)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         stoppers = [callback for callback in callbacks if isinstance(callback, EarlyStopping)]
@@ -418,10 +422,15 @@ class ContinuesAfterCheckpoint(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the epoch of a checkpoint as completed, also if no step was left: then no hook of training was called.
 
-        Lightning does so itself for ``max_epochs``, not for ``max_steps``. The test is logged with this number.
+        Lightning does so itself for ``max_epochs``, not for ``max_steps``. The test is logged with this number. The
+        mean of the weights, which is tested, is put into the module when training ends.
         """
         epoch: Any = trainer.fit_loop.epoch_progress.current
         epoch.completed = epoch.processed
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and not self._has_trained:
+                callback.on_train_end(trainer, pl_module)
 
 
 # --- the best weights ---

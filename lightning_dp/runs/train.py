@@ -56,7 +56,6 @@ from lightning_dp.runs.resume import (
     ContinuesAfterCheckpoint,
     SeedEachEpoch,
     alone_in,
-    completed_steps,
     find_checkpoint,
     is_of,
     naming_another_model,
@@ -194,9 +193,7 @@ def weights_to_test(config: Config, trainer: Any) -> str | None:
     if not config["train"]:
         return config["ckpt_path"]
     if config["test"] == "last":
-        # Of a run that has ended, Lightning does not put the mean into the model again.
-        path = config["ckpt_path"] if any(isinstance(each, WeightAveraging) for each in trainer.callbacks) else None
-        return path if path is not None and completed_steps(Path(path)) == trainer.global_step else None
+        return None
     (best,) = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, BestCheckpoint)]
     if not best.best_model_path:
         raise ValueError(

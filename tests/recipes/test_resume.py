@@ -239,6 +239,17 @@ def test_the_mean_of_the_weights_is_tested_of_a_run_that_has_ended(tmp_path):
 
 
 @pytest.mark.ci
+def test_stochastic_weight_averaging_has_a_mean_that_is_tested_of_a_run_that_has_ended(tmp_path):
+    """Without batch norm no epoch is left, so that no hook of training puts the mean into the module."""
+    config = tiny(tmp_path, "model=cifar_alexnet")
+    swa = "pytorch_lightning.callbacks.StochasticWeightAveraging"
+    config["callbacks"]["mean"] = {"_target_": swa, "swa_lrs": 0.5, "swa_epoch_start": 1}
+    found = train(config)
+    again = train(config | {"ckpt_path": str(last(tmp_path))})
+    assert again["test/loss"] == found["test/loss"]
+
+
+@pytest.mark.ci
 def test_the_last_checkpoint_knows_the_best_ones_of_its_epoch(tmp_path):
     config = tiny(tmp_path, "test=false", "trainer.max_epochs=1")
     config["callbacks"]["top"] = {
