@@ -454,6 +454,7 @@ class BestCheckpoint(ModelCheckpoint):
             save_on_train_epoch_end=None if is_of_validation(metric) else True,
             enable_version_counter=False,
         )
+        self._has_batches = False  # in this epoch
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Copy the best weights of before: the run that they are of may go on, and replace them."""
@@ -474,6 +475,10 @@ class BestCheckpoint(ModelCheckpoint):
         self.best_k_models = {str(own): self.best_model_score}
         self.best_model_path = self.kth_best_model_path = str(own)
 
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Note that the epoch has a batch. Called by Lightning."""
+        self._has_batches = True
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the weights if they are the best.
 
@@ -481,7 +486,9 @@ class BestCheckpoint(ModelCheckpoint):
             ValueError: the metric is not logged.
         """
         every = trainer.check_val_every_n_epoch  # None: val_check_interval counts steps, over epochs
-        is_validated = every is not None and (trainer.current_epoch + 1) % every == 0
+        # A run that continues from the checkpoint of a validation at the end of an epoch has nothing of that epoch.
+        is_validated = self._has_batches and every is not None and (trainer.current_epoch + 1) % every == 0
+        self._has_batches = False
         if is_validated and self.monitor not in trainer.callback_metrics:
             there_are = ", ".join(sorted(trainer.callback_metrics))
             raise ValueError(f"test=best: optimized_metric={self.monitor} is not logged; use one of {there_are}")

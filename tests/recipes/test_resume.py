@@ -624,6 +624,15 @@ def test_the_best_weights_are_those_that_a_validation_within_an_epoch_has_measur
     assert best["callbacks"][keeper]["best_model_score"].item() == loss
 
 
+@pytest.mark.ci
+def test_a_run_continues_from_the_best_weights_that_a_validation_has_measured(tmp_path):
+    """They are of the end of an epoch, of which nothing is left but its end."""
+    every = ("trainer.check_val_every_n_epoch=2", "test=best")
+    train(tiny(tmp_path / "first", *every))
+    best = last(tmp_path / "first").with_name("best.ckpt")
+    assert "test/acc" in train(tiny(tmp_path / "second", *every, f"ckpt_path={best}"))
+
+
 class FirstIsBest(Callback):
     """Logs in each validation the number of steps before it, by a name as a user's module may have it."""
 
