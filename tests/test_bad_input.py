@@ -95,6 +95,7 @@ RECIPES = [
     ("hydra.run.dir=null", "hydra.run.dir ... is not Optional"),
     ("hydra.run.dir=", "hydra.run.dir= names no folder; write hydra.run.dir=FOLDER"),
     ("hydra.sweep.dir=old trainer=cpu", "hydra.sweep.dir=old has no effect on a single run; add --multirun"),
+    ("hydra.sweeper.max_batch_size=2 trainer=cpu", "max_batch_size=2 has no effect on a single run; add --multirun"),
     (
         "--multirun hydra.run.dir=old trainer=cpu",
         "hydra.run.dir=old has no effect in a sweep ... hydra.sweep.dir=FOLDER",

@@ -94,7 +94,7 @@ class ImageDataModule(LightningDataModule):
             self._splits["train"], self._splits["val"] = self.read_train()
         if stage in (None, "test"):
             self._splits["test"] = self.read_test()
-        self._check_sizes(world_size, {name: len(labels) for name, (_, labels) in self._splits.items()})
+        self._check_loaded(world_size)
         if self.num_workers == 0:
             # Lightning advises more workers. That helps loaders that work image by image; here it would be wrong.
             warnings.filterwarnings("ignore", message=".*does not have many workers")
@@ -136,6 +136,9 @@ class ImageDataModule(LightningDataModule):
     def _loader(
         self, dataset: Dataset[Any], sampler: DistributedSampler[BatchSlice], persistent_workers: bool = False
     ) -> DataLoader[Any]:
+        # Again: since `setup`, a process group may have been made, or a callback have set another batch size.
+        self._check_batch_sizes(sampler.num_replicas)
+        self._check_loaded(sampler.num_replicas)
         on_cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         loader = _LateLoader(
             dataset,
@@ -168,6 +171,9 @@ class ImageDataModule(LightningDataModule):
                 f"batch_size={self.batch_size} is not a multiple of {world_size} ranks; "
                 f"use {below} or {below + world_size}"
             )
+
+    def _check_loaded(self, world_size: int) -> None:
+        self._check_sizes(world_size, {name: len(labels) for name, (_, labels) in self._splits.items()})
 
     def _check_sizes(self, world_size: int, sizes: dict[str, int]) -> None:
         """Raise ValueError if a split has too few images."""

@@ -265,6 +265,7 @@ class _Scan:
         self.images: dict[str, tuple[int, int]] = {}
         self.labels: dict[str, int] = {}
         self.others: set[str] = set()
+        self.dotted: dict[str, str] = {}  # key -> a member that would be an image, if its key ended at the last dot
 
     def add(self, member: tarfile.TarInfo, file: BinaryIO) -> None:
         """Take in a member if it is an image or a label."""
@@ -273,6 +274,8 @@ class _Scan:
             return
         if suffix not in (*IMAGE_SUFFIXES, LABEL_SUFFIX):
             self.others.add(suffix)
+            if suffix.rpartition(".")[2] in IMAGE_SUFFIXES:
+                self.dotted[key] = member.name
             return
         if not member.isreg() or member.issparse():
             raise ValueError(
@@ -311,6 +314,13 @@ class _Scan:
                     f"{self.path} has no {name} for {len(alone)} keys, of which {_printable(alone[0])} is the first; "
                     "write it again with an image and a label for each key"
                 )
+        # KEY.seg.png beside KEY.jpg is no image of its own. Without one, images would be missing without a word.
+        lost = [name for key, name in self.dotted.items() if key not in self.images]
+        if lost:
+            raise ValueError(
+                f"{_printable(lost[0])} in {self.path} is no image: a key ends at the first dot of a name; write the "
+                "shard again with names that have one dot"
+            )
         # A dictionary keeps the order of insertion, which is that of the images in the shard.
         places = np.array(list(self.images.values()), dtype=np.int64)
         labels = np.array([self.labels[key] for key in self.images], dtype=np.int64)

@@ -39,6 +39,8 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 LOG_FILE = "train.log"
 GROUPS = ("debug", "experiment", "hparams_search", "plan")  # keys of a command line that choose files, and `plan=FILE`
 PLAN = "plan="
+OF_A_SWEEP = ("hydra.sweep.", "hydra.launcher.", "hydra/launcher", "hydra.sweeper.", "hydra/sweeper")
+NO_SWEEP = "--multirun starts the processes of each job itself; use python, not torchrun or srun"
 # Launchers and sweepers of Hydra -> the extra that brings their plugin.
 PLUGINS = {
     "joblib": "hydra-joblib-launcher",
@@ -133,7 +135,7 @@ def arguments_of_rank(arguments: list[str], rank: int | None, folder: str) -> li
     """
     sweep = [argument for argument in arguments if argument in ("-m", "--multirun")]
     if sweep and rank is not None:
-        raise JobError("--multirun starts the processes of each job itself; use python, not torchrun or srun")
+        raise JobError(NO_SWEEP)
     if sweep:  # at the front, because Hydra's parser does not find the flag between overrides
         arguments = [*sweep, *(argument for argument in arguments if argument not in sweep)]
     # Hydra has another way to write this.
@@ -311,11 +313,31 @@ def is_in_sweep() -> bool:
 
 def check_mode() -> None:
     """Raise ValueError for options of Hydra that are for a sweep, in a single run, or the other way round."""
-    options = ("hydra.run.",) if is_in_sweep() else ("hydra.sweep.", "hydra.launcher.", "hydra/launcher")
+    if is_in_sweep() and external_rank() is not None:  # by hydra.mode=MULTIRUN, or an option that sets it
+        raise ValueError(NO_SWEEP)
+    options = ("hydra.run.",) if is_in_sweep() else OF_A_SWEEP
     remedy = "name the folder of a sweep with hydra.sweep.dir=FOLDER" if is_in_sweep() else "add --multirun"
     for text in HydraConfig.get().overrides.hydra:
         if key_of(text).startswith(options):
             raise ValueError(f"{text} has no effect {'in a sweep' if is_in_sweep() else 'on a single run'}; {remedy}")
+
+
+def check_config_folders() -> None:
+    """Raise ValueError for files in a user's folder, as of --config-dir, that Hydra does not read."""
+    sources = HydraConfig.get().runtime.config_sources
+    folders = [Path(source.path) for source in sources if source.schema == "file"]
+    ours = conf_folder()
+    for folder in folders[folders.index(ours) + 1 :] if ours in folders else ():
+        require_new_names(folder)
+
+
+def require_new_names(folder: Path) -> None:
+    """Raise ValueError for a file that has the name of one of ours and other content: Hydra takes the first one."""
+    ours = conf_folder()
+    for path in sorted(ours.rglob("*.yaml")):
+        own = folder / path.relative_to(ours)
+        if own.is_file() and own.read_bytes() != path.read_bytes():
+            raise ValueError(f"{own} is not read, because the recipes have a file of that name; give it another name")
 
 
 def is_search() -> bool:

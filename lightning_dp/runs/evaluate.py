@@ -22,7 +22,7 @@ from pytorch_lightning import seed_everything
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from lightning_dp.data.module import ImageDataModule
-from lightning_dp.runs.command_line import argument_parser, conf_folder, message_of
+from lightning_dp.runs.command_line import argument_parser, conf_folder, message_of, require_new_names
 from lightning_dp.runs.hydra_versions import VERSION_BASE
 from lightning_dp.runs.resume import naming_another_model, read_checkpoint, require_intact
 from lightning_dp.runs.train import build
@@ -140,6 +140,7 @@ def own_config(overrides: list[str], config_dir: Path | None = None) -> DictConf
     if config_dir is not None:
         if not config_dir.is_dir():
             raise FileNotFoundError(f"--config-dir {config_dir}: there is no such folder")
+        require_new_names(config_dir)
         more = [f"hydra.searchpath=['file://{config_dir.resolve()}']"]
     with initialize_config_dir(str(conf_folder()), **VERSION_BASE):
         return compose("train", [*overrides, *more, "run_dir=."])
@@ -147,7 +148,8 @@ def own_config(overrides: list[str], config_dir: Path | None = None) -> DictConf
 
 def on_one_device(cfg: DictConfig) -> Config:
     """Return a configuration, in plain dicts and lists, that uses one device and writes nothing."""
-    cfg.callbacks = {}
+    # Nobody reads these. They may name what only Hydra knows while a run is on: ${hydra:runtime.output_dir}.
+    cfg.callbacks = cfg.logger = {}
     for name, value in HERE.items():
         cfg.trainer[name] = value
     resolved: Config = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
@@ -43,17 +44,19 @@ class MetricsFile(Logger):
     Args:
         run_dir: where the files are.
         rows: what the file begins with; see `rows_before`.
+        writes_hyperparameters: False keeps the hyperparameters of the training, where its run is tested again.
     """
 
     name = ""
     version = ""
 
-    def __init__(self, run_dir: str, rows: Sequence[dict[str, Any]] = ()) -> None:
+    def __init__(self, run_dir: str, rows: Sequence[dict[str, Any]] = (), writes_hyperparameters: bool = True) -> None:
         super().__init__()
         self._folder = Path(run_dir)
         self._rows = list(rows)
         self._columns: list[str] = []
         self._hyperparameters: dict[str, Any] = {}
+        self._writes_hyperparameters = writes_hyperparameters
 
     @property
     def num_rows(self) -> int:
@@ -70,7 +73,8 @@ class MetricsFile(Logger):
         """Add to the hyperparameters, and write them."""
         self._hyperparameters |= dict(params)
         self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / "hparams.yaml").write_text(OmegaConf.to_yaml(_as_yaml(self._hyperparameters)))
+        if self._writes_hyperparameters:
+            (self._folder / "hparams.yaml").write_text(OmegaConf.to_yaml(_as_yaml(self._hyperparameters)))
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float | Tensor], step: int | None = None) -> None:
@@ -171,13 +175,26 @@ def rows_of(run_dir: Path) -> list[dict[str, str]]:
     if not (run_dir / METRICS).is_file():
         return []
     with open(run_dir / METRICS, newline="") as file:
-        rows = [row for row in csv.DictReader(file) if None not in row.values()]
+        lines = file.readlines()
+    # A row that was cut within its last value has as many as the others.
+    whole = lines if not lines or lines[-1].endswith("\n") else lines[:-1]
+    rows = [row for row in csv.DictReader(whole) if None not in row.values()]
     return [{name: value for name, value in row.items() if value} for row in rows]
 
 
 def last_values(rows: Sequence[dict[str, str]]) -> dict[str, float]:
     """Return the last value of each metric."""
-    return {name: float(value) for row in rows for name, value in row.items() if name not in ("epoch", "step")}
+    return {name: value for row in rows for name, value in _numbers(row).items()}
+
+
+def _numbers(row: dict[str, str]) -> dict[str, float]:
+    """Return the metrics of a row. A module that logs directly may have texts among them, as Lightning's loggers do."""
+    found = {}
+    for name, text in row.items():
+        if name not in ("epoch", "step"):
+            with suppress(ValueError):
+                found[name] = float(text)
+    return found
 
 
 def read_metrics(run_dir: Path) -> dict[str, Series]:
@@ -190,9 +207,8 @@ def read_metrics(run_dir: Path) -> dict[str, Series]:
     trained = np.interp([int(row["step"]) + 1 for row in rows], steps, epochs).tolist()
     series: dict[str, Series] = {}
     for place, row in zip(trained, rows, strict=True):
-        for name, value in row.items():
-            if name not in ("epoch", "step"):
-                series.setdefault(name, []).append((place, float(value)))
+        for name, value in _numbers(row).items():
+            series.setdefault(name, []).append((place, value))
     return series
 
 

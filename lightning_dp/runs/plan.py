@@ -30,6 +30,7 @@ from lightning_dp.planner import METHODS, Diagnose, Link, Network
 from lightning_dp.planner.diagnose import require_whole_model
 from lightning_dp.planner.formulas import require_not_negative, require_positive
 from lightning_dp.runs.command_line import (
+    check_config_folders,
     check_mode,
     config_error,
     job_error,
@@ -53,6 +54,7 @@ def job(cfg: DictConfig) -> None:
     """Check the configuration, measure steps in its processes, and print the diagnosis."""
     try:
         check_mode()
+        check_config_folders()
         config = resolved(cfg, "plan", "verify")
         given = list(map(key_of, HydraConfig.get().overrides.task))
         check_given_optim(cfg, given)

@@ -11,6 +11,7 @@ import logging
 import math
 import random
 import re
+import shutil
 import textwrap
 import zipfile
 from collections.abc import Iterator
@@ -21,13 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from lightning_dp._private.lightning_names import begin_next_epoch, restart_loader
 from lightning_dp.data.loading import derive_seed
-from lightning_dp.runs.validation import Config
+from lightning_dp.runs.validation import Config, is_of_validation
 from lightning_dp.strategies.complete_files import existing, write_file
 
 log = logging.getLogger("train")
@@ -393,8 +394,12 @@ class ContinuesAfterCheckpoint(Callback):
     The callback comes before the others, so that they see the right epoch.
     """
 
+    def __init__(self) -> None:
+        self._has_trained = False
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Correct the loop. Called by Lightning when the checkpoint has been loaded."""
+        self._has_trained = True
         begin_next_epoch(trainer)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         stoppers = [callback for callback in callbacks if isinstance(callback, EarlyStopping)]
@@ -417,10 +422,15 @@ class ContinuesAfterCheckpoint(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the epoch of a checkpoint as completed, also if no step was left: then no hook of training was called.
 
-        Lightning does so itself for ``max_epochs``, not for ``max_steps``. The test is logged with this number.
+        Lightning does so itself for ``max_epochs``, not for ``max_steps``. The test is logged with this number. The
+        mean of the weights, which is tested, is put into the module when training ends.
         """
         epoch: Any = trainer.fit_loop.epoch_progress.current
         epoch.completed = epoch.processed
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and not self._has_trained:
+                callback.on_train_end(trainer, pl_module)
 
 
 # --- the best weights ---
@@ -441,9 +451,33 @@ class BestCheckpoint(ModelCheckpoint):
             monitor=metric,
             mode=config["optimized_mode"],
             # None: right after a validation, if not each epoch ends with one. Later weights are not those it measured.
-            save_on_train_epoch_end=None if metric.startswith("val/") else True,
+            save_on_train_epoch_end=None if is_of_validation(metric) else True,
             enable_version_counter=False,
         )
+        self._has_batches = False  # in this epoch
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Copy the best weights of before: the run that they are of may go on, and replace them."""
+        super().on_train_start(trainer, pl_module)
+        self.keep_copy(trainer)
+
+    def keep_copy(self, trainer: Trainer) -> None:
+        """Copy the best weights to the folder of this run, if the best epoch was before it continued there."""
+        path, own = Path(self.best_model_path), Path(self.dirpath or "", OF_A_RUN["best"].name)
+        if not self.best_model_path or path.resolve() == own.resolve():
+            return
+        if trainer.is_global_zero:
+            own.parent.mkdir(exist_ok=True)
+            copy = shutil.copytree if path.is_dir() else shutil.copy2
+            copy(path, own)
+        trainer.strategy.barrier()
+        assert self.best_model_score is not None
+        self.best_k_models = {str(own): self.best_model_score}
+        self.best_model_path = self.kth_best_model_path = str(own)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Note that the epoch has a batch. Called by Lightning."""
+        self._has_batches = True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the weights if they are the best.
@@ -452,7 +486,9 @@ class BestCheckpoint(ModelCheckpoint):
             ValueError: the metric is not logged.
         """
         every = trainer.check_val_every_n_epoch  # None: val_check_interval counts steps, over epochs
-        is_validated = every is not None and (trainer.current_epoch + 1) % every == 0
+        # A run that continues from the checkpoint of a validation at the end of an epoch has nothing of that epoch.
+        is_validated = self._has_batches and every is not None and (trainer.current_epoch + 1) % every == 0
+        self._has_batches = False
         if is_validated and self.monitor not in trainer.callback_metrics:
             there_are = ", ".join(sorted(trainer.callback_metrics))
             raise ValueError(f"test=best: optimized_metric={self.monitor} is not logged; use one of {there_are}")
@@ -465,20 +501,24 @@ class BestCheckpoint(ModelCheckpoint):
             FileNotFoundError: its weights are gone.
         """
         path, own = state_dict["best_model_path"], Path(self.dirpath or "", OF_A_RUN["best"].name)
-        if path and not Path(path).exists() and own.exists():  # the run folder has been moved
-            path = str(own)
+        best_score = state_dict.get("best_model_score")
+        if path and own.exists() and (not Path(path).exists() or _best_score(own, self) == best_score):
+            path = str(own)  # the run folder has been moved, or copied
         if path and not Path(path).exists():
             raise FileNotFoundError(f"test=best: the best weights so far are gone; put {path} back, or use test=last")
-        if path and Path(path).resolve().parent != Path(self.dirpath or "").resolve():
-            # In its own folder, a run that was killed between the two files writes the same best weights again.
-            score = read_checkpoint(Path(path))["callbacks"].get(self.state_key, {}).get("best_model_score")
-            if score != state_dict["best_model_score"]:
-                raise FileNotFoundError(
-                    f"test=best: the best weights so far are gone: {path} is now of a later epoch; continue in the "
-                    "folder of that run, or use test=last"
-                )
+        is_elsewhere = path and Path(path).resolve().parent != Path(self.dirpath or "").resolve()
+        # In its own folder, a run that was killed between the two files writes the same best weights again.
+        if is_elsewhere and _best_score(Path(path), self) != best_score:
+            raise FileNotFoundError(
+                f"test=best: the best weights so far are gone: {path} is now of a later epoch; continue in the folder "
+                "of that run, or use test=last"
+            )
         # Without its scores, the best of the remaining epochs would be taken for the best of all.
         super().load_state_dict(state_dict | {"dirpath": self.dirpath, "best_model_path": path})
+
+
+def _best_score(path: Path, keeper: BestCheckpoint) -> Any:
+    return read_checkpoint(path)["callbacks"].get(keeper.state_key, {}).get("best_model_score")
 
 
 def _require_best_is_known(checkpoint: Path, config: Config) -> None:

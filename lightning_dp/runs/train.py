@@ -21,12 +21,13 @@ import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning import seed_everything
-from pytorch_lightning.callbacks import WeightAveraging
+from pytorch_lightning.callbacks import ModelCheckpoint, WeightAveraging
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.plugins.precision import DoublePrecision
 
 from lightning_dp.launch import external_rank, launch
 from lightning_dp.runs.command_line import (
+    check_config_folders,
     check_mode,
     config_error,
     is_in_sweep,
@@ -49,14 +50,12 @@ from lightning_dp.runs.metrics import (
 from lightning_dp.runs.resume import (
     CURVES,
     METRICS,
-    OF_A_RUN,
     BestCheckpoint,
     CompleteFiles,
     ConfigurationInCheckpoint,
     ContinuesAfterCheckpoint,
     SeedEachEpoch,
     alone_in,
-    completed_steps,
     find_checkpoint,
     is_of,
     naming_another_model,
@@ -78,6 +77,7 @@ def job(cfg: DictConfig) -> float | None:
     with ExitStack() as stack:
         try:
             check_mode()
+            check_config_folders()
             config = resolved(cfg)
             check_given_optim(cfg, map(key_of, HydraConfig.get().overrides.task))
             num_processes = validate(config)
@@ -88,8 +88,8 @@ def job(cfg: DictConfig) -> float | None:
         except Exception as error:
             raise config_error(error) from error
         if is_first:
-            # The folder of a run that is only tested again keeps the configuration of its training.
-            if config["train"] or checkpoint is None or not is_of(Path(cfg.run_dir), checkpoint):
+            # The folder keeps the configuration of its training, also in hparams.yaml.
+            if not is_tested_again(config):
                 write_configuration(cfg)
             if cfg.print_config:
                 print(OmegaConf.to_yaml(cfg, resolve=True), flush=True)
@@ -160,10 +160,15 @@ def leaving_no_groups() -> Iterator[None]:
 
 def first_rows(config: Config) -> list[dict[str, str]]:
     """Return the rows with which the metrics.csv of a run from a checkpoint begins."""
-    checkpoint, run_dir = Path(config["ckpt_path"]), Path(config["run_dir"])
-    if not config["train"] and is_of(run_dir, checkpoint):
-        return rows_of(run_dir)  # the weights of an earlier epoch may be tested, and the run has gone on from there
-    return rows_before(checkpoint)
+    if is_tested_again(config):  # the weights of an earlier epoch, maybe, and the run has gone on from there
+        return rows_of(Path(config["run_dir"]))
+    return rows_before(Path(config["ckpt_path"]))
+
+
+def is_tested_again(config: Config) -> bool:
+    """Return whether a run is only tested, in its own folder."""
+    path = config["ckpt_path"]
+    return not config["train"] and path is not None and is_of(Path(config["run_dir"]), Path(path))
 
 
 def make_loggers(config: Config, rows: list[dict[str, str]]) -> list[Any]:
@@ -172,7 +177,7 @@ def make_loggers(config: Config, rows: list[dict[str, str]]) -> list[Any]:
     The first one is ``self.logger`` of a module.
     """
     chosen = [instantiate(node) for node in config["logger"].values() if node is not None]
-    return [*chosen, MetricsFile(config["run_dir"], rows)]
+    return [*chosen, MetricsFile(config["run_dir"], rows, writes_hyperparameters=not is_tested_again(config))]
 
 
 def remove_checkpoints_of_slurm(trainer: Any, config: Config) -> None:
@@ -188,22 +193,15 @@ def weights_to_test(config: Config, trainer: Any) -> str | None:
     if not config["train"]:
         return config["ckpt_path"]
     if config["test"] == "last":
-        # Of a run that has ended, Lightning does not put the mean into the model again.
-        path = config["ckpt_path"] if any(isinstance(each, WeightAveraging) for each in trainer.callbacks) else None
-        return path if path is not None and completed_steps(Path(path)) == trainer.global_step else None
+        return None
     (best,) = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, BestCheckpoint)]
     if not best.best_model_path:
         raise ValueError(
             f"test=best: optimized_metric={best.monitor} was not logged before the end of any epoch; validate more "
             "often, or use test=last"
         )
-    path, own = Path(best.best_model_path), Path(config["run_dir"], OF_A_RUN["best"])
-    if trainer.is_global_zero and path.resolve() != own.resolve():
-        # The best epoch was before the run continued in this folder.
-        own.parent.mkdir(exist_ok=True)
-        copy = shutil.copytree if path.is_dir() else shutil.copy2
-        copy(path, own)
-    return str(path)
+    best.keep_copy(trainer)
+    return str(best.best_model_path)
 
 
 def configure_logging(config: Config | None) -> None:
@@ -211,8 +209,9 @@ def configure_logging(config: Config | None) -> None:
     if config is None:
         return
     if external_rank():
-        config = config | {"root": config["root"] | {"handlers": ["console"]}}
-        config["handlers"] = {"console": config["handlers"]["console"]}
+        # hydra/job_logging=none has no handler.
+        handlers = {name: each for name, each in config.get("handlers", {}).items() if name == "console"}
+        config = config | {"handlers": handlers, "root": (config.get("root") or {}) | {"handlers": list(handlers)}}
     logging.config.dictConfig(config)
 
 
@@ -223,7 +222,9 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     # For each job of a sweep, since it holds for the whole process. Configurations of old runs do not have it.
     torch.set_float32_matmul_precision(config.get("matmul_precision", "highest"))
     model, data = instantiate(config["model"]), instantiate(config["data"])
-    callbacks = [instantiate(node) for node in without_contradictions(config)["callbacks"].values()]
+    made = {name: instantiate(node) for name, node in without_contradictions(config)["callbacks"].items()}
+    # Other checkpoints of an epoch come before last.ckpt, which holds what these callbacks know of theirs.
+    callbacks = sorted(made.values(), key=lambda each: not _is_before_last(each, made.get("checkpoint")))
     callbacks += [SeedEachEpoch(config["seed"]), ConfigurationInCheckpoint(config)]
     if config.get("test") == "best" and config["train"]:
         callbacks.insert(0, BestCheckpoint(config))
@@ -238,6 +239,10 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     if is_plain and not isinstance(trainer.strategy, BaseStrategy):
         trainer.strategy.checkpoint_io = CompleteFiles()
     return trainer, model, data
+
+
+def _is_before_last(callback: Any, writes_last: Any) -> bool:
+    return isinstance(callback, ModelCheckpoint) and callback is not writes_last
 
 
 def result_line(metrics: dict[str, float], run_dir: str) -> str:

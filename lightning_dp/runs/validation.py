@@ -172,6 +172,8 @@ def _check_model(config: Config) -> None:
     made = pkgutil.resolve_name(config["model"]["_target_"])
     if isinstance(made, type):  # a function could make anything
         _require_kind(made, LightningModule, "model", config["model"])
+        if config["test"] and getattr(made, "test_step", None) is LightningModule.test_step:
+            raise ValueError(f"{made.__name__} has no test_step; use test=false")
     made_of = [node["_target_"] for path, node in targets(config["model"]) if path in ("", "model")]
     # A model of the user's may load weights, or need another device.
     if not all(str(name).startswith("lightning_dp.") for name in made_of):
@@ -430,7 +432,7 @@ def check_top_level(config: DictConfig, *also_read: str) -> None:
 
 
 def check_given_optim(config: DictConfig, given: Iterable[str]) -> None:
-    """Raise ValueError for an option of ``optim`` on the command line that no interpolation reads.
+    """Raise ValueError for an option of ``optim`` on the command line that no interpolation reads, or no schedule.
 
     The group is no object that could refuse it.
 
@@ -438,6 +440,12 @@ def check_given_optim(config: DictConfig, given: Iterable[str]) -> None:
         config: the whole configuration.
         given: the keys of the command line.
     """
+    given = list(given)
+    if "optim.optimizer.lr" in given and OmegaConf.select(config, "optim.scheduler.max_lr") is not None:
+        raise ValueError(
+            "optim.optimizer.lr has no effect, because the schedule takes the rate from max_lr; write optim.lr "
+            "or optim.scheduler.max_lr"
+        )
     texts = list(_strings(OmegaConf.to_container(config, resolve=False)))
     if any(re.search(r"[{:]\s*optim\s*[,}]", text) for text in texts):  # the whole of it
         return
@@ -525,18 +533,23 @@ def _check_numbers(trainer: Config) -> None:
         raise ValueError(f"trainer.deterministic={trainer['deterministic']} must be true, false or warn")
 
 
+def is_of_validation(metric: str) -> bool:
+    """Return whether a metric is measured in validation, by its name: val/acc, or a user's val_acc or valid_loss."""
+    return re.match(r"val(id|idation)?(?![a-z])", metric) is not None
+
+
 def _check_best(trainer: Config, metric: str | None, data: Config) -> None:
     """Raise ValueError unless there will be a checkpoint with the best ``metric``."""
     if metric is None or metric.startswith("test/"):
         raise ValueError(
             f"test=best needs a metric that is measured during training, not optimized_metric={metric}; use val/acc"
         )
-    if metric.startswith("val/") and 0 in (data.get("val_size"), data.get("num_val")):
+    if is_of_validation(metric) and 0 in (data.get("val_size"), data.get("num_val")):
         raise ValueError(f"test=best needs optimized_metric={metric}, but no images are held out for validation")
-    if metric.startswith("val/") and trainer.get("limit_val_batches") == 0:
+    if is_of_validation(metric) and trainer.get("limit_val_batches") == 0:
         raise ValueError(f"test=best needs optimized_metric={metric}; trainer.limit_val_batches=0 leaves it out")
     every, epochs = trainer.get("check_val_every_n_epoch") or 1, trainer.get("max_epochs") or 0
-    if metric.startswith("val/") and 0 < epochs < every:
+    if is_of_validation(metric) and 0 < epochs < every:
         raise ValueError(
             f"test=best needs optimized_metric={metric}, but trainer.check_val_every_n_epoch={every} leaves it out of "
             f"trainer.max_epochs={epochs}; validate more often"

@@ -138,6 +138,36 @@ def test_loaders_that_were_made_before_the_ranks_were_known_are_refused():
         run_processes(2, fit_with_loaders)
 
 
+def make_loaders(rank: int, batch_size: int, num_val: int) -> None:
+    module = Synthetic((1, 2, 2), num_train=32, num_val=num_val, num_test=9, batch_size=batch_size)
+    module.setup()
+    torch.distributed.init_process_group("gloo")
+    try:
+        module.train_dataloader()
+        module.val_dataloader()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "num_val", "message"),
+    [(16, 9, "batch_size=16 is not a multiple of 3 ranks"), (15, 2, "2 val images are too few for 3 ranks")],
+)
+def test_loaders_are_checked_against_ranks_that_setup_did_not_know(batch_size, num_val, message):
+    """Slices would differ in size, and averages over the ranks give images unequal weights; or none would be left."""
+    with pytest.raises(RankError, match=message):
+        run_processes(3, make_loaders, batch_size, num_val)
+
+
+def test_a_batch_size_that_was_set_since_setup_is_checked():
+    """With it there is no whole batch, and Lightning would train nothing."""
+    module = Synthetic((1, 2, 2), num_train=32, batch_size=8)
+    module.setup()
+    module.batch_size = 64
+    with pytest.raises(ValueError, match=r"batch_size=64 is larger than the training set \(32 images\)"):
+        module.train_dataloader()
+
+
 @pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
 @pytest.mark.parametrize("num_workers", [0, 2])

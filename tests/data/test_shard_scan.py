@@ -36,6 +36,13 @@ def test_labels_may_be_anywhere_in_the_shard_and_images_keep_their_order(tmp_pat
     assert [member_name(path, offset) for offset in found.offsets] == ["z.jpg", "c.PNG", "b.JPEG", "a.jpeg"]
 
 
+def test_an_image_whose_name_has_a_further_dot_is_named(tmp_path):
+    """Its label has the same key and suffix as others that are ignored, so that both would be missing."""
+    path = write_tar(tmp_path / "x.tar", [*sample("a", 0), *sample("b.final", 1, suffix="jpg")])
+    with pytest.raises(ValueError, match=r"b\.final\.jpg in .*x\.tar is no image: a key ends at the first dot"):
+        scan_shard(path)
+
+
 @pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
 def test_long_names_are_read_whole(tmp_path, format):
     folder = "x" * (90 if format == tarfile.USTAR_FORMAT else 300)

@@ -117,6 +117,10 @@ class OwnModel(Classifier):
         super().test_step(batch, batch_idx)
 
 
+class NoTestStep(LightningModule):
+    """A module that is not tested."""
+
+
 class Jitter(Named):
     """Images that are drawn with torch's own generator, as torchvision's transforms do it."""
 

@@ -64,6 +64,13 @@ def test_a_tensor_that_a_module_logs_directly_is_a_number(tmp_path):
     assert draw_curves(tmp_path).exists()
 
 
+def test_a_text_that_a_module_logs_directly_is_not_drawn(tmp_path):
+    file = metrics.MetricsFile(str(tmp_path))
+    file.log_metrics({"phase": "warm-up", "train/loss": 0.5}, step=3)
+    assert read_metrics(tmp_path).keys() == {"train/loss"}
+    assert metrics.last_values(metrics.rows_of(tmp_path)) == {"train/loss": 0.5}
+
+
 def test_a_last_row_that_was_cut_is_not_drawn(tmp_path):
     (tmp_path / "metrics.csv").write_text("epoch,lr-SGD,step,train/loss\n0,0.1,3,1.0\n1,0.1")
     assert read_metrics(tmp_path) == {"lr-SGD": [(1.0, 0.1)], "train/loss": [(1.0, 1.0)]}

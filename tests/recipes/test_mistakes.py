@@ -106,6 +106,16 @@ def test_a_plugin_that_is_not_installed_is_named_with_its_package(name, package)
     assert explain(error) == f"hydra/{name} needs a plugin of Hydra: pip install {package}"
 
 
+@pytest.mark.parametrize("option", ["--config-dir", "-cd", "hydra.searchpath"])
+def test_a_file_of_the_users_that_ours_would_hide_is_named(fail, tmp_path_factory, option):
+    folder = tmp_path_factory.mktemp("own")
+    file = folder / "experiment" / "digits_resnet20.yaml"
+    file.parent.mkdir()
+    file.write_text("# @package _global_\nseed: 7\n")
+    given = [f"{option}=[file://{folder}]"] if "." in option else [option, str(folder)]
+    assert f"{file} is not read, because the recipes have a file" in fail("experiment=digits_resnet20", *given)
+
+
 def test_an_error_of_a_rank_without_a_log_file_has_its_traceback(monkeypatch, tmp_path):
     """Under torchrun, the run folder of other ranks is temporary."""
     HydraConfig.instance().cfg = OmegaConf.create({"hydra": {"mode": "RUN"}})
@@ -115,10 +125,21 @@ def test_an_error_of_a_rank_without_a_log_file_has_its_traceback(monkeypatch, tm
     assert list(tmp_path.iterdir()) == []
 
 
+def test_other_ranks_need_no_handler_of_the_log(monkeypatch):
+    """``hydra/job_logging=none`` has none."""
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    handlers, level = list(logging.root.handlers), logging.root.level
+    train.configure_logging({"version": 1, "root": None, "disable_existing_loggers": False})
+    found, logging.root.handlers[:], logging.root.level = list(logging.root.handlers), handlers, level
+    assert found == []
+
+
 def test_a_sweep_under_torchrun_is_refused(fail, monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert "not torchrun" in fail("--multirun", "seed=1,2")
+    for sweep in ("--multirun", "hydra.mode=MULTIRUN"):
+        assert "not torchrun" in fail(sweep, "seed=1,2")
     assert "2 processes were started, for 1 devices" in fail("trainer=cpu")
 
 

@@ -41,6 +41,16 @@ def test_an_option_of_optim_that_nobody_reads_is_refused():
     check_given_optim(config, ["optim.weight_decay"])
 
 
+def test_a_learning_rate_that_the_schedule_replaces_is_refused():
+    optim = {"lr": 0.1, "optimizer": {"lr": 0.1}, "scheduler": {"max_lr": "${optim.lr}"}}
+    config = OmegaConf.create({"optim": optim, "model": {"optimizer": "${optim.optimizer}"}})
+    with pytest.raises(ValueError, match=r"optim\.optimizer\.lr has no effect, because .* write optim\.lr"):
+        check_given_optim(config, ["optim.optimizer.lr"])
+    check_given_optim(config, ["optim.lr"])
+    config.optim.scheduler = None
+    check_given_optim(config, ["optim.optimizer.lr"])
+
+
 @pytest.mark.parametrize("option", ["lr=7", "weight_decay=0.5"])
 def test_an_option_that_each_group_of_parameters_has_is_no_option_of_the_optimizer(option, tmp_path):
     key = f"optim.{option.partition('=')[0]}"

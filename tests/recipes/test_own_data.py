@@ -63,6 +63,10 @@ def test_what_it_lacks_is_named(tmp_path):
     with pytest.raises(ValueError, match="NoTest has no test_dataloader; use test=false"):
         validate(own(tmp_path, "NoTest"))
     assert validate(own(tmp_path, "NoTest") | {"test": False}) == 1
+    config = own(tmp_path, batch_size=8) | {"model": {"_target_": "tests.recipes.pieces.NoTestStep"}}
+    with pytest.raises(ValueError, match="NoTestStep has no test_step; use test=false"):
+        validate(config)
+    assert validate(config | {"test": False}) == 1
     with pytest.raises(ValueError, match="must make a LightningDataModule"):
         validate(own(tmp_path, "Kill", after_steps=1))
 

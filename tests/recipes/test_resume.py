@@ -34,6 +34,7 @@ from lightning_dp.runs.resume import (
     require_complete,
 )
 from lightning_dp.runs.train import build
+from lightning_dp.runs.validation import is_of_validation
 from tests.ranks import RankError, run_processes
 from tests.recipes.conftest import metrics
 from tests.recipes.in_process import tiny, train, train_rank
@@ -238,14 +239,39 @@ def test_the_mean_of_the_weights_is_tested_of_a_run_that_has_ended(tmp_path):
 
 
 @pytest.mark.ci
+def test_stochastic_weight_averaging_has_a_mean_that_is_tested_of_a_run_that_has_ended(tmp_path):
+    """Without batch norm no epoch is left, so that no hook of training puts the mean into the module."""
+    config = tiny(tmp_path, "model=cifar_alexnet")
+    swa = "pytorch_lightning.callbacks.StochasticWeightAveraging"
+    config["callbacks"]["mean"] = {"_target_": swa, "swa_lrs": 0.5, "swa_epoch_start": 1}
+    found = train(config)
+    again = train(config | {"ckpt_path": str(last(tmp_path))})
+    assert again["test/loss"] == found["test/loss"]
+
+
+@pytest.mark.ci
+def test_the_last_checkpoint_knows_the_best_ones_of_its_epoch(tmp_path):
+    config = tiny(tmp_path, "test=false", "trainer.max_epochs=1")
+    config["callbacks"]["top"] = {
+        "_target_": "pytorch_lightning.callbacks.ModelCheckpoint",
+        **{"dirpath": str(tmp_path / "top"), "monitor": "val/acc", "mode": "max"},
+    }
+    train(config)
+    (file,) = (tmp_path / "top").iterdir()
+    states = torch.load(last(tmp_path), weights_only=True)["callbacks"].values()
+    assert str(file) in [state.get("best_model_path") for state in states]
+
+
+@pytest.mark.ci
 def test_to_test_an_epoch_again_leaves_the_rows_of_later_ones(tmp_path):
     steps = "+optim.scheduler.total_steps=6"
     train(tiny(tmp_path, "trainer.max_epochs=1", steps))
     first = shutil.copy(last(tmp_path), tmp_path / "checkpoints" / "first.ckpt")
     train(tiny(tmp_path, f"ckpt_path={last(tmp_path)}", "trainer.max_epochs=2", steps))
-    rows = metrics(tmp_path)
+    rows, hyperparameters = metrics(tmp_path), (tmp_path / "hparams.yaml").read_text()
     train(tiny(tmp_path, f"ckpt_path={first}", "train=false"))
     assert metrics(tmp_path)[:-1] == rows
+    assert (tmp_path / "hparams.yaml").read_text() == hyperparameters
 
 
 def find(requested, run_dir, in_sweep=False, launched=False, **values):
@@ -532,6 +558,39 @@ def test_the_best_of_a_run_that_went_on_meanwhile_is_not_taken_for_that_of_this_
     BestCheckpoint(config).load_state_dict(state | {"best_model_score": torch.tensor(0.75)})
 
 
+class GoesOn(Callback):
+    """Replaces a file, as the first run does if it goes on meanwhile."""
+
+    def __init__(self, new, file):
+        self.new, self.file = new, file
+
+    def on_train_epoch_start(self, trainer, module):
+        shutil.copy(self.new, self.file)
+
+
+@pytest.mark.ci
+def test_the_best_weights_of_before_are_kept_where_the_first_run_goes_on_meanwhile(tmp_path):
+    first, steps = tmp_path / "first", "+optim.scheduler.total_steps=9"
+    found = train(tiny(first, *BEST, steps))
+    config = tiny(tmp_path / "second", *BEST, steps, "trainer.max_epochs=3", f"ckpt_path={last(first)}")
+    later, best = shutil.copy(last(first), tmp_path / "later.ckpt"), last(first).with_name("best.ckpt")
+    config["callbacks"]["meanwhile"] = {"_target_": f"{__name__}.GoesOn", "new": str(later), "file": str(best)}
+    assert train(config)["test/loss"] == found["test/loss"]
+
+
+def test_the_best_of_a_copied_run_folder_is_in_the_copy(tmp_path):
+    """The first run may have gone on meanwhile, and have another best."""
+    config = tiny(tmp_path / "copy", *BEST)
+    own, others = (save(tmp_path / run).with_name("best.ckpt") for run in ("copy", "first"))
+    for path, score in ((own, 0.5), (others, 0.75)):
+        callbacks = {BestCheckpoint(config).state_key: {"best_model_score": torch.tensor(score)}}
+        torch.save(WHOLE | {"global_step": 9, "callbacks": callbacks}, path)
+    state = BestCheckpoint(config).state_dict() | {"best_model_path": str(others)}
+    callback = BestCheckpoint(config)
+    callback.load_state_dict(state | {"best_model_score": torch.tensor(0.5)})
+    assert callback.best_model_path == str(own)
+
+
 @pytest.mark.ci
 def test_validation_that_counts_steps_need_not_come_in_the_first_epoch(tmp_path):
     every = ("trainer.check_val_every_n_epoch=null", "+trainer.val_check_interval=4", "test=best")
@@ -563,6 +622,40 @@ def test_the_best_weights_are_those_that_a_validation_within_an_epoch_has_measur
     assert best["global_step"] == step
     keeper = BestCheckpoint(config).state_key
     assert best["callbacks"][keeper]["best_model_score"].item() == loss
+
+
+@pytest.mark.ci
+def test_a_run_continues_from_the_best_weights_that_a_validation_has_measured(tmp_path):
+    """They are of the end of an epoch, of which nothing is left but its end."""
+    every = ("trainer.check_val_every_n_epoch=2", "test=best")
+    train(tiny(tmp_path / "first", *every))
+    best = last(tmp_path / "first").with_name("best.ckpt")
+    assert "test/acc" in train(tiny(tmp_path / "second", *every, f"ckpt_path={best}"))
+
+
+class FirstIsBest(Callback):
+    """Logs in each validation the number of steps before it, by a name as a user's module may have it."""
+
+    def on_validation_epoch_end(self, trainer, module):
+        module.log("val_steps", float(trainer.global_step))
+
+
+@pytest.mark.ci
+def test_a_metric_of_validation_need_not_be_named_as_ours(tmp_path):
+    by_steps = ("test=best", "optimized_metric=val_steps", "optimized_mode=min", "+trainer.val_check_interval=2")
+    config = tiny(tmp_path, *by_steps)
+    config["callbacks"]["first"] = {"_target_": f"{__name__}.FirstIsBest"}
+    train(config)
+    assert completed_steps(last(tmp_path).with_name("best.ckpt")) == 2
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [("val/acc", True), ("val_loss", True), ("valid.f1", True), ("validation-acc", True), ("val", True)]
+    + [(name, False) for name in ("value_loss", "validity", "train/val", "loss")],
+)
+def test_metrics_of_validation_are_known_by_their_names(metric, expected):
+    assert is_of_validation(metric) == expected
 
 
 @pytest.mark.ci
@@ -685,8 +778,9 @@ def test_an_interrupted_save_leaves_the_checkpoint_before(tmp_path, fault, error
     assert {file.name for file in tmp_path.iterdir()} == {"last.ckpt"}
 
 
-def test_a_row_that_was_cut_is_left_out(tmp_path):
-    (tmp_path / "metrics.csv").write_text("epoch,loss,step\n0,1.5,0\n0,1.2,1\n0,1.")
+@pytest.mark.parametrize("rest", ["0,1.", "0,1.1,1"])
+def test_a_row_that_was_cut_is_left_out(tmp_path, rest):
+    (tmp_path / "metrics.csv").write_text(f"epoch,loss,step\n0,1.5,0\n0,1.2,1\n{rest}")
     assert rows_before(save(tmp_path, num_steps=2)) == [
         {"epoch": "0", "loss": "1.5", "step": "0"},
         {"epoch": "0", "loss": "1.2", "step": "1"},
