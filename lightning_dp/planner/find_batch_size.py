@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_dp._lightning import FRAMEWORK, Callback, LightningModule, require_own_trainer
 from lightning_dp._private.lightning_names import before_batch_transfer
@@ -48,7 +50,7 @@ class FindBatchSize(Callback):
     the run would end with other weights.
 
     Args:
-        batch_sizes: per rank, to be tried from the smallest on.
+        batch_sizes: per rank, to be tried from the smallest on. Those above the images that a rank has are left out.
         optimizer_copies: numbers that the optimizer keeps for each parameter: 1 for momentum, 2 for Adam.
         is_global: whether the data module's ``batch_size`` is that of all ranks together, as in `lightning_dp.data`.
         repeats: steps that are timed for each size.
@@ -128,12 +130,17 @@ class FindBatchSize(Callback):
                 "or find the size in a run of its own"
             )
         device = trainer.strategy.root_device
-        trained = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
-        optimizer_bytes = self._optimizer_copies * sum(map(num_bytes, trained))
         with alone(pl_module, trainer.world_size), logging_nowhere(trainer):
+            step = _Step(trainer, pl_module, self._is_global)
+            # A batch of more images than there are would never be trained with, and none at all with `drop_last`.
+            (most,) = _worst([-step.num_images], device, None)
+            sizes = [size for size in self._batch_sizes if size <= -most] or sorted(self._batch_sizes)[:1]
+            if any(map(is_lazy, pl_module.parameters())):
+                step(min(sizes))  # lazy layers have no sizes before their first forward
+            trained = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
+            optimizer_bytes = self._optimizer_copies * sum(map(num_bytes, trained))
             reserved = torch.empty(optimizer_bytes, dtype=torch.uint8, device=device)
-            step = _Step(trainer, pl_module)
-            self.trials = try_batch_sizes(step, self._batch_sizes, device, repeats=self._repeats)
+            self.trials = try_batch_sizes(step, sizes, device, repeats=self._repeats)
             del step, reserved  # the step holds the batch
         self._set_batch_size(trainer, f"the fastest\n{self.trials.table()}")
 
@@ -154,14 +161,22 @@ class FindBatchSize(Callback):
 
 
 class _Step:
-    """A training step on the rows of the first batch, forward and backward."""
+    """A training step on the rows of the first batch, forward and backward.
 
-    def __init__(self, trainer: Any, module: LightningModule) -> None:
+    Attributes:
+        num_images: that this rank has in an epoch; infinite if that is not known.
+    """
+
+    def __init__(self, trainer: Any, module: LightningModule, is_global: bool) -> None:
         self._trainer, self._module = trainer, module
         combined = importlib.import_module(f"{FRAMEWORK}.utilities").CombinedLoader
         loaders = combined(trainer.datamodule.train_dataloader(), "max_size_cycle")
         with unchanged([each for loader in loaders.flattened for each in _generators(loader)]):  # training draws, too
             batch, _, _ = next(iter(loaders))
+        self._present_size = trainer.datamodule.batch_size // (trainer.world_size if is_global else 1)
+        datasets = [getattr(loader, "dataset", None) for loader in loaders.flattened]
+        lengths = [len(dataset) // trainer.world_size for dataset in datasets if isinstance(dataset, Sized)]
+        self.num_images = max(lengths, default=math.inf)
         # As the training loop does it.
         batch = trainer.precision_plugin.convert_input(batch)
         self._batch = trainer.strategy.batch_to_device(before_batch_transfer(module, batch))
@@ -175,7 +190,7 @@ class _Step:
         module.zero_grad()
         # Looked for once, in the first call, which is not timed: it takes time for each operator.
         with nullcontext() if self._is_checked else _RefuseCollectives():
-            output = self._run(resized(self._batch, batch_size))
+            output = self._run(resized(self._batch, batch_size, self._present_size))
             if module.automatic_optimization:
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if loss is None:

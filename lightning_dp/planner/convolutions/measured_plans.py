@@ -269,8 +269,14 @@ def measure_step(
     return StepMeasurement(time_s, peak_bytes + sum(map(num_bytes, tensors)), recomputes)
 
 
-def resized(batch: Any, batch_size: int) -> Any:
+def resized(batch: Any, batch_size: int, present_size: int | None = None) -> Any:
     """Return ``batch`` with each tensor's rows repeated or cut to ``batch_size``. Rows are the first dimension.
+
+    Args:
+        batch: tensors in any nesting.
+        batch_size: to reach.
+        present_size: that the batch was made with, if it is known. A tensor with several times as many rows, as one of
+            several views of each image, or of a loader with larger batches, keeps that many for each of ``batch_size``.
 
     Raises:
         ValueError: it holds no tensor that has rows, so that it would stay as it is.
@@ -282,7 +288,8 @@ def resized(batch: Any, batch_size: int) -> Any:
         if tensor.dim() == 0:
             return tensor
         found = True
-        rows = torch.arange(batch_size, device=tensor.device) % len(tensor)
+        times = len(tensor) // present_size if present_size and len(tensor) % present_size == 0 else 1
+        rows = torch.arange(times * batch_size, device=tensor.device) % len(tensor)
         chosen = tensor.index_select(0, rows)
         if tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last):
             return chosen.contiguous(memory_format=torch.channels_last)
