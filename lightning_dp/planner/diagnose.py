@@ -279,7 +279,10 @@ class Diagnose(StepTimer):
             world_size=trainer.world_size,
             num_steps=len(steps),
             step_s=step_s,
-            num_batch_norms=sum(isinstance(module, BatchNorm) for module in pl_module.modules()),
+            num_batch_norms=sum(
+                isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+                for module in pl_module.modules()
+            ),
             layers=self._layers.profiles(),
             recomputation=self._recomputation.plan(parts["forward_s"] / num_batches),
             why_no_recomputation=self._recomputation.why_not,
@@ -288,8 +291,22 @@ class Diagnose(StepTimer):
             cores_per_rank=cores_per_rank,
             codec_s=self._codec_s(trainer),
             statistics_ranks=_statistics_ranks(pl_module),
+            unmeasured=self._unmeasured(trainer, pl_module),
             **parts,
         )
+
+    def _unmeasured(self, trainer: Any, pl_module: LightningModule) -> tuple[str, ...]:
+        """Return the waits for other ranks that count as compute."""
+        if trainer.world_size == 1:
+            return ()
+        found = []
+        if self._exposed_s(trainer) is None:
+            found.append(f"the waits of {type(trainer.strategy).__name__} for messages")
+        elif getattr(trainer.strategy, "num_parameter_shards", 1) > 1:
+            found.append("the waits for parameters that are gathered within a group")
+        if any(isinstance(module, nn.SyncBatchNorm) for module in pl_module.modules()):
+            found.append("the waits of SyncBatchNorm for statistics (AdaptiveGlobalBatchNorm's are measured)")
+        return tuple(found)
 
     def _codec_s(self, trainer: Any) -> dict[str, float]:
         """Return the times of compressors, if rows of theirs will be simulated. All ranks measure at the same time."""

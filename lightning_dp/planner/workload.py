@@ -303,6 +303,7 @@ class StepProfile:
         cores_per_rank: processor cores of the machine over its ranks; None if it is not known.
         codec_s: see `Workload.codec_s`.
         statistics_ranks: ranks that share batch norm's statistics; None: all of them.
+        unmeasured: waits that no clock tells from compute, in which they are counted.
     """
 
     strategy: str
@@ -325,6 +326,7 @@ class StepProfile:
     cores_per_rank: float | None = None
     codec_s: Mapping[str, float] = field(default_factory=dict)
     statistics_ranks: int | None = None
+    unmeasured: tuple[str, ...] = ()
 
     @property
     def compute_s(self) -> float:

@@ -11,8 +11,9 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from pytorch_lightning.strategies import FSDPStrategy
+from pytorch_lightning.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -301,6 +302,39 @@ def test_on_a_gpu_ddp_times_each_measured_step_and_then_a_sample_again():
     for exposed_s, timed in run_processes(2, fit_on_what_counts_as_a_gpu):
         assert exposed_s == pytest.approx(1.0), "with the sample, 7 of 20 steps"
         assert timed == [1] * (WARM_UP + 20) + [100] * 2
+
+
+class OnHost(nn.SyncBatchNorm):
+    """Takes a rank's own statistics: torch has no others on CPU."""
+
+    def forward(self, x):
+        return nn.BatchNorm2d.forward(self, x)
+
+
+class Sharded(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = OnHost(4)
+
+    def configure_model(self):
+        if not isinstance(self.head, FSDPModule):
+            fully_shard(self.head, mesh=self.device_mesh["data_parallel"])
+
+
+def fit_with_waits_that_nobody_times(rank, strategy):
+    callback = Diagnose(num_steps=1, stop=True, memonger=False, network=NETWORK)
+    fit(callback, Sharded() if strategy != "ddp" else Net(), devices=2, strategy=strategy)
+    return callback.diagnosis
+
+
+def test_waits_that_nobody_times_are_named():
+    found = run_processes(2, fit_with_waits_that_nobody_times, ModelParallelStrategy())[0]
+    assert found.profile.exposed_communication_s == 0.0
+    messages, statistics = found.profile.unmeasured
+    assert messages == "the waits of ModelParallelStrategy for messages"
+    assert statistics.startswith("the waits of SyncBatchNorm for statistics")
+    assert "ddp_global_batch_norm" not in {row.method for row in found.predictions}, "the job has it"
+    assert run_processes(2, fit_with_waits_that_nobody_times, "ddp")[0].profile.unmeasured == ()
 
 
 def fit_with_groups(rank):
