@@ -284,6 +284,7 @@ class Diagnose(StepTimer):
                 for module in pl_module.modules()
             ),
             layers=self._layers.profiles(),
+            frozen_part=self._layers.frozen_part(),
             recomputation=self._recomputation.plan(parts["forward_s"] / num_batches),
             why_no_recomputation=self._recomputation.why_not,
             accumulate=num_batches,
@@ -423,6 +424,7 @@ class LayerTimes:
         self._running: list[_Call] = []
         self._calls: dict[int, _Call] = {}  # by module, as the forward meets them
         self._last_s = 0.0
+        self._total_s = 0.0
 
     def start(self, model: nn.Module) -> None:
         """Put the hooks in place."""
@@ -431,7 +433,7 @@ class LayerTimes:
             # Some strategies call the model for the whole step, others do not. A scripted part takes no hooks: its
             # parameters are those of the module around it.
             if module is not model and not isinstance(module, torch.jit.ScriptModule):
-                self._hooks.append(module.register_forward_pre_hook(self._enter(name)))
+                self._hooks.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True))
                 self._hooks.append(module.register_forward_hook(self._leave))
 
     def stop(self) -> None:
@@ -459,6 +461,12 @@ class LayerTimes:
             layers.insert(0, _Call(NOT_CALLED, self._model).profile(rest))
         return tuple(layers)
 
+    def frozen_part(self) -> float:
+        """Return which part of the forward was over when it came to the first layer of `profiles`."""
+        first = next((layer.name for layer in self.profiles()), NOT_CALLED)
+        begin_s = next((call.begin_s for call in self._calls.values() if call.name == first), 0.0)
+        return begin_s / self._total_s if self._total_s else 0.0
+
     def _parameters_of(self, module: nn.Module) -> Iterator[nn.Parameter]:
         yield from module.parameters(recurse=False)
         for child in module.children():
@@ -466,12 +474,12 @@ class LayerTimes:
                 yield from self._parameters_of(child)
 
     def _enter(self, name: str) -> Any:
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if is_in_backward():  # `torch.utils.checkpoint` runs modules again, some of them in part
                 return
-            call = self._calls.setdefault(id(module), _Call(name, module))
-            call.input_bytes = call.input_bytes or sum(map(num_bytes, tensors_in(args)))
             self._add_time()
+            call = self._calls.setdefault(id(module), _Call(name, module, self._total_s))
+            call.input_bytes += sum(map(num_bytes, tensors_in([args, kwargs])))
             self._running.append(call)
 
         return enter
@@ -489,15 +497,17 @@ class LayerTimes:
         now_s = time.perf_counter()
         if self._running:
             self._running[-1].forward_s += now_s - self._last_s
+            self._total_s += now_s - self._last_s
         self._last_s = now_s
 
 
 class _Call:
     """The calls of one module."""
 
-    def __init__(self, name: str, module: nn.Module) -> None:
+    def __init__(self, name: str, module: nn.Module, begin_s: float = 0.0) -> None:
         self.name = name
         self.module = module
+        self.begin_s = begin_s  # time of the forward before the first call
         self.forward_s = 0.0  # without that of the modules that it calls
         self.input_bytes = 0
 
