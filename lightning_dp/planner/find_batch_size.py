@@ -23,7 +23,7 @@ from lightning_dp._private.lightning_names import before_batch_transfer
 from lightning_dp._private.torch_names import TorchDispatchMode, device_types
 from lightning_dp.collectives.groups import all_gather, resolve_group
 from lightning_dp.planner.convolutions.measure import measure_time_s, num_bytes, unless_out_of_memory
-from lightning_dp.planner.convolutions.measured_plans import resized
+from lightning_dp.planner.convolutions.measured_plans import num_times, resized
 from lightning_dp.planner.formulas import require_count
 from lightning_dp.trial_run import GENERATORS, unchanged, unchanged_parameters
 
@@ -133,7 +133,7 @@ class FindBatchSize(Callback):
         with alone(pl_module, trainer.world_size), logging_nowhere(trainer):
             step = _Step(trainer, pl_module, self._is_global)
             # A batch of more images than there are would never be trained with, and none at all with `drop_last`.
-            (most,) = _worst([-step.num_images], device, None)
+            (most,) = _worst([-step.largest_size], device, None)
             sizes = [size for size in self._batch_sizes if size <= -most] or sorted(self._batch_sizes)[:1]
             if any(map(is_lazy, pl_module.parameters())):
                 step(min(sizes))  # lazy layers have no sizes before their first forward
@@ -164,7 +164,7 @@ class _Step:
     """A training step on the rows of the first batch, forward and backward.
 
     Attributes:
-        num_images: that this rank has in an epoch; infinite if that is not known.
+        largest_size: of which this rank has a whole batch from each loader; infinite if that is not known.
     """
 
     def __init__(self, trainer: Any, module: LightningModule, is_global: bool) -> None:
@@ -174,9 +174,7 @@ class _Step:
         with unchanged([each for loader in loaders.flattened for each in _generators(loader)]):  # training draws, too
             batch, _, _ = next(iter(loaders))
         self._present_size = trainer.datamodule.batch_size // (trainer.world_size if is_global else 1)
-        datasets = [getattr(loader, "dataset", None) for loader in loaders.flattened]
-        lengths = [len(dataset) // trainer.world_size for dataset in datasets if isinstance(dataset, Sized)]
-        self.num_images = max(lengths, default=math.inf)
+        self.largest_size = min(map(self._largest_size, loaders.flattened))
         # As the training loop does it.
         batch = trainer.precision_plugin.convert_input(batch)
         self._batch = trainer.strategy.batch_to_device(before_batch_transfer(module, batch))
@@ -184,6 +182,12 @@ class _Step:
         # As the training loop does it, too.
         signatures = importlib.import_module(f"{FRAMEWORK}.utilities.signature_utils")
         self._takes_index = signatures.is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+
+    def _largest_size(self, loader: Any) -> float:
+        dataset, loaded = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
+        if not isinstance(dataset, Sized):
+            return math.inf
+        return len(dataset) // self._trainer.world_size // num_times(loaded or 0, self._present_size)
 
     def __call__(self, batch_size: int) -> None:
         module = self._module

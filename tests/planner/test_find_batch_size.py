@@ -292,6 +292,9 @@ def test_no_size_is_tried_that_a_rank_has_no_images_for():
     trainer = fit(Rows(nn.Linear(6, 2)), Loaders(10, 1), finder)
     assert list(finder.trials.images_per_s) == [4, 8]
     assert trainer.global_step > 0, "there would be no batch of 16"
+    finder = FindBatchSize((2, 4, 8), repeats=1)
+    assert fit(Rows(nn.Linear(6, 2)), Loaders(12, 1, 3), finder).global_step > 0, "the second takes three times as many"
+    assert list(finder.trials.images_per_s) == [2, 4]
     finder = FindBatchSize((16, 32), repeats=1)
     fit(Rows(nn.Linear(6, 2)), Loaders(10, 1), finder)
     assert list(finder.trials.images_per_s) == [16], "there is none that fits"

@@ -288,8 +288,8 @@ def resized(batch: Any, batch_size: int, present_size: int | None = None) -> Any
         if tensor.dim() == 0:
             return tensor
         found = True
-        times = len(tensor) // present_size if present_size and len(tensor) % present_size == 0 else 1
-        rows = torch.arange(times * batch_size, device=tensor.device) % len(tensor)
+        num_rows = batch_size * num_times(len(tensor), present_size)
+        rows = torch.arange(num_rows, device=tensor.device) % len(tensor)
         chosen = tensor.index_select(0, rows)
         if tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last):
             return chosen.contiguous(memory_format=torch.channels_last)
@@ -302,6 +302,11 @@ def resized(batch: Any, batch_size: int, present_size: int | None = None) -> Any
             "mappings or dataclasses"
         )
     return result
+
+
+def num_times(num_rows: int, batch_size: int | None) -> int:
+    """Return how many times ``batch_size`` so many rows are; 1 if that is no whole number, or not known."""
+    return max(1, num_rows // batch_size) if batch_size and num_rows % batch_size == 0 else 1
 
 
 # The choices of each convolution layer, one layer at a time.
