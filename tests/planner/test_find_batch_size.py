@@ -305,6 +305,32 @@ def test_lazy_layers_have_their_sizes_when_the_optimizer_is_counted():
     assert fit(Rows(nn.LazyLinear(2)), Loaders(16, 1), finder).global_step == 4
 
 
+class Branches(Rows):
+    """Does not use a branch in the first step, which the trials use."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 6))
+        self.branch = nn.Linear(6, 6)
+
+    def training_step(self, batch, batch_idx):
+        x = self.layer(batch[0])
+        is_trial = self.trainer.train_dataloader is None
+        return (self.branch(x) if is_trial or batch_idx else x).square().mean()
+
+
+def fit_branches(rank, *sizes):
+    torch.manual_seed(0)
+    net = Branches()
+    found = [FindBatchSize(sizes, repeats=1)] if sizes else []
+    fit(net, Loaders(16, 1), *found, devices=2, strategy="ddp_find_unused_parameters_true")
+    return {name: value.tolist() for name, value in net.state_dict().items()}
+
+
+def test_parameters_that_the_trials_used_may_be_unused_in_the_first_step():
+    plain, found = (run_processes(2, fit_branches, *sizes) for sizes in ((), (2,)))
+    assert plain == found
+
+
 def find_on_rank(rank):
     net, data = Net(limit=(1000, 8)[rank]), Data(num_shares=2)
     finder = FindBatchSize((2, 4, 8, 16), is_global=True, repeats=1)
