@@ -273,12 +273,8 @@ class _Job:
         for place in reversed(range(len(self.buckets))):
             duration_s = all_reduce_s(self.buckets[place], self.method, self.network, self.world_size)
             reduced.append(self._send(place, duration_s, ready[place]))
-        update_s = self.workload.update_s
-        if self.method.family == "hybrid":  # a rank updates its part of the head
-            parts = sum(map(self._part_of, self.buckets))
-            update_s *= parts + (1 - parts) / self.world_size
         for lane in range(len(self._last)):
-            self._add(lane, update_s, reduced)
+            self._add(lane, self.workload.update_s, reduced)
 
     def _reduce_in_layers(self, ready: list[list[int]]) -> None:
         """Layered SGD: reduce in groups, all-reduce between them, broadcast in groups (Algorithm 3).

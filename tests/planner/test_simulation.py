@@ -242,13 +242,6 @@ def test_scheme_a_has_one_pass():
     assert step_s(WITH_HEAD, "hybrid_a", size) == pytest.approx(expected)
 
 
-def test_a_rank_updates_its_part_of_the_head():
-    updating = replace(WITH_HEAD, update_s=0.201)
-    added_s = step_s(updating, "hybrid_a", 4) - step_s(WITH_HEAD, "hybrid_a", 4)
-    assert added_s == pytest.approx(0.001 + 0.2 / 4), "by the bytes, 1 to 200"
-    assert step_s(updating, "ddp", 4) - step_s(WITH_HEAD, "ddp", 4) == pytest.approx(0.201)
-
-
 def test_fewer_passes_hide_less_and_send_no_more():
     def exposed_s(num_passes: int | None) -> float:
         method = Method("hybrid", scheme="c", num_passes=num_passes)
