@@ -81,9 +81,9 @@ def stop_ignoring_in_ddp(module: nn.Module, names: Collection[str]) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, others)
 
 
-def enable_ddp_timing(model: DistributedDataParallel) -> None:
-    """Make DDP time every step. By default it times a sample of the steps."""
-    model._set_ddp_runtime_logging_sample_rate(1)
+def time_ddp_steps(model: DistributedDataParallel, is_each: bool) -> None:
+    """Make DDP time each step, or the sample that it times by default: its first ten, then one in a hundred."""
+    model._set_ddp_runtime_logging_sample_rate(1 if is_each else 100)
 
 
 def ddp_timing(model: DistributedDataParallel) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dp._lightning import Callback, LightningModule, require_own_trainer
-from lightning_dp._private.torch_names import ddp_timing, enable_ddp_timing
+from lightning_dp._private.torch_names import ddp_timing, time_ddp_steps
 
 log = logging.getLogger(__name__)
 
@@ -74,10 +74,9 @@ class StepTimer(_OwnCallback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note the time at which the batch is available, and make DDP time this step."""
-        if isinstance(trainer.strategy.model, DistributedDataParallel) and times_every_step(pl_module.device):
-            # By default DDP times its first ten steps, and then one in a hundred. Enabled before each step, because
-            # a strategy wraps the module in a new DDP when a parameter is unfrozen.
-            enable_ddp_timing(trainer.strategy.model)
+        if isinstance(trainer.strategy.model, DistributedDataParallel):
+            # Before each step, because a strategy wraps the module in a new DDP when a parameter is unfrozen.
+            time_ddp_steps(trainer.strategy.model, self._times_every_step(pl_module.device))
         self._begin_s = time.perf_counter()
         self._waited_before_s = getattr(trainer.strategy, "exposed_communication_s", None) or 0.0
 
@@ -91,9 +90,8 @@ class StepTimer(_OwnCallback):
         times = {"step": end_s - self._last_end_s, "data_wait": self._begin_s - self._last_end_s}
         last_reduction = self._last_reduction
         exposed_s = self._exposed_s(trainer)
-        is_sampled = isinstance(trainer.strategy.model, DistributedDataParallel) and not times_every_step(
-            pl_module.device
-        )
+        is_ddp = isinstance(trainer.strategy.model, DistributedDataParallel)
+        is_sampled = is_ddp and not self._times_every_step(pl_module.device)
         if not is_sampled or self._last_reduction != last_reduction:
             if exposed_s is not None:
                 times["exposed_communication"] = exposed_s
@@ -115,6 +113,9 @@ class StepTimer(_OwnCallback):
     def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Restart the clock: validation within an epoch is not part of a step."""
         self._last_end_s = time.perf_counter()
+
+    def _times_every_step(self, device: torch.device) -> bool:
+        return times_every_step(device)
 
     def _exposed_s(self, trainer: Any) -> float | None:
         """Return the exposed communication time of this step, or None if the strategy does not measure it."""

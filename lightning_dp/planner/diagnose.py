@@ -196,6 +196,11 @@ class Diagnose(StepTimer):
         self._last_end_s = time.perf_counter()  # what this callback does is no loading
 
     @override
+    def _times_every_step(self, device: torch.device) -> bool:
+        # Also on a GPU, while it measures: the median over steps of which DDP times less than a half would be 0.
+        return not self._is_done or super()._times_every_step(device)
+
+    @override
     def _exposed_s(self, trainer: Any) -> float | None:
         exposed_s = super()._exposed_s(trainer)
         self._step_exposed_s = exposed_s or 0.0
@@ -274,8 +279,12 @@ class Diagnose(StepTimer):
             world_size=trainer.world_size,
             num_steps=len(steps),
             step_s=step_s,
-            num_batch_norms=sum(isinstance(module, BatchNorm) for module in pl_module.modules()),
+            num_batch_norms=sum(
+                isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+                for module in pl_module.modules()
+            ),
             layers=self._layers.profiles(),
+            frozen_part=self._layers.frozen_part(),
             recomputation=self._recomputation.plan(parts["forward_s"] / num_batches),
             why_no_recomputation=self._recomputation.why_not,
             accumulate=num_batches,
@@ -283,8 +292,22 @@ class Diagnose(StepTimer):
             cores_per_rank=cores_per_rank,
             codec_s=self._codec_s(trainer),
             statistics_ranks=_statistics_ranks(pl_module),
+            unmeasured=self._unmeasured(trainer, pl_module),
             **parts,
         )
+
+    def _unmeasured(self, trainer: Any, pl_module: LightningModule) -> tuple[str, ...]:
+        """Return the waits for other ranks that count as compute."""
+        if trainer.world_size == 1:
+            return ()
+        found = []
+        if self._exposed_s(trainer) is None:
+            found.append(f"the waits of {type(trainer.strategy).__name__} for messages")
+        elif getattr(trainer.strategy, "num_parameter_shards", 1) > 1:
+            found.append("the waits for parameters that are gathered within a group")
+        if any(isinstance(module, nn.SyncBatchNorm) for module in pl_module.modules()):
+            found.append("the waits of SyncBatchNorm for statistics (AdaptiveGlobalBatchNorm's are measured)")
+        return tuple(found)
 
     def _codec_s(self, trainer: Any) -> dict[str, float]:
         """Return the times of compressors, if rows of theirs will be simulated. All ranks measure at the same time."""
@@ -401,6 +424,7 @@ class LayerTimes:
         self._running: list[_Call] = []
         self._calls: dict[int, _Call] = {}  # by module, as the forward meets them
         self._last_s = 0.0
+        self._total_s = 0.0
 
     def start(self, model: nn.Module) -> None:
         """Put the hooks in place."""
@@ -409,7 +433,7 @@ class LayerTimes:
             # Some strategies call the model for the whole step, others do not. A scripted part takes no hooks: its
             # parameters are those of the module around it.
             if module is not model and not isinstance(module, torch.jit.ScriptModule):
-                self._hooks.append(module.register_forward_pre_hook(self._enter(name)))
+                self._hooks.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True))
                 self._hooks.append(module.register_forward_hook(self._leave))
 
     def stop(self) -> None:
@@ -437,6 +461,12 @@ class LayerTimes:
             layers.insert(0, _Call(NOT_CALLED, self._model).profile(rest))
         return tuple(layers)
 
+    def frozen_part(self) -> float:
+        """Return which part of the forward was over when it came to the first layer of `profiles`."""
+        first = next((layer.name for layer in self.profiles()), NOT_CALLED)
+        begin_s = next((call.begin_s for call in self._calls.values() if call.name == first), 0.0)
+        return begin_s / self._total_s if self._total_s else 0.0
+
     def _parameters_of(self, module: nn.Module) -> Iterator[nn.Parameter]:
         yield from module.parameters(recurse=False)
         for child in module.children():
@@ -444,12 +474,12 @@ class LayerTimes:
                 yield from self._parameters_of(child)
 
     def _enter(self, name: str) -> Any:
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if is_in_backward():  # `torch.utils.checkpoint` runs modules again, some of them in part
                 return
-            call = self._calls.setdefault(id(module), _Call(name, module))
-            call.input_bytes = call.input_bytes or sum(map(num_bytes, tensors_in(args)))
             self._add_time()
+            call = self._calls.setdefault(id(module), _Call(name, module, self._total_s))
+            call.input_bytes += sum(map(num_bytes, tensors_in([args, kwargs])))
             self._running.append(call)
 
         return enter
@@ -467,15 +497,17 @@ class LayerTimes:
         now_s = time.perf_counter()
         if self._running:
             self._running[-1].forward_s += now_s - self._last_s
+            self._total_s += now_s - self._last_s
         self._last_s = now_s
 
 
 class _Call:
     """The calls of one module."""
 
-    def __init__(self, name: str, module: nn.Module) -> None:
+    def __init__(self, name: str, module: nn.Module, begin_s: float = 0.0) -> None:
         self.name = name
         self.module = module
+        self.begin_s = begin_s  # time of the forward before the first call
         self.forward_s = 0.0  # without that of the modules that it calls
         self.input_bytes = 0
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,13 +16,15 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
-from lightning_dp._lightning import FRAMEWORK, Callback, LightningModule, require_own_trainer
+from lightning_dp._lightning import FRAMEWORK, Callback, DDPStrategy, LightningModule, require_own_trainer
 from lightning_dp._private.lightning_names import before_batch_transfer
-from lightning_dp._private.torch_names import TorchDispatchMode, device_types
+from lightning_dp._private.torch_names import TorchDispatchMode, device_types, release_reducer
 from lightning_dp.collectives.groups import all_gather, resolve_group
 from lightning_dp.planner.convolutions.measure import measure_time_s, num_bytes, unless_out_of_memory
-from lightning_dp.planner.convolutions.measured_plans import resized
+from lightning_dp.planner.convolutions.measured_plans import num_times, resized
 from lightning_dp.planner.formulas import require_count
 from lightning_dp.trial_run import GENERATORS, unchanged, unchanged_parameters
 
@@ -48,7 +51,7 @@ class FindBatchSize(Callback):
     the run would end with other weights.
 
     Args:
-        batch_sizes: per rank, to be tried from the smallest on.
+        batch_sizes: per rank, to be tried from the smallest on. Those above the images that a rank has are left out.
         optimizer_copies: numbers that the optimizer keeps for each parameter: 1 for momentum, 2 for Adam.
         is_global: whether the data module's ``batch_size`` is that of all ranks together, as in `lightning_dp.data`.
         repeats: steps that are timed for each size.
@@ -128,13 +131,19 @@ class FindBatchSize(Callback):
                 "or find the size in a run of its own"
             )
         device = trainer.strategy.root_device
-        trained = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
-        optimizer_bytes = self._optimizer_copies * sum(map(num_bytes, trained))
         with alone(pl_module, trainer.world_size), logging_nowhere(trainer):
+            step = _Step(trainer, pl_module, self._is_global)
+            # A batch of more images than there are would never be trained with, and none at all with `drop_last`.
+            (most,) = _worst([-step.largest_size], device, None)
+            sizes = [size for size in self._batch_sizes if size <= -most] or sorted(self._batch_sizes)[:1]
+            if any(map(is_lazy, pl_module.parameters())):
+                step(min(sizes))  # lazy layers have no sizes before their first forward
+            trained = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
+            optimizer_bytes = self._optimizer_copies * sum(map(num_bytes, trained))
             reserved = torch.empty(optimizer_bytes, dtype=torch.uint8, device=device)
-            step = _Step(trainer, pl_module)
-            self.trials = try_batch_sizes(step, self._batch_sizes, device, repeats=self._repeats)
+            self.trials = try_batch_sizes(step, sizes, device, repeats=self._repeats)
             del step, reserved  # the step holds the batch
+        _forget_used_parameters(trainer.strategy)
         self._set_batch_size(trainer, f"the fastest\n{self.trials.table()}")
 
     def _set_batch_size(self, trainer: Any, why: str) -> None:
@@ -153,15 +162,35 @@ class FindBatchSize(Callback):
             log.info(f"FindBatchSize: {self.trials.batch_size} images per rank, {why}")
 
 
-class _Step:
-    """A training step on the rows of the first batch, forward and backward."""
+def _forget_used_parameters(strategy: Any) -> None:
+    """Wrap the module in a new DDP if it looks for unused parameters.
 
-    def __init__(self, trainer: Any, module: LightningModule) -> None:
+    The present one has noted which parameters the trials used. It would expect their gradients in the first step, and
+    fail if another branch runs there.
+    """
+    wrapped = strategy.model
+    is_noted = isinstance(wrapped, DistributedDataParallel) and wrapped.find_unused_parameters
+    if is_noted and type(strategy) is DDPStrategy:  # those of this package have hooks in theirs
+        release_reducer(wrapped)
+        strategy.model = wrapped.module
+        strategy.configure_ddp()
+
+
+class _Step:
+    """A training step on the rows of the first batch, forward and backward.
+
+    Attributes:
+        largest_size: of which this rank has a whole batch from each loader; infinite if that is not known.
+    """
+
+    def __init__(self, trainer: Any, module: LightningModule, is_global: bool) -> None:
         self._trainer, self._module = trainer, module
         combined = importlib.import_module(f"{FRAMEWORK}.utilities").CombinedLoader
         loaders = combined(trainer.datamodule.train_dataloader(), "max_size_cycle")
         with unchanged([each for loader in loaders.flattened for each in _generators(loader)]):  # training draws, too
             batch, _, _ = next(iter(loaders))
+        self._present_size = trainer.datamodule.batch_size // (trainer.world_size if is_global else 1)
+        self.largest_size = min(map(self._largest_size, loaders.flattened))
         # As the training loop does it.
         batch = trainer.precision_plugin.convert_input(batch)
         self._batch = trainer.strategy.batch_to_device(before_batch_transfer(module, batch))
@@ -170,12 +199,18 @@ class _Step:
         signatures = importlib.import_module(f"{FRAMEWORK}.utilities.signature_utils")
         self._takes_index = signatures.is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
+    def _largest_size(self, loader: Any) -> float:
+        dataset, loaded = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
+        if not isinstance(dataset, Sized):
+            return math.inf
+        return len(dataset) // self._trainer.world_size // num_times(loaded or 0, self._present_size)
+
     def __call__(self, batch_size: int) -> None:
         module = self._module
         module.zero_grad()
         # Looked for once, in the first call, which is not timed: it takes time for each operator.
         with nullcontext() if self._is_checked else _RefuseCollectives():
-            output = self._run(resized(self._batch, batch_size))
+            output = self._run(resized(self._batch, batch_size, self._present_size))
             if module.automatic_optimization:
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if loss is None:

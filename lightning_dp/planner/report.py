@@ -114,8 +114,9 @@ class Diagnosis:
             )
         if not self.advice:
             keep = "keep" if self.profile.strategy == "DDPStrategy" else "use"
+            what = f": {keep} {plan.method}" if self.predictions else ""  # one rank needs no method
             return (
-                f"**Nothing to gain: {keep} {plan.method}.** No other method or change is predicted to save more of "
+                f"**Nothing to gain{what}.** No other method or change is predicted to save more of "
                 f"{now} than the error of the prediction, {error}."
             )
         rows = [
@@ -170,8 +171,9 @@ class Diagnosis:
     def _rows(self) -> str:
         """Return the table of methods: first that of the plan, then the others, the fastest first."""
         changes = f", with {' '.join(o for c in self.plan.changes for o in c.overrides)}" if self.plan.changes else ""
+        job = f"{self.world_size} ranks of {self.profile.batch_size} images{changes}"
         lines = [
-            f"Simulated, {self.world_size} ranks{changes}; the first row is the plan:",
+            f"Simulated, {job}; the first row is the plan:",
             "",
             "| method | ms per step | error | images/s | time against the plan | why |",
             "|---|---|---|---|---|---|",
@@ -195,6 +197,13 @@ class Diagnosis:
         if profile.waits_for_workers:
             lines.append(
                 f"The step waits for {profile.num_workers} worker process(es) of the loader: no method alone is faster."
+            )
+        if profile.unmeasured:
+            lines.append(f"Not measured, and so part of compute here: {' and '.join(profile.unmeasured)}.")
+        if self.predictions and self.world_size != profile.world_size:
+            lines.append(
+                f"Each of the {self.world_size} ranks has as many images as measured, {profile.batch_size}. In a "
+                f"recipe, where `data.batch_size` is that of all ranks, it is {self.world_size * profile.batch_size}."
             )
         if profile.batch_norm_s and self.world_size != profile.world_size:
             lines.append(f"Batch norm's waits are those of {profile.world_size} ranks. More ranks wait longer.")
@@ -225,11 +234,13 @@ class Diagnosis:
             overrides = [*(overrides_of(self.plan.method, self.profile, self.world_size) or []), *overrides]
         if not overrides:
             raise ValueError("there is no plan: no method was predicted; use Diagnose(network=..., world_size=...)")
+        num_batches = self.world_size * self.profile.accumulate
         values = {
             "version": PLAN_VERSION,
             "overrides": overrides,
             "method": self.plan.method,
             "world_size": self.world_size,
+            "images_per_rank": round(self.plan.images_per_s * self.plan.time.step_s / num_batches),
             "step_ms": round(1e3 * self.plan.time.step_s, 3),
             "error": self.plan.error,
             "advice": [{**vars(part), "overrides": list(part.overrides)} for part in self.advice],

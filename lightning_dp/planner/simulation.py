@@ -187,18 +187,16 @@ class _Job:
         if self._loaded is None:
             self._load_next()
         assert self._loaded is not None
-        begins = []
+        begins = [self._add(lane, 0.0, loaded) for lane, loaded in enumerate(self._loaded)]
+        for lane in range(len(self._last)):
+            self._add(lane, self.workload.frozen_s)
         if self._is_sharded:
-            begins = [self._add(lane, 0.0, loaded) for lane, loaded in enumerate(self._loaded)]
             self._add_units(range(len(self.buckets)), [bucket.forward_s for bucket in self.buckets])
         for lane in range(len(self._last)):
             for place, bucket in enumerate(() if self._is_sharded else self.buckets):
                 arrived = self._arrived[place][lane] if self._arrived else []
                 duration_s = bucket.forward_s + (self._update_s(bucket) if arrived else 0.0)
-                loaded = self._loaded[lane] if place == 0 else []
-                task = self._add(lane, duration_s, [*loaded, *arrived])
-                if place == 0:
-                    begins.append(task)
+                self._add(lane, duration_s, arrived)
             self._wait_for_statistics(lane)
         self._begins.append(begins)
         self._loaded = None

@@ -123,6 +123,7 @@ class Workload:
         batch_norm_s: measured waits for global batch norm's statistics in one batch, whatever the method.
         codec_s: processor time in which a compressor encodes and decodes the gradients of a step, by its name in
             `Method.compression`. What is not there takes none.
+        frozen_s: time of the forward before the first block, in layers that are not trained. It waits for no gradients.
     """
 
     blocks: tuple[Block, ...]
@@ -137,12 +138,13 @@ class Workload:
     accumulate: int = 1
     batch_norm_s: float = 0.0
     codec_s: Mapping[str, float] = field(default_factory=dict)
+    frozen_s: float = 0.0
 
     def __post_init__(self) -> None:
         require_count("batch_size", self.batch_size)
         require_count("accumulate", self.accumulate)
         require_count("num_batch_norms", self.num_batch_norms, least=0)
-        for name in ("load_s", "update_s", "jitter", "batch_norm_s"):
+        for name in ("load_s", "update_s", "jitter", "batch_norm_s", "frozen_s"):
             require_not_negative(name, getattr(self, name))
         for name, seconds in self.codec_s.items():
             require_not_negative(f"codec_s[{name!r}]", seconds)
@@ -170,7 +172,7 @@ class Workload:
     def compute_s(self) -> float:
         """Time of forward, backward and update in a step, with the head on one device."""
         batch_s = sum(block.forward_s + block.backward_s for block in self.whole().blocks)
-        return self.accumulate * batch_s + self.update_s
+        return self.accumulate * (self.frozen_s + batch_s) + self.update_s
 
     @property
     def gradient_bytes(self) -> float:
@@ -197,6 +199,7 @@ class Workload:
             head=self.head and self.head.larger(factor),
             batch_size=factor * self.batch_size,
             load_s=factor * self.load_s,
+            frozen_s=factor * self.frozen_s,
             recomputation=None,
         )
 
@@ -277,7 +280,7 @@ class LayerProfile:
         num_bytes: of its gradients.
         forward_s: time of its forward.
         is_linear: whether it is a fully-connected layer.
-        input_bytes: of its input, for one rank's batch.
+        input_bytes: of its inputs in all calls, for one rank's batch.
         shapes: of its parameters.
     """
 
@@ -316,6 +319,8 @@ class StepProfile:
         cores_per_rank: processor cores of the machine over its ranks; None if it is not known.
         codec_s: see `Workload.codec_s`.
         statistics_ranks: ranks that share batch norm's statistics; None: all of them.
+        unmeasured: waits that no clock tells from compute, in which they are counted.
+        frozen_part: of the forward, before the first of the layers.
     """
 
     strategy: str
@@ -338,6 +343,8 @@ class StepProfile:
     cores_per_rank: float | None = None
     codec_s: Mapping[str, float] = field(default_factory=dict)
     statistics_ranks: int | None = None
+    unmeasured: tuple[str, ...] = ()
+    frozen_part: float = 0.0
 
     @property
     def compute_s(self) -> float:
@@ -373,14 +380,18 @@ class StepProfile:
     def workload(self) -> Workload:
         """Return the workload. Each layer has its part of forward and backward by the time of its forward.
 
+        What the forward does before the first of them, in a frozen trunk, is no layer's.
+
         The fully-connected layers at the end are the head, if they have most of the bytes.
         """
         total_s = sum(layer.forward_s for layer in self.layers)
+        batch_forward_s, batch_backward_s = self.forward_s / self.accumulate, self.backward_s / self.accumulate
+        frozen_s = self.frozen_part * batch_forward_s
         blocks = []
         for layer in self.layers:
             share = layer.forward_s / total_s if total_s else 1 / len(self.layers)
-            forward_s, backward_s = (share * seconds / self.accumulate for seconds in (self.forward_s, self.backward_s))
-            blocks.append(Block(layer.num_bytes, forward_s, backward_s, shapes=layer.shapes))
+            forward_s = share * (batch_forward_s - frozen_s)
+            blocks.append(Block(layer.num_bytes, forward_s, share * batch_backward_s, shapes=layer.shapes))
         first = self._head_begins()
         head = None
         if first is not None:
@@ -401,6 +412,7 @@ class StepProfile:
             accumulate=self.accumulate,
             batch_norm_s=self.batch_norm_s / self.accumulate,
             codec_s=self.codec_s,
+            frozen_s=frozen_s,
         )
 
     def _head_begins(self) -> int | None:

@@ -203,6 +203,8 @@ def with_plan(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     if twice := [override for override in overrides if _sets_again(key_of(override), given)]:
         raise ValueError(f"plan={path} sets {twice[0]}, and so does the command line; leave out one of the two")
     made_for = "" if world_size is None else f", made for {world_size} rank{'s' * (world_size != 1)}"
+    if images := plan.get("images_per_rank"):
+        made_for += f" of {images} images"
     return [*others, *overrides], f"plan={path}{made_for}: {' '.join(overrides)}"
 
 

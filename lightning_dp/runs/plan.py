@@ -62,6 +62,7 @@ def job(cfg: DictConfig) -> None:
         num_processes = validate(config)
         require_whole_model(instantiate(config["strategy"]))
         check_verify(config, num_processes * config["trainer"]["num_nodes"])
+        check_ranks(config, num_processes)
         require_unused(Path(cfg.run_dir), None, "hydra.run.dir")  # else the configuration there would be replaced
     except Exception as error:
         raise config_error(error) from error
@@ -128,6 +129,28 @@ def check_plan(config: Config, given: Sequence[str]) -> None:
     unread = [key for key in OF_THE_NETWORK if key in given]
     if unread and config["plan"]["gbit_per_s"] is None:
         raise ValueError(f"{unread[0]} has no effect on a network that is measured; give plan.gbit_per_s as well")
+
+
+def check_ranks(config: Config, num_processes: int) -> None:
+    """Raise ValueError for a number of ranks that cannot be predicted for, before anything is measured.
+
+    Args:
+        config: the whole configuration.
+        num_processes: that measure, on each node.
+    """
+    plan, num_measured = config["plan"], num_processes * config["trainer"]["num_nodes"]
+    given = plan["gbit_per_s"]
+    size = num_measured if plan["world_size"] is None else plan["world_size"]
+    if given is None and num_measured == 1 < size:
+        raise ValueError(
+            f"plan.world_size={size} has no effect on one rank, which has no network to measure; give plan.gbit_per_s "
+            "as well, or measure on more ranks (trainer.devices=2)"
+        )
+    if given is not None and size == 1:
+        raise ValueError(f"plan.gbit_per_s={given} has no effect on one rank; give plan.world_size as well")
+    per_node = num_processes if given is None else plan["ranks_per_node"]
+    if size > per_node and size % per_node:
+        raise ValueError(f"{size} ranks do not fill the last node of {per_node}; give plan.world_size a multiple of it")
 
 
 def measure(config: Config, logging_config: Config | None) -> str:

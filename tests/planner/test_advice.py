@@ -170,6 +170,8 @@ def test_nothing_to_gain_is_said():
     assert "**Nothing to gain: keep ddp.**" in str(found)
     other = replace(COMPUTE_ONLY, strategy="LayeredSGDStrategy")
     assert "**Nothing to gain: use ddp.**" in str(make_diagnosis(other, FAST_NODES, is_probed=True))
+    alone = replace(COMPUTE_ONLY, strategy="SingleDeviceStrategy", world_size=1)
+    assert "**Nothing to gain.**" in str(make_diagnosis(alone, None)), "one rank needs no method"
 
 
 def test_loading_brings_workers_and_hides_behind_them():

@@ -11,14 +11,18 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from pytorch_lightning.strategies import FSDPStrategy
+from pytorch_lightning.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dp import KrizhevskyHybridStrategy, LayeredSGDStrategy
+from lightning_dp.callbacks import timers
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
 from lightning_dp.planner import Diagnose, Link, Network, diagnose, probe_network
 from lightning_dp.planner.diagnose import WARM_UP, require_whole_model
+from tests.callbacks.test_step_timer import one_second
 from tests.planner.test_rows import PROFILE
 from tests.ranks import run_processes
 
@@ -279,6 +283,61 @@ def test_two_ranks_measure_their_network_and_agree_on_it():
     assert not any(name.startswith("layered_sgd") for name in methods)
     assert results[0][2] == results[1][2]
     assert results[0][2].num_nodes(2) == 2
+
+
+def fit_on_what_counts_as_a_gpu(rank):
+    timers.times_every_step = lambda device: False
+    DistributedDataParallel._get_ddp_logging_data = one_second(DistributedDataParallel._get_ddp_logging_data)
+    timed = []
+    set_rate = DistributedDataParallel._set_ddp_runtime_logging_sample_rate
+
+    def noted(self, rate):
+        timed.append(rate)
+        set_rate(self, rate)
+
+    DistributedDataParallel._set_ddp_runtime_logging_sample_rate = noted
+    callback = Diagnose(num_steps=20, memonger=False, network=NETWORK)
+    fit(callback, devices=2, strategy="ddp", limit_train_batches=WARM_UP + 22)
+    return callback.diagnosis.profile.exposed_communication_s, timed
+
+
+def test_on_a_gpu_ddp_times_each_measured_step_and_then_a_sample_again():
+    for exposed_s, timed in run_processes(2, fit_on_what_counts_as_a_gpu):
+        assert exposed_s == pytest.approx(1.0), "with the sample, 7 of 20 steps"
+        assert timed == [1] * (WARM_UP + 20) + [100] * 2
+
+
+class OnHost(nn.SyncBatchNorm):
+    """Takes a rank's own statistics: torch has no others on CPU."""
+
+    def forward(self, x):
+        return nn.BatchNorm2d.forward(self, x)
+
+
+class Sharded(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = OnHost(4)
+
+    def configure_model(self):
+        if not isinstance(self.head, FSDPModule):
+            fully_shard(self.head, mesh=self.device_mesh["data_parallel"])
+
+
+def fit_with_waits_that_nobody_times(rank, strategy):
+    callback = Diagnose(num_steps=1, stop=True, memonger=False, network=NETWORK)
+    fit(callback, Sharded() if strategy != "ddp" else Net(), devices=2, strategy=strategy)
+    return callback.diagnosis
+
+
+def test_waits_that_nobody_times_are_named():
+    found = run_processes(2, fit_with_waits_that_nobody_times, ModelParallelStrategy())[0]
+    assert found.profile.exposed_communication_s == 0.0
+    messages, statistics = found.profile.unmeasured
+    assert messages == "the waits of ModelParallelStrategy for messages"
+    assert statistics.startswith("the waits of SyncBatchNorm for statistics")
+    assert "ddp_global_batch_norm" not in {row.method for row in found.predictions}, "the job has it"
+    assert run_processes(2, fit_with_waits_that_nobody_times, "ddp")[0].profile.unmeasured == ()
 
 
 def fit_with_groups(rank):

@@ -178,6 +178,42 @@ def test_the_time_of_a_module_is_without_that_of_the_modules_within(monkeypatch)
     assert [layer.num_bytes for layer in layers] == [4 * (3 + 12 + 12), 4 * 12, 4 * 12]
 
 
+def test_what_comes_before_the_first_trained_layer_waits_for_no_gradients(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(diagnose, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    trunk = nn.Sequential(Slow(clock), nn.ReLU(), Slow(clock))
+    trunk.requires_grad_(False)
+    model = nn.Sequential(trunk, Nested(clock), Slow(clock))
+    times = LayerTimes()
+    times.start(model)
+    model(torch.randn(2, 3))
+    times.stop()
+    assert [layer.name for layer in times.profiles()] == ["1", "1.slow", "2"]
+    assert times.frozen_part() == pytest.approx(20 / 43)
+    profile = replace(test_rows.PROFILE, layers=times.profiles(), frozen_part=times.frozen_part(), accumulate=2)
+    workload = profile.workload()
+    assert workload.frozen_s == pytest.approx(20 / 43 * 0.1 / 2)
+    assert [block.forward_s for block in workload.blocks] == pytest.approx([t / 43 * 0.1 / 2 for t in (3, 10, 10)])
+    assert sum(block.backward_s for block in workload.blocks) == pytest.approx(0.2 / 2)
+    for parameter in trunk.parameters():
+        parameter.requires_grad = True
+    assert times.frozen_part() == 0.0
+
+
+class TwoViews(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(3, 4), nn.Linear(4, 9)
+
+    def forward(self, x):
+        return self.head(self.trunk(x)) + self.head(input=self.trunk(x + 1))
+
+
+def test_a_head_that_is_called_twice_takes_the_features_of_both_calls():
+    layers = layers_of(TwoViews(), torch.randn(5, 3))
+    assert [(layer.name, layer.input_bytes) for layer in layers] == [("trunk", 2 * 4 * 15), ("head", 2 * 4 * 20)]
+
+
 class Checkpointed(pl.LightningModule):
     """Runs its blocks again in backward. The second linear layer of a block is not reached there to its end."""
 

@@ -249,6 +249,88 @@ def test_a_fit_that_continues_takes_the_size_of_its_checkpoint(tmp_path, strateg
     assert data.batch_size == 8, "another fit searches again"
 
 
+class Loaders(pl.LightningDataModule):
+    """``factors`` times the batch size from each of several loaders."""
+
+    def __init__(self, num_images: int, *factors: int) -> None:
+        super().__init__()
+        self.batch_size, self.num_images, self.factors = 2, num_images, factors
+
+    def train_dataloader(self):
+        images = torch.randn(self.num_images, 6)
+        return [DataLoader(images, factor * self.batch_size, drop_last=True) for factor in self.factors]
+
+
+class Rows(pl.LightningModule):
+    """Notes how many rows its batches have."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def training_step(self, batch, batch_idx):
+        rows.append(tuple(map(len, batch)))
+        return sum(self.layer(x).square().mean() for x in batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+rows: list[tuple[int, ...]] = []
+
+
+def test_a_loader_with_larger_batches_has_them_in_the_trials_too():
+    rows.clear()
+    data = Loaders(64, 1, 3)
+    fit(Rows(nn.Linear(6, 2)), data, FindBatchSize((4, 8), repeats=1))
+    assert set(rows) == {(4, 12), (8, 24)}
+
+
+def test_no_size_is_tried_that_a_rank_has_no_images_for():
+    rows.clear()
+    finder = FindBatchSize((4, 8, 16), repeats=1)
+    trainer = fit(Rows(nn.Linear(6, 2)), Loaders(10, 1), finder)
+    assert list(finder.trials.images_per_s) == [4, 8]
+    assert trainer.global_step > 0, "there would be no batch of 16"
+    finder = FindBatchSize((2, 4, 8), repeats=1)
+    assert fit(Rows(nn.Linear(6, 2)), Loaders(12, 1, 3), finder).global_step > 0, "the second takes three times as many"
+    assert list(finder.trials.images_per_s) == [2, 4]
+    finder = FindBatchSize((16, 32), repeats=1)
+    fit(Rows(nn.Linear(6, 2)), Loaders(10, 1), finder)
+    assert list(finder.trials.images_per_s) == [16], "there is none that fits"
+
+
+def test_lazy_layers_have_their_sizes_when_the_optimizer_is_counted():
+    finder = FindBatchSize((4,), repeats=1)
+    assert fit(Rows(nn.LazyLinear(2)), Loaders(16, 1), finder).global_step == 4
+
+
+class Branches(Rows):
+    """Does not use a branch in the first step, which the trials use."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 6))
+        self.branch = nn.Linear(6, 6)
+
+    def training_step(self, batch, batch_idx):
+        x = self.layer(batch[0])
+        is_trial = self.trainer.train_dataloader is None
+        return (self.branch(x) if is_trial or batch_idx else x).square().mean()
+
+
+def fit_branches(rank, *sizes):
+    torch.manual_seed(0)
+    net = Branches()
+    found = [FindBatchSize(sizes, repeats=1)] if sizes else []
+    fit(net, Loaders(16, 1), *found, devices=2, strategy="ddp_find_unused_parameters_true")
+    return {name: value.tolist() for name, value in net.state_dict().items()}
+
+
+def test_parameters_that_the_trials_used_may_be_unused_in_the_first_step():
+    plain, found = (run_processes(2, fit_branches, *sizes) for sizes in ((), (2,)))
+    assert plain == found
+
+
 def find_on_rank(rank):
     net, data = Net(limit=(1000, 8)[rank]), Data(num_shares=2)
     finder = FindBatchSize((2, 4, 8, 16), is_global=True, repeats=1)

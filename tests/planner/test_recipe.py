@@ -102,6 +102,22 @@ def test_a_last_node_that_is_not_full_is_refused_by_the_keys_of_the_command_line
         recipe.check_plan(config, [])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "num_processes", "message"),
+    [
+        (("plan.world_size=4",), 1, "plan.world_size=4 has no effect on one rank, which has no network to measure; "),
+        (("plan.gbit_per_s=1",), 1, "plan.gbit_per_s=1 has no effect on one rank; give plan.world_size as well"),
+        (("plan.world_size=6",), 4, "6 ranks do not fill the last node of 4; give plan.world_size a multiple of it"),
+        (("plan.gbit_per_s=1", "plan.ranks_per_node=4"), 6, "6 ranks do not fill the last node of 4; "),
+    ],
+)
+def test_ranks_that_cannot_be_predicted_for_are_refused_before_a_step_is_measured(overrides, num_processes, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        recipe.check_ranks(composed(*overrides), num_processes)
+    recipe.check_ranks(composed("plan.gbit_per_s=1", "plan.world_size=4"), num_processes)
+    recipe.check_ranks(composed(), num_processes)
+
+
 def test_a_key_that_nothing_reads_is_refused(tmp_path):
     ((status, _),) = run_processes(1, run_script, "plan.py", tmp_path, "+ckpt_pth=a.ckpt")
     assert status.splitlines()[-1] == "error: nothing reads the key ckpt_pth; did you mean ckpt_path?"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -201,6 +202,24 @@ def test_rows_are_left_out_where_there_is_nothing_to_predict():
     names = {p.method for p in make_diagnosis(tight, Network(SLOW, FAST)).predictions}
     assert "ddp_memonger" in names
     assert "ddp_memonger_larger_batch" not in names, "the memory of one batch does not hold two"
+
+
+def test_waits_that_count_as_compute_are_named():
+    unmeasured = replace(PROFILE, unmeasured=("the waits of ModelParallelStrategy for messages",))
+    said = "\nNot measured, and so part of compute here: the waits of ModelParallelStrategy for messages."
+    assert said in str(make_diagnosis(unmeasured, Network(SLOW, FAST)))
+    assert "Not measured" not in str(make_diagnosis(PROFILE, Network(SLOW, FAST)))
+
+
+def test_a_plan_for_another_number_of_ranks_says_how_many_images_each_has(tmp_path):
+    found = make_diagnosis(PROFILE, Network(SLOW, FAST), world_size=4)
+    assert "\nSimulated, 4 ranks of 32 images; " in str(found)
+    assert "where `data.batch_size` is that of all ranks, it is 128." in str(found)
+    assert "`data.batch_size`" not in str(make_diagnosis(PROFILE, Network(SLOW, FAST)))
+    for method, images in (("ddp", 32), ("ddp_accumulate_4", 32), ("ddp_memonger_larger_batch", 96)):
+        profile = replace(PROFILE, accumulate=2)
+        make_diagnosis(profile, Network(SLOW, FAST), world_size=4, method=method).save(tmp_path / "plan.yaml")
+        assert json.loads((tmp_path / "plan.yaml").read_text())["images_per_rank"] == images
 
 
 def test_what_changes_the_computation_is_not_chosen_but_can_be_asked_for(tmp_path):

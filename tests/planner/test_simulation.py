@@ -197,6 +197,22 @@ def test_layered_fsdp_hides_the_slow_hop_as_layered_sgd_does():
         assert fsdp < 0.85 * step_s(workload, "ddp", 4, slow)
 
 
+def test_a_frozen_trunk_hides_messages_of_layered_sgd_in_the_next_forward():
+    frozen = replace(ONE_BLOCK, load_s=0.0, frozen_s=1.0)
+    assert frozen.compute_s == pytest.approx(1.31)
+    assert step_s(frozen, "layered_sgd_step") == pytest.approx(1.31), "202 ms of messages in it"
+    assert step_s(frozen, "ddp") == pytest.approx(1.31 + ALL_REDUCE_S)
+    trained = replace(frozen, blocks=(Block(2e7, 1.1, 0.2),), frozen_s=0.0)
+    assert step_s(trained, "layered_sgd_step") == pytest.approx(1.31 + ALL_REDUCE_S)
+    assert step_s(frozen.larger(2), "ddp") == pytest.approx(2 * 1.3 + 0.01 + ALL_REDUCE_S)
+    assert step_s(replace(frozen, accumulate=3), "ddp") == pytest.approx(3 * 1.3 + 0.01 + ALL_REDUCE_S)
+    one_node = Network(SLOW, FAST, ranks_per_node=2)
+    sharded_s = step_s(frozen, "layered_fsdp_step", 4, one_node) - step_s(
+        replace(frozen, frozen_s=0.0), "layered_fsdp_step", 4, Network(Link(0.0, 1e15), FAST, ranks_per_node=2)
+    )
+    assert sharded_s == pytest.approx(1.0, rel=0.01), "layered FSDP hides them as well"
+
+
 def test_loading_in_the_background_counts_only_where_it_is_the_slowest():
     workload = replace(ONE_BLOCK, loads_in_background=True)
     assert step_s(workload, "ddp", 1) == pytest.approx(0.31)

@@ -100,7 +100,7 @@ def check_ddp_ignores_what_it_is_told_to() -> None:
 def check_ddp_times_every_step() -> None:
     def check() -> None:
         model = DistributedDataParallel(nn.Linear(2, 2))
-        torch_names.enable_ddp_timing(model)
+        torch_names.time_ddp_steps(model, is_each=True)
         iterations = []
         for _ in range(4):
             model(torch.ones(1, 2)).sum().backward()

@@ -78,10 +78,13 @@ def test_contradictions_are_refused(plan, arguments, message):
         command_line.with_plan([plan(*overrides), *arguments])
 
 
-def test_the_line_says_for_how_many_ranks_the_plan_was_made(tmp_path):
+def test_the_line_says_for_which_job_the_plan_was_made(tmp_path):
     path = tmp_path / "plan.yaml"
-    path.write_text(json.dumps({"version": PLAN_VERSION, "overrides": ["strategy=ddp"], "world_size": 4}))
+    values = {"version": PLAN_VERSION, "overrides": ["strategy=ddp"], "world_size": 4}
+    path.write_text(json.dumps(values))
     assert command_line.with_plan([f"plan={path}"])[1] == f"plan={path}, made for 4 ranks: strategy=ddp"
+    path.write_text(json.dumps({**values, "images_per_rank": 32}))
+    assert command_line.with_plan([f"plan={path}"])[1] == f"plan={path}, made for 4 ranks of 32 images: strategy=ddp"
 
 
 @pytest.mark.parametrize("quote", ["'", '"'])

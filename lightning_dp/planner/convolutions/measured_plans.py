@@ -269,8 +269,14 @@ def measure_step(
     return StepMeasurement(time_s, peak_bytes + sum(map(num_bytes, tensors)), recomputes)
 
 
-def resized(batch: Any, batch_size: int) -> Any:
+def resized(batch: Any, batch_size: int, present_size: int | None = None) -> Any:
     """Return ``batch`` with each tensor's rows repeated or cut to ``batch_size``. Rows are the first dimension.
+
+    Args:
+        batch: tensors in any nesting.
+        batch_size: to reach.
+        present_size: that the batch was made with, if it is known. A tensor with several times as many rows, as one of
+            several views of each image, or of a loader with larger batches, keeps that many for each of ``batch_size``.
 
     Raises:
         ValueError: it holds no tensor that has rows, so that it would stay as it is.
@@ -282,7 +288,8 @@ def resized(batch: Any, batch_size: int) -> Any:
         if tensor.dim() == 0:
             return tensor
         found = True
-        rows = torch.arange(batch_size, device=tensor.device) % len(tensor)
+        num_rows = batch_size * num_times(len(tensor), present_size)
+        rows = torch.arange(num_rows, device=tensor.device) % len(tensor)
         chosen = tensor.index_select(0, rows)
         if tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last):
             return chosen.contiguous(memory_format=torch.channels_last)
@@ -295,6 +302,11 @@ def resized(batch: Any, batch_size: int) -> Any:
             "mappings or dataclasses"
         )
     return result
+
+
+def num_times(num_rows: int, batch_size: int | None) -> int:
+    """Return how many times ``batch_size`` so many rows are; 1 if that is no whole number, or not known."""
+    return max(1, num_rows // batch_size) if batch_size and num_rows % batch_size == 0 else 1
 
 
 # The choices of each convolution layer, one layer at a time.
