@@ -67,6 +67,31 @@ def end_when_stop_check_times_out(trainer: Any) -> Callable[[], None]:
     return lambda: vars(loop).pop("_broadcast_sigterm_tensor", None)
 
 
+def time_stop_checks(trainer: Any, add: Callable[[float], None]) -> Callable[[], None]:
+    """Call ``add`` with the seconds of each broadcast that precedes a batch. Return what undoes this.
+
+    See `end_when_stop_check_times_out`, which a strategy may have called before. A rank waits for slower ones there.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    check = getattr(loop, "_broadcast_sigterm_tensor", None)  # not in all versions
+    if check is None:
+        return lambda: None
+    is_replaced = "_broadcast_sigterm_tensor" in vars(loop)
+
+    def timed() -> None:
+        start_s = time.perf_counter()
+        check()
+        add(time.perf_counter() - start_s)
+
+    def undo() -> None:
+        vars(loop).pop("_broadcast_sigterm_tensor", None)
+        if is_replaced:
+            loop._broadcast_sigterm_tensor = check
+
+    loop._broadcast_sigterm_tensor = timed
+    return undo
+
+
 def validates_by_clock(trainer: Any) -> bool:
     """Return whether each rank begins a validation by its own clock: ``val_check_interval`` is a duration."""
     return getattr(trainer, "_val_check_time_interval", None) is not None  # a default: not in all versions

@@ -6,13 +6,15 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dp.collectives.groups import OnStage, dense, needs_host_copy
+from lightning_dp._private.torch_names import backend_name
+from lightning_dp.collectives.groups import OnStage, create_groups, dense, needs_host_copy
 from lightning_dp.collectives.point_to_point import Message, Transfer, start_message, wait_for_all
 from lightning_dp.collectives.small_all_gather import gather_on_device
 
@@ -131,6 +133,13 @@ class Channel:
     def _buffer(self, tensor: Tensor) -> Tensor:
         assert tensor.is_contiguous()
         return torch.empty_like(tensor, device="cpu") if needs_host_copy(tensor, self.group) else tensor
+
+
+def make_host_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Return a `Channel.host_group` of all ranks, or None if ``group`` needs none. All ranks must call it."""
+    if device.type == "cpu" or backend_name(group, device) == "gloo":
+        return None
+    return create_groups([list(range(dist.get_world_size()))], dist.get_rank(), timeout, "gloo")
 
 
 def sends_together(tensor: Tensor, group: dist.ProcessGroup) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_dp._lightning import FRAMEWORK, LightningModule
+from lightning_dp._private.lightning_names import time_stop_checks
 from lightning_dp._private.torch_names import BatchNorm, is_compiled_function, is_in_backward
 from lightning_dp.callbacks.timers import StepTimer
 from lightning_dp.collectives.groups import group_size
@@ -126,6 +128,8 @@ class Diagnose(StepTimer):
         self._phase_begin_s = 0.0
         self._waited_s = 0.0
         self._step_exposed_s = 0.0
+        self._wait_s = 0.0
+        self._stop_timing: Callable[[], None] | None = None
         self._layers = LayerTimes()
         self._recomputation = RecomputeTimes()
         self._batch_size = 1
@@ -137,6 +141,10 @@ class Diagnose(StepTimer):
         self.diagnosis = None
         self._start()
         self._num_updates = trainer.global_step
+        self._stop_timing = time_stop_checks(trainer, self._add_wait)
+
+    def _add_wait(self, seconds: float) -> None:
+        self._wait_s += seconds
 
     @override
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -144,7 +152,9 @@ class Diagnose(StepTimer):
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self._is_done:
             return
-        self._step.seconds["load_s"] += self._begin_s - self._last_end_s
+        self._step.seconds["load_s"] += self._begin_s - self._last_end_s - self._wait_s
+        self._step.seconds["wait_s"] += self._wait_s
+        self._wait_s = 0.0
         self._phase_begin_s = self._begin_s
         self._waited_s = waited_s()
         # The first tensor: another one may be longer, such as the boxes of all images. The last batch may be smaller.
@@ -238,7 +248,7 @@ class Diagnose(StepTimer):
             network = probe_network(device, ranks_per_node=trainer.world_size // trainer.num_nodes)
         cores_per_rank = _cores_per_rank(trainer)
         try:
-            profile = self._profile(trainer, pl_module, cores_per_rank)
+            profile = self._profile(trainer, pl_module, cores_per_rank, network)
             self.diagnosis = self._diagnose(profile, network)
             if trainer.is_global_zero:
                 log.info(f"{self.diagnosis}")
@@ -261,7 +271,9 @@ class Diagnose(StepTimer):
             self._writes_plan = False
             return make_diagnosis(profile, network, self._world_size, None, is_probed)
 
-    def _profile(self, trainer: Any, pl_module: LightningModule, cores_per_rank: float) -> StepProfile:
+    def _profile(
+        self, trainer: Any, pl_module: LightningModule, cores_per_rank: float, network: Network | None
+    ) -> StepProfile:
         """Return the medians over the measured steps, and the layers."""
         # The last step of an epoch may have fewer batches than the others.
         num_batches = max(step.num_batches for step in self._steps)
@@ -273,6 +285,11 @@ class Diagnose(StepTimer):
         parts[phase] = max(0.0, parts[phase] - parts["exposed_communication_s"])
         for name in ("forward_s", "backward_s"):
             parts[name] = max(0.0, parts[name] - parts["batch_norm_s"] / 2)
+        # A rank that has its gradients early waits for the others before the next batch. The message precedes each.
+        wait_s = parts.pop("wait_s")
+        message_s = 0.0 if network is None else num_batches * math.log2(trainer.world_size) * network.inter.latency_s
+        parts["load_s"] += min(wait_s, message_s)
+        parts["exposed_communication_s"] += max(0.0, wait_s - message_s)
         return StepProfile(
             strategy=type(trainer.strategy).__name__,
             batch_size=self._batch_size,
@@ -354,6 +371,9 @@ class Diagnose(StepTimer):
         self._stop_recording()
 
     def _stop_recording(self) -> None:
+        if self._stop_timing is not None:
+            self._stop_timing()
+            self._stop_timing = None
         self._layers.stop()
         self._recomputation.stop()
 
@@ -393,7 +413,8 @@ def require_whole_model(strategy: Any) -> None:
         )
 
 
-PHASES = ("load_s", "forward_s", "backward_s", "update_s")
+# `wait_s` is that for slower ranks, before a batch.
+PHASES = ("load_s", "wait_s", "forward_s", "backward_s", "update_s")
 PARTS = (*PHASES, "exposed_communication_s", "batch_norm_s")
 
 

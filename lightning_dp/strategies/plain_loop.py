@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dp._private.torch_names import group_timeout, ignore_in_ddp, release_reducer, stop_ignoring_in_ddp
-from lightning_dp.collectives.all_to_all import Channel
-from lightning_dp.collectives.groups import RankTopology, resolve_group, unbound_default_group
+from lightning_dp.collectives.all_to_all import Channel, make_host_group
+from lightning_dp.collectives.groups import RankTopology, destroy_group, resolve_group, unbound_default_group
 from lightning_dp.strategies.base import hides_parameter_use, overlapping_parameters
 from lightning_dp.strategies.krizhevsky_hybrid import checks
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import Scheme
@@ -214,17 +214,20 @@ def sharded_head(
     layers = checks.find_head(model, head)
     checks.require_whole(model, head)
     checks.check_head(model, layers, head)
-    timeout = group_timeout(resolve_group(None), next(layers.parameters()).device)
+    device = next(layers.parameters()).device
+    timeout = group_timeout(resolve_group(None), device)
     # Two groups: features travel while the head exchanges activations.
     with unbound_default_group(None):
         groups = [dist.new_group(timeout=timeout) for _ in range(2)]
-    hidden, features = (Channel(group) for group in groups)
+    host = make_host_group(groups[0], device, timeout)
+    hidden, features = Channel(groups[0]), Channel(groups[1], host_group=host)
     sharded = ShardedHead(layers, hidden, head, Channel(features.group))
     parameters = ShardedParameters(sharded)
     with ExitStack() as stack:
         for group in groups:
             stack.callback(dist.destroy_process_group, group)
-        parameters.shard(next(layers.parameters()).device)
+        stack.callback(destroy_group, host)
+        parameters.shard(device)
         parameters.keep()
         names = list(sharded.names_in(model))
         ignore_in_ddp(model, names)

@@ -303,7 +303,7 @@ def fit_on_what_counts_as_a_gpu(rank):
 
 def test_on_a_gpu_ddp_times_each_measured_step_and_then_a_sample_again():
     for exposed_s, timed in run_processes(2, fit_on_what_counts_as_a_gpu):
-        assert exposed_s == pytest.approx(1.0), "with the sample, 7 of 20 steps"
+        assert exposed_s >= 1.0, "with the sample, 7 of 20 steps"
         assert timed == [1] * (WARM_UP + 20) + [100] * 2
 
 
@@ -332,7 +332,6 @@ def fit_with_waits_that_nobody_times(rank, strategy):
 
 def test_waits_that_nobody_times_are_named():
     found = run_processes(2, fit_with_waits_that_nobody_times, ModelParallelStrategy())[0]
-    assert found.profile.exposed_communication_s == 0.0
     messages, statistics = found.profile.unmeasured
     assert messages == "the waits of ModelParallelStrategy for messages"
     assert statistics.startswith("the waits of SyncBatchNorm for statistics")
@@ -367,6 +366,26 @@ def fit_with_cores(rank, cores_of_ranks):
 @pytest.mark.parametrize("cores_of_ranks", [({0, 1, 2, 3}, {0, 1, 2, 3}), ({0, 1}, {2, 3})], ids=["shared", "bound"])
 def test_cores_of_a_rank_are_those_of_the_node_over_its_ranks(cores_of_ranks):
     assert run_processes(2, fit_with_cores, cores_of_ranks) == [2.0, 2.0]
+
+
+class SlowBetweenBatches(Net):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.global_rank == 1:
+            time.sleep(0.1)
+
+
+def fit_with_a_rank_that_is_late(rank):
+    callback = Diagnose(num_steps=3, stop=True, memonger=False)
+    trainer = fit(callback, SlowBetweenBatches(), devices=2, strategy="ddp")
+    assert "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)
+    return callback.diagnosis.profile
+
+
+def test_the_wait_for_a_rank_that_is_late_is_communication_and_no_loading():
+    profile, _ = run_processes(2, fit_with_a_rank_that_is_late)
+    assert profile.exposed_communication_s >= 0.09
+    assert profile.step_s >= profile.load_s + profile.exposed_communication_s
+    assert profile.load_s < profile.exposed_communication_s
 
 
 def fit_with_postponed_sums(rank):

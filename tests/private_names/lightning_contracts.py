@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import tempfile
 import warnings
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -157,6 +158,16 @@ def check_the_broadcast_before_a_batch_can_be_replaced_and_drops_its_errors() ->
         made.fit_loop.epoch_loop._broadcast_sigterm_tensor()
     undo()
     made.fit_loop.epoch_loop._broadcast_sigterm_tensor()  # there is no default group, so it fails
+    loop, taken = made.fit_loop.epoch_loop, []
+    for begin in (lambda: None, lambda: lightning_names.end_when_stop_check_times_out(made)):
+        begin()
+        before = vars(loop).get("_broadcast_sigterm_tensor")
+        undo = lightning_names.time_stop_checks(made, taken.append)
+        with suppress(TimeoutError):
+            loop._broadcast_sigterm_tensor()
+        undo()
+        assert vars(loop).get("_broadcast_sigterm_tensor") == before
+    assert len(taken) == 1, "the second raised"
 
 
 Loop = importlib.import_module(FRAMEWORK + ".loops.loop")._Loop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.optim import LARS
+from lightning_dp.strategies import plain_loop
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
 from lightning_dp.strategies.plain_loop import LayeredSGDLoop, sharded_head
 from tests.ranks import run_cases, run_processes
@@ -137,6 +140,29 @@ def both(rank: int, case: str) -> None:
 
 def test_both_equal_one_process_with_all_batches():
     run_cases(4, both, [*LAYERED, "a", "b", "c", "c clipped"])
+
+
+def with_a_host_group(rank: int) -> None:
+    """As with NCCL, which sends nothing from host memory."""
+    dist.init_process_group("gloo")
+    made = []
+    default, destroy = plain_loop.make_host_group, plain_loop.destroy_group
+    plain_loop.make_host_group = lambda group, device, timeout: made.append(dist.new_group()) or made[-1]
+    plain_loop.destroy_group = lambda group: made.remove(group)
+    sent = Counter()
+    gather = Channel.gather_integers
+    Channel.gather_integers = lambda self, *args: sent.update([self.host_group in made]) or gather(self, *args)
+    try:
+        hybrid_equals_one_process(rank, "c")
+    finally:
+        plain_loop.make_host_group, plain_loop.destroy_group = default, destroy
+        Channel.gather_integers = gather
+    assert set(sent) == {True}
+    assert not made, "it is destroyed"
+
+
+def test_numbers_that_the_host_needs_have_a_group_of_their_own_where_the_backend_cannot_send_them():
+    run_processes(2, with_a_host_group)
 
 
 def two_models(rank: int, case: str) -> None:

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from types import MethodType
 from typing import Any, Literal, cast
@@ -35,7 +34,6 @@ from lightning_dp._lightning import Callback, DDPStrategy, LightningModule
 from lightning_dp._private.lightning_names import end_when_stop_check_times_out, strategy_timeout
 from lightning_dp._private.torch_names import (
     ShardedScaler,
-    backend_name,
     ignore_in_ddp,
     is_in_backward,
     scaler_device,
@@ -43,8 +41,8 @@ from lightning_dp._private.torch_names import (
     tree_leaves,
     tree_map_only,
 )
-from lightning_dp.collectives.all_to_all import Channel
-from lightning_dp.collectives.groups import OnStage, create_groups, destroy_group, unbound_default_group
+from lightning_dp.collectives.all_to_all import Channel, make_host_group
+from lightning_dp.collectives.groups import OnStage, destroy_group, unbound_default_group
 from lightning_dp.collectives.point_to_point import peer_error
 from lightning_dp.losses import LastLayer, ShardedForward
 from lightning_dp.strategies.base import is_a
@@ -120,7 +118,7 @@ class HybridFitState(SharedOnDeepcopy):
         timeout = strategy_timeout(strategy)
         with unbound_default_group(None):
             groups = [dist.new_group(timeout=timeout) for _ in range(2)]
-        host = _make_host_group(groups[0], self._device, timeout)
+        host = make_host_group(groups[0], self._device, timeout)
         hidden = Channel(groups[0], on_stage, checks.LIKELY_REASONS)
         features = Channel(groups[1], on_stage, checks.LIKELY_REASONS, host)
         self.channels = [features, hidden]
@@ -521,13 +519,6 @@ class HybridFitState(SharedOnDeepcopy):
             if self._checked.get(optimizer) != sizes:
                 checks.check_optimizer(optimizer, self.head)
                 self._checked[optimizer] = sizes
-
-
-def _make_host_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Return a gloo group for numbers that the host needs, or None if ``group`` has one. All ranks must call it."""
-    if device.type == "cpu" or backend_name(group, device) == "gloo":
-        return None
-    return create_groups([list(range(dist.get_world_size()))], dist.get_rank(), timeout, "gloo")
 
 
 def _sees_old_gradients(module: LightningModule, optimizers: Sequence[Optimizer]) -> bool:
