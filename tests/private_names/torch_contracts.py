@@ -229,12 +229,16 @@ def check_a_scaler_tells_its_device() -> None:
     assert torch_names.scaler_device(torch.amp.GradScaler("cpu")) == "cpu"
 
 
-@contract(torch.amp.GradScaler, "_check_inf_per_device")
-def check_a_scaler_asks_all_ranks_where_the_optimizer_unscales() -> None:
+def _scaled_gradient() -> tuple[nn.Parameter, SGD, torch_names.ShardedScaler]:
     weight = nn.Parameter(torch.ones(1))
-    optimizer = SGD([weight], lr=1.0, fused=True)
     scaler = torch_names.ShardedScaler("cpu")
     scaler.scale(weight.sum()).backward()
+    return weight, SGD([weight], lr=1.0, fused=True), scaler
+
+
+@contract(torch.amp.GradScaler, "_check_inf_per_device")
+def check_a_scaler_asks_all_ranks_where_the_optimizer_unscales() -> None:
+    weight, optimizer, scaler = _scaled_gradient()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", lambda found, *_, **__: found.fill_(1))  # another rank has found an overflow
         scaler.step(optimizer)
@@ -243,10 +247,7 @@ def check_a_scaler_asks_all_ranks_where_the_optimizer_unscales() -> None:
 
 @contract(torch.amp.GradScaler, "_found_inf_per_device")
 def check_a_scaler_tells_an_optimizer_whether_not_how_many() -> None:
-    weight = nn.Parameter(torch.ones(1))
-    optimizer = SGD([weight], lr=1.0, fused=True)
-    scaler = torch_names.ShardedScaler("cpu")
-    scaler.scale(weight.sum()).backward()
+    weight, optimizer, scaler = _scaled_gradient()
 
     def all_reduce(found: torch.Tensor, **_: Any) -> Any:
         found.fill_(2)  # so many ranks have found an overflow
