@@ -28,6 +28,9 @@ SMALLEST_BYTES = 1024  # only latency matters
 # Larger and larger messages, until one takes this long. The link's burst no longer matters then.
 LONG_ENOUGH_S = 0.2
 LARGEST_BYTES = 64 * 1024 * 1024
+# Rows of the square matrices that a rank multiplies between exchanges: 34 million operations, as many as a layer of
+# 1024 x 1024 that four ranks share takes for 64 samples.
+PRODUCT_SIZE = 256
 
 
 def probe_network(
@@ -96,11 +99,25 @@ def _all_reduce_s(group: dist.ProcessGroup | None, num_bytes: int, device: torch
 
 
 def _exchange_s(device: torch.device | str, repeats: int) -> float:
-    """Return the time in which each rank sends a small message to each other one, and has theirs."""
+    """Return the time in which each rank sends a small message to each other one, and has theirs.
+
+    Each rank computes before it, as between the exchanges of a head. Where ranks share cores, one that gets a core late
+    sends late, and all wait for it.
+    """
     channel = Channel(resolve_group(None))
     message = torch.zeros(SMALLEST_BYTES // 4, dtype=torch.float32, device=device)
-    # It is short, so that more of them cost little, and a busy machine spreads them.
-    return _shared_time_s(lambda: channel.all_gather("probe", message), None, device, 4 * repeats)
+    matrix = torch.zeros(PRODUCT_SIZE, PRODUCT_SIZE, device=device)
+
+    def compute() -> None:
+        matrix.matmul(matrix)
+
+    def compute_and_exchange() -> None:
+        compute()
+        channel.all_gather("probe", message)
+
+    # Both are short, so that more of them cost little, and a busy machine spreads them.
+    both_s = _shared_time_s(compute_and_exchange, None, device, 16 * repeats)
+    return max(0.0, both_s - _shared_time_s(compute, None, device, 16 * repeats))
 
 
 def _shared_time_s(
