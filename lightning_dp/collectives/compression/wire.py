@@ -11,10 +11,11 @@ from torch import Tensor
 from lightning_dp.collectives.point_to_point import Transfer, post, wait_for_all
 from lightning_dp.collectives.ring import chunk_bounds
 
-SEGMENT = 512 * 1024
+SEGMENT = 256 * 1024
 """Elements that are processed together, while the messages of other segments are on their way.
 
-With a quarter of it, an all-reduce of 25 MB takes about twice the CPU time: each message costs some of its own.
+A bucket of 2 MB has two, so that the link is in use while a sum is made. With twice the size it had one, and a step
+took up to 17 % longer (docs/measurements/layered_sgd.md). Each message takes processor time: hence no smaller.
 """
 
 
