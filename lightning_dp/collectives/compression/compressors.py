@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_dp.collectives.compression.layout import BLOCK, BucketShard, ParameterInfo, ParamSlice, num_blocks
 from lightning_dp.collectives.compression.options import Compression, PowerSGD
-from lightning_dp.collectives.compression.wire import SEGMENT, Transport, complete, in_segments
+from lightning_dp.collectives.compression.wire import Transport, complete, in_segments
 from lightning_dp.collectives.point_to_point import wait_for_all
 
 
@@ -134,14 +134,14 @@ SCALE_BYTES = 4  # float32
 
 
 class Quantized(NamedTuple):
-    """Blocks of integers, (R, `BLOCK`), and the scale of each, (R,)."""
+    """Blocks of integers, (..., R, `BLOCK`), and the scale of each, (..., R)."""
 
     integers: Tensor
     scales: Tensor
 
     def decode(self, dtype: torch.dtype) -> Tensor:
-        """Return the values, (R, `BLOCK`)."""
-        return self.integers.to(dtype).mul_(self.scales.to(dtype)[:, None])
+        """Return the values, (..., R, `BLOCK`)."""
+        return self.integers.to(dtype).mul_(self.scales.to(dtype)[..., None])
 
 
 class Int8(Compressor):
@@ -175,7 +175,7 @@ class Int8(Compressor):
                 self.residuals.keep(part, values[rows].view(-1)[: part.numel])
 
     def _exchanges(self, values: Tensor, sums: Tensor, piece: BucketShard, wire: Transport) -> list[Iterator[None]]:
-        length = SEGMENT // BLOCK
+        length = wire.segment // BLOCK
         blocks = zip(in_segments(values, length), in_segments(sums, length), strict=True)
         if wire.is_pair:
             return [_exchange_all(*each, wire) for each in blocks]
@@ -211,26 +211,27 @@ def _exchange_all(values: Tensor, sums: Tensor, wire: Transport) -> Iterator[Non
 
 def _exchange_owned(values: Tensor, sums: Tensor, owner: Tensor, wire: Transport) -> Iterator[None]:
     """Write the carriers' sum of blocks (R, `BLOCK`) to ``sums``, and leave the residual in ``values``."""
-    owned = _owned_rows(owner, wire.num_ranks)
+    # In the order of their owners, what goes to one of them is a slice: one call packs the messages to all.
+    order = owner.argsort(stable=True)
     counts = torch.bincount(owner, minlength=wire.num_ranks).tolist()
     # Step 1: each carrier sends every owner its blocks.
-    quantized = quantize(values)
-    inbox = _empty_messages([counts[wire.rank]] * wire.num_ranks)
-    transfers = wire.start([_pack(_select(quantized, rows)) for rows in owned], inbox)
+    outgoing = _pack(quantize(values)).index_select(0, order).split(counts)
+    inbox = outgoing[wire.rank].new_empty(wire.num_ranks, *outgoing[wire.rank].shape)
+    transfers = wire.start(outgoing, list(inbox))
     yield
     wait_for_all(transfers)
     total = _unpack(inbox[0]).decode(values.dtype)
     for message in inbox[1:]:
         total += _unpack(message).decode(values.dtype)
     # Step 2: each owner sends all carriers its sums.
-    outbox = _empty_messages(counts)
-    transfers = wire.start([_pack(quantize(total))] * wire.num_ranks, outbox)
+    outbox = inbox.new_empty(len(owner), inbox.shape[-1])
+    transfers = wire.start([_pack(quantize(total))] * wire.num_ranks, outbox.split(counts))
     # An owner has also rounded its own contribution, so both roundings add up in its residual.
-    values[owned[wire.rank]] += total
+    values.index_add_(0, order.split(counts)[wire.rank], total)
     yield
     wait_for_all(transfers)
-    for rows, message in zip(owned, outbox, strict=True):
-        sums[rows] = _unpack(message).decode(sums.dtype)
+    for rows, message in zip(order.split(counts), outbox.split(counts), strict=True):
+        sums.index_copy_(0, rows, _unpack(message).decode(sums.dtype))
 
 
 def quantize(values: Tensor) -> Quantized:
@@ -269,33 +270,15 @@ def _owner(parts: Sequence[ParamSlice], num_ranks: int) -> Tensor:
     return torch.cat(numbers) % num_ranks
 
 
-def _owned_rows(owner: Tensor, num_ranks: int) -> Sequence[slice | Tensor]:
-    """Return the rows that each rank owns: as slices if all rows follow each other in the model, which is faster."""
-    first = int(owner[0])
-    if torch.equal(owner, (torch.arange(len(owner)) + first) % num_ranks):
-        return [slice((rank - first) % num_ranks, None, num_ranks) for rank in range(num_ranks)]
-    return [(owner == rank).nonzero().view(-1) for rank in range(num_ranks)]
-
-
-def _select(quantized: Quantized, rows: slice | Tensor) -> Quantized:
-    return Quantized(quantized.integers[rows], quantized.scales[rows])
-
-
 def _pack(quantized: Quantized) -> Tensor:
-    """Return scales and integers as the bytes of one message."""
-    # A slice of one element may keep the stride of the whole, which cannot be viewed as bytes: hence the format.
-    scales = quantized.scales.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-    return torch.cat([scales, quantized.integers.reshape(-1).view(torch.uint8)])
+    """Return each block's scale and integers as bytes, (R, `SCALE_BYTES` + `BLOCK`)."""
+    return torch.cat([quantized.scales[:, None].view(torch.uint8), quantized.integers.view(torch.uint8)], 1)
 
 
-def _unpack(message: Tensor) -> Quantized:
-    num_rows = len(message) // (SCALE_BYTES + BLOCK)
-    scales = message[: num_rows * SCALE_BYTES].view(torch.float32)
-    return Quantized(message[num_rows * SCALE_BYTES :].view(torch.int8).view(-1, BLOCK), scales)
-
-
-def _empty_messages(num_rows: Sequence[int]) -> list[Tensor]:
-    return [torch.empty(count * (SCALE_BYTES + BLOCK), dtype=torch.uint8) for count in num_rows]
+def _unpack(messages: Tensor) -> Quantized:
+    """Return the blocks of packed messages, (..., R, `SCALE_BYTES` + `BLOCK`)."""
+    scales = messages[..., :SCALE_BYTES].contiguous().view(torch.float32).squeeze(-1)
+    return Quantized(messages[..., SCALE_BYTES:].view(torch.int8), scales)
 
 
 # --- PowerSGD: gradients approximated by low-rank factors (Vogels et al. 2019, arXiv 1905.13727).

@@ -11,11 +11,13 @@ from torch import Tensor
 from lightning_dp.collectives.point_to_point import Transfer, post, wait_for_all
 from lightning_dp.collectives.ring import chunk_bounds
 
-SEGMENT = 256 * 1024
-"""Elements that are processed together, while the messages of other segments are on their way.
+SWAPPED = 512 * 1024
+OWNED = 64 * 1024
+"""Elements that go to another rank in one message: of two ranks, and of more.
 
-A bucket of 2 MB has two, so that the link is in use while a sum is made. With twice the size it had one, and a step
-took up to 17 % longer (docs/measurements/layered_sgd.md). Each message takes processor time: hence no smaller.
+Each message takes processor time: with a quarter of `SWAPPED`, two ranks spend twice as much of it on 25 MB. With twice
+of `OWNED`, four ranks sum a bucket of 2 MB in one piece, and the link waits for the sum. The figures are in
+docs/measurements/layered_sgd.md.
 """
 
 
@@ -57,6 +59,11 @@ class Transport:
         """Whether there are two ranks. They swap all they have, in one exchange; more ranks need two exchanges."""
         return self.num_ranks == 2
 
+    @property
+    def segment(self) -> int:
+        """Elements that are processed together, while the messages of other segments are on their way."""
+        return SWAPPED if self.is_pair else OWNED * self.num_ranks
+
     def start_swap(self, own: Tensor) -> tuple[list[Tensor], list[Transfer]]:
         """Start to send ``own`` to the other one of two ranks. Return both ranks' messages, in rank order."""
         messages = [own, own]
@@ -77,7 +84,8 @@ class Transport:
             The sum that is under way. It yields once, when its last messages have been started.
         """
         exchange = self._exchange_all if self.is_pair else self._exchange_chunks
-        return self.run_in_turn([exchange(part, message_dtype, sum_dtype) for part in in_segments(tensor, SEGMENT)])
+        parts = in_segments(tensor, self.segment)
+        return self.run_in_turn([exchange(part, message_dtype, sum_dtype) for part in parts])
 
     def run_in_turn(self, segments: Sequence[Iterator[None]]) -> Iterator[None]:
         """Advance each of ``segments`` to its next ``yield`` in turn, until all have ended.
