@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp.strategies import consolidate_checkpoint
 from tests.ranks import logged, run_processes
 from tests.strategies.krizhevsky_hybrid.modules import Result, ScheduledNet, StepNet, all_batches
-from tests.strategies.modules import assert_same, snapshot, trainer
+from tests.strategies.modules import CLASSES, assert_same, snapshot, trainer
 
 STEPS = 4
 
@@ -196,6 +197,25 @@ def test_shapes_of_a_sharded_checkpoint_are_those_of_the_module_that_loads_it(tm
     consolidate_checkpoint(tmp_path / "two" / "step=8.ckpt", tmp_path / "whole.ckpt")
     found = torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]
     assert_same(found, {name: expected[name] for name in found}, 1e-9)
+
+
+class OneLayer(ScheduledNet):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, num_classes).double()
+
+
+def _fewer_classes(rank: int, folder: str) -> None:
+    runner = trainer(KrizhevskyHybridStrategy(state_dict_type="sharded"), 2, **saving(folder))
+    runner.fit(OneLayer(2 * CLASSES), all_batches(1, steps=4))
+    runner = trainer(KrizhevskyHybridStrategy(state_dict_type="sharded"), 2, max_epochs=2)
+    with pytest.raises(RuntimeError, match="size mismatch for head.weight"):
+        runner.fit(OneLayer(CLASSES), all_batches(1, steps=4), ckpt_path=Path(folder, "step=2.ckpt"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_local_shard_of_twice_as_many_classes_is_not_taken_for_the_whole_head(tmp_path):
+    run_processes(2, _fewer_classes, str(tmp_path))
 
 
 def test_what_cannot_be_consolidated(tmp_path):
