@@ -132,7 +132,7 @@ def _one_disk_is_full(rank: int, group: Any, path: Path) -> str:
     ShardedParameters(head).shard(CPU)
 
     def broadcast(value: Any) -> Any:
-        return path, path.with_name(".unfinished")
+        return path, path.with_name(".unfinished"), "id"
 
     content = {"state_dict": dict(module.state_dict()), "value": 1.0}
     checkpoint.write_folder(content, path, module, [], head, broadcast)

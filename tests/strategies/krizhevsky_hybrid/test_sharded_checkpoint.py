@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,23 @@ def _fewer_classes(rank: int, folder: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_a_local_shard_of_twice_as_many_classes_is_not_taken_for_the_whole_head(tmp_path):
     run_processes(2, _fewer_classes, str(tmp_path))
+
+
+def _two_epochs(rank: int, folder: str) -> None:
+    runner = trainer(KrizhevskyHybridStrategy(state_dict_type="sharded"), 2, max_epochs=2, **saving(folder))
+    runner.fit(ScheduledNet(), all_batches(1, steps=4))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_files_of_two_saves_are_no_checkpoint(tmp_path):
+    """A copy has them that was made while a run replaced the folder."""
+    run_processes(2, _two_epochs, str(tmp_path))
+    name = "rows-00001-of-00002.pt"
+    shutil.copy(tmp_path / "step=2.ckpt" / name, tmp_path / "step=4.ckpt" / name)
+    consolidate_checkpoint(tmp_path / "step=2.ckpt", tmp_path / "whole.ckpt")
+    assert "save_id" not in torch.load(tmp_path / "whole.ckpt", weights_only=True)
+    with pytest.raises(ValueError, match="step=4.ckpt has files of different saves"):
+        consolidate_checkpoint(tmp_path / "step=4.ckpt", tmp_path / "mixed.ckpt")
 
 
 def test_what_cannot_be_consolidated(tmp_path):
