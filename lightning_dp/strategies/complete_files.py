@@ -131,7 +131,7 @@ def save(content: dict[str, Any], path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    with suppress(PermissionError):  # some file systems do not let a folder be opened
+    with suppress(OSError):  # some file systems do not let a folder be opened, others cannot flush one
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -131,7 +132,7 @@ def _one_disk_is_full(rank: int, group: Any, path: Path) -> str:
     ShardedParameters(head).shard(CPU)
 
     def broadcast(value: Any) -> Any:
-        return path, path.with_name(".unfinished")
+        return path, path.with_name(".unfinished"), "id"
 
     content = {"state_dict": dict(module.state_dict()), "value": 1.0}
     checkpoint.write_folder(content, path, module, [], head, broadcast)
@@ -174,6 +175,21 @@ def test_a_save_takes_the_place_of_a_link(kind, is_there, tmp_path):
     assert not path.is_symlink()
     assert sorted(os.listdir(tmp_path)) == ["epoch=0.ckpt"] * is_there + ["last.ckpt"]
     assert not is_there or value_at(tmp_path / "epoch=0.ckpt") == 1.0
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_a_folder_that_cannot_be_flushed_is_none_the_worse(kind, tmp_path, monkeypatch):
+    """Some network shares, and folders that a virtual machine shares with its host, flush files alone."""
+    flush = os.fsync
+
+    def of_files_alone(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", of_files_alone)
+    SAVES[kind](1.0, tmp_path / "last.ckpt")
+    assert value_at(tmp_path / "last.ckpt") == 1.0
 
 
 def test_files_of_living_processes_are_left_alone(tmp_path):

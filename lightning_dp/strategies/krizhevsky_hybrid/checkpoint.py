@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
 from lightning_dp.strategies.krizhevsky_hybrid.state import State, is_like, memory_of, states_of_head
 
 MAIN_FILE = "checkpoint.ckpt"
+SAVE_ID = "save_id"
+"""Key of what the files of one save have in common. A copy that is made while a run saves may have files of two."""
 
 # --- One file ---
 
@@ -81,16 +84,16 @@ def write_folder(
     """
     rank, world_size = head.channel.rank, head.channel.world_size
     # `ModelCheckpoint` may put a metric into the name that differs between ranks. All write to rank 0's folder.
-    folder, unfinished = broadcast((folder, hidden_beside(folder)) if rank == 0 else None)
+    folder, unfinished, save_id = broadcast((folder, hidden_beside(folder), uuid4().hex) if rank == 0 else None)
     try:
         with _all_succeed(head, "create a folder for the checkpoint"):
             if rank == 0:
                 unfinished.mkdir(parents=True)
         with _all_succeed(head, "write the checkpoint"):
             rest, local = _split(checkpoint, module, optimizers, head)
-            save(local, unfinished / f"rows-{rank:05}-of-{world_size:05}.pt")
+            save(local | {SAVE_ID: save_id}, unfinished / f"rows-{rank:05}-of-{world_size:05}.pt")
             if rank == 0:
-                save(rest, unfinished / MAIN_FILE)
+                save(rest | {SAVE_ID: save_id}, unfinished / MAIN_FILE)
         with _all_succeed(head, "put the checkpoint into its place"):
             if rank == 0:
                 replace(folder, unfinished)
@@ -128,7 +131,7 @@ def load_folder(folder: Path, rank: int = 0, world_size: int = 1, weights_only: 
     this shard only.
 
     Raises:
-        ValueError: the files of some ranks are missing.
+        ValueError: the files of some ranks are missing, or they are of different saves.
     """
     checkpoint: State = torch.load(folder / MAIN_FILE, map_location="cpu", weights_only=weights_only)
     files = sorted(folder.glob("rows-*-of-*.pt"))
@@ -136,6 +139,10 @@ def load_folder(folder: Path, rank: int = 0, world_size: int = 1, weights_only: 
     if len(files) != count:
         raise ValueError(f"{folder} has the shards of {len(files)} ranks of {count}; copy the files of all ranks there")
     parts = [torch.load(file, map_location="cpu", mmap=True, weights_only=True) for file in files]
+    if len({part.pop(SAVE_ID, None) for part in (checkpoint, *parts)}) > 1:
+        raise ValueError(
+            f"{folder} has files of different saves, as a copy has that was made while a run was saving; copy it again"
+        )
 
     def join(blocks: list[Tensor]) -> Tensor:
         begin, end = chunk_bounds(sum(len(block) for block in blocks), world_size)[rank]

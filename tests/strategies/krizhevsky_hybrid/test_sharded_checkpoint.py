@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp.strategies import consolidate_checkpoint
 from tests.ranks import logged, run_processes
 from tests.strategies.krizhevsky_hybrid.modules import Result, ScheduledNet, StepNet, all_batches
-from tests.strategies.modules import assert_same, snapshot, trainer
+from tests.strategies.modules import CLASSES, assert_same, snapshot, trainer
 
 STEPS = 4
 
@@ -196,6 +198,42 @@ def test_shapes_of_a_sharded_checkpoint_are_those_of_the_module_that_loads_it(tm
     consolidate_checkpoint(tmp_path / "two" / "step=8.ckpt", tmp_path / "whole.ckpt")
     found = torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]
     assert_same(found, {name: expected[name] for name in found}, 1e-9)
+
+
+class OneLayer(ScheduledNet):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, num_classes).double()
+
+
+def _fewer_classes(rank: int, folder: str) -> None:
+    runner = trainer(KrizhevskyHybridStrategy(state_dict_type="sharded"), 2, **saving(folder))
+    runner.fit(OneLayer(2 * CLASSES), all_batches(1, steps=4))
+    runner = trainer(KrizhevskyHybridStrategy(state_dict_type="sharded"), 2, max_epochs=2)
+    with pytest.raises(RuntimeError, match="size mismatch for head.weight"):
+        runner.fit(OneLayer(CLASSES), all_batches(1, steps=4), ckpt_path=Path(folder, "step=2.ckpt"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_local_shard_of_twice_as_many_classes_is_not_taken_for_the_whole_head(tmp_path):
+    run_processes(2, _fewer_classes, str(tmp_path))
+
+
+def _two_epochs(rank: int, folder: str) -> None:
+    runner = trainer(KrizhevskyHybridStrategy(state_dict_type="sharded"), 2, max_epochs=2, **saving(folder))
+    runner.fit(ScheduledNet(), all_batches(1, steps=4))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_files_of_two_saves_are_no_checkpoint(tmp_path):
+    """A copy has them that was made while a run replaced the folder."""
+    run_processes(2, _two_epochs, str(tmp_path))
+    name = "rows-00001-of-00002.pt"
+    shutil.copy(tmp_path / "step=2.ckpt" / name, tmp_path / "step=4.ckpt" / name)
+    consolidate_checkpoint(tmp_path / "step=2.ckpt", tmp_path / "whole.ckpt")
+    assert "save_id" not in torch.load(tmp_path / "whole.ckpt", weights_only=True)
+    with pytest.raises(ValueError, match="step=4.ckpt has files of different saves"):
+        consolidate_checkpoint(tmp_path / "step=4.ckpt", tmp_path / "mixed.ckpt")
 
 
 def test_what_cannot_be_consolidated(tmp_path):
