@@ -506,17 +506,13 @@ def _wait_for(buckets: Iterable[GradientSum | None]) -> None:
 @contextmanager
 def _with_staged_gradients(part: Iterable[Staged]) -> Iterator[None]:
     """Within the context, give the parameters their staged gradients, also those that were zeroed since."""
-    others = []
-    for each in part:
-        present = each.parameter.grad
-        if present is not each.gradient:
-            others.append((each.parameter, present))
-            each.parameter.grad = each.gradient
-    try:
+    with ExitStack() as undo:
+        for each in part:
+            present = each.parameter.grad
+            if present is not each.gradient:
+                undo.callback(setattr, each.parameter, "grad", present)
+                each.parameter.grad = each.gradient
         yield
-    finally:
-        for parameter, present in others:
-            parameter.grad = present
 
 
 def as_after_backward(device_type: str) -> ExitStack:
