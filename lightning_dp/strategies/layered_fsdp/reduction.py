@@ -282,10 +282,7 @@ class ShardReduction:
             self._last_comparison.wait()  # this rank may have nothing else to wait for
         if self._prefetch is not None:
             self._prefetch.begin_step()
-        self._will_release = False  # a backward that the step has called by itself may have raised
-        self._held.clear()
-        for unit in self._units:
-            self._begin(unit)
+        self.forget_backward()  # one that the step has called by itself may have raised
         self._hook_trainable()
 
     def forget_backward(self) -> None:
