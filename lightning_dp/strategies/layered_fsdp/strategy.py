@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial, wraps
 from pathlib import Path
@@ -331,10 +331,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        if self._reduction is None:
-            yield
-            return
-        with self._reduction.accumulating():
+        with nullcontext() if self._reduction is None else self._reduction.accumulating():
             yield
 
     @override
