@@ -182,16 +182,10 @@ class CommunicatorOptions:
                     f"{strategy_name}: on GPUs, backend {backend!r} makes the host wait for each sum, so nothing is "
                     "hidden; use communicator_device='cpu'"
                 )
-            return
-        if rank == 0 and not device_communicator.keeps_launch_order():
+        elif rank == 0 and not device_communicator.keeps_launch_order():
             log.warning(
                 f"{strategy_name}: ranks may wait for each other for ever, because {device_communicator.LAUNCH_ORDER} "
                 "is 0; set it to 1, or use communicator_device='cpu'"
-            )
-        if rank == 0 and self.communicator == "leader":
-            log.info(
-                f"{strategy_name}: sums on GPUs, where every rank carries its shard between the groups; "
-                "communicator='leader' concerns sums in host memory"
             )
 
 
