@@ -118,18 +118,20 @@ class Comparison:
         self._names = names
         self._group = group
         self._known = known
+        self._num_noted = 0
         self._own = [0] * len(names)  # marks of this rank; 0: nothing of this unit is summed
         self._marks = torch.empty(0)
         self._work: dist.Work | None = None
         self._is_same = False
         self.sums: list[GradientSum] = []
 
-    def note(self, index: int, place: int, buffers: object) -> bool:
-        """Note that the unit with this index is summed at this place, and which parameters its buffers hold.
+    def note(self, index: int, buffers: object) -> bool:
+        """Note that the unit with this index is summed next, and which parameters its buffers hold.
 
         Returns whether all ranks have summed the same in an earlier backward.
         """
-        self._own[index] = (place + 1 << 32) + zlib.crc32(repr(buffers).encode())
+        self._num_noted += 1
+        self._own[index] = (self._num_noted << 32) + zlib.crc32(repr(buffers).encode())
         return (index, self._own[index]) in self._known
 
     def start(self) -> None:
@@ -229,7 +231,6 @@ class ShardReduction:
         self._is_accumulating = False
         self._will_release = False
         self._backward: int | None = None  # number of the one that runs, without those within it
-        self._num_submitted = 0  # units in this backward
         self._keys: dict[tuple[str, BufferKey], Tensor] = {}  # what stands for a buffer in a compressor's table
         self._undo: list[Callable[[], None]] = []
         self._hooked: set[Tensor] = set()
@@ -289,7 +290,6 @@ class ShardReduction:
         """Begin anew after a backward that has raised. The step may have caught the exception, and go on."""
         self._backward = None
         self._will_release = False
-        self._num_submitted = 0
         self._comparison = Comparison(self.unit_names, self._all_ranks, self._known)
         self._held.clear()
         for unit in self._units:
@@ -364,7 +364,6 @@ class ShardReduction:
             elif (unit.ready or unit.kept) and not unit.is_submitted:
                 self._submit(unit)
             self._begin(unit)
-        self._num_submitted = 0
         if has_ended and not self._is_accumulating:
             self._last_comparison = self._comparison
             self._comparison = Comparison(self.unit_names, self._all_ranks, self._known)
@@ -392,8 +391,7 @@ class ShardReduction:
         assert shard_sum is None or len(buffers) == 1, "a reduce-scatter under way fills the whole buffer"
         content = [[unit.parameters[parameter] for parameter in parameters] for parameters, _ in buffers]
         begin = partial(self._begin_sums, unit, buffers, shard_sum, self._comparison)
-        is_known = self._comparison.note(unit.index, self._num_submitted, content)
-        self._num_submitted += 1
+        is_known = self._comparison.note(unit.index, content)
         if is_known and not self._held:  # all ranks submit in the order of backward
             begin()
         else:
