@@ -102,9 +102,7 @@ class PostponedUpdates(_Base):
             if why_step_is_not_postponed(optimizer, self.precision_plugin) is None:
                 reduction.updates.guard(optimizer)  # now, so that a callback may keep ``optimizer.state``
         before_forward = self._options.overlap == "load"
-        self._postponement = Postponement(
-            reduction.updates, trainer, self.lightning_module, before_forward, type(self).__name__, of_shards
-        )
+        self._postponement = Postponement(reduction.updates, trainer, before_forward, type(self).__name__, of_shards)
 
     @property
     def exposed_communication_s(self) -> float | None:
