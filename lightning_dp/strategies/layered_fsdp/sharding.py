@@ -81,8 +81,8 @@ def shard(
         precision: of the gathered parameters and of the sums.
 
     Raises:
-        ValueError: ``wrap`` finds no module, or one whose parameters no ``forward`` of its own can gather; sums in
-            another dtype than the parameters'; a parameter has a hook.
+        ValueError: ``wrap`` finds no module, one that FSDP2 refuses (a container without a ``forward``), or one that
+            shares a parameter; sums in another dtype than the parameters'; a parameter has a hook.
     """
     check_hooks(module, is_sharded=False)
     sum_dtype = precision.reduce_dtype or precision.param_dtype
@@ -278,11 +278,6 @@ def _units(module: nn.Module, wrap: Wrap | None) -> Iterator[tuple[str, nn.Modul
             "true for some of them, or None: by size"
         )
     for name, part in found:
-        if not has_own_forward(part):
-            raise ValueError(
-                f"wrap={wrap!r} finds {name!r}, a {type(part).__name__}, which has no forward that could gather its "
-                "parameters; give its parts"
-            )
         if shared.intersection(part.parameters()):
             raise ValueError(
                 f"wrap={wrap!r} finds {name!r}, which shares a parameter with another part; give a part that "
