@@ -245,13 +245,9 @@ class CompressionCheckpoint:
 
     def restore(self, compressed: CompressedAllReduce | None) -> None:
         """Continue with the loaded state; with none if none was loaded."""
-        state = self._loaded
+        state = self._loaded or {"residuals": {}, "others": {}}
         self._loaded = None
         self._last = None
-        if state is None:
-            if compressed is not None:
-                compressed.clear()
-            return
         if compressed is not None:
             load_state(compressed, state)
         if state["residuals"] and not has_error_feedback(self._compression):
