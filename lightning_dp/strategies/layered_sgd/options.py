@@ -171,7 +171,12 @@ class CommunicatorOptions:
     ) -> CompressedAllReduce | None:
         if self.compression is None:
             return None
-        _require_real(module, self.compression)
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and not parameter.is_floating_point():
+                raise ValueError(
+                    f"compression={self.compression!r} cannot round {name}, which is {parameter.dtype}; use "
+                    "compression=None"
+                )
         table = shards or ParameterTable(module.named_parameters())
         return CompressedAllReduce(collective, make_compressor(self.compression), table)
 
@@ -195,14 +200,6 @@ def _may_reduce_on_device(backend: str | None, find_unused_parameters: bool) -> 
     NCCL must keep the order in which the hook issues the sums, and this order must be the same on all ranks.
     """
     return "nccl" in str(backend) and not find_unused_parameters and device_communicator.keeps_launch_order()
-
-
-def _require_real(module: nn.Module, compression: Compression) -> None:
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and not parameter.is_floating_point():
-            raise ValueError(
-                f"compression={compression!r} cannot round {name}, which is {parameter.dtype}; use compression=None"
-            )
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], strategy_name: str) -> None:
