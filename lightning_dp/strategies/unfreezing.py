@@ -8,7 +8,8 @@ https://github.com/Lightning-AI/pytorch-lightning/issues/20340. Here the module 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -73,14 +74,8 @@ class ReducedParameters:
             keep_hooks: register the communication hooks of ``wrapped`` again, also a callback's.
         """
         comm_hooks = release_reducer(wrapped)  # its hooks on the parameters would reduce each gradient a second time
-        frozen_now = [parameter for parameter in self._reduced if not parameter.requires_grad]
-        for parameter in frozen_now:
-            parameter.requires_grad_(True)
-        try:
+        with trainable(self._reduced):
             wrapper = wrap()
-        finally:
-            for parameter in frozen_now:
-                parameter.requires_grad_(False)
         self._reduced += [parameter for parameter in self._frozen if parameter.requires_grad]
         self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
         for hook, state in comm_hooks if keep_hooks else ():
@@ -100,6 +95,17 @@ def _forget_buckets(state: object) -> None:
             of_buckets.clear()
         log.info("PowerSGD forgets its residuals, because a parameter has become trainable; the next sums are exact")
         state.start_powerSGD_iter = max(state.start_powerSGD_iter, state.iter + _EXACT_STEPS)
+
+
+@contextmanager
+def trainable(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Let these parameters require gradients within the context. Those that are frozen are frozen again after it."""
+    with ExitStack() as undo:
+        for parameter in parameters:
+            if not parameter.requires_grad:
+                undo.callback(parameter.requires_grad_, False)
+                parameter.requires_grad_(True)
+        yield
 
 
 def restore_groups(trainer: Any) -> None:

@@ -33,6 +33,7 @@ from lightning_dp._private.torch_names import (
     local_part,
     without_torch_function,
 )
+from lightning_dp.strategies.unfreezing import trainable
 
 Wrap = Sequence[type[nn.Module]] | Callable[[nn.Module], bool]
 
@@ -390,10 +391,8 @@ def load_optimizer_shards(folder: Path, index: int, optimizer: Optimizer, module
         optimizer: has its groups already.
         module: has its parameters.
     """
-    frozen = [p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad]
-    for parameter in frozen:  # PyTorch would drop their states
-        parameter.requires_grad_(True)
-    try:
+    # PyTorch would drop the states of frozen parameters.
+    with trainable(parameter for group in optimizer.param_groups for parameter in group["params"]):
         state: Any = get_optimizer_state_dict(module, optimizer)
         saved = FileSystemReader(folder).read_metadata().state_dict_metadata
         # What was not used before the folder was written has no state there, and gets none.
@@ -403,6 +402,3 @@ def load_optimizer_shards(folder: Path, index: int, optimizer: Optimizer, module
             del state["state"][name]
         load({key: state}, checkpoint_id=folder)
         set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(cpu_offload=True, strict=False))
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
