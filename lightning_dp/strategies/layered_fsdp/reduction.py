@@ -410,9 +410,7 @@ class ShardReduction:
                 buffer.div_(self._num_groups)
             # A step may use other parameters of the unit than the one before, whose residuals are not theirs.
             place = (unit.name, (buffer.numel(), *(unit.parameters[parameter] for parameter in parameters)))
-            if place not in self._keys:
-                self._keys[place] = torch.empty_like(buffer, device="meta")
-            key = self._keys[place]
+            key = self._keys.setdefault(place, torch.empty_like(buffer, device="meta"))
             gradient_sum = self._communicator.submit(number, buffer, [key], [] if shard_sum is None else [shard_sum])
             self.updates.add_sum(parameters, ComparedSum(gradient_sum, comparison))
 
