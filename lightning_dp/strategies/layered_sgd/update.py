@@ -18,6 +18,7 @@ import os
 import sys
 import sysconfig
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count, takewhile
@@ -356,15 +357,12 @@ _FOLDERS_BELOW_USERS = tuple(
 
 def _user_on_stack() -> str:
     """Name the function that uses something: the innermost one outside of torch, Lightning and this package."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        code = frame.f_code
-        file = code.co_filename
+    for frame, line in traceback.walk_stack(inspect.currentframe()):
+        file = frame.f_code.co_filename
         is_library = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
         is_below = file.startswith(_FOLDERS_BELOW_USERS) and f"{os.sep}callbacks{os.sep}" not in file
         if not is_library and not is_below:
-            return f"{code.co_qualname} ({file}:{frame.f_lineno})"
-        frame = frame.f_back
+            return f"{frame.f_code.co_qualname} ({file}:{line})"
     return FRAMEWORK
 
 
