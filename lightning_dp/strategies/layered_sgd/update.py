@@ -291,10 +291,8 @@ class UpdateQueue:
         """Wait until all gradients are averaged."""
         for gradient_sum in set(self._sums.values()):
             gradient_sum.wait()
-        if self._updates:  # parameters with a pending update must remain watched
-            self._watch.remove(parameter for parameter in self._sums if parameter not in self._by_parameter)
-        else:
-            self._watch.remove(self._sums)
+        # Parameters with a pending update must remain watched.
+        self._watch.remove(parameter for parameter in self._sums if parameter not in self._by_parameter)
 
     def bring_up_to_date(self) -> None:
         """Finish all updates and all gradients. Afterwards nothing is pending or watched."""
