@@ -242,7 +242,7 @@ class ShardReduction:
         for unit in reversed(self._units):
             unit.first_number = number
             number += len(unit.parameters)
-        self._prefetch: Prefetch | None = None
+        self._prefetch = Prefetch()
         self._all_ranks = dist.new_group(timeout=timeout, backend="gloo")
         self._known: set[tuple[int, int]] = set()
         self._comparison = Comparison(self.unit_names, self._all_ranks, self._known)  # of this backward
@@ -253,7 +253,6 @@ class ShardReduction:
 
     def overlap_intra_group(self) -> None:
         """Let FSDP2's collectives on the CPU run while the rank computes."""
-        self._prefetch = prefetch = Prefetch()
         under_way: deque[ShardSum] = deque()
         for unit in self._units:
             reduce_scatter = StartedReduceScatter(partial(self._may_start, unit), self._num_groups, under_way)
@@ -261,8 +260,8 @@ class ShardReduction:
             if undo is not None:
                 unit.reduce_scatter = reduce_scatter
                 self._undo.append(undo)
-            self._call_before_forward(unit, prefetch.before_gather, prepend=True)
-            self._call_before_forward(unit, prefetch.after_gather)
+            self._call_before_forward(unit, self._prefetch.before_gather, prepend=True)
+            self._call_before_forward(unit, self._prefetch.after_gather)
 
     def _call_before_forward(self, unit: Unit, act: Callable[[Unit], None], prepend: bool = False) -> None:
         """Call ``act`` before each forward that a backward may follow; ``prepend``: before the unit is gathered."""
@@ -274,15 +273,13 @@ class ShardReduction:
 
     def stop_prefetch(self) -> None:
         """Free what was gathered ahead: parameters may change now."""
-        if self._prefetch is not None:
-            self._prefetch.drop()
+        self._prefetch.drop()
 
     def before_forward(self) -> None:
         """Look for parameters that have become trainable, and prepare for a forward and its backward."""
         if self._last_comparison is not None and self._last_comparison.has_arrived:
             self._last_comparison.wait()  # this rank may have nothing else to wait for
-        if self._prefetch is not None:
-            self._prefetch.begin_step()
+        self._prefetch.begin_step()
         self.forget_backward()  # one that the step has called by itself may have raised
         self._hook_trainable()
 
