@@ -30,7 +30,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -134,13 +134,7 @@ def check_ranks(num_processes: int, num_nodes: int = 1) -> None:
 
 
 def _start(function: Callable[..., Any], args: tuple[Any, ...], num_processes: int) -> Any:
-    with (
-        tempfile.TemporaryDirectory(prefix="launch_") as folder,
-        _environment_restored(),
-        _signal_handlers_restored(),
-        _agent_silenced(),
-        _start_method_that_children_know(),
-    ):
+    with tempfile.TemporaryDirectory(prefix="launch_") as folder, _environment_restored(), _agent_undone():
         # Each rank gets its share of the cores. By default it would start as many threads as there are cores.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
         config = LaunchConfig(
@@ -196,50 +190,28 @@ def _environment_restored() -> Iterator[None]:
 
 
 @contextmanager
-def _signal_handlers_restored() -> Iterator[None]:
-    """Undo what the agent does: it installs signal handlers and leaves them."""
-    # Python allows handlers to be set in the main thread only; in another one, the agent sets none.
-    is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in _HANDLED} if is_main else {}
-    try:
+def _agent_undone() -> Iterator[None]:
+    """Silence the agent, choose a start method that children know, and undo afterwards what both change."""
+    with ExitStack() as undo:
+        # The agent installs signal handlers and leaves them. Python allows that in the main thread only.
+        if threading.current_thread() is threading.main_thread():
+            for number in _HANDLED:
+                undo.callback(signal.signal, number, signal.getsignal(number))
+        # A child sets the start method of its parent as its own. In a worker of joblib that is "loky", which a child
+        # that has not imported joblib does not know: it would fail before it can say why.
+        start_method = multiprocessing.get_start_method(allow_none=True)
+        if start_method not in (None, "fork", "spawn", "forkserver"):
+            multiprocessing.set_start_method("spawn", force=True)
+            undo.callback(multiprocessing.set_start_method, start_method, force=True)
+        # Drop the agent's banner and warnings: the message of the rank that failed is raised instead. The agent's
+        # loggers are children of this one and set levels of their own, so a level here would have no effect.
+        logger = logging.getLogger("torch.distributed.elastic")
+        handler = logging.NullHandler()
+        logger.addHandler(handler)
+        undo.callback(logger.removeHandler, handler)
+        undo.callback(setattr, logger, "propagate", logger.propagate)
+        logger.propagate = False
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _start_method_that_children_know() -> Iterator[None]:
-    """In a worker of joblib, replace its start method, "loky", by "spawn".
-
-    A child sets the start method of its parent as its own. A child that has not imported joblib does not know this one,
-    and fails before it can say why.
-    """
-    before = multiprocessing.get_start_method(allow_none=True)
-    if before in (None, "fork", "spawn", "forkserver"):
-        yield
-        return
-    multiprocessing.set_start_method("spawn", force=True)
-    try:
-        yield
-    finally:
-        multiprocessing.set_start_method(before, force=True)
-
-
-@contextmanager
-def _agent_silenced() -> Iterator[None]:
-    """Drop the agent's banner and warnings. The message of the rank that failed is raised instead."""
-    # The agent's loggers are children of this one and set levels of their own, so a level here would have no effect.
-    logger = logging.getLogger("torch.distributed.elastic")
-    handler = logging.NullHandler()
-    propagate = logger.propagate
-    logger.addHandler(handler)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.propagate = propagate
 
 
 # --- what a rank that fails leaves for the process that started it ---

@@ -98,25 +98,16 @@ def _put_back(tensor: Tensor, memory: Tensor, content: Tensor) -> None:
     tensor.data = memory
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    """Return a copy on the host: a trial on a GPU may need all of the GPU's memory."""
-    return tensor.cpu() if tensor.is_cuda else tensor.clone()
-
-
 @contextmanager
 def unchanged_parameters(module: nn.Module) -> Iterator[None]:
     """Put parameters and gradients back afterwards: a forward pass may move the average of another network, say."""
-    # `.data` is the memory of now, with a version of its own: what was computed from it stays valid.
-    before = [
-        (parameter, parameter.data, _copy(parameter.detach()), parameter.grad)
-        for parameter in module.parameters()
-        if not is_lazy(parameter)  # it has no memory yet
-    ]
-    for parameter, *_ in before:
-        parameter.grad = None  # a backward within the forward pass would add to it
-    try:
+    with ExitStack() as undo:
+        for parameter in module.parameters():
+            if not is_lazy(parameter):  # it has no memory yet
+                undo.callback(setattr, parameter, "grad", parameter.grad)
+                # `.data` is the memory of now, with a version of its own: what was computed from it stays valid. The
+                # copy is on the host, because a trial on a GPU may need all of the GPU's memory.
+                value = parameter.detach()
+                undo.callback(_put_back, parameter, parameter.data, value.cpu() if value.is_cuda else value.clone())
+                parameter.grad = None  # a backward within the forward pass would add to it
         yield
-    finally:
-        for parameter, memory, value, gradient in before:
-            _put_back(parameter, memory, value)
-            parameter.grad = gradient

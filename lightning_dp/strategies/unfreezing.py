@@ -8,23 +8,19 @@ https://github.com/Lightning-AI/pytorch-lightning/issues/20340. Here the module 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dp._lightning import BaseFinetuning
 from lightning_dp._private.torch_names import release_reducer, without_torch_function
-from lightning_dp.collectives.comm_hooks import BucketQueue
 
 log = logging.getLogger(__name__)
 
-# States of communication hooks that hold nothing of a bucket from one step to the next.
-_WITHOUT_BUCKETS = (type(None), dist.ProcessGroup, PostLocalSGDState, BucketQueue)
 # DDP forms its final buckets in the forward after the first backward. As many exact sums as PyTorch asks for.
 _EXACT_STEPS = 2
 
@@ -78,37 +74,38 @@ class ReducedParameters:
             keep_hooks: register the communication hooks of ``wrapped`` again, also a callback's.
         """
         comm_hooks = release_reducer(wrapped)  # its hooks on the parameters would reduce each gradient a second time
-        frozen_now = [parameter for parameter in self._reduced if not parameter.requires_grad]
-        for parameter in frozen_now:
-            parameter.requires_grad_(True)
-        try:
+        with trainable(self._reduced):
             wrapper = wrap()
-        finally:
-            for parameter in frozen_now:
-                parameter.requires_grad_(False)
         self._reduced += [parameter for parameter in self._frozen if parameter.requires_grad]
         self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
         for hook, state in comm_hooks if keep_hooks else ():
-            _forget_buckets(hook, state)
+            _forget_buckets(state)
             wrapper.register_comm_hook(state, hook)
         return wrapper
 
 
-def _forget_buckets(hook: Callable[..., object], state: object) -> None:
-    """Drop what the state of a communication hook has kept of the buckets, which hold other parameters from now on."""
+def _forget_buckets(state: object) -> None:
+    """Drop what PowerSGD's state has kept of the buckets, which hold other parameters from now on.
+
+    It keeps by the bucket's number: residuals would go to other parameters, or have another size. A hook of the user's
+    that does so must look for itself: DDP gives buckets other parameters in any training, after the first backward.
+    """
     if isinstance(state, PowerSGDState):
-        # It keeps by the bucket's number: residuals would go to other parameters, or have another size.
         for of_buckets in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
             of_buckets.clear()
         log.info("PowerSGD forgets its residuals, because a parameter has become trainable; the next sums are exact")
         state.start_powerSGD_iter = max(state.start_powerSGD_iter, state.iter + _EXACT_STEPS)
-    elif not isinstance(state, _WITHOUT_BUCKETS):
-        name = getattr(hook, "__qualname__", repr(hook))
-        log.warning(
-            f"the communication hook {name} continues with its {type(state).__name__}, and a parameter has become "
-            "trainable, so buckets hold other parameters from now on; if that state keeps anything by bucket, such as "
-            "residuals, clear it when you unfreeze, and again in the second step after that"
-        )
+
+
+@contextmanager
+def trainable(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Let these parameters require gradients within the context. Those that are frozen are frozen again after it."""
+    with ExitStack() as undo:
+        for parameter in parameters:
+            if not parameter.requires_grad:
+                undo.callback(parameter.requires_grad_, False)
+                parameter.requires_grad_(True)
+        yield
 
 
 def restore_groups(trainer: Any) -> None:

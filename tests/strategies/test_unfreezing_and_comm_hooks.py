@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredSGDStrategy
-from tests.ranks import logged, run_processes
+from tests.ranks import run_processes
 from tests.strategies.test_unfreezing import EPOCHS, STEPS, FrozenAtFirst, fit
 
 
@@ -104,21 +104,3 @@ def test_power_sgd_forgets_its_residuals_of_other_buckets():
         assert len(compressed) == EPOCHS * STEPS  # one bucket
         exact = [step for step, is_compressed in enumerate(compressed) if not is_compressed]
         assert exact == [*range(STEPS), 2 * STEPS, 2 * STEPS + 1]
-
-
-def fit_with_unknown_state(rank, state):
-    with logged() as said:
-        fit(LayeredSGDStrategy(2), FirstFrozen(), callbacks=[Registers(state, just_reduce)])
-    return [each for each in said if "continues with its" in each]
-
-
-def just_reduce(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
-
-
-@pytest.mark.parametrize("state", [None, {0: "a residual"}])
-def test_a_state_that_may_belong_to_buckets_is_warned_of(state):
-    for said in run_processes(2, fit_with_unknown_state, state):
-        assert ["the communication hook just_reduce continues with its dict" in each for each in said] == [True] * bool(
-            state
-        )

@@ -118,18 +118,20 @@ class Comparison:
         self._names = names
         self._group = group
         self._known = known
+        self._num_noted = 0
         self._own = [0] * len(names)  # marks of this rank; 0: nothing of this unit is summed
         self._marks = torch.empty(0)
         self._work: dist.Work | None = None
         self._is_same = False
         self.sums: list[GradientSum] = []
 
-    def note(self, index: int, place: int, buffers: object) -> bool:
-        """Note that the unit with this index is summed at this place, and which parameters its buffers hold.
+    def note(self, index: int, buffers: object) -> bool:
+        """Note that the unit with this index is summed next, and which parameters its buffers hold.
 
         Returns whether all ranks have summed the same in an earlier backward.
         """
-        self._own[index] = (place + 1 << 32) + zlib.crc32(repr(buffers).encode())
+        self._num_noted += 1
+        self._own[index] = (self._num_noted << 32) + zlib.crc32(repr(buffers).encode())
         return (index, self._own[index]) in self._known
 
     def start(self) -> None:
@@ -229,7 +231,6 @@ class ShardReduction:
         self._is_accumulating = False
         self._will_release = False
         self._backward: int | None = None  # number of the one that runs, without those within it
-        self._num_submitted = 0  # units in this backward
         self._keys: dict[tuple[str, BufferKey], Tensor] = {}  # what stands for a buffer in a compressor's table
         self._undo: list[Callable[[], None]] = []
         self._hooked: set[Tensor] = set()
@@ -241,7 +242,7 @@ class ShardReduction:
         for unit in reversed(self._units):
             unit.first_number = number
             number += len(unit.parameters)
-        self._prefetch: Prefetch | None = None
+        self._prefetch = Prefetch()
         self._all_ranks = dist.new_group(timeout=timeout, backend="gloo")
         self._known: set[tuple[int, int]] = set()
         self._comparison = Comparison(self.unit_names, self._all_ranks, self._known)  # of this backward
@@ -252,7 +253,6 @@ class ShardReduction:
 
     def overlap_intra_group(self) -> None:
         """Let FSDP2's collectives on the CPU run while the rank computes."""
-        self._prefetch = prefetch = Prefetch()
         under_way: deque[ShardSum] = deque()
         for unit in self._units:
             reduce_scatter = StartedReduceScatter(partial(self._may_start, unit), self._num_groups, under_way)
@@ -260,8 +260,8 @@ class ShardReduction:
             if undo is not None:
                 unit.reduce_scatter = reduce_scatter
                 self._undo.append(undo)
-            self._call_before_forward(unit, prefetch.before_gather, prepend=True)
-            self._call_before_forward(unit, prefetch.after_gather)
+            self._call_before_forward(unit, self._prefetch.before_gather, prepend=True)
+            self._call_before_forward(unit, self._prefetch.after_gather)
 
     def _call_before_forward(self, unit: Unit, act: Callable[[Unit], None], prepend: bool = False) -> None:
         """Call ``act`` before each forward that a backward may follow; ``prepend``: before the unit is gathered."""
@@ -273,26 +273,20 @@ class ShardReduction:
 
     def stop_prefetch(self) -> None:
         """Free what was gathered ahead: parameters may change now."""
-        if self._prefetch is not None:
-            self._prefetch.drop()
+        self._prefetch.drop()
 
     def before_forward(self) -> None:
         """Look for parameters that have become trainable, and prepare for a forward and its backward."""
         if self._last_comparison is not None and self._last_comparison.has_arrived:
             self._last_comparison.wait()  # this rank may have nothing else to wait for
-        if self._prefetch is not None:
-            self._prefetch.begin_step()
-        self._will_release = False  # a backward that the step has called by itself may have raised
-        self._held.clear()
-        for unit in self._units:
-            self._begin(unit)
+        self._prefetch.begin_step()
+        self.forget_backward()  # one that the step has called by itself may have raised
         self._hook_trainable()
 
     def forget_backward(self) -> None:
         """Begin anew after a backward that has raised. The step may have caught the exception, and go on."""
         self._backward = None
         self._will_release = False
-        self._num_submitted = 0
         self._comparison = Comparison(self.unit_names, self._all_ranks, self._known)
         self._held.clear()
         for unit in self._units:
@@ -367,7 +361,6 @@ class ShardReduction:
             elif (unit.ready or unit.kept) and not unit.is_submitted:
                 self._submit(unit)
             self._begin(unit)
-        self._num_submitted = 0
         if has_ended and not self._is_accumulating:
             self._last_comparison = self._comparison
             self._comparison = Comparison(self.unit_names, self._all_ranks, self._known)
@@ -395,8 +388,7 @@ class ShardReduction:
         assert shard_sum is None or len(buffers) == 1, "a reduce-scatter under way fills the whole buffer"
         content = [[unit.parameters[parameter] for parameter in parameters] for parameters, _ in buffers]
         begin = partial(self._begin_sums, unit, buffers, shard_sum, self._comparison)
-        is_known = self._comparison.note(unit.index, self._num_submitted, content)
-        self._num_submitted += 1
+        is_known = self._comparison.note(unit.index, content)
         if is_known and not self._held:  # all ranks submit in the order of backward
             begin()
         else:
@@ -415,9 +407,7 @@ class ShardReduction:
                 buffer.div_(self._num_groups)
             # A step may use other parameters of the unit than the one before, whose residuals are not theirs.
             place = (unit.name, (buffer.numel(), *(unit.parameters[parameter] for parameter in parameters)))
-            if place not in self._keys:
-                self._keys[place] = torch.empty_like(buffer, device="meta")
-            key = self._keys[place]
+            key = self._keys.setdefault(place, torch.empty_like(buffer, device="meta"))
             gradient_sum = self._communicator.submit(number, buffer, [key], [] if shard_sum is None else [shard_sum])
             self.updates.add_sum(parameters, ComparedSum(gradient_sum, comparison))
 

@@ -33,6 +33,7 @@ from lightning_dp._private.torch_names import (
     local_part,
     without_torch_function,
 )
+from lightning_dp.strategies.unfreezing import trainable
 
 Wrap = Sequence[type[nn.Module]] | Callable[[nn.Module], bool]
 
@@ -81,8 +82,8 @@ def shard(
         precision: of the gathered parameters and of the sums.
 
     Raises:
-        ValueError: ``wrap`` finds no module, or one whose parameters no ``forward`` of its own can gather; sums in
-            another dtype than the parameters'; a parameter has a hook.
+        ValueError: ``wrap`` finds no module, one that FSDP2 refuses (a container without a ``forward``), or one that
+            shares a parameter; sums in another dtype than the parameters'; a parameter has a hook.
     """
     check_hooks(module, is_sharded=False)
     sum_dtype = precision.reduce_dtype or precision.param_dtype
@@ -278,11 +279,6 @@ def _units(module: nn.Module, wrap: Wrap | None) -> Iterator[tuple[str, nn.Modul
             "true for some of them, or None: by size"
         )
     for name, part in found:
-        if not has_own_forward(part):
-            raise ValueError(
-                f"wrap={wrap!r} finds {name!r}, a {type(part).__name__}, which has no forward that could gather its "
-                "parameters; give its parts"
-            )
         if shared.intersection(part.parameters()):
             raise ValueError(
                 f"wrap={wrap!r} finds {name!r}, which shares a parameter with another part; give a part that "
@@ -395,10 +391,8 @@ def load_optimizer_shards(folder: Path, index: int, optimizer: Optimizer, module
         optimizer: has its groups already.
         module: has its parameters.
     """
-    frozen = [p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad]
-    for parameter in frozen:  # PyTorch would drop their states
-        parameter.requires_grad_(True)
-    try:
+    # PyTorch would drop the states of frozen parameters.
+    with trainable(parameter for group in optimizer.param_groups for parameter in group["params"]):
         state: Any = get_optimizer_state_dict(module, optimizer)
         saved = FileSystemReader(folder).read_metadata().state_dict_metadata
         # What was not used before the folder was written has no state there, and gets none.
@@ -408,6 +402,3 @@ def load_optimizer_shards(folder: Path, index: int, optimizer: Optimizer, module
             del state["state"][name]
         load({key: state}, checkpoint_id=folder)
         set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(cpu_offload=True, strict=False))
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)

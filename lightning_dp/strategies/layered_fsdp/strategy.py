@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial, wraps
 from pathlib import Path
@@ -254,7 +254,6 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     @override
     def setup(self, trainer: Any) -> None:
         module = self.lightning_module
-        assert module is not None
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == "fit"
@@ -317,7 +316,6 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     def _start(self, trainer: Any) -> None:
         name = type(self).__name__
         module = self.lightning_module
-        assert module is not None
         table = ParameterTable()
         communicator = self._options.make_communicator(
             self.topology, self.global_rank, self.root_device, self.process_group_backend,
@@ -333,15 +331,11 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        if self._reduction is None:
-            yield
-            return
-        with self._reduction.accumulating():
+        with nullcontext() if self._reduction is None else self._reduction.accumulating():
             yield
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
         check_hooks(self.lightning_module)
         self._free_gathered()  # somebody may have gathered a part by hand, and changed its parameters since
         with self._steps.running():
@@ -367,7 +361,6 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     @override
     @torch.compiler.disable  # a compiled training_step may call this method and the next one
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        assert self.lightning_module is not None
         try:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         except Exception:
@@ -381,7 +374,6 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     @override
     @torch.compiler.disable
     def pre_backward(self, closure_loss: Tensor) -> None:
-        assert self.lightning_module is not None
         check_hooks(self.lightning_module)  # again, for the step may have set one
         if self._reduction is not None:
             self._reduction.before_backward(closure_loss)
@@ -407,12 +399,10 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
 
     def _share_buffers(self) -> None:
         """Give all ranks rank 0's buffers, as DDP does: running statistics of batch norm, and others."""
-        assert self.lightning_module is not None
         broadcast_from_rank_0(self.lightning_module.buffers())
 
     @override
     def on_validation_start(self) -> None:
-        assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         self._require_as_many(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
         super().on_validation_start()
@@ -420,13 +410,11 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
 
     @override
     def on_test_start(self) -> None:
-        assert self.lightning_module is not None
         self._require_as_many(self.lightning_module.trainer.num_test_batches)
         super().on_test_start()
 
     @override
     def on_predict_start(self) -> None:
-        assert self.lightning_module is not None
         self._require_as_many(self.lightning_module.trainer.num_predict_batches)
         super().on_predict_start()
 
@@ -461,7 +449,6 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
             return super().lightning_module_state_dict()
         self._finish_before_saving()
         # PyTorch's names differ from the module's where a part is compiled, and other strategies could not load them.
-        assert self.lightning_module is not None
         return whole_values(self.lightning_module.state_dict(), keep=self.is_global_zero)
 
     @override
@@ -479,7 +466,6 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         self._bring_up_to_date()
-        assert self.lightning_module is not None
         if has_error_feedback(self._options.compression) and "optimizer_states" in checkpoint:
             if self.lightning_module.trainer.interrupted:
                 self._warn_of_dropped("the checkpoint is written after an exception: other ranks may be gone")
@@ -508,7 +494,6 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     def _restore_residuals(self, checkpoint: dict[str, Any]) -> None:
         """Continue with what the checkpoint says compression has left out; with nothing if it does not."""
         saved = checkpoint.pop(RESIDUALS, None)
-        assert self.lightning_module is not None
         is_fitting = self.lightning_module.trainer.state.fn == "fit"
         if not is_fitting or "lr_schedulers" not in checkpoint:  # a folder has its optimizer states elsewhere
             return
@@ -563,7 +548,6 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         module = self.lightning_module
-        assert module is not None
         restore_groups(module.trainer)
         for index, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=False)):
             if isinstance(state, Path):  # a folder, see `_load_module_shards`
@@ -577,7 +561,6 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         # `on_load_checkpoint` may have changed it. A folder's is loaded already, by `load_checkpoint`.
         if "state_dict" in checkpoint:
             module = self.lightning_module
-            assert module is not None
             own = dict(module.named_parameters(remove_duplicate=False))  # a file has each name of a shared one
             values = copy.copy(checkpoint["state_dict"])  # with the versions of the layers
             for name, value in checkpoint["state_dict"].items():

@@ -56,7 +56,8 @@ class PostponedUpdates(_Base):
 
     _options: CommunicatorOptions
     _group_size: int | None
-    # Of Lightning's strategies for several processes.
+    # Of Lightning's strategies for several processes. The module is there whenever a hook runs.
+    lightning_module: Any
     num_nodes: Any
     num_processes: Any
     process_group_backend: Any
@@ -97,14 +98,11 @@ class PostponedUpdates(_Base):
 
     def _postpone(self, reduction: Reduction, trainer: Any, of_shards: bool = False) -> None:
         """Begin to postpone the updates of a fit. ``of_shards`` is `Postponement`'s."""
-        assert self.lightning_module is not None
         for optimizer in self.optimizers:
             if why_step_is_not_postponed(optimizer, self.precision_plugin) is None:
                 reduction.updates.guard(optimizer)  # now, so that a callback may keep ``optimizer.state``
         before_forward = self._options.overlap == "load"
-        self._postponement = Postponement(
-            reduction.updates, trainer, self.lightning_module, before_forward, type(self).__name__, of_shards
-        )
+        self._postponement = Postponement(reduction.updates, trainer, before_forward, type(self).__name__, of_shards)
 
     @property
     def exposed_communication_s(self) -> float | None:

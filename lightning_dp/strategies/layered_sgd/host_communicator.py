@@ -494,29 +494,19 @@ class HostCopy:
     ) -> None:
         self._buffer = buffer  # and so its memory is not reused while the copy reads it
         self._copied: streams.Event | None = None
-        if stream is None:
-            self.tensor = torch.empty_like(buffer, device="cpu")
-            self._fill(reduce)
-            return
-        self.tensor = streams.pinned_like(buffer)
-        # Backward fills the buffer on the current stream: without this the copy could read half of it.
-        stream.wait_stream(streams.current_stream(buffer.device))
+        self.tensor = torch.empty_like(buffer, device="cpu") if stream is None else streams.pinned_like(buffer)
+        if stream is not None:
+            # Backward fills the buffer on the current stream: without this the copy could read half of it.
+            stream.wait_stream(streams.current_stream(buffer.device))
         with streams.on_stream(stream):
-            self._fill(reduce)
-        if reduce is not None:
-            # A rank that gives up after an error drops the buffer, of which its neighbors still need the values.
-            streams.keep_until_done(buffer, stream)
-        # A thread waits for it. Without `blocking` that thread would keep a core busy, which loader workers need.
-        self._copied = streams.record_event(stream, blocking=True)
-
-    def _fill(self, reduce: Callable[[Tensor], slice] | None) -> None:
-        source = self._buffer
-        target = self.tensor
-        if reduce is not None:
-            part = reduce(source)
-            source = source[part]
-            target = target[part]
-        target.copy_(source, non_blocking=True)
+            part = ... if reduce is None else reduce(buffer)
+            self.tensor[part].copy_(buffer[part], non_blocking=True)
+        if stream is not None:
+            if reduce is not None:
+                # A rank that gives up after an error drops the buffer, of which its neighbors still need the values.
+                streams.keep_until_done(buffer, stream)
+            # A thread waits for it. Without `blocking` that thread would keep a core busy, which loader workers need.
+            self._copied = streams.record_event(stream, blocking=True)
 
     @property
     def is_done(self) -> bool:

@@ -171,7 +171,12 @@ class CommunicatorOptions:
     ) -> CompressedAllReduce | None:
         if self.compression is None:
             return None
-        _require_real(module, self.compression)
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and not parameter.is_floating_point():
+                raise ValueError(
+                    f"compression={self.compression!r} cannot round {name}, which is {parameter.dtype}; use "
+                    "compression=None"
+                )
         table = shards or ParameterTable(module.named_parameters())
         return CompressedAllReduce(collective, make_compressor(self.compression), table)
 
@@ -182,16 +187,10 @@ class CommunicatorOptions:
                     f"{strategy_name}: on GPUs, backend {backend!r} makes the host wait for each sum, so nothing is "
                     "hidden; use communicator_device='cpu'"
                 )
-            return
-        if rank == 0 and not device_communicator.keeps_launch_order():
+        elif rank == 0 and not device_communicator.keeps_launch_order():
             log.warning(
                 f"{strategy_name}: ranks may wait for each other for ever, because {device_communicator.LAUNCH_ORDER} "
                 "is 0; set it to 1, or use communicator_device='cpu'"
-            )
-        if rank == 0 and self.communicator == "leader":
-            log.info(
-                f"{strategy_name}: sums on GPUs, where every rank carries its shard between the groups; "
-                "communicator='leader' concerns sums in host memory"
             )
 
 
@@ -201,14 +200,6 @@ def _may_reduce_on_device(backend: str | None, find_unused_parameters: bool) -> 
     NCCL must keep the order in which the hook issues the sums, and this order must be the same on all ranks.
     """
     return "nccl" in str(backend) and not find_unused_parameters and device_communicator.keeps_launch_order()
-
-
-def _require_real(module: nn.Module, compression: Compression) -> None:
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and not parameter.is_floating_point():
-            raise ValueError(
-                f"compression={compression!r} cannot round {name}, which is {parameter.dtype}; use compression=None"
-            )
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], strategy_name: str) -> None:

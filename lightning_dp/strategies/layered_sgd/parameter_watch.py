@@ -22,7 +22,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from types import FrameType
 from typing import Any, NamedTuple
@@ -196,14 +196,11 @@ def _watched_in(args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
 
 @contextmanager
 def _unwatched(parameters: Sequence[Tensor]) -> Iterator[None]:
-    classes = [type(parameter) for parameter in parameters]
-    for parameter in parameters:
-        parameter.__class__ = plain_class(type(parameter))
-    try:
+    with ExitStack() as undo:
+        for parameter in parameters:
+            undo.callback(setattr, parameter, "__class__", type(parameter))
+            parameter.__class__ = plain_class(type(parameter))
         yield
-    finally:
-        for parameter, kind in zip(parameters, classes, strict=True):
-            parameter.__class__ = kind
 
 
 def _is_harmless(func: Any) -> bool:

@@ -34,8 +34,7 @@ class Postponement:
 
     Args:
         updates: holds what is postponed.
-        trainer: the Trainer that fits ``module``.
-        module: the module that is trained.
+        trainer: the Trainer that fits.
         before_forward: always apply the whole update before the forward (``overlap="load"``).
         strategy_name: for messages.
         of_shards: parameters are sharded by FSDP2. Compiled code does not use them, but what FSDP2 gathers from them.
@@ -45,20 +44,19 @@ class Postponement:
         self,
         updates: UpdateQueue,
         trainer: Any,
-        module: LightningModule,
         before_forward: bool,
         strategy_name: str,
         of_shards: bool = False,
     ) -> None:
         self._updates = updates
         self._trainer = trainer
+        self._module = module = trainer.lightning_module
         self._strategy_name = strategy_name
         self._warned_of: set[str] = set()
         self._num_early_uses = 0  # steps in a row
         self._of_shards = of_shards
         self._is_use_hidden = not of_shards and hides_parameter_use(module)
         self._before_forward = before_forward
-        self._module = module
         self._parameters = [p for p in module.parameters() if p.numel() and not p.is_meta]
         if self._is_use_hidden:
             self._stop_within_forward("a part of the module is compiled or scripted")

@@ -105,7 +105,6 @@ class LayeredSGDStrategy(PostponedUpdates, BaseStrategy):
         super().setup(trainer)
         if isinstance(self.model, DistributedDataParallel):
             module = self.lightning_module
-            assert module is not None
             self._reduced = ReducedParameters(module)
             check_optimizers(self.optimizers if self.world_size > 1 else (), type(self).__name__)
             if several_groups:
@@ -143,7 +142,6 @@ class LayeredSGDStrategy(PostponedUpdates, BaseStrategy):
         if reduced is None or not (names := reduced.unfrozen()):
             return
         module, model = self.lightning_module, self.model
-        assert module is not None
         assert isinstance(model, DistributedDataParallel)
         log.info(f"{type(self).__name__}: {len(names)} parameters have become trainable, {names[0]} first")
         if self._reduction is not None:
@@ -174,7 +172,6 @@ class LayeredSGDStrategy(PostponedUpdates, BaseStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         self._bring_up_to_date()
         if self._options.compression is not None:
-            assert self.lightning_module is not None
             self._compression_checkpoint.add_to(checkpoint, self._compressed, self.lightning_module.trainer.interrupted)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -248,13 +245,9 @@ class CompressionCheckpoint:
 
     def restore(self, compressed: CompressedAllReduce | None) -> None:
         """Continue with the loaded state; with none if none was loaded."""
-        state = self._loaded
+        state = self._loaded or {"residuals": {}, "others": {}}
         self._loaded = None
         self._last = None
-        if state is None:
-            if compressed is not None:
-                compressed.clear()
-            return
         if compressed is not None:
             load_state(compressed, state)
         if state["residuals"] and not has_error_feedback(self._compression):

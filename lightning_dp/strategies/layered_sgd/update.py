@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import os
 import sys
 import sysconfig
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count, takewhile
@@ -43,8 +43,6 @@ from lightning_dp._private.torch_names import (
 )
 from lightning_dp.strategies.layered_sgd.gradient_sum import GradientSum
 from lightning_dp.strategies.layered_sgd.parameter_watch import AutogradPosition, ParameterWatch, StaleUseDetector
-
-log = logging.getLogger(__name__)
 
 
 class UpdateQueue:
@@ -293,10 +291,8 @@ class UpdateQueue:
         """Wait until all gradients are averaged."""
         for gradient_sum in set(self._sums.values()):
             gradient_sum.wait()
-        if self._updates:  # parameters with a pending update must remain watched
-            self._watch.remove(parameter for parameter in self._sums if parameter not in self._by_parameter)
-        else:
-            self._watch.remove(self._sums)
+        # Parameters with a pending update must remain watched.
+        self._watch.remove(parameter for parameter in self._sums if parameter not in self._by_parameter)
 
     def bring_up_to_date(self) -> None:
         """Finish all updates and all gradients. Afterwards nothing is pending or watched."""
@@ -359,15 +355,12 @@ _FOLDERS_BELOW_USERS = tuple(
 
 def _user_on_stack() -> str:
     """Name the function that uses something: the innermost one outside of torch, Lightning and this package."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        code = frame.f_code
-        file = code.co_filename
+    for frame, line in traceback.walk_stack(inspect.currentframe()):
+        file = frame.f_code.co_filename
         is_library = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
         is_below = file.startswith(_FOLDERS_BELOW_USERS) and f"{os.sep}callbacks{os.sep}" not in file
         if not is_library and not is_below:
-            return f"{code.co_qualname} ({file}:{frame.f_lineno})"
-        frame = frame.f_back
+            return f"{frame.f_code.co_qualname} ({file}:{line})"
     return FRAMEWORK
 
 
@@ -506,17 +499,13 @@ def _wait_for(buckets: Iterable[GradientSum | None]) -> None:
 @contextmanager
 def _with_staged_gradients(part: Iterable[Staged]) -> Iterator[None]:
     """Within the context, give the parameters their staged gradients, also those that were zeroed since."""
-    others = []
-    for each in part:
-        present = each.parameter.grad
-        if present is not each.gradient:
-            others.append((each.parameter, present))
-            each.parameter.grad = each.gradient
-    try:
+    with ExitStack() as undo:
+        for each in part:
+            present = each.parameter.grad
+            if present is not each.gradient:
+                undo.callback(setattr, each.parameter, "grad", present)
+                each.parameter.grad = each.gradient
         yield
-    finally:
-        for parameter, present in others:
-            parameter.grad = present
 
 
 def as_after_backward(device_type: str) -> ExitStack:
@@ -629,10 +618,7 @@ def _before_fork() -> None:
     for queue in list(_queues):
         # Held during the fork: the child lacks the other threads, and would find a lock of theirs taken for ever.
         _locks.enter_context(queue.lock)
-        try:
-            queue.bring_up_to_date()
-        except Exception as error:  # Python would only print it, and fork
-            log.warning(f"a process is forked while an update is pending that failed: {error}")
+        queue.bring_up_to_date()  # an error that this raises Python prints, and then it forks
 
 
 def _after_fork() -> None:
