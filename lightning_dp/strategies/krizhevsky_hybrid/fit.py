@@ -131,14 +131,13 @@ class HybridFitState(SharedOnDeepcopy):
         self._passes = HeadPasses(self.head, options.scheme, features, options.num_passes)
         self._state_dict_hooks = StateDictHooks(self.head, lambda: self._gathered)
         # If anything in here raises, what was done is undone, the last first, and the user's module is as it was. Where
-        # all goes well, `pop_all` keeps the callbacks of ``stack`` for the end, and forgets those of ``undo_all``.
-        with ExitStack() as undo_all, ExitStack() as stack:
-            undo_all.callback(self._parameters.restore)
+        # all goes well, `pop_all` keeps the callbacks for the end, when `succeed` has left nothing to restore.
+        with ExitStack() as stack:
+            stack.callback(self._parameters.restore)
             stack.callback(self._destroy_groups)
             self._parameters.shard(self._device)
             self._replace(stack)
             self._stack = stack.pop_all()
-            undo_all.pop_all()
 
     def _replace(self, stack: ExitStack) -> None:
         """Replace what the class lists. ``stack`` undoes it, the last first."""
