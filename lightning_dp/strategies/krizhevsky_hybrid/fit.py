@@ -475,7 +475,7 @@ class HybridFitState(SharedOnDeepcopy):
                     "torch.utils.checkpoint runs head_step again in backward, and with variable_batch=True it would "
                     "update the head again; use checkpoint around the trunk alone"
                 )
-            update = partial(update_head, module, plugin, self._strategy.optimizers, self.head)
+            update = self._update_head
             # The head's updates are done when backward begins. Whatever the user multiplies the loss by afterwards
             # reaches the trunk alone, so it may only be what Lightning itself divides by. On GPUs it is checked in the
             # first step only: reading the factor waits.
@@ -490,6 +490,25 @@ class HybridFitState(SharedOnDeepcopy):
             return passes.step(
                 features, arguments, head_step, update, others=others, only_factor=only_factor, probing=probing, **scale
             )
+
+    def _update_head(self, gradients: Sequence[Tensor | None]) -> None:
+        """Update the head alone with the gradients of one pass (arXiv 1404.5997, section 4.2). All ranks must call it.
+
+        It steps the user's own optimizers, as Lightning does after a backward: with the hooks ``on_after_backward`` and
+        ``on_before_optimizer_step`` and with clipping. Parameters outside the head have no gradient meanwhile, so the
+        optimizers skip them.
+        """
+        module, optimizers = self._module, self._strategy.optimizers
+        plugin: Any = self._strategy.precision_plugin
+        own = dict(zip(self.head.parameters, gradients, strict=True))
+        of_optimizers = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        everything = dict.fromkeys([*module.parameters(), *of_optimizers])
+        # The forward of the head may have run under autocast. An update does not.
+        with _gradients_alone(everything, own), torch.autocast(self._device.type, enabled=False):
+            plugin.post_backward(torch.zeros(()), module)  # calls on_after_backward; it returns the loss, unused here
+            for optimizer in optimizers:
+                if any(p in own for group in optimizer.param_groups for p in group["params"]):
+                    plugin.optimizer_step(optimizer, model=module, closure=lambda: None)
 
     def _forget_old_gradients(self) -> None:
         """Free the head's gradients of the last step if Lightning would, between ``training_step`` and backward.
@@ -641,31 +660,7 @@ class GatherHead(SharedOnDeepcopy, Callback):
             trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
 
 
-# --- Updates of a sharded head alone, and clipping by a norm to which every rank contributes ---
-
-
-def update_head(
-    module: LightningModule,
-    plugin: Any,
-    optimizers: Sequence[Optimizer],
-    head: ShardedHead,
-    gradients: Sequence[Tensor | None],
-) -> None:
-    """Update the head alone with the gradients of one pass (arXiv 1404.5997, section 4.2). All ranks must call it.
-
-    It steps the user's own optimizers, as Lightning does after a backward: with the hooks ``on_after_backward`` and
-    ``on_before_optimizer_step`` and with clipping. Parameters outside the head have no gradient meanwhile, so the
-    optimizers skip them.
-    """
-    own = dict(zip(head.parameters, gradients, strict=True))
-    # The forward of the head may have run under autocast. An update does not.
-    of_optimizers = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    everything = dict.fromkeys([*module.parameters(), *of_optimizers])
-    with _gradients_alone(everything, own), torch.autocast(head.parameters[0].device.type, enabled=False):
-        plugin.post_backward(torch.zeros(()), module)  # calls on_after_backward; it returns the loss, unused here
-        for optimizer in optimizers:
-            if any(p in own for group in optimizer.param_groups for p in group["params"]):
-                plugin.optimizer_step(optimizer, model=module, closure=lambda: None)
+# --- Gradients of the head alone, and clipping by a norm to which every rank contributes ---
 
 
 @contextmanager
