@@ -58,7 +58,8 @@ class ShardedHead(SharedOnDeepcopy):
             first nn.Linear, nn.Flatten.
         channel: for the activations between layers.
         name: of the head in its module, for messages.
-        control: for parameters and checks. None: a channel of the same group as ``channel``.
+        control: for parameters and checks, whose bytes are not counted as those of training steps. None: a channel of
+            the same group as ``channel``.
 
     Raises:
         ValueError: the head has a layer that cannot be sharded, by name, or no nn.Linear.
@@ -67,7 +68,7 @@ class ShardedHead(SharedOnDeepcopy):
     def __init__(self, head: nn.Module, channel: Channel, name: str = "head", control: Channel | None = None) -> None:
         self.head = head
         self.channel = channel
-        self._control = control
+        self.control = Channel(channel.group) if control is None else control
         self.name = name
         self.layers = [layer for _, layer in divisible_layers(head, name)]
         self.linears = list(dict.fromkeys(layer for layer in self.layers if isinstance(layer, nn.Linear)))
@@ -75,11 +76,6 @@ class ShardedHead(SharedOnDeepcopy):
         self._bounds_of_parameter: dict[Tensor, Bounds] = {
             p: self._bounds[layer] for layer in self.linears for p in layer.parameters()
         }
-
-    @cached_property
-    def control(self) -> Channel:
-        """A channel for parameters and checks, whose bytes are not counted as those of training steps."""
-        return Channel(self.channel.group) if self._control is None else self._control
 
     @property
     def parameters(self) -> list[Tensor]:
