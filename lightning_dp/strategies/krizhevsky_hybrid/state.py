@@ -427,8 +427,7 @@ class StateDictHooks(SharedOnDeepcopy):
     def __init__(self, head: ShardedHead, gathered: Callable[[], GatheredHead | None]) -> None:
         self._head = head
         self._gathered = gathered
-        self._is_saving = False  # set by `returning`
-        self._instead: dict[Tensor, Tensor] = {}  # see `return_instead`
+        self._instead: dict[Tensor, Tensor] = {}  # see `returning` and `return_instead`
         self._has_warned = False
         self._registered = ExitStack()  # hooks of the layers, to be removed
 
@@ -447,7 +446,7 @@ class StateDictHooks(SharedOnDeepcopy):
         The parameters themselves, because a module's own ``state_dict`` may copy them past the hooks.
         """
         shards = {p: p.data for p in values}
-        self._is_saving = True
+        self._instead = values
         try:
             for p, value in values.items():
                 p.data = value
@@ -455,7 +454,7 @@ class StateDictHooks(SharedOnDeepcopy):
         finally:
             for p, shard in shards.items():
                 p.data = shard
-            self._is_saving = False
+            self._instead = {}
 
     def return_instead(self, values: dict[Tensor, Tensor]) -> None:
         """Let ``state_dict`` return these values of the head's parameters from now on. Empty: as usual.
@@ -477,19 +476,15 @@ class StateDictHooks(SharedOnDeepcopy):
         return gathered if gathered is not None and gathered.is_current else None
 
     def _on_state_dict(self, layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        if self._is_saving:
-            return
-        gathered = self._known()
         for name, parameter in layer.named_parameters(recurse=False):
             value = state.get(prefix + name)
             # With keep_vars=True the caller wants the parameters themselves. A copy of a single layer has inherited
             # this hook, but its parameters are not the head's.
-            is_wanted = value is not None and not isinstance(value, nn.Parameter) and self._head.owns(parameter)
-            if not is_wanted:
+            if value is None or isinstance(value, nn.Parameter) or not self._head.owns(parameter):
                 continue
             if parameter in self._instead:
                 state[prefix + name] = self._instead[parameter]
-            elif gathered is not None:
+            elif (gathered := self._known()) is not None:
                 state[prefix + name] = gathered.value_of(parameter)
             elif not self._has_warned:
                 self._has_warned = True
