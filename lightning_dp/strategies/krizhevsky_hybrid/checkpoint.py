@@ -183,7 +183,8 @@ def _split(
 ) -> tuple[State, State]:
     """Return the checkpoint without the head's local shard, and that shard."""
     own_names = head.names_in(module)
-    state_dict = checkpoint["state_dict"]
+    # A copy, not a new dictionary, which would lose the versions of the layers.
+    state_dict = copy.copy(checkpoint["state_dict"])
     # Also by memory, because the module may save the head under other names. Those of rank 0 count.
     places = set(map(memory_of, head.parameters))
     names = [
@@ -192,12 +193,8 @@ def _split(
         if name in own_names or (isinstance(value, Tensor) and memory_of(value) in places)
     ]
     _require_known(module, own_names, state_dict, names)
-    local: State = {"parameters": {name: state_dict[name] for name in names}}
-    without_head = copy.copy(state_dict)  # not a new dictionary, which would lose the versions of the layers
-    for name in names:
-        del without_head[name]
-    rest = checkpoint | {"state_dict": without_head}
-    local["optimizer_states"] = []
+    local: State = {"parameters": {name: state_dict.pop(name) for name in names}, "optimizer_states": []}
+    rest = checkpoint | {"state_dict": state_dict}
     rest_of_optimizers = []
     for optimizer, state in zip(optimizers, checkpoint.get("optimizer_states", []), strict=False):
         own: dict[int, State] = {}
