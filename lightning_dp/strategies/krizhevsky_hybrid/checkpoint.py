@@ -14,6 +14,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -138,8 +139,11 @@ def load_folder(folder: Path, rank: int = 0, world_size: int = 1, weights_only: 
     parts = [torch.load(file, map_location="cpu", mmap=True, weights_only=True) for file in files]
 
     def join(blocks: list[Tensor]) -> Tensor:
-        begin, end = chunk_bounds(sum(len(block) for block in blocks), world_size)[rank]
-        return _rows(blocks, begin, end)
+        """Return this rank's rows of the concatenated blocks, without concatenating the others."""
+        *firsts, num_rows = accumulate(map(len, blocks), initial=0)
+        begin, end = chunk_bounds(num_rows, world_size)[rank]
+        placed = zip(blocks, firsts, strict=True)
+        return torch.cat([block[max(0, begin - first) : max(0, end - first)] for block, first in placed])
 
     for name in parts[0]["parameters"]:
         checkpoint["state_dict"][name] = join([part["parameters"][name] for part in parts])
@@ -226,13 +230,3 @@ def _require_known(
             "may hold rank 0's local shard. With state_dict_type='sharded' it may give the head's tensors other "
             "names, but must not copy, nest or join them; or use state_dict_type='full'"
         )
-
-
-def _rows(blocks: Sequence[Tensor], begin: int, end: int) -> Tensor:
-    """Return rows ``begin`` to ``end`` of the concatenated blocks, without concatenating the others."""
-    found = []
-    first = 0
-    for block in blocks:
-        found.append(block[max(0, begin - first) : max(0, end - first)])
-        first += len(block)
-    return torch.cat(found)
