@@ -84,15 +84,8 @@ class Channel:
             sends: one tensor per rank. They must not change before `AllToAll.wait` returns.
             receives: one contiguous tensor per rank, with the shape and dtype that the rank sends. Filled in place.
         """
-        # Each rank starts with its right neighbor. If all started with rank 0, its link would be the bottleneck.
-        peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
-        outgoing: list[Message] = [(self._sendable(dense(sends[peer])), peer) for peer in peers]
-        incoming: list[Message] = [(self._buffer(receives[peer]), peer) for peer in reversed(peers)]
-        self.bytes_sent[name] += sum(tensor.nbytes for tensor, _ in outgoing)
-        staged = [(receives[peer], buffer) for buffer, peer in incoming if buffer is not receives[peer]]
-        exchange = AllToAll(self, name, self.num_exchanges, staged)
+        exchange = AllToAll(self, name, sends, receives)
         self.num_exchanges += 1
-        exchange.start(incoming, outgoing)
         return exchange
 
     def all_gather(self, name: str, tensor: Tensor) -> Tensor:
@@ -126,13 +119,6 @@ class Channel:
         if self.on_stage is not None:
             self.on_stage(name, start_s, end_s)
             self.on_stage(f"wait for {name}", wait_start_s, end_s)
-
-    def _sendable(self, tensor: Tensor) -> Tensor:
-        return tensor.cpu() if needs_host_copy(tensor, self.group) else tensor
-
-    def _buffer(self, tensor: Tensor) -> Tensor:
-        assert tensor.is_contiguous()
-        return torch.empty_like(tensor, device="cpu") if needs_host_copy(tensor, self.group) else tensor
 
 
 def make_host_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> dist.ProcessGroup | None:
@@ -169,43 +155,54 @@ class Call(NamedTuple):
 
 
 class AllToAll:
-    """An all-to-all in flight. Call `wait` once.
+    """An all-to-all in flight: the constructor starts all messages. Call `wait` once.
 
     Args:
-        channel: records the exchange when it is finished.
+        channel: counts the bytes, and records the exchange when it is finished.
         name: name of the exchange.
-        number: how many exchanges the channel has started before.
-        staged: pairs (receive tensor, host buffer) to copy after the messages have arrived.
+        sends: see `Channel.all_to_all`.
+        receives: see `Channel.all_to_all`.
     """
 
-    def __init__(self, channel: Channel, name: str, number: int, staged: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, channel: Channel, name: str, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
         self._channel = channel
         self._name = name
-        self._number = number
-        self._staged = staged
+        # Each rank starts with its right neighbor. If all started with rank 0, its link would be the bottleneck.
+        peers = [(channel.rank + distance) % channel.world_size for distance in range(1, channel.world_size)]
+        outgoing: list[Message] = [(self._sendable(dense(sends[peer])), peer) for peer in peers]
+        incoming: list[Message] = [(self._buffer(receives[peer]), peer) for peer in reversed(peers)]
+        channel.bytes_sent[name] += sum(tensor.nbytes for tensor, _ in outgoing)
+        # Pairs of receive tensor and host buffer, to copy after the messages have arrived.
+        self._staged = [(receives[peer], buffer) for buffer, peer in incoming if buffer is not receives[peer]]
         self._transfers: list[Transfer] = []
         self._frames: list[tuple[int, Call, Tensor, Transfer]] = []  # peer, expected call, received frame
         self._inline: list[tuple[Tensor, Tensor]] = []  # receive tensor, and the part of a frame with its payload
         self._start_s = time.perf_counter()
-
-    def start(self, incoming: Sequence[Message], outgoing: Sequence[Message]) -> None:
-        """Start all messages; `Channel.all_to_all` calls this."""
-        group = self._channel.group
-        if incoming and sends_together(incoming[0][0], group):
+        if incoming and sends_together(incoming[0][0], channel.group):
             self._start_together(incoming, outgoing)
             return
         # Receives first: a peer that is ready to send finds the buffer waiting.
         for tensor, peer in incoming:
             if tensor.numel():
-                self._expect(tensor, peer, Call(self._name, self._number, tensor.nbytes))
+                self._expect(tensor, peer, Call(name, channel.num_exchanges, tensor.nbytes))
         for tensor, peer in outgoing:
             if tensor.numel():
-                call = Call(self._name, self._number, tensor.nbytes)
-                is_inline = call.num_bytes <= INLINE_BYTES
-                frame = torch.cat([call.header, _bytes_of(tensor)]) if is_inline else call.header
-                self._transfers.append(start_message(group, "send to", (frame, peer), _FRAME_TAG))
-                if not is_inline:
-                    self._transfers.append(start_message(group, "send to", (tensor, peer), call.tag))
+                self._send(tensor, peer, Call(name, channel.num_exchanges, tensor.nbytes))
+
+    def _sendable(self, tensor: Tensor) -> Tensor:
+        return tensor.cpu() if needs_host_copy(tensor, self._channel.group) else tensor
+
+    def _buffer(self, tensor: Tensor) -> Tensor:
+        assert tensor.is_contiguous()
+        return torch.empty_like(tensor, device="cpu") if needs_host_copy(tensor, self._channel.group) else tensor
+
+    def _send(self, tensor: Tensor, peer: int, call: Call) -> None:
+        group = self._channel.group
+        is_inline = call.num_bytes <= INLINE_BYTES
+        frame = torch.cat([call.header, _bytes_of(tensor)]) if is_inline else call.header
+        self._transfers.append(start_message(group, "send to", (frame, peer), _FRAME_TAG))
+        if not is_inline:
+            self._transfers.append(start_message(group, "send to", (tensor, peer), call.tag))
 
     def _start_together(self, incoming: Sequence[Message], outgoing: Sequence[Message]) -> None:
         """Start all messages in one call of the backend. It sends nothing where a tensor is empty."""
