@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dp._private.torch_names import backend_name
-from lightning_dp.collectives.groups import OnStage, create_groups, dense, needs_host_copy
+from lightning_dp.collectives.groups import OnStage, create_groups, dense, needs_host_copy, sends_from_device
 from lightning_dp.collectives.point_to_point import Message, Transfer, start_message, wait_for_all
 from lightning_dp.collectives.small_all_gather import gather_on_device
 
@@ -90,7 +90,7 @@ class Channel:
 
     def all_gather(self, name: str, tensor: Tensor) -> Tensor:
         """Return ``tensor`` of every rank, in rank order: (N, *shape of ``tensor``). Shape and dtype must be equal."""
-        if sends_together(tensor, self.group):
+        if sends_from_device(tensor, self.group):
             start_s = time.perf_counter()
             self.bytes_sent[name] += (self.world_size - 1) * tensor.nbytes
             self.num_exchanges += 1
@@ -126,11 +126,6 @@ def make_host_group(group: dist.ProcessGroup, device: torch.device, timeout: tim
     if device.type == "cpu" or backend_name(group, device) == "gloo":
         return None
     return create_groups([list(range(dist.get_world_size()))], dist.get_rank(), timeout, "gloo")
-
-
-def sends_together(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Return whether ``tensor`` goes to all ranks in one call of the backend (NCCL), not in one for each message."""
-    return tensor.is_cuda and not needs_host_copy(tensor, group)
 
 
 class Call(NamedTuple):
@@ -178,7 +173,7 @@ class AllToAll:
         self._frames: list[tuple[int, Call, Tensor, Transfer]] = []  # peer, expected call, received frame
         self._inline: list[tuple[Tensor, Tensor]] = []  # receive tensor, and the part of a frame with its payload
         self._start_s = time.perf_counter()
-        if incoming and sends_together(incoming[0][0], channel.group):
+        if incoming and sends_from_device(incoming[0][0], channel.group):
             self._start_together(incoming, outgoing)
             return
         # Receives first: a peer that is ready to send finds the buffer waiting.

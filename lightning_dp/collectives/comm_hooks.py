@@ -17,15 +17,10 @@ import torch.distributed as dist
 from torch.futures import Future
 from typing_extensions import override
 
-from lightning_dp._private.torch_names import backend_name, device_types, group_timeout
+from lightning_dp._private.torch_names import device_types, group_timeout
 from lightning_dp.collectives import streams
-from lightning_dp.collectives.groups import destroy_group, resolve_group, unbound_default_group
+from lightning_dp.collectives.groups import destroy_group, resolve_group, sends_from_device, unbound_default_group
 from lightning_dp.collectives.ring import SEGMENT_BYTES, WIRE_DTYPES, ring_all_reduce
-
-
-def issues_in_hook(buffer: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Return whether the hook must issue the messages for ``buffer`` itself: with NCCL, and all others but gloo."""
-    return buffer.is_cuda and backend_name(group, buffer.device) != "gloo"
 
 
 class BucketQueue(ABC):
@@ -92,7 +87,7 @@ class BucketQueue(ABC):
 
         # DDP raises an exception that is raised inside `then`. One from `set_exception` it would take for a result.
         result = future.then(lambda done: done.value())
-        if issues_in_hook(buffer, group):
+        if sends_from_device(buffer, group):
             work()
             return result
         with self._lock:
@@ -203,7 +198,7 @@ class RingState(BucketQueue):
     @override
     def _average(self, buffer: torch.Tensor, parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         # DDP has compared the parameters of the ranks. To read the headers would stop the launch of backward's kernels.
-        check_call = not issues_in_hook(buffer, group)
+        check_call = not sends_from_device(buffer, group)
         ring_all_reduce(
             buffer,
             group,
