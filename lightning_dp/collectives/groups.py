@@ -185,8 +185,7 @@ def _after_fork_in_child() -> None:
     _after_fork_in_parent()
 
 
-if hasattr(os, "register_at_fork"):  # there is no fork on Windows
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
 # --- Division of the ranks of a job into groups. Integers only.

@@ -273,7 +273,7 @@ def connect(group: dist.ProcessGroup, buffer_bytes: int) -> dict[int, socket.soc
             listener.bind(f"{folder}/{rank}")
             listener.listen(world_size)
             reachable = True
-        except (OSError, AttributeError):  # the folder is on another host, or the system has no Unix sockets
+        except OSError:  # the folder is on another host
             reachable = False
         # After this all-gather every listener exists, so the connections below cannot come too early.
         if not _all(reachable, group):
