@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -216,7 +217,8 @@ def _exchange_owned(values: Tensor, sums: Tensor, owner: Tensor, wire: Transport
     # Step 1: each carrier sends every owner its blocks.
     quantized = quantize(values)
     inbox = _empty_messages([counts[wire.rank]] * wire.num_ranks)
-    transfers = wire.start([_pack(_select(quantized, rows)) for rows in owned], inbox)
+    outgoing = [_pack(Quantized(quantized.integers[rows], quantized.scales[rows])) for rows in owned]
+    transfers = wire.start(outgoing, inbox)
     yield
     wait_for_all(transfers)
     total = _unpack(inbox[0]).decode(values.dtype)
@@ -255,12 +257,8 @@ def quantize(values: Tensor) -> Quantized:
 
 def _rows_of(parts: Sequence[ParamSlice]) -> list[slice]:
     """Return which rows of the blocks hold each part."""
-    slices = []
-    begin = 0
-    for part in parts:
-        slices.append(slice(begin, begin + num_blocks(part.numel)))
-        begin += num_blocks(part.numel)
-    return slices
+    bounds = accumulate((num_blocks(part.numel) for part in parts), initial=0)
+    return [slice(begin, end) for begin, end in pairwise(bounds)]
 
 
 def _owner(parts: Sequence[ParamSlice], num_ranks: int) -> Tensor:
@@ -275,10 +273,6 @@ def _owned_rows(owner: Tensor, num_ranks: int) -> Sequence[slice | Tensor]:
     if torch.equal(owner, (torch.arange(len(owner)) + first) % num_ranks):
         return [slice((rank - first) % num_ranks, None, num_ranks) for rank in range(num_ranks)]
     return [(owner == rank).nonzero().view(-1) for rank in range(num_ranks)]
-
-
-def _select(quantized: Quantized, rows: slice | Tensor) -> Quantized:
-    return Quantized(quantized.integers[rows], quantized.scales[rows])
 
 
 def _pack(quantized: Quantized) -> Tensor:
