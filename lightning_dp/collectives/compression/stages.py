@@ -314,7 +314,6 @@ class CompressionState(BucketQueue):
         self._compressor = make_compressor(compression)
         self._parameters = ParameterTable()
         self._wire: Transport | None = None
-        self._wire_group: dist.ProcessGroup | None = None
 
     @property
     def bytes_sent(self) -> int:
@@ -323,9 +322,8 @@ class CompressionState(BucketQueue):
 
     @override
     def _average(self, buffer: torch.Tensor, parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-        if self._wire is None or self._wire_group is not group:
+        if self._wire is None or self._wire.group is not group:
             self._wire = Transport(group)
-            self._wire_group = group
         buffer.div_(group.size())  # before the sum, so that 16-bit sums do not overflow
         piece = whole_shard([self._parameters(parameter) for parameter in parameters])
         self._compressor.all_reduce(buffer, piece, self._wire)
