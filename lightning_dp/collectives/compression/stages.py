@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -108,17 +107,15 @@ class CompressedStages:
         self._owner = owner
         self._collective = owner.collective
         self._pieces = cut(infos, self._collective.num_shards)
-        sizes = [sum(part.numel for part in piece.parts) for piece in self._pieces]
-        self._bounds = list(accumulate(sizes))[:-1]
-        member = self._collective.topology.group_rank(self._collective.rank)
-        self._member = member
-        self._piece = self._pieces[member] if member < len(self._pieces) else BucketShard(())
+        self._sizes = [sum(part.numel for part in piece.parts) for piece in self._pieces]
+        self._member = self._collective.topology.group_rank(self._collective.rank)
+        self._piece = self._pieces[self._member] if self._member < len(self._pieces) else BucketShard(())
         self._shard_ranges = _shard_ranges(infos, self._pieces)
         self._keeps_residuals = any(map(owner.compressor.keeps_residual, infos))
         self._moving: Tensor | None = None  # residuals on their way to other members, as they lie in the bucket
 
     def _shards(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        return torch.tensor_split(buffer, self._bounds)
+        return buffer.split(self._sizes)
 
     @property
     def reduces_on_device(self) -> bool:
@@ -176,11 +173,8 @@ class CompressedStages:
 
 
 def _shard_ranges(infos: Sequence[ParameterInfo], pieces: Sequence[BucketShard]) -> dict[ParameterInfo, ShardRanges]:
-    places = {info: [(0, 0)] * len(pieces) for info in infos}
-    for member, piece in enumerate(pieces):
-        for part in piece.parts:
-            places[part.info][member] = (part.begin, part.end)
-    return {info: tuple(each) for info, each in places.items()}
+    of_pieces = [{part.info: (part.begin, part.end) for part in piece.parts} for piece in pieces]
+    return {info: tuple(of_piece.get(info, (0, 0)) for of_piece in of_pieces) for info in infos}
 
 
 # --- What compressors keep between steps, by parameter and group of ranks, whatever the buckets are.
