@@ -229,10 +229,8 @@ class OwnState:
                 wait_for_all(post(group, [], [(own, 0)])[1])
                 continue
             of_groups = own.new_zeros(self._topology.num_groups, info.numel)
-            parts = []
-            for rank in range(self._topology.world_size):
-                begin, end = self._range_of(rank, ranges)
-                parts.append(of_groups[self._topology.group_of(rank), begin:end])
+            places = [slice(*self._range_of(rank, ranges)) for rank in range(self._topology.world_size)]
+            parts = [of_groups[self._topology.group_of(rank), place] for rank, place in enumerate(places)]
             parts[0].copy_(own)
             wait_for_all(post(group, [(part, rank) for rank, part in enumerate(parts) if rank != 0], [])[0])
             state["residuals"][info.name] = torch.stack([info.as_parameter(flat) for flat in of_groups])
