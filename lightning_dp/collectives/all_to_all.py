@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -22,6 +22,10 @@ HEADER_BYTES = 64
 INLINE_BYTES = 960
 """A payload of at most this size travels in one message with its header: for small ones, messages count, not bytes."""
 _FRAME_TAG = 0  # of a header, and the payload behind it; payloads of their own have other tags
+
+
+Finish = Callable[[], Tensor]
+"""What is called to wait for messages that are under way, and returns what has become of them."""
 
 
 class CallMismatchError(RuntimeError):
@@ -87,6 +91,16 @@ class Channel:
         exchange = AllToAll(self, name, sends, receives)
         self.num_exchanges += 1
         return exchange
+
+    def begin(self, name: str, sends: Sequence[Tensor], receives: Sequence[Tensor], result: Finish) -> Finish:
+        """Start `all_to_all`, and return what waits for it and returns ``result()``."""
+        exchange = self.all_to_all(name, sends, receives)
+
+        def finish() -> Tensor:
+            exchange.wait()
+            return result()
+
+        return finish
 
     def all_gather(self, name: str, tensor: Tensor) -> Tensor:
         """Return ``tensor`` of every rank, in rank order: (N, *shape of ``tensor``). Shape and dtype must be equal."""

@@ -23,7 +23,7 @@ from lightning_dp._private.torch_names import (
     is_memory_shared,
     version_of,
 )
-from lightning_dp.collectives.all_to_all import Channel
+from lightning_dp.collectives.all_to_all import Channel, Finish
 from lightning_dp.collectives.ring import chunk_bounds
 from lightning_dp.losses import add_product
 
@@ -336,27 +336,19 @@ def scatter_sum(
     gradient: Tensor, bounds: Bounds, channel: Channel, gradients: ParameterGradients | None = None
 ) -> Tensor:
     """Return this rank's columns of the sum over ranks of (N, all columns). All ranks must call it."""
-    blocks = [gradient[:, begin:end] for begin, end in bounds]
-    own = blocks[channel.rank].contiguous()
-    parts = [torch.empty_like(own) for _ in blocks]
-    parts[channel.rank] = own
-    exchange = channel.all_to_all("hidden gradients", blocks, parts)
+    finish = begin_sum("hidden gradients", [gradient[:, begin:end] for begin, end in bounds], channel)
     if gradients is not None:
         gradients.compute_next()
-    exchange.wait()
-    return sum_in_order(parts)
+    return finish()
 
 
 def sum_over_ranks(part: Tensor, channel: Channel) -> Tensor:
     """Return the sum of all ranks' parts, (N, *), bitwise the same on all ranks. All ranks must call it."""
     what = "input gradients"
-    blocks = [part[begin:end].contiguous() for begin, end in chunk_bounds(len(part), channel.world_size)]
-    parts = [torch.empty_like(blocks[channel.rank]) for _ in blocks]
-    parts[channel.rank] = blocks[channel.rank]
-    channel.all_to_all(what, blocks, parts).wait()
-    own = sum_in_order(parts)
+    bounds = chunk_bounds(len(part), channel.world_size)
+    own = begin_sum(what, [part[begin:end] for begin, end in bounds], channel)()
     whole = part.new_empty(part.shape)
-    blocks = [whole[begin:end] for begin, end in chunk_bounds(len(part), channel.world_size)]
+    blocks = [whole[begin:end] for begin, end in bounds]
     blocks[channel.rank].copy_(own)
     channel.all_to_all(what, [own] * channel.world_size, blocks).wait()
     return whole
@@ -369,6 +361,14 @@ def gather_columns(own: Tensor, bounds: Bounds, channel: Channel, what: str) -> 
     blocks[channel.rank] = own.detach()
     channel.all_to_all(what, [own] * channel.world_size, blocks).wait()
     return torch.cat(blocks, dim=1)
+
+
+def begin_sum(what: str, blocks: Sequence[Tensor], channel: Channel) -> Finish:
+    """Start a reduce-scatter, which leaves the sum of all ranks' r-th blocks on rank r. All ranks must call it."""
+    own = blocks[channel.rank].contiguous()
+    parts = [torch.empty_like(own) for _ in blocks]
+    parts[channel.rank] = own
+    return channel.begin(what, blocks, parts, lambda: sum_in_order(parts))
 
 
 def sum_in_order(parts: list[Tensor]) -> Tensor:

@@ -26,12 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp._private.torch_names import has_tensor_hooks, keeps_graph, version_of
-from lightning_dp.collectives.all_to_all import Channel
+from lightning_dp.collectives.all_to_all import Channel, Finish
 from lightning_dp.losses import CHUNK_BYTES, LastLayer, ShardedForward
 from lightning_dp.strategies.krizhevsky_hybrid.checks import require_unchanged
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import (
     FeatureExchange,
-    Finish,
     Scheme,
     StepArguments,
     SubPass,
