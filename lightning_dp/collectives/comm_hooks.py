@@ -7,6 +7,7 @@ same thread. A second thread would mix its messages into theirs in an order of i
 forever.
 """
 
+import copy
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -180,20 +181,11 @@ class RingState(BucketQueue):
         self.wire_dtype = wire_dtype
         self.segment_bytes = segment_bytes
 
-    def __copy__(self) -> "RingState":
-        return type(self)(self.group, self.wire_dtype, self.segment_bytes)
-
     def __deepcopy__(self, memo: dict[int, object]) -> "RingState":
-        return self.__copy__()
+        return copy.copy(self)
 
-    def __reduce__(self) -> tuple[type["RingState"], tuple[None, torch.dtype | None, int]]:
-        if self.group is not None:
-            # Without its group, the unpickled state would average over all ranks.
-            raise TypeError(
-                "RingState(group=...) cannot be pickled, because a process group belongs to one process; create the "
-                "state in each process, or leave group out to average over all ranks"
-            )
-        return type(self), (None, self.wire_dtype, self.segment_bytes)
+    def __reduce__(self) -> tuple[type["RingState"], tuple[dist.ProcessGroup | None, torch.dtype | None, int]]:
+        return type(self), (self.group, self.wire_dtype, self.segment_bytes)
 
     @override
     def _average(self, buffer: torch.Tensor, parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:

@@ -243,7 +243,7 @@ def copied_with_group(rank, group):
     for copied in (copy.copy(state), copy.deepcopy(state)):
         assert copied.group is group
         assert copied.wire_dtype == torch.float16
-    with pytest.raises(TypeError, match=r"RingState\(group=\.\.\.\) cannot be pickled"):
+    with pytest.raises(TypeError, match="cannot pickle .*ProcessGroup"):
         pickle.dumps(state)
 
 
