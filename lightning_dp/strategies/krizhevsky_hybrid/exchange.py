@@ -60,16 +60,6 @@ class FeatureExchange:
         parts[self.rank].copy_(blocks[self.rank])
         return self.channel.begin("logit gradients", blocks, parts, lambda: assembled)
 
-    def gather_targets(self, leaves: Sequence[Tensor], batch_sizes: Sequence[int]) -> list[list[Tensor]]:
-        """Return, for each tensor (n, *), a list of all ranks' tensors, in rank order."""
-        gathered = []
-        for leaf in leaves:
-            parts = [leaf.new_empty(size, *leaf.shape[1:]) for size in batch_sizes]
-            parts[self.rank] = leaf.detach()
-            self.channel.all_to_all("targets", [leaf] * len(parts), parts).wait()
-            gathered.append(parts)
-        return gathered
-
     def exchange_batch_sizes(
         self, features: Tensor, targets: Sequence[Tensor] = (), constants: Any = (), needs_seed: bool = False
     ) -> tuple[list[int], int | None]:
@@ -222,11 +212,15 @@ class StepArguments:
             _require_rows_or_constant(name, leaf, features)
         self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self.constants = [(name, leaf) for name, leaf in named if not isinstance(leaf, Tensor)]
-        self._of_ranks: list[list[Tensor]] = []  # for each tensor, those of all ranks
+        self._of_ranks: list[list[Tensor]] = []  # for each tensor, those of all ranks, in rank order
 
-    def gather(self, exchange: FeatureExchange, batch_sizes: list[int]) -> None:
-        """Receive the rows of all ranks. All ranks must call it."""
-        self._of_ranks = exchange.gather_targets(self.tensors, batch_sizes)
+    def gather(self, channel: Channel, batch_sizes: list[int]) -> None:
+        """Receive the rows of all ranks. All ranks must call it, once."""
+        for leaf in self.tensors:
+            parts = [leaf.new_empty(size, *leaf.shape[1:]) for size in batch_sizes]
+            parts[channel.rank] = leaf.detach()
+            channel.all_to_all("targets", [leaf] * len(parts), parts).wait()
+            self._of_ranks.append(parts)
 
     def of_pass(self, part: SubPass) -> dict[str, Any]:
         """Return the arguments for one pass, in the structure in which the module has passed them."""

@@ -135,7 +135,7 @@ class HeadPasses(SharedOnDeepcopy):
         is_compared = self._compares_losses
         own = StepArguments(arguments, features)
         sizes, seed = self.exchange.exchange_batch_sizes(features, own.tensors, own.constants, needs_seed=True)
-        own.gather(self.exchange, sizes)
+        own.gather(self.channel, sizes)
 
         def loss_instead(part: SubPass, x: Tensor) -> Tensor:
             with probing():
