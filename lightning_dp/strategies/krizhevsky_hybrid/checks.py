@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import islice, zip_longest
 from types import MethodType
@@ -104,11 +104,9 @@ def find_head(module: nn.Module, name: str) -> nn.Module:
     Raises:
         ValueError: there is no such submodule, or ``name`` is empty.
     """
-    if name:
-        try:
+    with suppress(AttributeError):
+        if name:
             return module.get_submodule(name)
-        except AttributeError:
-            pass
     there_are = [child for child, part in module.named_modules() if child and any(True for _ in part.parameters())]
     raise ValueError(
         f"head={name!r} names no submodule of {type(module).__name__}; use one of "
