@@ -83,11 +83,6 @@ class ShardedHead(SharedOnDeepcopy):
         return list(self._bounds_of_parameter)
 
     @property
-    def num_inputs(self) -> int:
-        """Number of inputs of all linear layers: what ranks exchange for each sample, in each direction."""
-        return sum(layer.in_features for layer in self.layers if isinstance(layer, nn.Linear))
-
-    @property
     def output_bounds(self) -> Bounds:
         """Begin and end of each rank's columns of the head's output."""
         last = next(layer for layer in reversed(self.layers) if isinstance(layer, nn.Linear))

@@ -236,8 +236,10 @@ class HeadPasses(SharedOnDeepcopy):
         if self.channel.on_stage is not None:
             self.channel.on_stage("head", begin_s, time.perf_counter())
 
-    def warn_of_logits(self, logits: Tensor, num_inputs: int) -> None:
+    def warn_of_logits(self, logits: Tensor) -> None:
         """Log once, on rank 0, that a loss by name needs no whole logits, if they are a large part of the messages."""
+        # What ranks exchange for each sample, in each direction.
+        num_inputs = sum(layer.in_features for layer in self.head.layers if isinstance(layer, nn.Linear))
         is_large = logits.nbytes > 2**20 and logits.shape[1] > num_inputs / 10
         if is_large and not self._has_warned_of_logits and self.channel.world_size > 1 and not self.channel.rank:
             self._has_warned_of_logits = True
@@ -354,7 +356,7 @@ class MicroBatch(ShardedForward, SharedOnDeepcopy):
 
     def _forward_rows(self, features: Tensor) -> Tensor:
         logits = self._head.logits(self._entering(features), self._draw_seed(), self._sums)
-        self._passes.warn_of_logits(logits, self._head.num_inputs)
+        self._passes.warn_of_logits(logits)
         return logits
 
     def last_layer(self, features: Tensor) -> LastLayer | None:
