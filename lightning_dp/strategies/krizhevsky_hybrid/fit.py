@@ -18,10 +18,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any, Literal, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,8 +46,8 @@ from lightning_dp.collectives.point_to_point import peer_error
 from lightning_dp.losses import LastLayer, ShardedForward
 from lightning_dp.strategies.base import is_a
 from lightning_dp.strategies.krizhevsky_hybrid import checks
-from lightning_dp.strategies.krizhevsky_hybrid.checks import no_counting, nothing_recorded
-from lightning_dp.strategies.krizhevsky_hybrid.exchange import Scheme, require_features
+from lightning_dp.strategies.krizhevsky_hybrid.checks import Options, no_counting, nothing_recorded
+from lightning_dp.strategies.krizhevsky_hybrid.exchange import require_features
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, SharedOnDeepcopy, replaced
 from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses, Update
 from lightning_dp.strategies.krizhevsky_hybrid.state import (
@@ -67,18 +66,6 @@ from lightning_dp.strategies.krizhevsky_hybrid.state import (
 log = logging.getLogger(__name__)
 
 HeadStep = Callable[..., Tensor]
-
-
-@dataclass(frozen=True)
-class Options:
-    """The user's arguments of `KrizhevskyHybridStrategy`, which explains them."""
-
-    head: str
-    scheme: Scheme
-    num_passes: int | None
-    variable_batch: bool
-    evaluation: Literal["gathered", "sharded"]
-    state_dict_type: Literal["full", "sharded"]
 
 
 class HybridFitState(SharedOnDeepcopy):

@@ -21,7 +21,7 @@ from lightning_dp.strategies import complete_files
 from lightning_dp.strategies.base import BaseStrategy
 from lightning_dp.strategies.krizhevsky_hybrid import checkpoint as files
 from lightning_dp.strategies.krizhevsky_hybrid import checks
-from lightning_dp.strategies.krizhevsky_hybrid.fit import HybridFitState, Options
+from lightning_dp.strategies.krizhevsky_hybrid.fit import HybridFitState
 from lightning_dp.strategies.unfreezing import ReducedParameters, restore_groups
 
 
@@ -85,10 +85,11 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         state_dict_type: Literal["full", "sharded"] = "full",
         **ddp_kwargs: Any,
     ) -> None:
-        checks.check_arguments(scheme, num_passes, variable_batch, evaluation, state_dict_type, ddp_kwargs)
+        if scheme is None:
+            scheme = "a" if num_passes is None and not variable_batch else "c"
+        self._options = checks.Options(head, scheme, num_passes, variable_batch, evaluation, state_dict_type)
+        checks.check_options(self._options, ddp_kwargs)
         super().__init__(**ddp_kwargs)
-        scheme = scheme or ("a" if num_passes is None and not variable_batch else "c")
-        self._options = Options(head, scheme, num_passes, variable_batch, evaluation, state_dict_type)
         self._fitting: HybridFitState | None = None  # from set-up to teardown
         self._reduced: ReducedParameters | None = None  # of the trunk, while fitting
         self._syncs_buffers = all(ddp_kwargs.get(name, True) for name in ("broadcast_buffers", "forward_sync_buffers"))
