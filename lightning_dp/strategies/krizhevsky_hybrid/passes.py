@@ -132,7 +132,9 @@ class HeadPasses(SharedOnDeepcopy):
                 multiplied by another factor than ``only_factor``. See also `StepArguments`.
         """
         is_first = self.num_steps == 0
-        is_compared = self._compares_losses
+        # 1, 2, 4, 8, ..., as mistakes may begin late. By calls and by training steps, because a training step may have
+        # several calls, or none.
+        is_compared = 1 in ((self.num_steps + 1).bit_count(), self.num_training_steps.bit_count())
         own = StepArguments(arguments, features)
         sizes, seed = self.exchange.exchange_batch_sizes(features, own.tensors, own.constants, needs_seed=True)
         own.gather(self.channel, sizes)
@@ -163,12 +165,6 @@ class HeadPasses(SharedOnDeepcopy):
                 _require_factor(factor, only_factor)
 
         return self._remembered(_HandOut.apply(result, check_factor, after_trunk, features, *receivers))
-
-    @property
-    def _compares_losses(self) -> bool:
-        """Whether the ranks compare the losses of this call of `step`: 1, 2, 4, 8, ..., as mistakes may begin late."""
-        # By calls and by training steps, because a training step may have several calls, or none.
-        return 1 in ((self.num_steps + 1).bit_count(), self.num_training_steps.bit_count())
 
     def _take_after_trunk(self) -> tuple[AfterTrunk | None, list[Tensor]]:
         """Return what lets the head's gradients come after the trunk's, for one call of the head, and what gets them.
