@@ -101,9 +101,9 @@ class ShardedHead(SharedOnDeepcopy):
         return torch.Size([self._bounds_of_parameter[parameter][-1][1], *parameter.shape[1:]])
 
     def local_shard(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """Return a copy of this rank's local shard of ``whole``, a tensor with the shape of the whole ``parameter``."""
+        """Return this rank's local shard of ``whole``, a tensor with the shape of the whole ``parameter``: a view."""
         begin, end = self._bounds_of_parameter[parameter][self.channel.rank]
-        return whole[begin:end].clone()
+        return whole[begin:end]
 
     def names_in(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the head's parameters by their names in ``module``. A shared one appears under each of its names."""

@@ -197,7 +197,7 @@ def own_optimizer_state(optimizer: Optimizer, state: State, head: ShardedHead) -
     """
 
     def cut(value: Any, p: Tensor) -> Any:
-        return head.local_shard(value, p) if is_like(value, head.whole_shape(p)) else value
+        return head.local_shard(value, p).clone() if is_like(value, head.whole_shape(p)) else value
 
     own = convert_head(optimizer, state, head, cut)
     is_copied = {id(value) for value in tree_leaves(own)} - {id(value) for value in tree_leaves(state)}
@@ -212,7 +212,7 @@ def shard_state(optimizer: Optimizer, head: ShardedHead) -> None:
     for p, values in optimizer.state.items():
         for name, value in values.items() if head.owns(p) else ():
             if is_like(value, head.whole_shape(p)) and not is_like(value, p.shape):
-                values[name] = head.local_shard(value, p)
+                values[name] = head.local_shard(value, p).clone()
 
 
 def make_whole(optimizer: Optimizer, head: ShardedHead) -> None:
@@ -328,9 +328,7 @@ class GatheredHead(SharedOnDeepcopy):
     @property
     def has_same_shard(self) -> bool:
         """Whether the local shard is bitwise what was gathered. This reads all values, `is_current` a few."""
-        rank = self._head.channel.rank
-        bounds = {p: self._head.bounds_of(p)[rank] for p in self._head.parameters}
-        return all(torch.equal(self._whole[p][begin:end], p.data) for p, (begin, end) in bounds.items())
+        return all(torch.equal(self._head.local_shard(whole, p), p.data) for p, whole in self._whole.items())
 
     def value_of(self, parameter: Tensor) -> Tensor:
         """Return the whole value of one of the head's parameters."""
@@ -498,7 +496,7 @@ class StateDictHooks(SharedOnDeepcopy):
         for name, parameter in layer.named_parameters(recurse=False):
             value = state.get(prefix + name)
             if self._head.owns(parameter) and is_like(value, self._head.whole_shape(parameter)):
-                state[prefix + name] = self._head.local_shard(state[prefix + name], parameter)
+                state[prefix + name] = self._head.local_shard(state[prefix + name], parameter).clone()
 
     def _deepcopy(self, memo: dict[int, Any]) -> nn.Module:
         """Copy the head as an ordinary module with whole tensors, or, if it is not gathered, as one with local shards.
