@@ -517,6 +517,24 @@ def _refuse_local_shard(head: ShardedHead, layer: nn.Linear, path: str, x: Tenso
 # --- Gradients of the head's parameters, summed over the passes.
 
 
+def saved(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return a tensor that is needed later, and its version, for `as_saved`."""
+    return tensor, version_of(tensor)
+
+
+def as_saved(
+    pair: tuple[Tensor, int], what: str = "one of the variables needed for gradient computation has been"
+) -> Tensor:
+    """Return a saved tensor. Raise RuntimeError, as torch does for those that it saves, if it was changed since."""
+    tensor, version = pair
+    if version_of(tensor) != version:
+        raise RuntimeError(
+            f"{what} modified by an inplace operation: a tensor of shape {tuple(tensor.shape)} is at version "
+            f"{version_of(tensor)}; expected version {version} instead. Change a copy"
+        )
+    return tensor
+
+
 _BLOCK_NUMEL = 2**22
 """Elements of a weight's gradient that are computed at once while messages travel."""
 
@@ -526,15 +544,15 @@ class _Product:
     """The gradient of a weight, which is still to be computed: ``output_grads``, (N, out), transposed, times ``x``.
 
     Attributes:
-        versions: of ``output_grads`` and ``x`` when they were saved.
+        output_grads: see `saved`.
+        x: see `saved`.
         total: where the gradient goes, and the factor of its content. None: no row has been computed.
         begin: the first row that has not been computed.
     """
 
     weight: Tensor
-    output_grads: Tensor
-    x: Tensor
-    versions: tuple[int, int]
+    output_grads: tuple[Tensor, int]
+    x: tuple[Tensor, int]
     total: tuple[Tensor, float] | None = None
     begin: int = 0
 
@@ -655,7 +673,7 @@ class ParameterGradients:
 
     def postpone(self, weight: Tensor, output_grads: Tensor, x: Tensor) -> None:
         """Add a weight's gradient later. Its factors, (N, out) and (N, in), must not change until then."""
-        self._postponed.append(_Product(weight, output_grads, x, (version_of(output_grads), version_of(x))))
+        self._postponed.append(_Product(weight, saved(output_grads), saved(x)))
 
     @torch.no_grad()
     def compute_next(self) -> None:
@@ -663,18 +681,12 @@ class ParameterGradients:
         if not self._postponed:
             return
         product = self._postponed[0]
-        factors = {"gradient of the output": product.output_grads, "input": product.x}
-        for (what, tensor), version in zip(factors.items(), product.versions, strict=True):
-            if version_of(tensor) != version:
-                raise RuntimeError(
-                    f"the {what} of a linear layer in the head was modified by an inplace operation before the "
-                    f"gradient of its weight was computed: a tensor of shape {tuple(tensor.shape)} is at version "
-                    f"{version_of(tensor)}; expected version {version} instead. Change a copy"
-                )
+        output_grads = as_saved(product.output_grads, "the gradient of the output of a linear layer in the head was")
+        x = as_saved(product.x, "the input of a linear layer in the head was")
         product.total = product.total or self.total_of(product.weight)
         total, beta = product.total
         rows = slice(product.begin, product.begin + max(1, _BLOCK_NUMEL // max(1, total.shape[1])))
-        add_product(total[rows], beta, product.output_grads[:, rows], product.x, self._factor)
+        add_product(total[rows], beta, output_grads[:, rows], x, self._factor)
         product.begin = rows.stop
         if product.begin >= len(total):
             self._postponed.popleft()

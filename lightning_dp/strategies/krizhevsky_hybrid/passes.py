@@ -42,8 +42,10 @@ from lightning_dp.strategies.krizhevsky_hybrid.head import (
     ParameterGradients,
     ShardedHead,
     SharedOnDeepcopy,
+    as_saved,
     gradients_of,
     require_first_derivative,
+    saved,
     seeded,
     summed,
     summed_in_backward,
@@ -659,18 +661,7 @@ def _keep_activations() -> torch.autograd.graph.saved_tensors_hooks:
     A checkpoint around the head would free them and run the head again in backward, and all messages of the forward
     would be sent twice.
     """
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor, version_of(tensor)), _unchanged)
-
-
-def _unchanged(saved: tuple[Tensor, int]) -> Tensor:
-    """Return a saved tensor. Raise RuntimeError, as torch does where there are no hooks, if it was changed since."""
-    tensor, version = saved
-    if version_of(tensor) != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {tuple(tensor.shape)} is at version {version_of(tensor)}; expected version {version} instead"
-        )
-    return tensor
+    return torch.autograd.graph.saved_tensors_hooks(saved, as_saved)
 
 
 # --- Gradients on their way back to the features' ranks.
