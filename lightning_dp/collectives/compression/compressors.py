@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -402,12 +402,8 @@ class PowerSGDCompressor(Compressor):
 
     @override
     def state_of(self, info: ParameterInfo) -> dict[str, Tensor | int]:
-        state: dict[str, Tensor | int] = {}
-        if info in self._right:
-            state["right"] = self._right[info]
-        if info in self._num_exact:
-            state["num_exact"] = self._num_exact[info]
-        return state
+        kept: dict[str, Mapping[ParameterInfo, Tensor | int]] = {"right": self._right, "num_exact": self._num_exact}
+        return {name: of_parameters[info] for name, of_parameters in kept.items() if info in of_parameters}
 
     @override
     def load_state_of(self, info: ParameterInfo, state: dict[str, Tensor | int]) -> None:
