@@ -49,7 +49,7 @@ from lightning_dp.strategies.krizhevsky_hybrid import checks
 from lightning_dp.strategies.krizhevsky_hybrid.checks import Options, no_counting, nothing_recorded
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import require_features
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, SharedOnDeepcopy, replaced
-from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses, Update
+from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses
 from lightning_dp.strategies.krizhevsky_hybrid.state import (
     GatheredHead,
     ShardedParameters,
@@ -454,15 +454,14 @@ class HybridFitState(SharedOnDeepcopy):
 
     def _step(self, features: Tensor, arguments: dict[str, Any], head_step: HeadStep) -> Tensor:
         module, passes, plugin = self._module, self._passes, self._strategy.precision_plugin
-        update: Update | None = None
+        update = self._update_head if self._options.variable_batch else None
         only_factor: float | None = None
-        if self._options.variable_batch:
+        if update is not None:
             if is_in_backward():
                 raise RuntimeError(
                     "torch.utils.checkpoint runs head_step again in backward, and with variable_batch=True it would "
                     "update the head again; use checkpoint around the trunk alone"
                 )
-            update = self._update_head
             # The head's updates are done when backward begins. Whatever the user multiplies the loss by afterwards
             # reaches the trunk alone, so it may only be what Lightning itself divides by. On GPUs it is checked in the
             # first step only: reading the factor waits.
