@@ -110,7 +110,8 @@ class CompressedStages:
         self._sizes = [sum(part.numel for part in piece.parts) for piece in self._pieces]
         self._member = self._collective.topology.group_rank(self._collective.rank)
         self._piece = self._pieces[self._member] if self._member < len(self._pieces) else BucketShard(())
-        self._shard_ranges = _shard_ranges(infos, self._pieces)
+        of_pieces = [{part.info: (part.begin, part.end) for part in piece.parts} for piece in self._pieces]
+        self._shard_ranges = {info: tuple(of_piece.get(info, (0, 0)) for of_piece in of_pieces) for info in infos}
         self._keeps_residuals = any(map(owner.compressor.keeps_residual, infos))
         self._moving: Tensor | None = None  # residuals on their way to other members, as they lie in the bucket
 
@@ -170,11 +171,6 @@ class CompressedStages:
     def describe(self, stage: Stage) -> str:
         """Return the ranks that take part in a stage, worded for an error message."""
         return self._collective.describe(stage)
-
-
-def _shard_ranges(infos: Sequence[ParameterInfo], pieces: Sequence[BucketShard]) -> dict[ParameterInfo, ShardRanges]:
-    of_pieces = [{part.info: (part.begin, part.end) for part in piece.parts} for piece in pieces]
-    return {info: tuple(of_piece.get(info, (0, 0)) for of_piece in of_pieces) for info in infos}
 
 
 # --- What compressors keep between steps, by parameter and group of ranks, whatever the buckets are.
