@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import takewhile
 from typing import Any, Self
 
@@ -61,6 +61,11 @@ class ShardedHead(SharedOnDeepcopy):
         control: for parameters and checks, whose bytes are not counted as those of training steps. None: a channel of
             the same group as ``channel``.
 
+    Attributes:
+        parameters: of all linear layers. They hold this rank's local shard while sharded.
+        output_bounds: begin and end of each rank's columns of the head's output.
+        flattens: whether the head makes rows of features that have several dimensions.
+
     Raises:
         ValueError: the head has a layer that cannot be sharded, by name, or no nn.Linear.
     """
@@ -76,17 +81,13 @@ class ShardedHead(SharedOnDeepcopy):
         self._bounds_of_parameter: dict[Tensor, Bounds] = {
             p: self._bounds[layer] for layer in self.linears for p in layer.parameters()
         }
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters of all linear layers. They hold this rank's local shard while sharded."""
-        return list(self._bounds_of_parameter)
-
-    @property
-    def output_bounds(self) -> Bounds:
-        """Begin and end of each rank's columns of the head's output."""
+        self.parameters = list(self._bounds_of_parameter)
         last = next(layer for layer in reversed(self.layers) if isinstance(layer, nn.Linear))
-        return self._bounds[last]
+        self.output_bounds = self._bounds[last]
+        self.flattens = any(isinstance(layer, nn.Flatten) for layer in self.layers)
+        # In place, perhaps on a view, as nn.Flatten makes it.
+        before_linear = takewhile(lambda layer: not isinstance(layer, nn.Linear), self.layers)
+        self._changes_features = any(getattr(layer, "inplace", False) for layer in before_linear)
 
     def owns(self, parameter: Tensor) -> bool:
         """Return whether ``parameter`` is one of the head's."""
@@ -109,17 +110,6 @@ class ShardedHead(SharedOnDeepcopy):
         """Return the head's parameters by their names in ``module``. A shared one appears under each of its names."""
         named = module.named_parameters(remove_duplicate=False)
         return {name: parameter for name, parameter in named if self.owns(parameter)}
-
-    @cached_property
-    def _changes_features(self) -> bool:
-        """Whether a layer before the first nn.Linear works in place, perhaps on a view, as nn.Flatten makes it."""
-        before_linear = takewhile(lambda layer: not isinstance(layer, nn.Linear), self.layers)
-        return any(getattr(layer, "inplace", False) for layer in before_linear)
-
-    @cached_property
-    def flattens(self) -> bool:
-        """Whether the head makes rows of features that have several dimensions."""
-        return any(isinstance(layer, nn.Flatten) for layer in self.layers)
 
     @property
     def draws_random_numbers(self) -> bool:
