@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, zip_longest
@@ -312,7 +312,9 @@ def no_counting(module: LightningModule, world_size: int) -> Iterator[None]:
         yield
         return
     with ExitStack() as undo:
-        undo.enter_context(_no_logged_sums(module))
+        if "log" not in vars(module):  # otherwise the user has replaced it
+            # A method, because torch.compile would take a new function for new code.
+            undo.enter_context(replaced(module, "log", MethodType(_log_no_sum, module)))
         found = {id(metric): (name, metric) for name, metric in _metrics(module)}  # one made within: next time
         for name, metric in found.values():
             # Asked at the update, and not afterwards: it may be reset by then.
@@ -376,13 +378,8 @@ def _modules_in(value: Any, seen: set[int]) -> Iterator[nn.Module]:
         yield from (each for each in vars(value).values() if isinstance(each, nn.Module))
 
 
-def _no_logged_sums(module: LightningModule) -> AbstractContextManager[None]:
-    """Raise ValueError if ``module`` logs a sum within, unless the user has replaced ``log``."""
-    # A method, because torch.compile would take a new function for new code.
-    return nullcontext() if "log" in vars(module) else replaced(module, "log", MethodType(_log, module))
-
-
-def _log(module: LightningModule, *args: Any, **kwargs: Any) -> None:
+def _log_no_sum(module: LightningModule, *args: Any, **kwargs: Any) -> None:
+    """Take the place of ``module.log``, and raise ValueError for a sum."""
     # The module's own method may take other arguments than Lightning's.
     given = inspect.signature(type(module).log).bind(module, *args, **kwargs).arguments | kwargs
     reduce_fx = given.get("reduce_fx", "mean")
