@@ -92,6 +92,8 @@ class HybridFitState(SharedOnDeepcopy):
 
     def __init__(self, options: Options, module: LightningModule, strategy: DDPStrategy, on_stage: OnStage) -> None:
         self._options = options
+        self._gathers = options.evaluation == "gathered"
+        self._keeps_shards = options.state_dict_type == "sharded"
         self._module = module
         self._strategy = strategy
         self._device = strategy.root_device
@@ -330,10 +332,6 @@ class HybridFitState(SharedOnDeepcopy):
             self._gathered.require_unwritten()
         self._gathered = None
 
-    @property
-    def _gathers(self) -> bool:
-        return self._options.evaluation == "gathered"
-
     def meet(self) -> None:
         """Raise CallMismatchError if a rank is in another batch, instead of waiting for it. All ranks must call it.
 
@@ -422,10 +420,6 @@ class HybridFitState(SharedOnDeepcopy):
         # Lightning, too, ignores states without an optimizer.
         both = zip(self._strategy.optimizers, states, strict=False)
         return [own_optimizer_state(optimizer, state, self.head) for optimizer, state in both]
-
-    @property
-    def _keeps_shards(self) -> bool:
-        return self._options.state_dict_type == "sharded"
 
     # --- What a call of ``head_step`` does ---
 
