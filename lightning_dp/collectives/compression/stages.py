@@ -101,11 +101,16 @@ class CompressedStages:
     Args:
         owner: does the work.
         infos: the parameters of the bucket, in its order.
+
+    Attributes:
+        reduces_on_device: whether `reduce_on_device` reduces the gradients, and `intra_group_reduce` only moves
+            residuals.
     """
 
     def __init__(self, owner: CompressedAllReduce, infos: tuple[ParameterInfo, ...]) -> None:
         self._owner = owner
         self._collective = owner.collective
+        self.reduces_on_device = owner.collective.reduces_on_device
         self._pieces = cut(infos, self._collective.num_shards)
         self._sizes = [sum(part.numel for part in piece.parts) for piece in self._pieces]
         self._member = self._collective.topology.group_rank(self._collective.rank)
@@ -117,11 +122,6 @@ class CompressedStages:
 
     def _shards(self, buffer: Tensor) -> tuple[Tensor, ...]:
         return buffer.split(self._sizes)
-
-    @property
-    def reduces_on_device(self) -> bool:
-        """Whether `reduce_on_device` reduces the gradients, and `intra_group_reduce` only moves residuals."""
-        return self._collective.reduces_on_device
 
     def reduce_on_device(self, buffer: Tensor) -> slice:
         """Reduce ``buffer`` within the group, where it is; see `HierarchicalAllReduce.reduce_on_device`."""
