@@ -100,8 +100,7 @@ class Residuals:
         if part.info not in self._held:
             return None
         begin, held = self._held[part.info]
-        assert begin <= part.begin, "the residual lies on another rank"
-        assert part.end <= begin + len(held), "the residual lies on another rank"
+        assert begin <= part.begin <= part.end <= begin + len(held), "the residual lies on another rank"
         return held[part.begin - begin : part.end - begin]
 
     def keep(self, part: ParamSlice, residual: Tensor) -> None:
