@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dp._private.torch_names import backend_name
-from lightning_dp.collectives.groups import OnStage, create_groups, dense, needs_host_copy
+from lightning_dp.collectives.groups import OnStage, create_groups, dense, needs_host_copy, sends_from_device
 from lightning_dp.collectives.point_to_point import Message, Transfer, start_message, wait_for_all
 from lightning_dp.collectives.small_all_gather import gather_on_device
 
@@ -22,6 +22,10 @@ HEADER_BYTES = 64
 INLINE_BYTES = 960
 """A payload of at most this size travels in one message with its header: for small ones, messages count, not bytes."""
 _FRAME_TAG = 0  # of a header, and the payload behind it; payloads of their own have other tags
+
+
+Finish = Callable[[], Tensor]
+"""What is called to wait for messages that are under way, and returns what has become of them."""
 
 
 class CallMismatchError(RuntimeError):
@@ -84,20 +88,23 @@ class Channel:
             sends: one tensor per rank. They must not change before `AllToAll.wait` returns.
             receives: one contiguous tensor per rank, with the shape and dtype that the rank sends. Filled in place.
         """
-        # Each rank starts with its right neighbor. If all started with rank 0, its link would be the bottleneck.
-        peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
-        outgoing: list[Message] = [(self._sendable(dense(sends[peer])), peer) for peer in peers]
-        incoming: list[Message] = [(self._buffer(receives[peer]), peer) for peer in reversed(peers)]
-        self.bytes_sent[name] += sum(tensor.nbytes for tensor, _ in outgoing)
-        staged = [(receives[peer], buffer) for buffer, peer in incoming if buffer is not receives[peer]]
-        exchange = AllToAll(self, name, self.num_exchanges, staged)
+        exchange = AllToAll(self, name, sends, receives)
         self.num_exchanges += 1
-        exchange.start(incoming, outgoing)
         return exchange
+
+    def begin(self, name: str, sends: Sequence[Tensor], receives: Sequence[Tensor], result: Finish) -> Finish:
+        """Start `all_to_all`, and return what waits for it and returns ``result()``."""
+        exchange = self.all_to_all(name, sends, receives)
+
+        def finish() -> Tensor:
+            exchange.wait()
+            return result()
+
+        return finish
 
     def all_gather(self, name: str, tensor: Tensor) -> Tensor:
         """Return ``tensor`` of every rank, in rank order: (N, *shape of ``tensor``). Shape and dtype must be equal."""
-        if sends_together(tensor, self.group):
+        if sends_from_device(tensor, self.group):
             start_s = time.perf_counter()
             self.bytes_sent[name] += (self.world_size - 1) * tensor.nbytes
             self.num_exchanges += 1
@@ -127,24 +134,12 @@ class Channel:
             self.on_stage(name, start_s, end_s)
             self.on_stage(f"wait for {name}", wait_start_s, end_s)
 
-    def _sendable(self, tensor: Tensor) -> Tensor:
-        return tensor.cpu() if needs_host_copy(tensor, self.group) else tensor
-
-    def _buffer(self, tensor: Tensor) -> Tensor:
-        assert tensor.is_contiguous()
-        return torch.empty_like(tensor, device="cpu") if needs_host_copy(tensor, self.group) else tensor
-
 
 def make_host_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> dist.ProcessGroup | None:
     """Return a `Channel.host_group` of all ranks, or None if ``group`` needs none. All ranks must call it."""
     if device.type == "cpu" or backend_name(group, device) == "gloo":
         return None
     return create_groups([list(range(dist.get_world_size()))], dist.get_rank(), timeout, "gloo")
-
-
-def sends_together(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Return whether ``tensor`` goes to all ranks in one call of the backend (NCCL), not in one for each message."""
-    return tensor.is_cuda and not needs_host_copy(tensor, group)
 
 
 class Call(NamedTuple):
@@ -169,43 +164,54 @@ class Call(NamedTuple):
 
 
 class AllToAll:
-    """An all-to-all in flight. Call `wait` once.
+    """An all-to-all in flight: the constructor starts all messages. Call `wait` once.
 
     Args:
-        channel: records the exchange when it is finished.
+        channel: counts the bytes, and records the exchange when it is finished.
         name: name of the exchange.
-        number: how many exchanges the channel has started before.
-        staged: pairs (receive tensor, host buffer) to copy after the messages have arrived.
+        sends: see `Channel.all_to_all`.
+        receives: see `Channel.all_to_all`.
     """
 
-    def __init__(self, channel: Channel, name: str, number: int, staged: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, channel: Channel, name: str, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
         self._channel = channel
         self._name = name
-        self._number = number
-        self._staged = staged
+        # Each rank starts with its right neighbor. If all started with rank 0, its link would be the bottleneck.
+        peers = [(channel.rank + distance) % channel.world_size for distance in range(1, channel.world_size)]
+        outgoing: list[Message] = [(self._sendable(dense(sends[peer])), peer) for peer in peers]
+        incoming: list[Message] = [(self._buffer(receives[peer]), peer) for peer in reversed(peers)]
+        channel.bytes_sent[name] += sum(tensor.nbytes for tensor, _ in outgoing)
+        # Pairs of receive tensor and host buffer, to copy after the messages have arrived.
+        self._staged = [(receives[peer], buffer) for buffer, peer in incoming if buffer is not receives[peer]]
         self._transfers: list[Transfer] = []
         self._frames: list[tuple[int, Call, Tensor, Transfer]] = []  # peer, expected call, received frame
         self._inline: list[tuple[Tensor, Tensor]] = []  # receive tensor, and the part of a frame with its payload
         self._start_s = time.perf_counter()
-
-    def start(self, incoming: Sequence[Message], outgoing: Sequence[Message]) -> None:
-        """Start all messages; `Channel.all_to_all` calls this."""
-        group = self._channel.group
-        if incoming and sends_together(incoming[0][0], group):
+        if incoming and sends_from_device(incoming[0][0], channel.group):
             self._start_together(incoming, outgoing)
             return
         # Receives first: a peer that is ready to send finds the buffer waiting.
         for tensor, peer in incoming:
             if tensor.numel():
-                self._expect(tensor, peer, Call(self._name, self._number, tensor.nbytes))
+                self._expect(tensor, peer, Call(name, channel.num_exchanges, tensor.nbytes))
         for tensor, peer in outgoing:
             if tensor.numel():
-                call = Call(self._name, self._number, tensor.nbytes)
-                is_inline = call.num_bytes <= INLINE_BYTES
-                frame = torch.cat([call.header, _bytes_of(tensor)]) if is_inline else call.header
-                self._transfers.append(start_message(group, "send to", (frame, peer), _FRAME_TAG))
-                if not is_inline:
-                    self._transfers.append(start_message(group, "send to", (tensor, peer), call.tag))
+                self._send(tensor, peer, Call(name, channel.num_exchanges, tensor.nbytes))
+
+    def _sendable(self, tensor: Tensor) -> Tensor:
+        return tensor.cpu() if needs_host_copy(tensor, self._channel.group) else tensor
+
+    def _buffer(self, tensor: Tensor) -> Tensor:
+        assert tensor.is_contiguous()
+        return torch.empty_like(tensor, device="cpu") if needs_host_copy(tensor, self._channel.group) else tensor
+
+    def _send(self, tensor: Tensor, peer: int, call: Call) -> None:
+        group = self._channel.group
+        is_inline = call.num_bytes <= INLINE_BYTES
+        frame = torch.cat([call.header, _bytes_of(tensor)]) if is_inline else call.header
+        self._transfers.append(start_message(group, "send to", (frame, peer), _FRAME_TAG))
+        if not is_inline:
+            self._transfers.append(start_message(group, "send to", (tensor, peer), call.tag))
 
     def _start_together(self, incoming: Sequence[Message], outgoing: Sequence[Message]) -> None:
         """Start all messages in one call of the backend. It sends nothing where a tensor is empty."""

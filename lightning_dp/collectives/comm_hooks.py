@@ -7,6 +7,7 @@ same thread. A second thread would mix its messages into theirs in an order of i
 forever.
 """
 
+import copy
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -17,15 +18,10 @@ import torch.distributed as dist
 from torch.futures import Future
 from typing_extensions import override
 
-from lightning_dp._private.torch_names import backend_name, device_types, group_timeout
+from lightning_dp._private.torch_names import device_types, group_timeout
 from lightning_dp.collectives import streams
-from lightning_dp.collectives.groups import destroy_group, resolve_group, unbound_default_group
+from lightning_dp.collectives.groups import destroy_group, resolve_group, sends_from_device, unbound_default_group
 from lightning_dp.collectives.ring import SEGMENT_BYTES, WIRE_DTYPES, ring_all_reduce
-
-
-def issues_in_hook(buffer: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Return whether the hook must issue the messages for ``buffer`` itself: with NCCL, and all others but gloo."""
-    return buffer.is_cuda and backend_name(group, buffer.device) != "gloo"
 
 
 class BucketQueue(ABC):
@@ -92,7 +88,7 @@ class BucketQueue(ABC):
 
         # DDP raises an exception that is raised inside `then`. One from `set_exception` it would take for a result.
         result = future.then(lambda done: done.value())
-        if issues_in_hook(buffer, group):
+        if sends_from_device(buffer, group):
             work()
             return result
         with self._lock:
@@ -185,25 +181,16 @@ class RingState(BucketQueue):
         self.wire_dtype = wire_dtype
         self.segment_bytes = segment_bytes
 
-    def __copy__(self) -> "RingState":
-        return type(self)(self.group, self.wire_dtype, self.segment_bytes)
-
     def __deepcopy__(self, memo: dict[int, object]) -> "RingState":
-        return self.__copy__()
+        return copy.copy(self)
 
-    def __reduce__(self) -> tuple[type["RingState"], tuple[None, torch.dtype | None, int]]:
-        if self.group is not None:
-            # Without its group, the unpickled state would average over all ranks.
-            raise TypeError(
-                "RingState(group=...) cannot be pickled, because a process group belongs to one process; create the "
-                "state in each process, or leave group out to average over all ranks"
-            )
-        return type(self), (None, self.wire_dtype, self.segment_bytes)
+    def __reduce__(self) -> tuple[type["RingState"], tuple[dist.ProcessGroup | None, torch.dtype | None, int]]:
+        return type(self), (self.group, self.wire_dtype, self.segment_bytes)
 
     @override
     def _average(self, buffer: torch.Tensor, parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         # DDP has compared the parameters of the ranks. To read the headers would stop the launch of backward's kernels.
-        check_call = not issues_in_hook(buffer, group)
+        check_call = not sends_from_device(buffer, group)
         ring_all_reduce(
             buffer,
             group,

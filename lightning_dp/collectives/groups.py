@@ -119,6 +119,11 @@ def needs_host_copy(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
     return tensor.is_cuda and backend_name(group, tensor.device) == "gloo"
 
 
+def sends_from_device(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Return whether the backend sends ``tensor`` from a GPU's memory, queued on a stream: NCCL, and all but gloo."""
+    return tensor.is_cuda and not needs_host_copy(tensor, group)
+
+
 def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather ``tensor`` from all ranks with the backend's own all-gather.
 
@@ -180,8 +185,7 @@ def _after_fork_in_child() -> None:
     _after_fork_in_parent()
 
 
-if hasattr(os, "register_at_fork"):  # there is no fork on Windows
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
 # --- Division of the ranks of a job into groups. Integers only.

@@ -54,6 +54,7 @@ class HierarchicalAllReduce:
 
     Attributes:
         inter_group: the ranks that carry the same shard, one of each group; None if this rank carries none.
+        reduces_on_device: whether `reduce_on_device` takes the place of `intra_group_reduce`.
     """
 
     def __init__(
@@ -82,12 +83,8 @@ class HierarchicalAllReduce:
         self._reduce_group = create_groups(intra_group, rank, timeout, backend) if has_intra_group else None
         self._broadcast_group = create_groups(intra_group, rank, timeout, backend) if has_intra_group else None
         self.inter_group = create_groups(inter_group, rank, timeout, backend)
-        self._device_group = create_groups(intra_group, rank, timeout) if reduce_on_device and has_intra_group else None
-
-    @property
-    def reduces_on_device(self) -> bool:
-        """Whether `reduce_on_device` takes the place of `intra_group_reduce`."""
-        return self._device_group is not None
+        self.reduces_on_device = reduce_on_device and has_intra_group
+        self._device_group = create_groups(intra_group, rank, timeout) if self.reduces_on_device else None
 
     def intra_group_reduce(self, buffer: Tensor) -> list[dist.Work]:
         """Start to reduce ``buffer`` within the group: group rank k gets the sum of shard k (Algorithm 3, lines 6, 15).

@@ -300,8 +300,7 @@ def star_all_reduce(
     """
     group = resolve_group(group)
     with exclusive_use(group, "star_all_reduce"), flat_buffer(tensor, group) as flat:
-        call = f"star_all_reduce, {op} on rank {reducer}, {flat.numel()} elements of {flat.dtype}"
-        require_same_call(group, f"{call}, segments of {segment_bytes} bytes", flat.device)
+        _require_same_call(group, f"star_all_reduce, {op} on rank {reducer}", flat, segment_bytes)
         require_op(op, flat, segment_bytes)
         if not 0 <= reducer < group.size():
             raise ValueError(

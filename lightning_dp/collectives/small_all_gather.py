@@ -14,7 +14,7 @@ import struct
 import tempfile
 import time
 import zlib
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import lru_cache
 from itertools import count
 from weakref import WeakKeyDictionary
@@ -69,7 +69,7 @@ def small_all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
     if torch.compiler.is_compiling():
         _disable_sockets(group)
         return all_gather(tensor, group)
-    return _gather_over_sockets(tensor, group)
+    return _gather_on_cpu(tensor, group)
 
 
 def gather_on_device(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -108,25 +108,21 @@ def waited_s() -> float:
 _waited_s = 0.0
 
 
-def _gather_over_sockets(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gather_on_cpu(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     global _waited_s
     begin_s = time.perf_counter()
     try:
-        return _gather_on_cpu(tensor, group)
+        if group not in _socket_gathers:
+            sockets = connect(group)
+            _socket_gathers[group] = None if sockets is None else SocketAllGather(sockets)
+        socket_gather = _socket_gathers[group]
+        if socket_gather is None:
+            with naming_backend_errors(lambda: f"an all-gather of ranks {_global_ranks(group)}"):
+                return all_gather(tensor, group)
+        with exclusive_use(group, "small_all_gather"):
+            return socket_gather.all_gather(tensor, group)
     finally:
         _waited_s += time.perf_counter() - begin_s
-
-
-def _gather_on_cpu(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    if group not in _socket_gathers:
-        sockets = connect(group, _BUFFER_BYTES)
-        _socket_gathers[group] = None if sockets is None else SocketAllGather(sockets)
-    socket_gather = _socket_gathers[group]
-    if socket_gather is None:
-        with naming_backend_errors(lambda: f"an all-gather of ranks {_global_ranks(group)}"):
-            return all_gather(tensor, group)
-    with exclusive_use(group, "small_all_gather"):
-        return socket_gather.all_gather(tensor, group)
 
 
 def _global_ranks(group: dist.ProcessGroup) -> str:
@@ -243,15 +239,11 @@ _FOLDER_BYTES = 96
 _RANK = struct.Struct("<I")
 
 
-def connect(group: dist.ProcessGroup, buffer_bytes: int) -> dict[int, socket.socket] | None:
+def connect(group: dist.ProcessGroup) -> dict[int, socket.socket] | None:
     """Connect this rank to every other rank of the group by a Unix socket.
 
     Every rank of the group must call it. The ranks coordinate with the group's own all-gather. The sockets block. A
     send or receive that takes longer than the timeout of the group raises `BlockingIOError`.
-
-    Args:
-        group: the ranks.
-        buffer_bytes: number of bytes that a rank can send before its peer receives.
 
     Returns:
         A connected socket per other group rank. None on all ranks if any rank cannot be reached, for example because
@@ -269,18 +261,18 @@ def connect(group: dist.ProcessGroup, buffer_bytes: int) -> dict[int, socket.soc
         try:
             if not folder:
                 raise FileNotFoundError("rank 0 could not create a folder for the sockets")
-            listener = setup.enter_context(_create_socket(buffer_bytes, group))
+            listener = setup.enter_context(_create_socket(group))
             listener.bind(f"{folder}/{rank}")
             listener.listen(world_size)
             reachable = True
-        except (OSError, AttributeError):  # the folder is on another host, or the system has no Unix sockets
+        except OSError:  # the folder is on another host
             reachable = False
         # After this all-gather every listener exists, so the connections below cannot come too early.
         if not _all(reachable, group):
             return None
         try:
             for peer in range(rank):
-                sockets[peer] = connections.enter_context(_create_socket(buffer_bytes, group))
+                sockets[peer] = connections.enter_context(_create_socket(group))
                 sockets[peer].connect(f"{folder}/{peer}")
                 sockets[peer].sendall(_RANK.pack(rank))
         except OSError:  # the folder is on a file system that several hosts share, but sockets are not
@@ -289,7 +281,7 @@ def connect(group: dist.ProcessGroup, buffer_bytes: int) -> dict[int, socket.soc
             return None
         # Every higher rank has connected, so accept() does not block.
         for _ in range(rank + 1, world_size):
-            connection = _configure(connections.enter_context(listener.accept()[0]), buffer_bytes, group)
+            connection = _configure(connections.enter_context(listener.accept()[0]), group)
             (peer,) = _RANK.unpack(connection.recv(_RANK.size, socket.MSG_WAITALL))
             sockets[peer] = connection
         connections.pop_all()
@@ -311,11 +303,8 @@ def _share_folder(group: dist.ProcessGroup, setup: ExitStack) -> str:
     """
     path = b""
     if group.rank() == 0:
-        try:
+        with suppress(OSError):
             folder = tempfile.mkdtemp(prefix="lightning_dp-")
-        except OSError:
-            pass
-        else:
             setup.callback(shutil.rmtree, folder, ignore_errors=True)
             path = os.fsencode(folder)
     if len(path) > _FOLDER_BYTES:
@@ -324,21 +313,21 @@ def _share_folder(group: dist.ProcessGroup, setup: ExitStack) -> str:
     return os.fsdecode(bytes(paths[0].tolist()).rstrip())
 
 
-def _create_socket(buffer_bytes: int, group: dist.ProcessGroup) -> socket.socket:
-    return _configure(socket.socket(socket.AF_UNIX), buffer_bytes, group)
+def _create_socket(group: dist.ProcessGroup) -> socket.socket:
+    return _configure(socket.socket(socket.AF_UNIX), group)
 
 
-def _configure(connection: socket.socket, buffer_bytes: int, group: dist.ProcessGroup) -> socket.socket:
+def _configure(connection: socket.socket, group: dist.ProcessGroup) -> socket.socket:
     """Set the buffer sizes and the timeout of a socket, and return it.
 
     Raises:
         OSError: the system does not grant buffers of this size. A smaller buffer could deadlock `small_all_gather`.
     """
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        connection.setsockopt(socket.SOL_SOCKET, option, buffer_bytes)
-        if connection.getsockopt(socket.SOL_SOCKET, option) < buffer_bytes:
+        connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+        if connection.getsockopt(socket.SOL_SOCKET, option) < _BUFFER_BYTES:
             connection.close()
-            raise OSError(f"the system limits a socket's buffer to less than {buffer_bytes} bytes")
+            raise OSError(f"the system limits a socket's buffer to less than {_BUFFER_BYTES} bytes")
     # The kernel enforces the timeout. With `settimeout` Python would call poll() before each message.
     connection.settimeout(None)
     seconds = group_timeout(group, torch.device("cpu")).total_seconds()

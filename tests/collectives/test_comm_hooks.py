@@ -86,8 +86,7 @@ def averaged_in_the_hook(rank):
         return ring(buffer, *args, check_call=check_call, **options)
 
     comm_hooks.ring_all_reduce = recorded
-    for module in (comm_hooks, comm_hooks):
-        module.issues_in_hook = lambda buffer, group: True
+    comm_hooks.sends_from_device = lambda buffer, group: True
     dist.init_process_group("gloo")
     return gradients(rank, None, None), issuers
 
@@ -100,7 +99,7 @@ def test_on_nccl_the_hook_issues_the_messages_itself():
 
 def test_on_gloo_a_thread_issues_the_messages():
     def of_group(rank, group):
-        return comm_hooks.issues_in_hook(torch.ones(1), group)
+        return comm_hooks.sends_from_device(torch.ones(1), group)
 
     assert run_threads(2, of_group) == [False, False]
 
@@ -244,7 +243,7 @@ def copied_with_group(rank, group):
     for copied in (copy.copy(state), copy.deepcopy(state)):
         assert copied.group is group
         assert copied.wire_dtype == torch.float16
-    with pytest.raises(TypeError, match=r"RingState\(group=\.\.\.\) cannot be pickled"):
+    with pytest.raises(TypeError, match="cannot pickle .*ProcessGroup"):
         pickle.dumps(state)
 
 

@@ -35,10 +35,10 @@ class Tripling(BucketQueue):
         buffer.mul_(3)
 
 
-def start(machine: Machine, monkeypatch: Any, issues_in_hook: bool) -> World:
+def start(machine: Machine, monkeypatch: Any, from_device: bool) -> World:
     machine.install(monkeypatch)
     monkeypatch.setattr(comm_hooks, "resolve_group", lambda group: group)
-    monkeypatch.setattr(comm_hooks, "issues_in_hook", lambda buffer, group: issues_in_hook)
+    monkeypatch.setattr(comm_hooks, "sends_from_device", lambda buffer, group: from_device)
     return World(machine)
 
 

@@ -42,7 +42,7 @@ def calls(monkeypatch) -> list[str]:
         dist.all_gather(list(output.chunk(group.size())), tensor, group=group)
 
     monkeypatch.setattr(dist, "all_to_all", exchange)
-    monkeypatch.setattr(all_to_all, "sends_together", lambda tensor, group: True)
+    monkeypatch.setattr(all_to_all, "sends_from_device", lambda tensor, group: True)
     monkeypatch.setattr(small_all_gather, "backend_name", lambda group, device: "nccl")
     monkeypatch.setattr(groups, "all_gather_single", gather)
     return names
@@ -76,7 +76,7 @@ def test_integers_for_the_host_travel_from_host_memory(calls, monkeypatch):
     host_groups: list[dist.ProcessGroup] = []
     # Replaced once, for all ranks: they are threads.
     monkeypatch.setattr(
-        all_to_all, "sends_together", lambda tensor, group: not any(group is host_group for host_group in host_groups)
+        all_to_all, "sends_from_device", lambda tensor, group: not any(group is each for each in host_groups)
     )
 
     def work(rank: int, group: dist.ProcessGroup) -> Any:

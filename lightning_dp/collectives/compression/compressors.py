@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -99,8 +100,7 @@ class Residuals:
         if part.info not in self._held:
             return None
         begin, held = self._held[part.info]
-        assert begin <= part.begin, "the residual lies on another rank"
-        assert part.end <= begin + len(held), "the residual lies on another rank"
+        assert begin <= part.begin <= part.end <= begin + len(held), "the residual lies on another rank"
         return held[part.begin - begin : part.end - begin]
 
     def keep(self, part: ParamSlice, residual: Tensor) -> None:
@@ -256,12 +256,8 @@ def quantize(values: Tensor) -> Quantized:
 
 def _rows_of(parts: Sequence[ParamSlice]) -> list[slice]:
     """Return which rows of the blocks hold each part."""
-    slices = []
-    begin = 0
-    for part in parts:
-        slices.append(slice(begin, begin + num_blocks(part.numel)))
-        begin += num_blocks(part.numel)
-    return slices
+    bounds = accumulate((num_blocks(part.numel) for part in parts), initial=0)
+    return [slice(begin, end) for begin, end in pairwise(bounds)]
 
 
 def _owner(parts: Sequence[ParamSlice], num_ranks: int) -> Tensor:
@@ -316,10 +312,11 @@ class PowerSGDCompressor(Compressor):
         whole: list[Tensor] = []
         matrices: list[_Matrix] = []
         for part, here in zip(piece.parts, piece.split(tensor), strict=True):
-            if self._is_compressed(part.info):
-                matrices.append(self._begin(part, here))
-            else:
+            matrix = self._begin(part, here)
+            if matrix is None:
                 whole.append(here)
+            else:
+                matrices.append(matrix)
         dtype = torch.promote_types(tensor.dtype, torch.float32)
         # Gradients that are sent whole travel with the first factors: a message fewer.
         lefts, summing = _start_sum([*whole, *(matrix.values @ matrix.right for matrix in matrices)], dtype, wire)
@@ -338,27 +335,22 @@ class PowerSGDCompressor(Compressor):
         for matrix, left, own_right, right in zip(matrices, lefts, own_rights, rights, strict=True):
             self._finish(matrix, left, own_right, right)
 
-    def _is_compressed(self, info: ParameterInfo) -> bool:
-        """Return whether the next sum of this gradient is compressed, and count it if it is not yet."""
-        if self.rank_of(info) is None:
-            return False
-        num_exact = self._num_exact.get(info, 0)
-        if num_exact < self._options.start_step:
-            self._num_exact[info] = num_exact + 1
-            return False
-        return True
-
     def rank_of(self, info: ParameterInfo) -> int | None:
         """Return the rank of the factors, or None if the gradient is sent whole."""
         shape = info.matrix_shape
         return None if shape is None else self._options.rank_of(*shape)
 
-    def _begin(self, part: ParamSlice, here: Tensor) -> _Matrix:
+    def _begin(self, part: ParamSlice, here: Tensor) -> _Matrix | None:
+        """Return a gradient that is compressed. None: it is sent whole, always or in the first steps, which count."""
         info = part.info
         shape = info.matrix_shape
         rank = self.rank_of(info)
-        assert shape is not None
-        assert rank is not None
+        if shape is None or rank is None:
+            return None
+        num_exact = self._num_exact.get(info, 0)
+        if num_exact < self._options.start_step:
+            self._num_exact[info] = num_exact + 1
+            return None
         residual = self.residuals.get(part)
         # A copy: BLAS rounds by the alignment of memory, and a place in the bucket must not change the bits.
         values = here.to(info.dtype, copy=True) if residual is None else residual + here
@@ -395,12 +387,8 @@ class PowerSGDCompressor(Compressor):
 
     @override
     def state_of(self, info: ParameterInfo) -> dict[str, Tensor | int]:
-        state: dict[str, Tensor | int] = {}
-        if info in self._right:
-            state["right"] = self._right[info]
-        if info in self._num_exact:
-            state["num_exact"] = self._num_exact[info]
-        return state
+        kept: dict[str, Mapping[ParameterInfo, Tensor | int]] = {"right": self._right, "num_exact": self._num_exact}
+        return {name: of_parameters[info] for name, of_parameters in kept.items() if info in of_parameters}
 
     @override
     def load_state_of(self, info: ParameterInfo, state: dict[str, Tensor | int]) -> None:

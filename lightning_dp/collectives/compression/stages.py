@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -102,28 +101,27 @@ class CompressedStages:
     Args:
         owner: does the work.
         infos: the parameters of the bucket, in its order.
+
+    Attributes:
+        reduces_on_device: whether `reduce_on_device` reduces the gradients, and `intra_group_reduce` only moves
+            residuals.
     """
 
     def __init__(self, owner: CompressedAllReduce, infos: tuple[ParameterInfo, ...]) -> None:
         self._owner = owner
         self._collective = owner.collective
+        self.reduces_on_device = owner.collective.reduces_on_device
         self._pieces = cut(infos, self._collective.num_shards)
-        sizes = [sum(part.numel for part in piece.parts) for piece in self._pieces]
-        self._bounds = list(accumulate(sizes))[:-1]
-        member = self._collective.topology.group_rank(self._collective.rank)
-        self._member = member
-        self._piece = self._pieces[member] if member < len(self._pieces) else BucketShard(())
-        self._shard_ranges = _shard_ranges(infos, self._pieces)
+        self._sizes = [sum(part.numel for part in piece.parts) for piece in self._pieces]
+        self._member = self._collective.topology.group_rank(self._collective.rank)
+        self._piece = self._pieces[self._member] if self._member < len(self._pieces) else BucketShard(())
+        of_pieces = [{part.info: (part.begin, part.end) for part in piece.parts} for piece in self._pieces]
+        self._shard_ranges = {info: tuple(of_piece.get(info, (0, 0)) for of_piece in of_pieces) for info in infos}
         self._keeps_residuals = any(map(owner.compressor.keeps_residual, infos))
         self._moving: Tensor | None = None  # residuals on their way to other members, as they lie in the bucket
 
     def _shards(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        return torch.tensor_split(buffer, self._bounds)
-
-    @property
-    def reduces_on_device(self) -> bool:
-        """Whether `reduce_on_device` reduces the gradients, and `intra_group_reduce` only moves residuals."""
-        return self._collective.reduces_on_device
+        return buffer.split(self._sizes)
 
     def reduce_on_device(self, buffer: Tensor) -> slice:
         """Reduce ``buffer`` within the group, where it is; see `HierarchicalAllReduce.reduce_on_device`."""
@@ -173,14 +171,6 @@ class CompressedStages:
     def describe(self, stage: Stage) -> str:
         """Return the ranks that take part in a stage, worded for an error message."""
         return self._collective.describe(stage)
-
-
-def _shard_ranges(infos: Sequence[ParameterInfo], pieces: Sequence[BucketShard]) -> dict[ParameterInfo, ShardRanges]:
-    places = {info: [(0, 0)] * len(pieces) for info in infos}
-    for member, piece in enumerate(pieces):
-        for part in piece.parts:
-            places[part.info][member] = (part.begin, part.end)
-    return {info: tuple(each) for info, each in places.items()}
 
 
 # --- What compressors keep between steps, by parameter and group of ranks, whatever the buckets are.
@@ -235,10 +225,8 @@ class OwnState:
                 wait_for_all(post(group, [], [(own, 0)])[1])
                 continue
             of_groups = own.new_zeros(self._topology.num_groups, info.numel)
-            parts = []
-            for rank in range(self._topology.world_size):
-                begin, end = self._range_of(rank, ranges)
-                parts.append(of_groups[self._topology.group_of(rank), begin:end])
+            places = [slice(*self._range_of(rank, ranges)) for rank in range(self._topology.world_size)]
+            parts = [of_groups[self._topology.group_of(rank), place] for rank, place in enumerate(places)]
             parts[0].copy_(own)
             wait_for_all(post(group, [(part, rank) for rank, part in enumerate(parts) if rank != 0], [])[0])
             state["residuals"][info.name] = torch.stack([info.as_parameter(flat) for flat in of_groups])
@@ -314,7 +302,6 @@ class CompressionState(BucketQueue):
         self._compressor = make_compressor(compression)
         self._parameters = ParameterTable()
         self._wire: Transport | None = None
-        self._wire_group: dist.ProcessGroup | None = None
 
     @property
     def bytes_sent(self) -> int:
@@ -323,9 +310,8 @@ class CompressionState(BucketQueue):
 
     @override
     def _average(self, buffer: torch.Tensor, parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-        if self._wire is None or self._wire_group is not group:
+        if self._wire is None or self._wire.group is not group:
             self._wire = Transport(group)
-            self._wire_group = group
         buffer.div_(group.size())  # before the sum, so that 16-bit sums do not overflow
         piece = whole_shard([self._parameters(parameter) for parameter in parameters])
         self._compressor.all_reduce(buffer, piece, self._wire)

@@ -32,7 +32,7 @@ class Transport:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group = group
         self.num_ranks = group.size()
         self.rank = group.rank()
         self.bytes_sent = 0
@@ -49,7 +49,7 @@ class Transport:
         incoming[self.rank].copy_(outgoing[self.rank])
         peers = [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks)]
         received, sent = post(
-            self._group, [(incoming[peer], peer) for peer in peers], [(outgoing[peer], peer) for peer in peers]
+            self.group, [(incoming[peer], peer) for peer in peers], [(outgoing[peer], peer) for peer in peers]
         )
         self.bytes_sent += sum(outgoing[peer].nbytes for peer in peers)
         return received + sent

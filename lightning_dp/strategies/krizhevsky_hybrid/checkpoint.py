@@ -14,6 +14,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -145,8 +146,11 @@ def load_folder(folder: Path, rank: int = 0, world_size: int = 1, weights_only: 
         )
 
     def join(blocks: list[Tensor]) -> Tensor:
-        begin, end = chunk_bounds(sum(len(block) for block in blocks), world_size)[rank]
-        return _rows(blocks, begin, end)
+        """Return this rank's rows of the concatenated blocks, without concatenating the others."""
+        *firsts, num_rows = accumulate(map(len, blocks), initial=0)
+        begin, end = chunk_bounds(num_rows, world_size)[rank]
+        placed = zip(blocks, firsts, strict=True)
+        return torch.cat([block[max(0, begin - first) : max(0, end - first)] for block, first in placed])
 
     for name in parts[0]["parameters"]:
         checkpoint["state_dict"][name] = join([part["parameters"][name] for part in parts])
@@ -190,7 +194,8 @@ def _split(
 ) -> tuple[State, State]:
     """Return the checkpoint without the head's local shard, and that shard."""
     own_names = head.names_in(module)
-    state_dict = checkpoint["state_dict"]
+    # A copy, not a new dictionary, which would lose the versions of the layers.
+    state_dict = copy.copy(checkpoint["state_dict"])
     # Also by memory, because the module may save the head under other names. Those of rank 0 count.
     places = set(map(memory_of, head.parameters))
     names = [
@@ -199,12 +204,8 @@ def _split(
         if name in own_names or (isinstance(value, Tensor) and memory_of(value) in places)
     ]
     _require_known(module, own_names, state_dict, names)
-    local: State = {"parameters": {name: state_dict[name] for name in names}}
-    without_head = copy.copy(state_dict)  # not a new dictionary, which would lose the versions of the layers
-    for name in names:
-        del without_head[name]
-    rest = checkpoint | {"state_dict": without_head}
-    local["optimizer_states"] = []
+    local: State = {"parameters": {name: state_dict.pop(name) for name in names}, "optimizer_states": []}
+    rest = checkpoint | {"state_dict": state_dict}
     rest_of_optimizers = []
     for optimizer, state in zip(optimizers, checkpoint.get("optimizer_states", []), strict=False):
         own: dict[int, State] = {}
@@ -236,13 +237,3 @@ def _require_known(
             "may hold rank 0's local shard. With state_dict_type='sharded' it may give the head's tensors other "
             "names, but must not copy, nest or join them; or use state_dict_type='full'"
         )
-
-
-def _rows(blocks: Sequence[Tensor], begin: int, end: int) -> Tensor:
-    """Return rows ``begin`` to ``end`` of the concatenated blocks, without concatenating the others."""
-    found = []
-    first = 0
-    for block in blocks:
-        found.append(block[max(0, begin - first) : max(0, end - first)])
-        first += len(block)
-    return torch.cat(found)

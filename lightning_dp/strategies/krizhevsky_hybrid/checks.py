@@ -6,11 +6,12 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice, zip_longest
 from types import MethodType
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 from torch import nn
 from torch.optim import Optimizer
@@ -35,7 +36,7 @@ from lightning_dp.strategies.base import (
     is_layerwise,
     overlapping_parameters,
 )
-from lightning_dp.strategies.krizhevsky_hybrid.exchange import SCHEMES
+from lightning_dp.strategies.krizhevsky_hybrid.exchange import SCHEMES, Scheme
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, divisible_layers, replaced, require_whole_layer
 from lightning_dp.trial_run import unchanged
 
@@ -62,16 +63,22 @@ HEAD_STEP_EXAMPLE = """
 """
 
 
-def check_arguments(
-    scheme: str | None,
-    num_passes: int | None,
-    variable_batch: bool,
-    evaluation: str,
-    state_dict_type: str,
-    ddp_kwargs: Mapping[str, Any],
-) -> None:
+@dataclass(frozen=True)
+class Options:
+    """The user's arguments of `KrizhevskyHybridStrategy`, which explains them."""
+
+    head: str
+    scheme: Scheme
+    num_passes: int | None
+    variable_batch: bool
+    evaluation: Literal["gathered", "sharded"]
+    state_dict_type: Literal["full", "sharded"]
+
+
+def check_options(options: Options, ddp_kwargs: Mapping[str, Any]) -> None:
     """Raise ValueError for arguments of the strategy that are unknown or do not go together."""
-    if scheme is not None and scheme not in SCHEMES:
+    scheme, num_passes = options.scheme, options.num_passes
+    if scheme not in SCHEMES:
         raise ValueError(f"scheme={scheme!r} is not known; use one of {', '.join(map(repr, SCHEMES))}")
     if num_passes is not None and (type(num_passes) is not int or num_passes < 2):
         raise ValueError(f"num_passes={num_passes!r} must be an integer of at least 2; scheme='a' has one pass")
@@ -79,14 +86,14 @@ def check_arguments(
         raise ValueError(
             f"num_passes={num_passes} is for schemes b and c, and scheme='a' has one pass; remove one of the two"
         )
-    if variable_batch and scheme == "a":
+    if options.variable_batch and scheme == "a":
         raise ValueError("variable_batch=True needs several passes, and scheme='a' has one; use scheme 'b' or 'c'")
-    if evaluation not in ("gathered", "sharded"):
-        raise ValueError(f"evaluation={evaluation!r} is not known; use 'gathered' or 'sharded'")
-    if state_dict_type not in ("full", "sharded"):
-        raise ValueError(f"state_dict_type={state_dict_type!r} is not known; use 'full' or 'sharded'")
+    if options.evaluation not in ("gathered", "sharded"):
+        raise ValueError(f"evaluation={options.evaluation!r} is not known; use 'gathered' or 'sharded'")
+    if options.state_dict_type not in ("full", "sharded"):
+        raise ValueError(f"state_dict_type={options.state_dict_type!r} is not known; use 'full' or 'sharded'")
     start_method = ddp_kwargs.get("start_method", "popen")
-    if state_dict_type == "sharded" and start_method != "popen":
+    if options.state_dict_type == "sharded" and start_method != "popen":
         raise ValueError(
             f"start_method={start_method!r} returns the weights of rank 0 to the process that calls fit, and "
             "state_dict_type='sharded' leaves rank 0 with its local shard; run a script with start_method='popen', or "
@@ -104,11 +111,9 @@ def find_head(module: nn.Module, name: str) -> nn.Module:
     Raises:
         ValueError: there is no such submodule, or ``name`` is empty.
     """
-    if name:
-        try:
+    with suppress(AttributeError):
+        if name:
             return module.get_submodule(name)
-        except AttributeError:
-            pass
     there_are = [child for child, part in module.named_modules() if child and any(True for _ in part.parameters())]
     raise ValueError(
         f"head={name!r} names no submodule of {type(module).__name__}; use one of "
@@ -307,7 +312,9 @@ def no_counting(module: LightningModule, world_size: int) -> Iterator[None]:
         yield
         return
     with ExitStack() as undo:
-        undo.enter_context(_no_logged_sums(module))
+        if "log" not in vars(module):  # otherwise the user has replaced it
+            # A method, because torch.compile would take a new function for new code.
+            undo.enter_context(replaced(module, "log", MethodType(_log_no_sum, module)))
         found = {id(metric): (name, metric) for name, metric in _metrics(module)}  # one made within: next time
         for name, metric in found.values():
             # Asked at the update, and not afterwards: it may be reset by then.
@@ -371,13 +378,8 @@ def _modules_in(value: Any, seen: set[int]) -> Iterator[nn.Module]:
         yield from (each for each in vars(value).values() if isinstance(each, nn.Module))
 
 
-def _no_logged_sums(module: LightningModule) -> AbstractContextManager[None]:
-    """Raise ValueError if ``module`` logs a sum within, unless the user has replaced ``log``."""
-    # A method, because torch.compile would take a new function for new code.
-    return nullcontext() if "log" in vars(module) else replaced(module, "log", MethodType(_log, module))
-
-
-def _log(module: LightningModule, *args: Any, **kwargs: Any) -> None:
+def _log_no_sum(module: LightningModule, *args: Any, **kwargs: Any) -> None:
+    """Take the place of ``module.log``, and raise ValueError for a sum."""
     # The module's own method may take other arguments than Lightning's.
     given = inspect.signature(type(module).log).bind(module, *args, **kwargs).arguments | kwargs
     reduce_fx = given.get("reduce_fx", "mean")

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from lightning_dp._private.torch_names import tree_flatten, tree_leaves, tree_unflatten
-from lightning_dp.collectives.all_to_all import Channel
+from lightning_dp.collectives.all_to_all import Channel, Finish
 from lightning_dp.collectives.ring import chunk_bounds
-from lightning_dp.strategies.krizhevsky_hybrid.head import Bounds, sum_in_order
-
-Finish = Callable[[], Tensor]
+from lightning_dp.strategies.krizhevsky_hybrid.head import Bounds, begin_sum
 
 
 class FeatureExchange:
@@ -40,21 +38,18 @@ class FeatureExchange:
         assembled = features.new_empty(part.num_samples, *features.shape[1:])
         blocks = list(assembled.split(part.counts))
         blocks[self.rank].copy_(features[begin:end].detach())
-        return self._start("features", [blocks[self.rank]] * len(blocks), blocks, lambda: assembled)
+        return self.channel.begin("features", [blocks[self.rank]] * len(blocks), blocks, lambda: assembled)
 
     def sum_back(self, gradient: Tensor, part: SubPass) -> Finish:
         """Reduce-scatter: (N, *), a summand on each rank, to (m, *), the sum for this rank's samples."""
-        blocks = list(gradient.contiguous().split(part.counts))
-        parts = [torch.empty_like(blocks[self.rank]) for _ in blocks]
-        parts[self.rank] = blocks[self.rank]
-        return self._start("feature gradients", blocks, parts, lambda: sum_in_order(parts))
+        return begin_sum("feature gradients", gradient.contiguous().split(part.counts), self.channel)
 
     def to_owners(self, columns: Tensor, part: SubPass, bounds: Bounds) -> Finish:
         """All-to-all: (N, own columns) on each rank to (m, C), all columns of this rank's samples."""
         blocks = list(columns.contiguous().split(part.counts))
         parts = [columns.new_empty(len(blocks[self.rank]), end - begin) for begin, end in bounds]
         parts[self.rank] = blocks[self.rank].detach()
-        return self._start("logits", blocks, parts, lambda: torch.cat(parts, dim=1))
+        return self.channel.begin("logits", blocks, parts, lambda: torch.cat(parts, dim=1))
 
     def from_owners(self, rows: Tensor, part: SubPass, bounds: Bounds) -> Finish:
         """The reverse of `to_owners`: (n, C) on each rank to (N, own columns)."""
@@ -63,26 +58,7 @@ class FeatureExchange:
         parts = list(assembled.split(part.counts))
         blocks = [rows[begin:end, first:last] for first, last in bounds]
         parts[self.rank].copy_(blocks[self.rank])
-        return self._start("logit gradients", blocks, parts, lambda: assembled)
-
-    def _start(self, what: str, sends: Sequence[Tensor], receives: Sequence[Tensor], result: Finish) -> Finish:
-        exchange = self.channel.all_to_all(what, sends, receives)
-
-        def finish() -> Tensor:
-            exchange.wait()
-            return result()
-
-        return finish
-
-    def gather_targets(self, leaves: Sequence[Tensor], batch_sizes: Sequence[int]) -> list[list[Tensor]]:
-        """Return, for each tensor (n, *), a list of all ranks' tensors, in rank order."""
-        gathered = []
-        for leaf in leaves:
-            parts = [leaf.new_empty(size, *leaf.shape[1:]) for size in batch_sizes]
-            parts[self.rank] = leaf.detach()
-            self.channel.all_to_all("targets", [leaf] * len(parts), parts).wait()
-            gathered.append(parts)
-        return gathered
+        return self.channel.begin("logit gradients", blocks, parts, lambda: assembled)
 
     def exchange_batch_sizes(
         self, features: Tensor, targets: Sequence[Tensor] = (), constants: Any = (), needs_seed: bool = False
@@ -236,11 +212,15 @@ class StepArguments:
             _require_rows_or_constant(name, leaf, features)
         self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self.constants = [(name, leaf) for name, leaf in named if not isinstance(leaf, Tensor)]
-        self._of_ranks: list[list[Tensor]] = []  # for each tensor, those of all ranks
+        self._of_ranks: list[list[Tensor]] = []  # for each tensor, those of all ranks, in rank order
 
-    def gather(self, exchange: FeatureExchange, batch_sizes: list[int]) -> None:
-        """Receive the rows of all ranks. All ranks must call it."""
-        self._of_ranks = exchange.gather_targets(self.tensors, batch_sizes)
+    def gather(self, channel: Channel, batch_sizes: list[int]) -> None:
+        """Receive the rows of all ranks. All ranks must call it, once."""
+        for leaf in self.tensors:
+            parts = [leaf.new_empty(size, *leaf.shape[1:]) for size in batch_sizes]
+            parts[channel.rank] = leaf.detach()
+            channel.all_to_all("targets", [leaf] * len(parts), parts).wait()
+            self._of_ranks.append(parts)
 
     def of_pass(self, part: SubPass) -> dict[str, Any]:
         """Return the arguments for one pass, in the structure in which the module has passed them."""

@@ -18,10 +18,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any, Literal, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,10 +46,10 @@ from lightning_dp.collectives.point_to_point import peer_error
 from lightning_dp.losses import LastLayer, ShardedForward
 from lightning_dp.strategies.base import is_a
 from lightning_dp.strategies.krizhevsky_hybrid import checks
-from lightning_dp.strategies.krizhevsky_hybrid.checks import no_counting, nothing_recorded
-from lightning_dp.strategies.krizhevsky_hybrid.exchange import Scheme, require_features
+from lightning_dp.strategies.krizhevsky_hybrid.checks import Options, no_counting, nothing_recorded
+from lightning_dp.strategies.krizhevsky_hybrid.exchange import require_features
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, SharedOnDeepcopy, replaced
-from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses, Update
+from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses
 from lightning_dp.strategies.krizhevsky_hybrid.state import (
     GatheredHead,
     ShardedParameters,
@@ -67,18 +66,6 @@ from lightning_dp.strategies.krizhevsky_hybrid.state import (
 log = logging.getLogger(__name__)
 
 HeadStep = Callable[..., Tensor]
-
-
-@dataclass(frozen=True)
-class Options:
-    """The user's arguments of `KrizhevskyHybridStrategy`, which explains them."""
-
-    head: str
-    scheme: Scheme
-    num_passes: int | None
-    variable_batch: bool
-    evaluation: Literal["gathered", "sharded"]
-    state_dict_type: Literal["full", "sharded"]
 
 
 class HybridFitState(SharedOnDeepcopy):
@@ -105,6 +92,8 @@ class HybridFitState(SharedOnDeepcopy):
 
     def __init__(self, options: Options, module: LightningModule, strategy: DDPStrategy, on_stage: OnStage) -> None:
         self._options = options
+        self._gathers = options.evaluation == "gathered"
+        self._keeps_shards = options.state_dict_type == "sharded"
         self._module = module
         self._strategy = strategy
         self._device = strategy.root_device
@@ -131,14 +120,13 @@ class HybridFitState(SharedOnDeepcopy):
         self._passes = HeadPasses(self.head, options.scheme, features, options.num_passes)
         self._state_dict_hooks = StateDictHooks(self.head, lambda: self._gathered)
         # If anything in here raises, what was done is undone, the last first, and the user's module is as it was. Where
-        # all goes well, `pop_all` keeps the callbacks of ``stack`` for the end, and forgets those of ``undo_all``.
-        with ExitStack() as undo_all, ExitStack() as stack:
-            undo_all.callback(self._parameters.restore)
+        # all goes well, `pop_all` keeps the callbacks for the end, when `succeed` has left nothing to restore.
+        with ExitStack() as stack:
+            stack.callback(self._parameters.restore)
             stack.callback(self._destroy_groups)
             self._parameters.shard(self._device)
             self._replace(stack)
             self._stack = stack.pop_all()
-            undo_all.pop_all()
 
     def _replace(self, stack: ExitStack) -> None:
         """Replace what the class lists. ``stack`` undoes it, the last first."""
@@ -344,10 +332,6 @@ class HybridFitState(SharedOnDeepcopy):
             self._gathered.require_unwritten()
         self._gathered = None
 
-    @property
-    def _gathers(self) -> bool:
-        return self._options.evaluation == "gathered"
-
     def meet(self) -> None:
         """Raise CallMismatchError if a rank is in another batch, instead of waiting for it. All ranks must call it.
 
@@ -437,10 +421,6 @@ class HybridFitState(SharedOnDeepcopy):
         both = zip(self._strategy.optimizers, states, strict=False)
         return [own_optimizer_state(optimizer, state, self.head) for optimizer, state in both]
 
-    @property
-    def _keeps_shards(self) -> bool:
-        return self._options.state_dict_type == "sharded"
-
     # --- What a call of ``head_step`` does ---
 
     def _with_passes(self, head_step: HeadStep) -> HeadStep:
@@ -468,15 +448,14 @@ class HybridFitState(SharedOnDeepcopy):
 
     def _step(self, features: Tensor, arguments: dict[str, Any], head_step: HeadStep) -> Tensor:
         module, passes, plugin = self._module, self._passes, self._strategy.precision_plugin
-        update: Update | None = None
+        update = self._update_head if self._options.variable_batch else None
         only_factor: float | None = None
-        if self._options.variable_batch:
+        if update is not None:
             if is_in_backward():
                 raise RuntimeError(
                     "torch.utils.checkpoint runs head_step again in backward, and with variable_batch=True it would "
                     "update the head again; use checkpoint around the trunk alone"
                 )
-            update = partial(update_head, module, plugin, self._strategy.optimizers, self.head)
             # The head's updates are done when backward begins. Whatever the user multiplies the loss by afterwards
             # reaches the trunk alone, so it may only be what Lightning itself divides by. On GPUs it is checked in the
             # first step only: reading the factor waits.
@@ -491,6 +470,25 @@ class HybridFitState(SharedOnDeepcopy):
             return passes.step(
                 features, arguments, head_step, update, others=others, only_factor=only_factor, probing=probing, **scale
             )
+
+    def _update_head(self, gradients: Sequence[Tensor | None]) -> None:
+        """Update the head alone with the gradients of one pass (arXiv 1404.5997, section 4.2). All ranks must call it.
+
+        It steps the user's own optimizers, as Lightning does after a backward: with the hooks ``on_after_backward`` and
+        ``on_before_optimizer_step`` and with clipping. Parameters outside the head have no gradient meanwhile, so the
+        optimizers skip them.
+        """
+        module, optimizers = self._module, self._strategy.optimizers
+        plugin: Any = self._strategy.precision_plugin
+        own = dict(zip(self.head.parameters, gradients, strict=True))
+        of_optimizers = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        everything = dict.fromkeys([*module.parameters(), *of_optimizers])
+        # The forward of the head may have run under autocast. An update does not.
+        with _gradients_alone(everything, own), torch.autocast(self._device.type, enabled=False):
+            plugin.post_backward(torch.zeros(()), module)  # calls on_after_backward; it returns the loss, unused here
+            for optimizer in optimizers:
+                if any(p in own for group in optimizer.param_groups for p in group["params"]):
+                    plugin.optimizer_step(optimizer, model=module, closure=lambda: None)
 
     def _forget_old_gradients(self) -> None:
         """Free the head's gradients of the last step if Lightning would, between ``training_step`` and backward.
@@ -642,31 +640,7 @@ class GatherHead(SharedOnDeepcopy, Callback):
             trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
 
 
-# --- Updates of a sharded head alone, and clipping by a norm to which every rank contributes ---
-
-
-def update_head(
-    module: LightningModule,
-    plugin: Any,
-    optimizers: Sequence[Optimizer],
-    head: ShardedHead,
-    gradients: Sequence[Tensor | None],
-) -> None:
-    """Update the head alone with the gradients of one pass (arXiv 1404.5997, section 4.2). All ranks must call it.
-
-    It steps the user's own optimizers, as Lightning does after a backward: with the hooks ``on_after_backward`` and
-    ``on_before_optimizer_step`` and with clipping. Parameters outside the head have no gradient meanwhile, so the
-    optimizers skip them.
-    """
-    own = dict(zip(head.parameters, gradients, strict=True))
-    # The forward of the head may have run under autocast. An update does not.
-    of_optimizers = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    everything = dict.fromkeys([*module.parameters(), *of_optimizers])
-    with _gradients_alone(everything, own), torch.autocast(head.parameters[0].device.type, enabled=False):
-        plugin.post_backward(torch.zeros(()), module)  # calls on_after_backward; it returns the loss, unused here
-        for optimizer in optimizers:
-            if any(p in own for group in optimizer.param_groups for p in group["params"]):
-                plugin.optimizer_step(optimizer, model=module, closure=lambda: None)
+# --- Gradients of the head alone, and clipping by a norm to which every rank contributes ---
 
 
 @contextmanager

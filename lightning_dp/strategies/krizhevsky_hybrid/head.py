@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import takewhile
 from typing import Any, Self
 
@@ -23,7 +23,7 @@ from lightning_dp._private.torch_names import (
     is_memory_shared,
     version_of,
 )
-from lightning_dp.collectives.all_to_all import Channel
+from lightning_dp.collectives.all_to_all import Channel, Finish
 from lightning_dp.collectives.ring import chunk_bounds
 from lightning_dp.losses import add_product
 
@@ -58,7 +58,13 @@ class ShardedHead(SharedOnDeepcopy):
             first nn.Linear, nn.Flatten.
         channel: for the activations between layers.
         name: of the head in its module, for messages.
-        control: for parameters and checks. None: a channel of the same group as ``channel``.
+        control: for parameters and checks, whose bytes are not counted as those of training steps. None: a channel of
+            the same group as ``channel``.
+
+    Attributes:
+        parameters: of all linear layers. They hold this rank's local shard while sharded.
+        output_bounds: begin and end of each rank's columns of the head's output.
+        flattens: whether the head makes rows of features that have several dimensions.
 
     Raises:
         ValueError: the head has a layer that cannot be sharded, by name, or no nn.Linear.
@@ -67,7 +73,7 @@ class ShardedHead(SharedOnDeepcopy):
     def __init__(self, head: nn.Module, channel: Channel, name: str = "head", control: Channel | None = None) -> None:
         self.head = head
         self.channel = channel
-        self._control = control
+        self.control = Channel(channel.group) if control is None else control
         self.name = name
         self.layers = [layer for _, layer in divisible_layers(head, name)]
         self.linears = list(dict.fromkeys(layer for layer in self.layers if isinstance(layer, nn.Linear)))
@@ -75,27 +81,13 @@ class ShardedHead(SharedOnDeepcopy):
         self._bounds_of_parameter: dict[Tensor, Bounds] = {
             p: self._bounds[layer] for layer in self.linears for p in layer.parameters()
         }
-
-    @cached_property
-    def control(self) -> Channel:
-        """A channel for parameters and checks, whose bytes are not counted as those of training steps."""
-        return Channel(self.channel.group) if self._control is None else self._control
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters of all linear layers. They hold this rank's local shard while sharded."""
-        return list(self._bounds_of_parameter)
-
-    @property
-    def num_inputs(self) -> int:
-        """Number of inputs of all linear layers: what ranks exchange for each sample, in each direction."""
-        return sum(layer.in_features for layer in self.layers if isinstance(layer, nn.Linear))
-
-    @property
-    def output_bounds(self) -> Bounds:
-        """Begin and end of each rank's columns of the head's output."""
+        self.parameters = list(self._bounds_of_parameter)
         last = next(layer for layer in reversed(self.layers) if isinstance(layer, nn.Linear))
-        return self._bounds[last]
+        self.output_bounds = self._bounds[last]
+        self.flattens = any(isinstance(layer, nn.Flatten) for layer in self.layers)
+        # In place, perhaps on a view, as nn.Flatten makes it.
+        before_linear = takewhile(lambda layer: not isinstance(layer, nn.Linear), self.layers)
+        self._changes_features = any(getattr(layer, "inplace", False) for layer in before_linear)
 
     def owns(self, parameter: Tensor) -> bool:
         """Return whether ``parameter`` is one of the head's."""
@@ -110,25 +102,14 @@ class ShardedHead(SharedOnDeepcopy):
         return torch.Size([self._bounds_of_parameter[parameter][-1][1], *parameter.shape[1:]])
 
     def local_shard(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """Return a copy of this rank's local shard of ``whole``, a tensor with the shape of the whole ``parameter``."""
+        """Return this rank's local shard of ``whole``, a tensor with the shape of the whole ``parameter``: a view."""
         begin, end = self._bounds_of_parameter[parameter][self.channel.rank]
-        return whole[begin:end].clone()
+        return whole[begin:end]
 
     def names_in(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the head's parameters by their names in ``module``. A shared one appears under each of its names."""
         named = module.named_parameters(remove_duplicate=False)
         return {name: parameter for name, parameter in named if self.owns(parameter)}
-
-    @cached_property
-    def _changes_features(self) -> bool:
-        """Whether a layer before the first nn.Linear works in place, perhaps on a view, as nn.Flatten makes it."""
-        before_linear = takewhile(lambda layer: not isinstance(layer, nn.Linear), self.layers)
-        return any(getattr(layer, "inplace", False) for layer in before_linear)
-
-    @cached_property
-    def flattens(self) -> bool:
-        """Whether the head makes rows of features that have several dimensions."""
-        return any(isinstance(layer, nn.Flatten) for layer in self.layers)
 
     @property
     def draws_random_numbers(self) -> bool:
@@ -340,27 +321,19 @@ def scatter_sum(
     gradient: Tensor, bounds: Bounds, channel: Channel, gradients: ParameterGradients | None = None
 ) -> Tensor:
     """Return this rank's columns of the sum over ranks of (N, all columns). All ranks must call it."""
-    blocks = [gradient[:, begin:end] for begin, end in bounds]
-    own = blocks[channel.rank].contiguous()
-    parts = [torch.empty_like(own) for _ in blocks]
-    parts[channel.rank] = own
-    exchange = channel.all_to_all("hidden gradients", blocks, parts)
+    finish = begin_sum("hidden gradients", [gradient[:, begin:end] for begin, end in bounds], channel)
     if gradients is not None:
         gradients.compute_next()
-    exchange.wait()
-    return sum_in_order(parts)
+    return finish()
 
 
 def sum_over_ranks(part: Tensor, channel: Channel) -> Tensor:
     """Return the sum of all ranks' parts, (N, *), bitwise the same on all ranks. All ranks must call it."""
     what = "input gradients"
-    blocks = [part[begin:end].contiguous() for begin, end in chunk_bounds(len(part), channel.world_size)]
-    parts = [torch.empty_like(blocks[channel.rank]) for _ in blocks]
-    parts[channel.rank] = blocks[channel.rank]
-    channel.all_to_all(what, blocks, parts).wait()
-    own = sum_in_order(parts)
+    bounds = chunk_bounds(len(part), channel.world_size)
+    own = begin_sum(what, [part[begin:end] for begin, end in bounds], channel)()
     whole = part.new_empty(part.shape)
-    blocks = [whole[begin:end] for begin, end in chunk_bounds(len(part), channel.world_size)]
+    blocks = [whole[begin:end] for begin, end in bounds]
     blocks[channel.rank].copy_(own)
     channel.all_to_all(what, [own] * channel.world_size, blocks).wait()
     return whole
@@ -373,6 +346,14 @@ def gather_columns(own: Tensor, bounds: Bounds, channel: Channel, what: str) -> 
     blocks[channel.rank] = own.detach()
     channel.all_to_all(what, [own] * channel.world_size, blocks).wait()
     return torch.cat(blocks, dim=1)
+
+
+def begin_sum(what: str, blocks: Sequence[Tensor], channel: Channel) -> Finish:
+    """Start a reduce-scatter, which leaves the sum of all ranks' r-th blocks on rank r. All ranks must call it."""
+    own = blocks[channel.rank].contiguous()
+    parts = [torch.empty_like(own) for _ in blocks]
+    parts[channel.rank] = own
+    return channel.begin(what, blocks, parts, lambda: sum_in_order(parts))
 
 
 def sum_in_order(parts: list[Tensor]) -> Tensor:
@@ -526,6 +507,24 @@ def _refuse_local_shard(head: ShardedHead, layer: nn.Linear, path: str, x: Tenso
 # --- Gradients of the head's parameters, summed over the passes.
 
 
+def saved(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return a tensor that is needed later, and its version, for `as_saved`."""
+    return tensor, version_of(tensor)
+
+
+def as_saved(
+    pair: tuple[Tensor, int], what: str = "one of the variables needed for gradient computation has been"
+) -> Tensor:
+    """Return a saved tensor. Raise RuntimeError, as torch does for those that it saves, if it was changed since."""
+    tensor, version = pair
+    if version_of(tensor) != version:
+        raise RuntimeError(
+            f"{what} modified by an inplace operation: a tensor of shape {tuple(tensor.shape)} is at version "
+            f"{version_of(tensor)}; expected version {version} instead. Change a copy"
+        )
+    return tensor
+
+
 _BLOCK_NUMEL = 2**22
 """Elements of a weight's gradient that are computed at once while messages travel."""
 
@@ -535,15 +534,15 @@ class _Product:
     """The gradient of a weight, which is still to be computed: ``output_grads``, (N, out), transposed, times ``x``.
 
     Attributes:
-        versions: of ``output_grads`` and ``x`` when they were saved.
+        output_grads: see `saved`.
+        x: see `saved`.
         total: where the gradient goes, and the factor of its content. None: no row has been computed.
         begin: the first row that has not been computed.
     """
 
     weight: Tensor
-    output_grads: Tensor
-    x: Tensor
-    versions: tuple[int, int]
+    output_grads: tuple[Tensor, int]
+    x: tuple[Tensor, int]
     total: tuple[Tensor, float] | None = None
     begin: int = 0
 
@@ -664,7 +663,7 @@ class ParameterGradients:
 
     def postpone(self, weight: Tensor, output_grads: Tensor, x: Tensor) -> None:
         """Add a weight's gradient later. Its factors, (N, out) and (N, in), must not change until then."""
-        self._postponed.append(_Product(weight, output_grads, x, (version_of(output_grads), version_of(x))))
+        self._postponed.append(_Product(weight, saved(output_grads), saved(x)))
 
     @torch.no_grad()
     def compute_next(self) -> None:
@@ -672,18 +671,12 @@ class ParameterGradients:
         if not self._postponed:
             return
         product = self._postponed[0]
-        factors = {"gradient of the output": product.output_grads, "input": product.x}
-        for (what, tensor), version in zip(factors.items(), product.versions, strict=True):
-            if version_of(tensor) != version:
-                raise RuntimeError(
-                    f"the {what} of a linear layer in the head was modified by an inplace operation before the "
-                    f"gradient of its weight was computed: a tensor of shape {tuple(tensor.shape)} is at version "
-                    f"{version_of(tensor)}; expected version {version} instead. Change a copy"
-                )
+        output_grads = as_saved(product.output_grads, "the gradient of the output of a linear layer in the head was")
+        x = as_saved(product.x, "the input of a linear layer in the head was")
         product.total = product.total or self.total_of(product.weight)
         total, beta = product.total
         rows = slice(product.begin, product.begin + max(1, _BLOCK_NUMEL // max(1, total.shape[1])))
-        add_product(total[rows], beta, product.output_grads[:, rows], product.x, self._factor)
+        add_product(total[rows], beta, output_grads[:, rows], x, self._factor)
         product.begin = rows.stop
         if product.begin >= len(total):
             self._postponed.popleft()

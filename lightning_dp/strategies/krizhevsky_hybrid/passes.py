@@ -26,12 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp._private.torch_names import has_tensor_hooks, keeps_graph, version_of
-from lightning_dp.collectives.all_to_all import Channel
+from lightning_dp.collectives.all_to_all import Channel, Finish
 from lightning_dp.losses import CHUNK_BYTES, LastLayer, ShardedForward
 from lightning_dp.strategies.krizhevsky_hybrid.checks import require_unchanged
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import (
     FeatureExchange,
-    Finish,
     Scheme,
     StepArguments,
     SubPass,
@@ -43,8 +42,10 @@ from lightning_dp.strategies.krizhevsky_hybrid.head import (
     ParameterGradients,
     ShardedHead,
     SharedOnDeepcopy,
+    as_saved,
     gradients_of,
     require_first_derivative,
+    saved,
     seeded,
     summed,
     summed_in_backward,
@@ -133,10 +134,12 @@ class HeadPasses(SharedOnDeepcopy):
                 multiplied by another factor than ``only_factor``. See also `StepArguments`.
         """
         is_first = self.num_steps == 0
-        is_compared = self._compares_losses
+        # 1, 2, 4, 8, ..., as mistakes may begin late. By calls and by training steps, because a training step may have
+        # several calls, or none.
+        is_compared = 1 in ((self.num_steps + 1).bit_count(), self.num_training_steps.bit_count())
         own = StepArguments(arguments, features)
         sizes, seed = self.exchange.exchange_batch_sizes(features, own.tensors, own.constants, needs_seed=True)
-        own.gather(self.exchange, sizes)
+        own.gather(self.channel, sizes)
 
         def loss_instead(part: SubPass, x: Tensor) -> Tensor:
             with probing():
@@ -164,12 +167,6 @@ class HeadPasses(SharedOnDeepcopy):
                 _require_factor(factor, only_factor)
 
         return self._remembered(_HandOut.apply(result, check_factor, after_trunk, features, *receivers))
-
-    @property
-    def _compares_losses(self) -> bool:
-        """Whether the ranks compare the losses of this call of `step`: 1, 2, 4, 8, ..., as mistakes may begin late."""
-        # By calls and by training steps, because a training step may have several calls, or none.
-        return 1 in ((self.num_steps + 1).bit_count(), self.num_training_steps.bit_count())
 
     def _take_after_trunk(self) -> tuple[AfterTrunk | None, list[Tensor]]:
         """Return what lets the head's gradients come after the trunk's, for one call of the head, and what gets them.
@@ -237,8 +234,10 @@ class HeadPasses(SharedOnDeepcopy):
         if self.channel.on_stage is not None:
             self.channel.on_stage("head", begin_s, time.perf_counter())
 
-    def warn_of_logits(self, logits: Tensor, num_inputs: int) -> None:
+    def warn_of_logits(self, logits: Tensor) -> None:
         """Log once, on rank 0, that a loss by name needs no whole logits, if they are a large part of the messages."""
+        # What ranks exchange for each sample, in each direction.
+        num_inputs = sum(layer.in_features for layer in self.head.layers if isinstance(layer, nn.Linear))
         is_large = logits.nbytes > 2**20 and logits.shape[1] > num_inputs / 10
         if is_large and not self._has_warned_of_logits and self.channel.world_size > 1 and not self.channel.rank:
             self._has_warned_of_logits = True
@@ -355,7 +354,7 @@ class MicroBatch(ShardedForward, SharedOnDeepcopy):
 
     def _forward_rows(self, features: Tensor) -> Tensor:
         logits = self._head.logits(self._entering(features), self._draw_seed(), self._sums)
-        self._passes.warn_of_logits(logits, self._head.num_inputs)
+        self._passes.warn_of_logits(logits)
         return logits
 
     def last_layer(self, features: Tensor) -> LastLayer | None:
@@ -662,18 +661,7 @@ def _keep_activations() -> torch.autograd.graph.saved_tensors_hooks:
     A checkpoint around the head would free them and run the head again in backward, and all messages of the forward
     would be sent twice.
     """
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor, version_of(tensor)), _unchanged)
-
-
-def _unchanged(saved: tuple[Tensor, int]) -> Tensor:
-    """Return a saved tensor. Raise RuntimeError, as torch does where there are no hooks, if it was changed since."""
-    tensor, version = saved
-    if version_of(tensor) != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {tuple(tensor.shape)} is at version {version_of(tensor)}; expected version {version} instead"
-        )
-    return tensor
+    return torch.autograd.graph.saved_tensors_hooks(saved, as_saved)
 
 
 # --- Gradients on their way back to the features' ranks.

@@ -197,7 +197,7 @@ def own_optimizer_state(optimizer: Optimizer, state: State, head: ShardedHead) -
     """
 
     def cut(value: Any, p: Tensor) -> Any:
-        return head.local_shard(value, p) if is_like(value, head.whole_shape(p)) else value
+        return head.local_shard(value, p).clone() if is_like(value, head.whole_shape(p)) else value
 
     own = convert_head(optimizer, state, head, cut)
     is_copied = {id(value) for value in tree_leaves(own)} - {id(value) for value in tree_leaves(state)}
@@ -212,7 +212,7 @@ def shard_state(optimizer: Optimizer, head: ShardedHead) -> None:
     for p, values in optimizer.state.items():
         for name, value in values.items() if head.owns(p) else ():
             if is_like(value, head.whole_shape(p)) and not is_like(value, p.shape):
-                values[name] = head.local_shard(value, p)
+                values[name] = head.local_shard(value, p).clone()
 
 
 def make_whole(optimizer: Optimizer, head: ShardedHead) -> None:
@@ -328,9 +328,7 @@ class GatheredHead(SharedOnDeepcopy):
     @property
     def has_same_shard(self) -> bool:
         """Whether the local shard is bitwise what was gathered. This reads all values, `is_current` a few."""
-        rank = self._head.channel.rank
-        bounds = {p: self._head.bounds_of(p)[rank] for p in self._head.parameters}
-        return all(torch.equal(self._whole[p][begin:end], p.data) for p, (begin, end) in bounds.items())
+        return all(torch.equal(self._head.local_shard(whole, p), p.data) for p, whole in self._whole.items())
 
     def value_of(self, parameter: Tensor) -> Tensor:
         """Return the whole value of one of the head's parameters."""
@@ -427,8 +425,7 @@ class StateDictHooks(SharedOnDeepcopy):
     def __init__(self, head: ShardedHead, gathered: Callable[[], GatheredHead | None]) -> None:
         self._head = head
         self._gathered = gathered
-        self._is_saving = False  # set by `returning`
-        self._instead: dict[Tensor, Tensor] = {}  # see `return_instead`
+        self._instead: dict[Tensor, Tensor] = {}  # see `returning` and `return_instead`
         self._has_warned = False
         self._registered = ExitStack()  # hooks of the layers, to be removed
 
@@ -447,7 +444,7 @@ class StateDictHooks(SharedOnDeepcopy):
         The parameters themselves, because a module's own ``state_dict`` may copy them past the hooks.
         """
         shards = {p: p.data for p in values}
-        self._is_saving = True
+        self._instead = values
         try:
             for p, value in values.items():
                 p.data = value
@@ -455,7 +452,7 @@ class StateDictHooks(SharedOnDeepcopy):
         finally:
             for p, shard in shards.items():
                 p.data = shard
-            self._is_saving = False
+            self._instead = {}
 
     def return_instead(self, values: dict[Tensor, Tensor]) -> None:
         """Let ``state_dict`` return these values of the head's parameters from now on. Empty: as usual.
@@ -477,19 +474,15 @@ class StateDictHooks(SharedOnDeepcopy):
         return gathered if gathered is not None and gathered.is_current else None
 
     def _on_state_dict(self, layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        if self._is_saving:
-            return
-        gathered = self._known()
         for name, parameter in layer.named_parameters(recurse=False):
             value = state.get(prefix + name)
             # With keep_vars=True the caller wants the parameters themselves. A copy of a single layer has inherited
             # this hook, but its parameters are not the head's.
-            is_wanted = value is not None and not isinstance(value, nn.Parameter) and self._head.owns(parameter)
-            if not is_wanted:
+            if value is None or isinstance(value, nn.Parameter) or not self._head.owns(parameter):
                 continue
             if parameter in self._instead:
                 state[prefix + name] = self._instead[parameter]
-            elif gathered is not None:
+            elif (gathered := self._known()) is not None:
                 state[prefix + name] = gathered.value_of(parameter)
             elif not self._has_warned:
                 self._has_warned = True
@@ -505,7 +498,7 @@ class StateDictHooks(SharedOnDeepcopy):
             # A sharded checkpoint has local shards. Those of a larger head may look like the whole of this one.
             is_cut = parameter in self._instead or not self._head.owns(parameter)
             if not is_cut and is_like(value, self._head.whole_shape(parameter)):
-                state[prefix + name] = self._head.local_shard(state[prefix + name], parameter)
+                state[prefix + name] = self._head.local_shard(state[prefix + name], parameter).clone()
 
     def _deepcopy(self, memo: dict[int, Any]) -> nn.Module:
         """Copy the head as an ordinary module with whole tensors, or, if it is not gathered, as one with local shards.

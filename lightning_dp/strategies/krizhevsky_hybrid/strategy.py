@@ -14,13 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dp._lightning import LightningModule
 from lightning_dp._private.lightning_names import wrap_in_ddp
 from lightning_dp.collectives.groups import OnStage, free_earlier_groups
 from lightning_dp.strategies import complete_files
 from lightning_dp.strategies.base import BaseStrategy
 from lightning_dp.strategies.krizhevsky_hybrid import checkpoint as files
 from lightning_dp.strategies.krizhevsky_hybrid import checks
-from lightning_dp.strategies.krizhevsky_hybrid.fit import HybridFitState, Options
+from lightning_dp.strategies.krizhevsky_hybrid.fit import HybridFitState
 from lightning_dp.strategies.unfreezing import ReducedParameters, restore_groups
 
 
@@ -84,10 +85,11 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         state_dict_type: Literal["full", "sharded"] = "full",
         **ddp_kwargs: Any,
     ) -> None:
-        checks.check_arguments(scheme, num_passes, variable_batch, evaluation, state_dict_type, ddp_kwargs)
+        if scheme is None:
+            scheme = "a" if num_passes is None and not variable_batch else "c"
+        self._options = checks.Options(head, scheme, num_passes, variable_batch, evaluation, state_dict_type)
+        checks.check_options(self._options, ddp_kwargs)
         super().__init__(**ddp_kwargs)
-        scheme = scheme or ("a" if num_passes is None and not variable_batch else "c")
-        self._options = Options(head, scheme, num_passes, variable_batch, evaluation, state_dict_type)
         self._fitting: HybridFitState | None = None  # from set-up to teardown
         self._reduced: ReducedParameters | None = None  # of the trunk, while fitting
         self._syncs_buffers = all(ddp_kwargs.get(name, True) for name in ("broadcast_buffers", "forward_sync_buffers"))
@@ -151,8 +153,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
     @override
     def model_to_device(self) -> None:
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         if module.trainer.state.fn == "fit":
             self._fitting = HybridFitState(self._options, module, self, self._record_stage)
         else:
@@ -161,8 +162,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        module, fitting = self.lightning_module, self._fitting
-        assert module is not None
+        module, fitting = self._module, self._fitting
         assert fitting is not None
         trunk = [p for p in module.parameters() if not fitting.head.owns(p)]
         self._reduced = ReducedParameters(module, fitting.head.parameters)
@@ -171,6 +171,12 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         else:  # DDP refuses a module without any gradient to reduce, but the ranks must still start from equal values
             for tensor in (*trunk, *module.buffers()):
                 dist.broadcast(tensor.data, src=0)
+
+    @property
+    def _module(self) -> LightningModule:
+        """The user's module, which Lightning has set when it calls any hook."""
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     def _record_stage(self, stage: str, start_s: float, end_s: float) -> None:
         if self.on_stage is not None:
@@ -181,10 +187,8 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         assert self._reduced is not None
         if not self._reduced.unfrozen():
             return
-        module, model = self.lightning_module, self.model
-        assert module is not None
-        if isinstance(model, DistributedDataParallel):
-            self.model = self._reduced.wrap_again(model, lambda: wrap_in_ddp(self, module))
+        if isinstance(self.model, DistributedDataParallel):
+            self.model = self._reduced.wrap_again(self.model, lambda: wrap_in_ddp(self, self._module))
         else:
             self.configure_ddp()  # the whole trunk was frozen
 
@@ -208,8 +212,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         Its batch norm moves statistics all the same.
         """
         if self._syncs_buffers and not isinstance(self.model, DistributedDataParallel):
-            assert self.lightning_module is not None
-            for buffer in self.lightning_module.buffers():
+            for buffer in self._module.buffers():
                 dist.broadcast(buffer.data, src=0)
 
     @override
@@ -234,9 +237,8 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
         if self._fitting is None:
-            checks.require_whole(self.lightning_module, self._options.head)
+            checks.require_whole(self._module, self._options.head)
             return super().lightning_module_state_dict()
         return self._with_all_ranks().module_state(super().lightning_module_state_dict)
 
@@ -250,8 +252,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         if self._fitting is not None:
-            assert self.lightning_module is not None
-            restore_groups(self.lightning_module.trainer)
+            restore_groups(self._module.trainer)
             checkpoint = {**checkpoint, "optimizer_states": self._fitting.own_states(checkpoint["optimizer_states"])}
         super().load_optimizer_state_dict(checkpoint)
 
@@ -278,9 +279,8 @@ class KrizhevskyHybridStrategy(BaseStrategy):
                 "state_dict_type='sharded' writes local files only; remove the checkpoint plugin and storage_options, "
                 "or use state_dict_type='full'"
             )
-        assert self.lightning_module is not None
-        head, folder = self._fitting.head, Path(filepath).expanduser()
-        files.write_folder(checkpoint, folder, self.lightning_module, self.optimizers, head, self.broadcast)
+        folder = Path(filepath).expanduser()
+        files.write_folder(checkpoint, folder, self._module, self.optimizers, self._fitting.head, self.broadcast)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -308,8 +308,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         """
         fitting = self._fitting
         assert fitting is not None
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.interrupted:
+        if self._module.trainer.interrupted:
             # Raising here ends Lightning's handling of the first error, so teardown will not be called.
             self._end(interrupted=True)
             raise RuntimeError(
@@ -321,8 +320,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     @override
     def teardown(self) -> None:
         if self._fitting is not None:
-            assert self.lightning_module is not None
-            self._end(self.lightning_module.trainer.interrupted)
+            self._end(self._module.trainer.interrupted)
             free_earlier_groups()
         is_meta = self.lightning_module is not None and any(p.is_meta for p in self.lightning_module.parameters())
         # If set-up has failed, there are no values to move. The error from set-up must not be hidden by one from here.

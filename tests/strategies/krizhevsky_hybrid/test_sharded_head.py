@@ -96,7 +96,7 @@ def test_dropout_has_one_mask_for_what_all_ranks_have_and_other_ones_for_slices(
     seen = []
     for rank in range(2):
         channel.rank = rank
-        sharded = ShardedHead(head, channel)
+        sharded = ShardedHead(head, channel, control=channel)
         assert sharded.draws_random_numbers
         torch.manual_seed(0)
         before = torch.get_rng_state()
@@ -134,7 +134,7 @@ def test_features_that_are_not_flat():
     channel = type("Alone", (), {"rank": 0, "world_size": 1})()
     # Within `ShardedHead.by_rows` they are.
     with pytest.raises(ValueError, match=r"features of shape \(2, 3, 4\) reach head's first nn.Linear; flatten them"):
-        ShardedHead(nn.Linear(4, 4), channel)(torch.ones(2, 3, 4))
+        ShardedHead(nn.Linear(4, 4), channel, control=channel)(torch.ones(2, 3, 4))
 
 
 def test_random_numbers_within_are_those_of_the_seed_and_go_on_after_it_as_if_nothing_had_been_drawn():
