@@ -351,11 +351,11 @@ class GatheredHead(SharedOnDeepcopy):
     def last_layer(self, features: Tensor) -> LastLayer | None:
         """See `ShardedForward`. All classes are those of this rank."""
         *before, last = self._head.layers
-        if not isinstance(last, nn.Linear) or any(has_forward_hooks(part) for part in self._head.head.modules()):
-            return None
+        are_rows = features.dim() == 2 or (features.dim() > 2 and self._head.flattens)
+        has_hooks = any(has_forward_hooks(part) for part in self._head.head.modules())
+        if not isinstance(last, nn.Linear) or has_hooks or not are_rows:
+            return None  # before any layer has run: the caller runs them all, and one may work in place
         x = self._through(before, features)
-        if x.dim() != 2:
-            return None
         weight, bias = self._weight_and_bias(last)
         return LastLayer(x, weight, bias, 0, len(weight), lambda tensor: tensor[None])
 

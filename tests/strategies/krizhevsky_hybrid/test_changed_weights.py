@@ -169,3 +169,17 @@ def _changed(rank: int, group: Any) -> list[bool]:
 
 def test_a_change_of_one_value_is_found():
     assert run_threads(2, _changed) == [[True, False]] * 2
+
+
+def _not_begun(rank: int, group: Any) -> torch.Tensor:
+    head = ShardedHead(nn.Sequential(nn.ELU(inplace=True), nn.Linear(4, 3)), Channel(group))
+    ShardedParameters(head).shard(CPU)
+    features = -torch.ones(2, 5, 4)
+    assert GatheredHead(head).last_layer(features) is None
+    return features
+
+
+def test_a_head_without_a_last_layer_for_a_loss_is_not_begun():
+    """The caller runs it from the start: an activation in place would come twice."""
+    for features in run_threads(2, _not_begun):
+        assert features.eq(-1).all()
