@@ -48,9 +48,7 @@ def end_when_stop_check_times_out(trainer: Any) -> Callable[[], None]:
     another group, or over sockets, would wait for the silent rank once more.
     """
     loop = trainer.fit_loop.epoch_loop
-    check = getattr(loop, "_broadcast_sigterm_tensor", None)  # not in all versions
-    if check is None:
-        return lambda: None
+    check = loop._broadcast_sigterm_tensor
     timeout_s = strategy_timeout(trainer.strategy).total_seconds()
 
     def check_within_timeout() -> None:
@@ -73,9 +71,7 @@ def time_stop_checks(trainer: Any, add: Callable[[float], None]) -> Callable[[],
     See `end_when_stop_check_times_out`, which a strategy may have called before. A rank waits for slower ones there.
     """
     loop = trainer.fit_loop.epoch_loop
-    check = getattr(loop, "_broadcast_sigterm_tensor", None)  # not in all versions
-    if check is None:
-        return lambda: None
+    check = loop._broadcast_sigterm_tensor
     is_replaced = "_broadcast_sigterm_tensor" in vars(loop)
 
     def timed() -> None:
@@ -94,7 +90,7 @@ def time_stop_checks(trainer: Any, add: Callable[[float], None]) -> Callable[[],
 
 def validates_by_clock(trainer: Any) -> bool:
     """Return whether each rank begins a validation by its own clock: ``val_check_interval`` is a duration."""
-    return getattr(trainer, "_val_check_time_interval", None) is not None  # a default: not in all versions
+    return trainer._val_check_time_interval is not None
 
 
 def begin_next_epoch(trainer: Any) -> None:
