@@ -34,6 +34,7 @@ from lightning_dp.planner.workload import LayerProfile, Recomputation, StepProfi
 from lightning_dp.recompute import Profiler, RecomputeHandle, plan_profile
 from lightning_dp.recompute.apply import require_recomputable
 from lightning_dp.recompute.policies import Sublinear
+from lightning_dp.recompute.profile import synchronize
 from lightning_dp.recompute.values import tensors_in
 
 log = logging.getLogger(__name__)
@@ -218,8 +219,7 @@ class Diagnose(StepTimer):
 
     def _end_phase(self, name: str, pl_module: LightningModule) -> None:
         if not self._is_done:
-            if pl_module.device.type == "cuda":
-                torch.cuda.synchronize(pl_module.device)
+            synchronize(pl_module.device)
             now_s = time.perf_counter()
             self._step.seconds[name] += now_s - self._phase_begin_s
             self._phase_begin_s = now_s
@@ -512,9 +512,7 @@ class LayerTimes:
 
     def _add_time(self) -> None:
         """Add the time since the last hook to the innermost module that runs."""
-        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(next((parameter.device for parameter in self._model.parameters()), torch.device("cpu")))
         now_s = time.perf_counter()
         if self._running:
             self._running[-1].forward_s += now_s - self._last_s

@@ -96,10 +96,14 @@ class Profiler:
 
 
 def _timed(function: Any, args: Any, kwargs: Any, device: torch.device) -> tuple[Any, float]:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     start_s = time.perf_counter()
     result = function(*args, **kwargs)
+    synchronize(device)
+    return result, time.perf_counter() - start_s
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has done all that was launched on it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return result, time.perf_counter() - start_s

@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_dp.planner.formulas import require_count
+from lightning_dp.recompute.profile import synchronize
 from lightning_dp.recompute.values import tensors_in
 from lightning_dp.trial_run import unchanged, unchanged_parameters
 
@@ -36,10 +37,10 @@ def measure_time_s(function: Callable[[], Any], device: torch.device | str = "cp
     device = torch.device(device)
     times = []
     for _ in range(repeats + 1):
-        _synchronize(device)
+        synchronize(device)
         begin_s = time.perf_counter()
         function()
-        _synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - begin_s)
     return statistics.median(times[1:])
 
@@ -117,11 +118,6 @@ def _allocations(profiler: profile) -> list[int]:
     ]
     # Sorting is stable: events of one moment stay in the order in which they were recorded.
     return [change for _, change in sorted(changes, key=lambda event: event[0])]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # Trials that may use up the memory.
