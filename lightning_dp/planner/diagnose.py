@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -454,7 +455,7 @@ class LayerTimes:
             # Some strategies call the model for the whole step, others do not. A scripted part takes no hooks: its
             # parameters are those of the module around it.
             if module is not model and not isinstance(module, torch.jit.ScriptModule):
-                self._hooks.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True))
+                self._hooks.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
                 self._hooks.append(module.register_forward_hook(self._leave))
 
     def stop(self) -> None:
@@ -494,16 +495,13 @@ class LayerTimes:
             if id(child) not in self._calls:
                 yield from self._parameters_of(child)
 
-    def _enter(self, name: str) -> Any:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if is_in_backward():  # `torch.utils.checkpoint` runs modules again, some of them in part
-                return
-            self._add_time()
-            call = self._calls.setdefault(id(module), _Call(name, module, self._total_s))
-            call.input_bytes += sum(map(num_bytes, tensors_in([args, kwargs])))
-            self._running.append(call)
-
-        return enter
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if is_in_backward():  # `torch.utils.checkpoint` runs modules again, some of them in part
+            return
+        self._add_time()
+        call = self._calls.setdefault(id(module), _Call(name, module, self._total_s))
+        call.input_bytes += sum(map(num_bytes, tensors_in([args, kwargs])))
+        self._running.append(call)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if not is_in_backward():

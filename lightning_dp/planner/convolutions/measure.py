@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -231,7 +232,7 @@ def trace_layers(model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], A
             # The parameters of a parametrized layer are those of a submodule.
             is_layer = is_leaf or isinstance(module, (*CONVOLUTIONS, nn.Linear))
             if is_layer or next(module.parameters(recurse=False), None) is not None:
-                hooks.append(module.register_forward_hook(seen.hook(name), with_kwargs=True))
+                hooks.append(module.register_forward_hook(partial(seen.add, name), with_kwargs=True))
         with unchanged(model), unchanged_parameters(model), torch.no_grad():
             if run is not None:
                 run(model, batch)
@@ -256,24 +257,21 @@ class _Seen:
         for tensor in known:
             self._is_new(tensor)
 
-    def hook(self, name: str) -> Any:
-        def remember(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            inputs, outputs = list(tensors_in([args, kwargs])), list(tensors_in(output))
-            weight_bytes, bias_bytes = self._parameter_bytes(module)
-            self.layers.append(
-                Layer(
-                    name=name,
-                    type_name=type(module).__name__,
-                    kind=kind_of(module),
-                    input_shape=tuple(inputs[0].shape) if inputs else (),
-                    output_shape=tuple(outputs[0].shape) if outputs else (),
-                    output_bytes=sum(num_bytes(tensor) for tensor in outputs if self._is_new(tensor)),
-                    weight_bytes=weight_bytes,
-                    bias_bytes=bias_bytes,
-                )
+    def add(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        inputs, outputs = list(tensors_in([args, kwargs])), list(tensors_in(output))
+        weight_bytes, bias_bytes = self._parameter_bytes(module)
+        self.layers.append(
+            Layer(
+                name=name,
+                type_name=type(module).__name__,
+                kind=kind_of(module),
+                input_shape=tuple(inputs[0].shape) if inputs else (),
+                output_shape=tuple(outputs[0].shape) if outputs else (),
+                output_bytes=sum(num_bytes(tensor) for tensor in outputs if self._is_new(tensor)),
+                weight_bytes=weight_bytes,
+                bias_bytes=bias_bytes,
             )
-
-        return remember
+        )
 
     def _is_new(self, tensor: Tensor) -> bool:
         reference = StorageWeakRef(tensor.untyped_storage())
