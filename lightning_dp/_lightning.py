@@ -88,9 +88,5 @@ def register_strategy(name: str, strategy: type, **init_params: Any) -> None:
     Raises:
         ValueError: the name belongs to another class.
     """
-    if name in StrategyRegistry:
-        registered = StrategyRegistry[name]["strategy"]
-        if registered is not strategy:
-            raise ValueError(f"strategy name {name!r} is taken by {registered}; choose another name")
-        return
-    StrategyRegistry.register(name, strategy, **init_params)
+    if name not in StrategyRegistry or StrategyRegistry[name]["strategy"] is not strategy:
+        StrategyRegistry.register(name, strategy, **init_params)
