@@ -210,7 +210,9 @@ class _Step:
         module.zero_grad()
         # Looked for once, in the first call, which is not timed: it takes time for each operator.
         with nullcontext() if self._is_checked else _RefuseCollectives():
-            output = self._run(resized(self._batch, batch_size, self._present_size))
+            batch = resized(self._batch, batch_size, self._present_size)
+            with self._trainer.precision_plugin.train_step_context():  # autocast, if training will have it
+                output = module.training_step(*((batch, 0) if self._takes_index else (batch,)))
             if module.automatic_optimization:
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if loss is None:
@@ -220,20 +222,6 @@ class _Step:
                     )
                 loss.backward()
         self._is_checked = True
-
-    def _run(self, batch: Any) -> Any:
-        """Return what ``training_step`` returns."""
-        args = (batch, 0) if self._takes_index else (batch,)
-        try:
-            with self._trainer.precision_plugin.train_step_context():  # autocast, if training will have it
-                return self._module.training_step(*args)
-        except Exception as error:
-            error.add_note(
-                "FindBatchSize ran this training_step when the fit started: before on_train_start, "
-                "on_train_epoch_start and on_train_batch_start. If it needs what they set, set it in setup, or set "
-                "batch_size yourself"
-            )
-            raise
 
 
 def _generators(loader: Any) -> list[Any]:

@@ -502,22 +502,6 @@ def test_a_training_step_may_have_no_batch_idx():
     assert (list(finder.trials.images_per_s), finder.trials.too_large) == ([2, 4], 8)
 
 
-class Weighted(Net):
-    """Needs what a hook of training has set."""
-
-    def on_train_batch_start(self, batch, batch_idx):
-        self.weight = 2.0
-
-    def training_step(self, batch, batch_idx):
-        return self.weight * super().training_step(batch, batch_idx)
-
-
-def test_a_step_that_fails_for_lack_of_a_hook_says_which_hooks_have_not_run():
-    with pytest.raises(AttributeError, match="no attribute 'weight'") as caught:
-        fit(Weighted(100), Data(), FindBatchSize((2,), repeats=1))
-    assert "before on_train_start" in caught.value.__notes__[0]
-
-
 class Saved(Data):
     """Its loader reads the size among its hyperparameters."""
 
