@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -442,7 +443,7 @@ class LayerTimes:
 
     def __init__(self) -> None:
         self._model = nn.Module()
-        self._hooks: list[Any] = []
+        self._hooks = ExitStack()
         self._running: list[_Call] = []
         self._calls: dict[int, _Call] = {}  # by module, as the forward meets them
         self._last_s = 0.0
@@ -455,14 +456,13 @@ class LayerTimes:
             # Some strategies call the model for the whole step, others do not. A scripted part takes no hooks: its
             # parameters are those of the module around it.
             if module is not model and not isinstance(module, torch.jit.ScriptModule):
-                self._hooks.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
-                self._hooks.append(module.register_forward_hook(self._leave))
+                enter = partial(self._enter, name)
+                self._hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+                self._hooks.enter_context(module.register_forward_hook(self._leave))
 
     def stop(self) -> None:
         """Take the hooks off. A second call does nothing."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._hooks.close()
 
     def profiles(self) -> tuple[LayerProfile, ...]:
         """Return the layers with trainable parameters, in the order in which they were first called.

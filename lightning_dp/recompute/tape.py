@@ -440,16 +440,12 @@ class Location:
     def followed(self) -> Iterator[None]:
         """Follow what runs inside."""
         # Hooks on all modules, not on those of the model: they leave nothing behind in them.
-        hooks = [
+        with (
             register_module_forward_pre_hook(self._enter),
             # Also after an exception, which the model may catch.
             register_module_forward_hook(self._leave, always_call=True),
-        ]
-        try:
+        ):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     @property
     def module(self) -> str:

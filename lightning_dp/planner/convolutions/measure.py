@@ -9,7 +9,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -223,8 +223,7 @@ def trace_layers(model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], A
             f"the batch, a {type(batch).__name__}, contains no tensor; give the images that the model is called with"
         )
     seen = _Seen([*tensors, *model.parameters(), *model.buffers()])
-    hooks = []
-    try:
+    with ExitStack() as hooks:
         for name, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 raise ValueError(f"{name or 'the model'} is scripted, which hides its layers; give the plain model")
@@ -232,15 +231,12 @@ def trace_layers(model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], A
             # The parameters of a parametrized layer are those of a submodule.
             is_layer = is_leaf or isinstance(module, (*CONVOLUTIONS, nn.Linear))
             if is_layer or next(module.parameters(recurse=False), None) is not None:
-                hooks.append(module.register_forward_hook(partial(seen.add, name), with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(partial(seen.add, name), with_kwargs=True))
         with unchanged(model), unchanged_parameters(model), torch.no_grad():
             if run is not None:
                 run(model, batch)
             else:
                 model(*(batch if isinstance(batch, tuple) else (batch,)))
-    finally:
-        for hook in hooks:
-            hook.remove()
     if not seen.layers:
         raise ValueError(f"{type(model).__name__} called no module; the planner reads layers of torch.nn")
     return seen.layers
