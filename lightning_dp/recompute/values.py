@@ -247,14 +247,12 @@ def root_of(value: Value) -> Value:
     return value
 
 
-def _values_in(arguments: Iterable[Any]) -> list[Value]:
-    found = []
+def _values_in(arguments: Iterable[Any]) -> Iterator[Value]:
     for argument in arguments:
         if isinstance(argument, Value):
-            found.append(argument)
+            yield argument
         elif isinstance(argument, (list, tuple)):
-            found.extend(_values_in(argument))
-    return found
+            yield from _values_in(argument)
 
 
 # --- Compute a value again: which operators lead to it, and what stays of what they compute on the way.
