@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any, Literal
 
@@ -159,12 +158,9 @@ class _Recorded:
             return self._call(*args, **kwargs)
         return self._handle.run(self._call, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # A copy of the model, for weight averaging say, has the plain method.
-        return copy.deepcopy(self._call, memo)
-
     def __reduce__(self) -> Any:
-        return _same, (self._call,)  # as a copy
+        # A copy of the model, for weight averaging say, has the plain method. So has one that is pickled.
+        return _same, (self._call,)
 
 
 def _same(method: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -190,9 +189,6 @@ class _Chosen:
     @torch.compiler.disable
     def __call__(self, input: Tensor) -> Tensor:
         return convolve(self._module, input, self._algorithm)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Chosen:
-        return _Chosen(copy.deepcopy(self._module, memo), self._algorithm)
 
 
 def require_not_compiled(model: nn.Module) -> None:
