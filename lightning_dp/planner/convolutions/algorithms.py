@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -147,14 +147,11 @@ def _switched(device: torch.device, algorithm: str) -> Iterator[None]:
     values = {"enabled": algorithm != "im2col"}
     if device.type == "cuda":
         values["benchmark"] = algorithm == "benchmark"
-    before = {name: getattr(library, name) for name in values}
-    try:
+    with ExitStack() as undo:
         for name, value in values.items():
+            undo.callback(setattr, library, name, getattr(library, name))
             setattr(library, name, value)
         yield
-    finally:
-        for name, value in before.items():
-            setattr(library, name, value)
 
 
 class AlgorithmsHandle:
