@@ -18,8 +18,8 @@ from torchmetrics import MeanMetric
 
 from lightning_dp import AdaptiveGlobalBatchNorm
 from lightning_dp.planner import FindBatchSize, try_batch_sizes
-from lightning_dp.planner.convolutions import measure
 from lightning_dp.planner.find_batch_size import alone
+from lightning_dp.recompute import profile
 from tests.ranks import RankError, run_processes, run_threads
 
 
@@ -44,7 +44,7 @@ def test_the_fastest_size_wins_and_not_the_largest(monkeypatch):
     # 100 images/s with 4, 200 with 8, 160 with 16. A clock of the test's own: the machine may pause.
     seconds = {4: 0.04, 8: 0.04, 16: 0.1}
     now = [0.0]
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(profile, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def step(size: int) -> None:
         now[0] += seconds[size]

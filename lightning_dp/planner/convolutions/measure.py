@@ -7,7 +7,6 @@ import json
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_dp.planner.formulas import require_count
-from lightning_dp.recompute.profile import synchronize
+from lightning_dp.recompute.profile import timed
 from lightning_dp.recompute.values import tensors_in
 from lightning_dp.trial_run import unchanged, unchanged_parameters
 
@@ -36,13 +35,7 @@ def measure_time_s(function: Callable[[], Any], device: torch.device | str = "cp
     """
     require_count("repeats", repeats)
     device = torch.device(device)
-    times = []
-    for _ in range(repeats + 1):
-        synchronize(device)
-        begin_s = time.perf_counter()
-        function()
-        synchronize(device)
-        times.append(time.perf_counter() - begin_s)
+    times = [timed(function, (), {}, device)[1] for _ in range(repeats + 1)]
     return statistics.median(times[1:])
 
 
