@@ -234,10 +234,8 @@ class Diagnose(StepTimer):
         elapsed_s = time.perf_counter() - self._start_s
         left = (self._max_s - elapsed_s) / (elapsed_s / WARM_UP * trainer.accumulate_grad_batches)
         num_steps = float(max(1, min(self._num_steps, int(left))))
-        if trainer.world_size > 1:
-            steps = torch.tensor(num_steps, device=trainer.strategy.root_device)
-            num_steps = float(trainer.strategy.reduce(steps, reduce_op="min"))
-        return int(num_steps)
+        steps = torch.tensor(num_steps, device=trainer.strategy.root_device)
+        return int(trainer.strategy.reduce(steps, reduce_op="min"))
 
     def _finish(self, trainer: Any, pl_module: LightningModule) -> None:
         """Make the diagnosis. What goes wrong in it is a warning: training is worth more."""
