@@ -131,7 +131,6 @@ class Diagnose(StepTimer):
         self._phase_begin_s = 0.0
         self._waited_s = 0.0
         self._step_exposed_s = 0.0
-        self._wait_s = 0.0
         self._stop_timing: Callable[[], None] | None = None
         self._layers = LayerTimes()
         self._recomputation = RecomputeTimes()
@@ -147,7 +146,9 @@ class Diagnose(StepTimer):
         self._stop_timing = time_stop_checks(trainer, self._add_wait)
 
     def _add_wait(self, seconds: float) -> None:
-        self._wait_s += seconds
+        """Take the wait before a batch out of its loading, in which it falls."""
+        self._step.seconds["wait_s"] += seconds
+        self._step.seconds["load_s"] -= seconds
 
     @override
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -155,9 +156,7 @@ class Diagnose(StepTimer):
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self._is_done:
             return
-        self._step.seconds["load_s"] += self._begin_s - self._last_end_s - self._wait_s
-        self._step.seconds["wait_s"] += self._wait_s
-        self._wait_s = 0.0
+        self._step.seconds["load_s"] += self._begin_s - self._last_end_s
         self._phase_begin_s = self._begin_s
         self._waited_s = waited_s()
         # The first tensor: another one may be longer, such as the boxes of all images. The last batch may be smaller.
