@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -74,11 +75,8 @@ def measure_memory(function: Callable[[], Any], device: torch.device | str = "cp
         return MemoryUse(torch.cuda.max_memory_allocated(device) - before, kept, result)
     with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = function()
-    held = peak = 0
-    for change in _allocations(profiler):
-        held += change
-        peak = max(peak, held)
-    return MemoryUse(peak, held, result)
+    held = list(accumulate(_allocations(profiler), initial=0))
+    return MemoryUse(max(held), held[-1], result)
 
 
 def measure_peak_bytes(function: Callable[[], Any], device: torch.device | str = "cpu") -> int:

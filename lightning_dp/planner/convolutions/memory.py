@@ -101,16 +101,15 @@ class MemoryModel:
     @property
     def unmodeled(self) -> tuple[str, ...]:
         """A line for each class of layers that the equations do not have, and that holds memory."""
-        found: dict[str, tuple[int, int]] = {}
+        found: dict[str, list[int]] = {}
         for layer in self.layers:
             held = layer.output_bytes + COPIES * (layer.weight_bytes + layer.bias_bytes)
             if layer.kind is LayerKind.OTHER and held:
-                count, total = found.get(layer.type_name, (0, 0))
-                found[layer.type_name] = count + 1, total + held
+                found.setdefault(layer.type_name, []).append(held)
         return tuple(
-            f"{type_name} is not in equations 2 to 4; {count} layers hold {total} bytes at batch size "
+            f"{type_name} is not in equations 2 to 4; {len(sizes)} layers hold {sum(sizes)} bytes at batch size "
             f"{self.traced_batch_size}, as traced"
-            for type_name, (count, total) in found.items()
+            for type_name, sizes in found.items()
         )
 
     def table(self, batch_size: int) -> str:
