@@ -9,6 +9,7 @@ only the operators that it needs run again. No Python code of the model runs a s
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -293,10 +294,7 @@ def compute(saved: Saved, retain: Retain) -> Tensor:
     target = saved.value
     assert target is not None
     calls, _ = closure(target)
-    num_readers: dict[Value, int] = {}  # calls that have not run yet
-    for call in calls:
-        for value in call.inputs:
-            num_readers[value] = num_readers.get(value, 0) + 1
+    num_readers = Counter(value for call in calls for value in call.inputs)  # calls that have not run yet
     viewed = {value for call in calls if call.kind is Kind.VIEW for value in call.inputs}
     present: dict[Value, Tensor] = {}
     distance: dict[Value, int] = {}  # how many calls lead to a value from values that stay
