@@ -5,14 +5,13 @@ classes are distinct, so the Trainer of one does not accept objects of the other
 import the framework's classes from here.
 
 The name is chosen in this order: the environment variable ``LIGHTNING_DP_FRAMEWORK``; the framework that is imported
-already, ``lightning.pytorch`` if both are, because its own dependencies import the other; the framework that is
-installed, ``pytorch_lightning`` if both are.
+already, ``lightning.pytorch`` if both are, because its own dependencies import the other; ``pytorch_lightning``, which
+is always installed: this package and ``lightning`` depend on it.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,6 @@ def choose_framework() -> str:
 
     Raises:
         ValueError: the environment variable has another value.
-        ModuleNotFoundError: neither framework is installed.
     """
     requested = os.environ.get(ENVIRONMENT_VARIABLE)
     if requested:
@@ -37,10 +35,7 @@ def choose_framework() -> str:
     for name in reversed(FRAMEWORKS):
         if name in sys.modules:
             return name
-    for name in FRAMEWORKS:
-        if importlib.util.find_spec(name.partition(".")[0]) is not None:
-            return name
-    raise ModuleNotFoundError("lightning_dp needs PyTorch Lightning: pip install pytorch-lightning")
+    return FRAMEWORKS[0]
 
 
 FRAMEWORK = choose_framework()
@@ -93,9 +88,5 @@ def register_strategy(name: str, strategy: type, **init_params: Any) -> None:
     Raises:
         ValueError: the name belongs to another class.
     """
-    if name in StrategyRegistry:
-        registered = StrategyRegistry[name]["strategy"]
-        if registered is not strategy:
-            raise ValueError(f"strategy name {name!r} is taken by {registered}; choose another name")
-        return
-    StrategyRegistry.register(name, strategy, **init_params)
+    if name not in StrategyRegistry or StrategyRegistry[name]["strategy"] is not strategy:
+        StrategyRegistry.register(name, strategy, **init_params)

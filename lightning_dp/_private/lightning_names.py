@@ -47,24 +47,18 @@ def end_when_stop_check_times_out(trainer: Any) -> Callable[[], None]:
     In it rank 0 tells the others whether the job is to stop. Lightning drops its errors, so that the next collective in
     another group, or over sockets, would wait for the silent rank once more.
     """
-    loop = trainer.fit_loop.epoch_loop
-    check = getattr(loop, "_broadcast_sigterm_tensor", None)  # not in all versions
-    if check is None:
-        return lambda: None
     timeout_s = strategy_timeout(trainer.strategy).total_seconds()
 
-    def check_within_timeout() -> None:
-        start_s = time.monotonic()
-        check()
-        if time.monotonic() - start_s >= timeout_s:
+    def require_within_timeout(waited_s: float) -> None:
+        if waited_s >= timeout_s:
             others = ", ".join(str(rank) for rank in range(trainer.world_size) if rank != trainer.global_rank)
             raise TimeoutError(
                 f"rank {trainer.global_rank} has waited {timeout_s:g} s, the strategy's timeout, to begin a batch: one "
                 f"of the other ranks ({others}) is stuck or cannot be reached; look at its log first"
             )
 
-    loop._broadcast_sigterm_tensor = check_within_timeout
-    return lambda: vars(loop).pop("_broadcast_sigterm_tensor", None)
+    time_stop_checks(trainer, require_within_timeout)
+    return lambda: vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
 
 
 def time_stop_checks(trainer: Any, add: Callable[[float], None]) -> Callable[[], None]:
@@ -73,9 +67,7 @@ def time_stop_checks(trainer: Any, add: Callable[[float], None]) -> Callable[[],
     See `end_when_stop_check_times_out`, which a strategy may have called before. A rank waits for slower ones there.
     """
     loop = trainer.fit_loop.epoch_loop
-    check = getattr(loop, "_broadcast_sigterm_tensor", None)  # not in all versions
-    if check is None:
-        return lambda: None
+    check = loop._broadcast_sigterm_tensor
     is_replaced = "_broadcast_sigterm_tensor" in vars(loop)
 
     def timed() -> None:
@@ -94,7 +86,7 @@ def time_stop_checks(trainer: Any, add: Callable[[float], None]) -> Callable[[],
 
 def validates_by_clock(trainer: Any) -> bool:
     """Return whether each rank begins a validation by its own clock: ``val_check_interval`` is a duration."""
-    return getattr(trainer, "_val_check_time_interval", None) is not None  # a default: not in all versions
+    return trainer._val_check_time_interval is not None
 
 
 def begin_next_epoch(trainer: Any) -> None:

@@ -229,11 +229,9 @@ def is_memory_shared(tensor: Tensor) -> bool:
     return torch._C._storage_Use_Count(storage._cdata) > 2
 
 
-@contextmanager
-def without_torch_function() -> Iterator[None]:
+def without_torch_function() -> AbstractContextManager[None]:
     """Treat tensor subclasses as plain tensors: their ``__torch_function__`` is not called."""
-    with torch._C.DisableTorchFunctionSubclass():
-        yield
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 LOCAL_PART = "_local_tensor"

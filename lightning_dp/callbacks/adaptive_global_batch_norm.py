@@ -124,8 +124,6 @@ class AdaptiveGlobalBatchNorm(Callback):
             return
         self._reset()
         self._was_asked = False
-        if trainer.world_size > 1 and not dist.is_initialized():
-            raise ValueError(f"{type(trainer.strategy).__name__} does not use torch.distributed; use strategy='ddp'")
         if converts_batch_norm(trainer.strategy):
             raise ValueError(
                 "Trainer(sync_batchnorm=True) would replace the layers of AdaptiveGlobalBatchNorm; remove that argument"

@@ -70,8 +70,12 @@ class Memonger(Callback):
             check_policy(policy, "budget")
         self.policy = policy
         self.budget_bytes = budget_bytes
-        self.plan: RecomputePlan | None = None
         self._handle: RecomputeHandle | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget what an earlier fit has measured: another model, or another batch."""
+        self.plan: RecomputePlan | None = None
         self._profiler: Profiler | None = None
         self._num_batches = 0
         self._num_trained = -1  # parameters in the step that was measured
@@ -99,11 +103,7 @@ class Memonger(Callback):
                 "step, and what is computed again in backward would be computed from the updated weights; use "
                 "variable_batch=False, or remove Memonger"
             )
-        self._num_batches = 0
-        self._num_trained = -1
-        self._trained = set()
-        self.plan = None
-        self._profiler = None  # that of a fit which has failed has measured another model, or another batch
+        self._reset()
         policy = "sublinear" if self.policy == "budget" else self.policy
         self._handle = apply_recompute(pl_module, policy, method="training_step")
 

@@ -16,11 +16,6 @@ from lightning_dp._private.torch_names import ddp_timing, time_ddp_steps
 log = logging.getLogger(__name__)
 
 
-def times_every_step(device: torch.device) -> bool:
-    """Return whether DDP can time every step on this kind of device. To read its timers of a GPU, the host waits."""
-    return device.type == "cpu"
-
-
 class _OwnCallback(Callback):
     """A callback that tells in `setup` whether it comes from the Trainer's Lightning package."""
 
@@ -115,7 +110,7 @@ class StepTimer(_OwnCallback):
         self._last_end_s = time.perf_counter()
 
     def _times_every_step(self, device: torch.device) -> bool:
-        return times_every_step(device)
+        return device.type == "cpu"  # to read the timers of a GPU, the host waits
 
     def _exposed_s(self, trainer: Any) -> float | None:
         """Return the exposed communication time of this step, or None if the strategy does not measure it."""

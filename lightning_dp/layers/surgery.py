@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -114,35 +115,30 @@ def _check_convertible(name: str, module: nn.Module) -> None:
     """Raise ValueError for a batch norm layer whose behavior a conversion would lose, or that it cannot reach."""
     if isinstance(module, torch.jit.ScriptModule):
         if module.original_name.startswith(("BatchNorm", "SyncBatchNorm")):
-            raise ValueError(
-                f"cannot convert layer {name!r}, a {module.original_name}: it is scripted; script the "
-                "model after training"
-            )
+            _refuse("convert", name, module.original_name, "it is scripted; script the model after training")
         return
     if isinstance(module, OptimizedModule):
         for child in module.children():
             if isinstance(child, BatchNorm):
-                raise ValueError(_refusal("convert", name, child, _COMPILED))
+                _refuse("convert", name, type(child).__name__, _COMPILED)
     if isinstance(module, BatchNorm) and not isinstance(module, GlobalBatchNorm):
         _require_replaceable(name, module, _GLOBAL, "convert")
 
 
 _COMPILED = "it is compiled on its own, and the compiled code may keep its statistics; compile the whole model"
+_OWN_FORWARD = (
+    "its own forward would be lost; replace it by a plain BatchNorm layer or by GlobalBatchNorm1d/2d/3d. (A lazy layer "
+    "becomes a plain one in its first forward)"
+)
 
 
 def _require_replaceable(name: str, module: nn.Module, kinds: Collection[type[nn.Module]], action: str) -> None:
     """Raise ValueError if another class of ``module`` would lose its behavior, or not take effect."""
     if type(module) not in kinds or "forward" in vars(module):
-        remedy = (
-            "its own forward would be lost; replace it by a plain BatchNorm layer or by GlobalBatchNorm1d/2d/3d. (A "
-            "lazy layer becomes a plain one in its first forward)"
-        )
-    elif has_compiled_forward(module):
-        remedy = _COMPILED
-    else:
-        return
-    raise ValueError(_refusal(action, name, module, remedy))
+        _refuse(action, name, type(module).__name__, _OWN_FORWARD)
+    if has_compiled_forward(module):
+        _refuse(action, name, type(module).__name__, _COMPILED)
 
 
-def _refusal(action: str, name: str, module: nn.Module, remedy: str) -> str:
-    return f"cannot {action} layer {name!r}, a {type(module).__name__}: {remedy}"
+def _refuse(action: str, name: str, kind: str, why: str) -> NoReturn:
+    raise ValueError(f"cannot {action} layer {name!r}, a {kind}: {why}")

@@ -8,6 +8,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,6 +36,7 @@ from lightning_dp.planner.workload import LayerProfile, Recomputation, StepProfi
 from lightning_dp.recompute import Profiler, RecomputeHandle, plan_profile
 from lightning_dp.recompute.apply import require_recomputable
 from lightning_dp.recompute.policies import Sublinear
+from lightning_dp.recompute.profile import synchronize
 from lightning_dp.recompute.values import tensors_in
 
 log = logging.getLogger(__name__)
@@ -128,7 +131,6 @@ class Diagnose(StepTimer):
         self._phase_begin_s = 0.0
         self._waited_s = 0.0
         self._step_exposed_s = 0.0
-        self._wait_s = 0.0
         self._stop_timing: Callable[[], None] | None = None
         self._layers = LayerTimes()
         self._recomputation = RecomputeTimes()
@@ -144,7 +146,9 @@ class Diagnose(StepTimer):
         self._stop_timing = time_stop_checks(trainer, self._add_wait)
 
     def _add_wait(self, seconds: float) -> None:
-        self._wait_s += seconds
+        """Take the wait before a batch out of its loading, in which it falls."""
+        self._step.seconds["wait_s"] += seconds
+        self._step.seconds["load_s"] -= seconds
 
     @override
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -152,9 +156,7 @@ class Diagnose(StepTimer):
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self._is_done:
             return
-        self._step.seconds["load_s"] += self._begin_s - self._last_end_s - self._wait_s
-        self._step.seconds["wait_s"] += self._wait_s
-        self._wait_s = 0.0
+        self._step.seconds["load_s"] += self._begin_s - self._last_end_s
         self._phase_begin_s = self._begin_s
         self._waited_s = waited_s()
         # The first tensor: another one may be longer, such as the boxes of all images. The last batch may be smaller.
@@ -218,8 +220,7 @@ class Diagnose(StepTimer):
 
     def _end_phase(self, name: str, pl_module: LightningModule) -> None:
         if not self._is_done:
-            if pl_module.device.type == "cuda":
-                torch.cuda.synchronize(pl_module.device)
+            synchronize(pl_module.device)
             now_s = time.perf_counter()
             self._step.seconds[name] += now_s - self._phase_begin_s
             self._phase_begin_s = now_s
@@ -232,10 +233,8 @@ class Diagnose(StepTimer):
         elapsed_s = time.perf_counter() - self._start_s
         left = (self._max_s - elapsed_s) / (elapsed_s / WARM_UP * trainer.accumulate_grad_batches)
         num_steps = float(max(1, min(self._num_steps, int(left))))
-        if trainer.world_size > 1:
-            steps = torch.tensor(num_steps, device=trainer.strategy.root_device)
-            num_steps = float(trainer.strategy.reduce(steps, reduce_op="min"))
-        return int(num_steps)
+        steps = torch.tensor(num_steps, device=trainer.strategy.root_device)
+        return int(trainer.strategy.reduce(steps, reduce_op="min"))
 
     def _finish(self, trainer: Any, pl_module: LightningModule) -> None:
         """Make the diagnosis. What goes wrong in it is a warning: training is worth more."""
@@ -441,7 +440,7 @@ class LayerTimes:
 
     def __init__(self) -> None:
         self._model = nn.Module()
-        self._hooks: list[Any] = []
+        self._hooks = ExitStack()
         self._running: list[_Call] = []
         self._calls: dict[int, _Call] = {}  # by module, as the forward meets them
         self._last_s = 0.0
@@ -454,14 +453,13 @@ class LayerTimes:
             # Some strategies call the model for the whole step, others do not. A scripted part takes no hooks: its
             # parameters are those of the module around it.
             if module is not model and not isinstance(module, torch.jit.ScriptModule):
-                self._hooks.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True))
-                self._hooks.append(module.register_forward_hook(self._leave))
+                enter = partial(self._enter, name)
+                self._hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+                self._hooks.enter_context(module.register_forward_hook(self._leave))
 
     def stop(self) -> None:
         """Take the hooks off. A second call does nothing."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._hooks.close()
 
     def profiles(self) -> tuple[LayerProfile, ...]:
         """Return the layers with trainable parameters, in the order in which they were first called.
@@ -494,16 +492,13 @@ class LayerTimes:
             if id(child) not in self._calls:
                 yield from self._parameters_of(child)
 
-    def _enter(self, name: str) -> Any:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if is_in_backward():  # `torch.utils.checkpoint` runs modules again, some of them in part
-                return
-            self._add_time()
-            call = self._calls.setdefault(id(module), _Call(name, module, self._total_s))
-            call.input_bytes += sum(map(num_bytes, tensors_in([args, kwargs])))
-            self._running.append(call)
-
-        return enter
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if is_in_backward():  # `torch.utils.checkpoint` runs modules again, some of them in part
+            return
+        self._add_time()
+        call = self._calls.setdefault(id(module), _Call(name, module, self._total_s))
+        call.input_bytes += sum(map(num_bytes, tensors_in([args, kwargs])))
+        self._running.append(call)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if not is_in_backward():
@@ -512,9 +507,7 @@ class LayerTimes:
 
     def _add_time(self) -> None:
         """Add the time since the last hook to the innermost module that runs."""
-        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(next((parameter.device for parameter in self._model.parameters()), torch.device("cpu")))
         now_s = time.perf_counter()
         if self._running:
             self._running[-1].forward_s += now_s - self._last_s

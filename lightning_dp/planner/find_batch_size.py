@@ -210,7 +210,9 @@ class _Step:
         module.zero_grad()
         # Looked for once, in the first call, which is not timed: it takes time for each operator.
         with nullcontext() if self._is_checked else _RefuseCollectives():
-            output = self._run(resized(self._batch, batch_size, self._present_size))
+            batch = resized(self._batch, batch_size, self._present_size)
+            with self._trainer.precision_plugin.train_step_context():  # autocast, if training will have it
+                output = module.training_step(*((batch, 0) if self._takes_index else (batch,)))
             if module.automatic_optimization:
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if loss is None:
@@ -220,20 +222,6 @@ class _Step:
                     )
                 loss.backward()
         self._is_checked = True
-
-    def _run(self, batch: Any) -> Any:
-        """Return what ``training_step`` returns."""
-        args = (batch, 0) if self._takes_index else (batch,)
-        try:
-            with self._trainer.precision_plugin.train_step_context():  # autocast, if training will have it
-                return self._module.training_step(*args)
-        except Exception as error:
-            error.add_note(
-                "FindBatchSize ran this training_step when the fit started: before on_train_start, "
-                "on_train_epoch_start and on_train_batch_start. If it needs what they set, set it in setup, or set "
-                "batch_size yourself"
-            )
-            raise
 
 
 def _generators(loader: Any) -> list[Any]:
@@ -259,7 +247,6 @@ class _RefuseCollectives(TorchDispatchMode):
 @contextmanager
 def alone(module: LightningModule, world_size: int = 1) -> Iterator[None]:
     """Let ``training_step`` run outside of a training: nothing is logged, nothing is sent, nothing stays changed."""
-    trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
 
     def repeated(data: Any, *args: Any, **kwargs: Any) -> Any:
         return apply_to_collection(data, Tensor, lambda x: x.unsqueeze(0).repeat(world_size, *(1 for _ in x.shape)))
@@ -273,19 +260,14 @@ def alone(module: LightningModule, world_size: int = 1) -> Iterator[None]:
     }
     if world_size > 1:
         stand_ins["all_gather"] = repeated
-    with ExitStack() as stack:
-        stack.enter_context(unchanged(module))
-        stack.enter_context(unchanged_parameters(module))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(_own_statistics(module))
+    with unchanged(module), unchanged_parameters(module), torch.enable_grad(), ExitStack() as stack:
+        _use_own_statistics(module, stack)
         for name, stand_in in stand_ins.items():
             setattr(module, name, stand_in)
             stack.callback(delattr, module, name)
-        try:
-            yield
-        finally:
-            for parameter, requires_grad in trained:  # what toggle_optimizer leaves after an error
-                parameter.requires_grad = requires_grad
+        for parameter in module.parameters():  # toggle_optimizer leaves others after an error
+            stack.callback(setattr, parameter, "requires_grad", parameter.requires_grad)
+        yield
 
 
 @contextmanager
@@ -337,18 +319,15 @@ def _idle(getter: Callable[..., Any]) -> Callable[..., Any]:
     return get
 
 
-@contextmanager
-def _own_statistics(module: nn.Module) -> Iterator[None]:
+def _use_own_statistics(module: nn.Module, undo: ExitStack) -> None:
     """Keep batch norm layers from gathering statistics of other ranks, which may be out of memory."""
-    with ExitStack() as stack:
-        for part in module.modules():
-            if isinstance(part, nn.SyncBatchNorm):
-                part.forward = partial(nn.BatchNorm2d.forward, part)  # type: ignore[method-assign]
-                stack.callback(delattr, part, "forward")
-            elif getattr(part, "is_global", False) is True:
-                part.is_global = False  # type: ignore[assignment]
-                stack.callback(setattr, part, "is_global", True)
-        yield
+    for part in module.modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            part.forward = partial(nn.BatchNorm2d.forward, part)  # type: ignore[method-assign]
+            undo.callback(delattr, part, "forward")
+        elif getattr(part, "is_global", False) is True:
+            part.is_global = False  # type: ignore[assignment]
+            undo.callback(setattr, part, "is_global", True)
 
 
 # The fastest batch size that fits on every rank, by trial, and without a hang if it does not fit on one of them.

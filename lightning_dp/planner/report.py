@@ -32,7 +32,7 @@ from lightning_dp.planner.simulation import (
     sent_bytes,
     simulate,
 )
-from lightning_dp.planner.workload import WORTH_NAMING, Block, StepProfile, Workload, join_shapes
+from lightning_dp.planner.workload import WORTH_NAMING, StepProfile, Workload, joined
 
 PLAN_VERSION = 1
 ALONE = Network(Link(0.0, 1.0), Link(0.0, 1.0))  # of one rank, which sends nothing
@@ -410,7 +410,7 @@ def reason(name: str, workload: Workload, network: Network, world_size: int, tim
             f"DDP that also gathers batch norm's statistics {exchanges} times, {1e3 * exchange_s:.0f} ms, "
             f"for batches below 8 images per rank; {waits}."
         )
-    gradients = _gradients(workload)
+    gradients = joined(workload.whole().blocks)
     rounded = ROUNDED.get(str(method.compression), "")
     if codec_s := workload.codec_s.get(str(method.compression), 0.0):
         codec_s /= network.ranks_per_node if method.family == "layered_fsdp" else 1  # each rank compresses its shard
@@ -448,12 +448,6 @@ def _recomputes(method: Method, workload: Workload, waits: str) -> str:
         f"{images} images per rank in the {plain:.1f} MB of activations of {workload.batch_size}, for one all-reduce "
         f"of {workload.gradient_bytes / 1e6:.1f} MB; {waits}."
     )
-
-
-def _gradients(workload: Workload) -> Block:
-    """Return all gradients as one block."""
-    blocks = workload.whole().blocks
-    return Block(workload.gradient_bytes, 0.0, 0.0, shapes=join_shapes(blocks))
 
 
 # What `recipes/train.py` is told to use a method.

@@ -51,8 +51,6 @@ def ring_cost(num_elements: int, element_bytes: int, world_size: int, rank: int 
     """
     _require_sizes(num_elements, element_bytes, world_size)
     require_rank(rank, world_size)
-    if world_size == 1:
-        return Cost(0, 0)
     sizes = [end - begin for begin, end in chunk_bounds(num_elements, world_size)]
     # The reduce-scatter sends all chunks but rank+1, the all-gather all chunks but rank+2.
     elements = 2 * num_elements - sizes[(rank + 1) % world_size] - sizes[(rank + 2) % world_size]
@@ -92,7 +90,6 @@ def hierarchical_cost(
     the group. The cost is that of a rank of group 0. Native intra-group collectives may distribute the bytes of the
     leader over the members, but cannot send fewer in all.
     """
-    _require_sizes(num_elements, element_bytes, num_groups)
     require_rank(group_rank, group_size)
     if communicator not in ("leader", "sharded"):
         raise ValueError(f"communicator={communicator!r} is not known; use leader or sharded")

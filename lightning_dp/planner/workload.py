@@ -242,26 +242,22 @@ def fill_buckets(blocks: Sequence[Block], bucket_bytes: float, first_bucket_byte
     for block in reversed(blocks):
         filling.append(block)
         if sum(part.num_bytes for part in filling) >= capacity:
-            buckets.append(_joined(filling))
+            buckets.append(joined(filling))
             filling = []
             capacity = bucket_bytes
     if filling:
-        buckets.append(_joined(filling))
+        buckets.append(joined(filling))
     return buckets[::-1]
 
 
-def join_shapes(blocks: Sequence[Block]) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of all parameters of these blocks; () if those of one of them are not known."""
+def joined(blocks: Sequence[Block]) -> Block:
+    """Return these blocks as one. Its shapes are () if those of one of them are not known."""
     is_known = all(block.shapes or not block.num_bytes for block in blocks)
-    return tuple(shape for block in blocks for shape in block.shapes) if is_known else ()
-
-
-def _joined(blocks: Sequence[Block]) -> Block:
     return Block(
         sum(block.num_bytes for block in blocks),
         sum(block.forward_s for block in blocks),
         sum(block.backward_s for block in blocks),
-        shapes=join_shapes(blocks),
+        shapes=tuple(shape for block in blocks for shape in block.shapes) if is_known else (),
     )
 
 
@@ -397,8 +393,9 @@ class StepProfile:
         if first is not None:
             feature_bytes, *hidden_bytes = (layer.input_bytes for layer in self.layers[first:])
             layers = tuple(blocks[first:])
-            joined = vars(_joined(layers))
-            head = Head(**joined, feature_bytes=feature_bytes, hidden_bytes=sum(hidden_bytes), layers=layers)
+            head = Head(
+                **vars(joined(layers)), feature_bytes=feature_bytes, hidden_bytes=sum(hidden_bytes), layers=layers
+            )
             blocks = blocks[:first]
         return Workload(
             tuple(blocks),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import math
 from typing import Any, Literal
 
 import torch
@@ -64,7 +62,7 @@ def check_budget(budget_bytes: Any) -> int:
         ValueError: it is no whole number, or less than 1.
     """
     is_number = isinstance(budget_bytes, (int, float)) and not isinstance(budget_bytes, bool)
-    if not is_number or not math.isfinite(budget_bytes) or budget_bytes != int(budget_bytes) or budget_bytes < 1:
+    if not is_number or not float(budget_bytes).is_integer() or budget_bytes < 1:
         raise ValueError(f"budget_bytes={budget_bytes!r} must be a whole number of bytes, at least 1: 2_000_000_000")
     return int(budget_bytes)
 
@@ -160,12 +158,9 @@ class _Recorded:
             return self._call(*args, **kwargs)
         return self._handle.run(self._call, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # A copy of the model, for weight averaging say, has the plain method.
-        return copy.deepcopy(self._call, memo)
-
     def __reduce__(self) -> Any:
-        return _same, (self._call,)  # as a copy
+        # A copy of the model, for weight averaging say, has the plain method. So has one that is pickled.
+        return _same, (self._call,)
 
 
 def _same(method: Any) -> Any:

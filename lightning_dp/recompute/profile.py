@@ -53,12 +53,12 @@ class Profiler:
     def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
         """Run an operator; return its result and its time (s)."""
         device = next((tensor.device for tensor in tensors_in([args, kwargs])), torch.device("cpu"))
-        result, time_s = _timed(func, args, kwargs, device)
+        result, time_s = timed(func, args, kwargs, device)
         self.forward_s += time_s
         if is_batch_norm(func) and args[5]:
             # It is computed again from its statistics, which takes less time.
             statistics = [tensor for tensor in outputs_of(result)[1:3] if isinstance(tensor, Tensor)]
-            _, time_s = _timed(rerun, (func, args, kwargs, statistics), {}, device)
+            _, time_s = timed(rerun, (func, args, kwargs, statistics), {}, device)
         return result, time_s
 
     def on_call(
@@ -95,11 +95,16 @@ class Profiler:
             self.operations[self._place_of[value.number]].kind = Kind.FIXED
 
 
-def _timed(function: Any, args: Any, kwargs: Any, device: torch.device) -> tuple[Any, float]:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def timed(function: Any, args: Any, kwargs: Any, device: torch.device) -> tuple[Any, float]:
+    """Call ``function``; return its result and its time (s), work that it has launched on ``device`` included."""
+    synchronize(device)
     start_s = time.perf_counter()
     result = function(*args, **kwargs)
+    synchronize(device)
+    return result, time.perf_counter() - start_s
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has done all that was launched on it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return result, time.perf_counter() - start_s

@@ -121,28 +121,23 @@ class _Program:
             if operation.uses:
                 self._at_least(1, [(self.keep[place], 1), (self.again[place], 1)])
             for use in operation.uses:
-                self._add_use(place, use)
+                self._at_least(1, self._present(place, use))
             for source in operation.inputs:
                 self._add_input(place, source)
         self._add_memory()
 
     def _add_input(self, place: int, source: int) -> None:
-        again, kept = self.again[place], self.keep[source]
         # What runs again needs its inputs: kept, or computed again.
-        self._at_least(0, [(kept, 1), (self.again[source], 1), (again, -1)])
-        first = self.operations[source].segment
+        self._at_least(0, [(self.keep[source], 1), (self.again[source], 1), (self.again[place], -1)])
         for step in range(self.operations[place].segment, self._last_steps[place] + 1):
-            if step - first > WINDOW:
-                self._at_least(0, [(kept, 1), (self._live(place, step), -1)])
-            else:
-                self._at_least(0, [(kept, 1), (self._live(source, step), 1), (self._live(place, step), -1)])
+            self._at_least(0, [*self._present(source, step), (self._live(place, step), -1)])
 
-    def _add_use(self, place: int, use: int) -> None:
-        operation = self.operations[place]
-        if use - operation.segment > WINDOW:
-            self._at_least(1, [(self.keep[place], 1)])
-        else:
-            self._at_least(1, [(self.keep[place], 1), (self._live(place, use), 1)])
+    def _present(self, place: int, step: int) -> list[tuple[int, int]]:
+        """Return the terms for outputs that exist in a step of backward: kept, or computed again if it is near."""
+        terms = [(self.keep[place], 1)]
+        if step - self.operations[place].segment <= WINDOW:
+            terms.append((self._live(place, step), 1))
+        return terms
 
     def _add_memory(self) -> None:
         operations = self.operations

@@ -97,7 +97,6 @@ class Tape(TorchDispatchMode):
         self._memories: _Memories = WeakKeyDictionary()
         self._number = 0
         self._pause = _Pause()
-        self._is_recording = False
         self._planned: list[Saved] = []  # what a plan keeps, until autograd has it
         self.dropped_bytes = 0
         """What autograd has asked for and is not kept."""
@@ -111,7 +110,7 @@ class Tape(TorchDispatchMode):
         """Record what runs inside."""
         try:
             with self._location.followed(), saved_tensors_hooks(self._pack, self._unpack), self:
-                self._is_recording = True  # not earlier: entering the mode asks, too
+                self.met_compiled = False  # entering the mode asks, too
                 yield
         finally:
             self._memories = WeakKeyDictionary()
@@ -158,7 +157,7 @@ class Tape(TorchDispatchMode):
 
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]  # a class method there
         """Return False: Dynamo asks, when it meets a compiled function, whether to compile it in spite of the mode."""
-        self.met_compiled = self._is_recording
+        self.met_compiled = True
         return False
 
     def _make_call(self, func: Any, args: Any, kwargs: Any) -> Call | None:
@@ -440,16 +439,12 @@ class Location:
     def followed(self) -> Iterator[None]:
         """Follow what runs inside."""
         # Hooks on all modules, not on those of the model: they leave nothing behind in them.
-        hooks = [
+        with (
             register_module_forward_pre_hook(self._enter),
             # Also after an exception, which the model may catch.
             register_module_forward_hook(self._leave, always_call=True),
-        ]
-        try:
+        ):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     @property
     def module(self) -> str:

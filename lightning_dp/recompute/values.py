@@ -9,6 +9,7 @@ only the operators that it needs run again. No Python code of the model runs a s
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -247,14 +248,12 @@ def root_of(value: Value) -> Value:
     return value
 
 
-def _values_in(arguments: Iterable[Any]) -> list[Value]:
-    found = []
+def _values_in(arguments: Iterable[Any]) -> Iterator[Value]:
     for argument in arguments:
         if isinstance(argument, Value):
-            found.append(argument)
+            yield argument
         elif isinstance(argument, (list, tuple)):
-            found.extend(_values_in(argument))
-    return found
+            yield from _values_in(argument)
 
 
 # --- Compute a value again: which operators lead to it, and what stays of what they compute on the way.
@@ -295,10 +294,7 @@ def compute(saved: Saved, retain: Retain) -> Tensor:
     target = saved.value
     assert target is not None
     calls, _ = closure(target)
-    num_readers: dict[Value, int] = {}  # calls that have not run yet
-    for call in calls:
-        for value in call.inputs:
-            num_readers[value] = num_readers.get(value, 0) + 1
+    num_readers = Counter(value for call in calls for value in call.inputs)  # calls that have not run yet
     viewed = {value for call in calls if call.kind is Kind.VIEW for value in call.inputs}
     present: dict[Value, Tensor] = {}
     distance: dict[Value, int] = {}  # how many calls lead to a value from values that stay

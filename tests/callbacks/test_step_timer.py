@@ -10,7 +10,6 @@ from lightning_fabric.utilities.warnings import PossibleUserWarning
 from pytorch_lightning.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dp.callbacks import timers
 from lightning_dp.callbacks.timers import StepTimer
 from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
@@ -114,7 +113,7 @@ def test_a_step_that_only_accumulates_has_no_exposed_communication():
 
 def sampling_fit(rank):
     """Times if DDP times a sample of the steps only, as on a GPU: its first ten here, of which it reports nine."""
-    timers.times_every_step = lambda device: False
+    StepTimer._times_every_step = lambda self, device: False
     DistributedDataParallel._get_ddp_logging_data = one_second(DistributedDataParallel._get_ddp_logging_data)
     logged = []
     log = Net.log

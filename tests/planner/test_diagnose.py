@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dp import KrizhevskyHybridStrategy, LayeredSGDStrategy
-from lightning_dp.callbacks import timers
+from lightning_dp.callbacks import StepTimer
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
 from lightning_dp.planner import Diagnose, Link, Network, diagnose, probe_network
 from lightning_dp.planner.diagnose import WARM_UP, require_whole_model
@@ -286,7 +286,7 @@ def test_two_ranks_measure_their_network_and_agree_on_it():
 
 
 def fit_on_what_counts_as_a_gpu(rank):
-    timers.times_every_step = lambda device: False
+    StepTimer._times_every_step = lambda self, device: False
     DistributedDataParallel._get_ddp_logging_data = one_second(DistributedDataParallel._get_ddp_logging_data)
     timed = []
     set_rate = DistributedDataParallel._set_ddp_runtime_logging_sample_rate

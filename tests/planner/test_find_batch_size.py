@@ -18,8 +18,8 @@ from torchmetrics import MeanMetric
 
 from lightning_dp import AdaptiveGlobalBatchNorm
 from lightning_dp.planner import FindBatchSize, try_batch_sizes
-from lightning_dp.planner.convolutions import measure
 from lightning_dp.planner.find_batch_size import alone
+from lightning_dp.recompute import profile
 from tests.ranks import RankError, run_processes, run_threads
 
 
@@ -44,7 +44,7 @@ def test_the_fastest_size_wins_and_not_the_largest(monkeypatch):
     # 100 images/s with 4, 200 with 8, 160 with 16. A clock of the test's own: the machine may pause.
     seconds = {4: 0.04, 8: 0.04, 16: 0.1}
     now = [0.0]
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(profile, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def step(size: int) -> None:
         now[0] += seconds[size]
@@ -500,22 +500,6 @@ def test_a_training_step_may_have_no_batch_idx():
     net, finder = Without(limit=8), FindBatchSize((2, 4, 8), repeats=1)
     fit(net, Data(), finder, limit_train_batches=1)
     assert (list(finder.trials.images_per_s), finder.trials.too_large) == ([2, 4], 8)
-
-
-class Weighted(Net):
-    """Needs what a hook of training has set."""
-
-    def on_train_batch_start(self, batch, batch_idx):
-        self.weight = 2.0
-
-    def training_step(self, batch, batch_idx):
-        return self.weight * super().training_step(batch, batch_idx)
-
-
-def test_a_step_that_fails_for_lack_of_a_hook_says_which_hooks_have_not_run():
-    with pytest.raises(AttributeError, match="no attribute 'weight'") as caught:
-        fit(Weighted(100), Data(), FindBatchSize((2,), repeats=1))
-    assert "before on_train_start" in caught.value.__notes__[0]
 
 
 class Saved(Data):

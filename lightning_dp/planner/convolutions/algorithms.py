@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,27 +14,19 @@ from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizat
 from lightning_dp._private.torch_names import declare_no_unseen_changes
 from lightning_dp.recompute.apply import is_compiled
 
+# What torch uses by itself: oneDNN in the memory format of the input, or cuDNN with the algorithm of its heuristics.
 BACKEND = "backend"
-# What each algorithm is, by device. "backend" is what torch uses by itself.
-DESCRIPTIONS = {
-    "cpu": {
-        "backend": "oneDNN, in the memory format of the input",
-        "channels_last": "oneDNN, input and filters converted to channels_last",
-        "im2col": "without oneDNN: torch's own unfolding and matrix product",
-        "fft": "spectra of input and filters, multiplied (torch.fft)",
-    },
-    "cuda": {
-        "backend": "cuDNN, the algorithm of its heuristics",
-        "benchmark": "cuDNN, the fastest algorithm that it finds, with its workspace",
-        "channels_last": "cuDNN, input and filters converted to channels_last",
-        "im2col": "without cuDNN: torch's own unfolding and matrix product",
-        "fft": "spectra of input and filters, multiplied (torch.fft)",
-    },
+# "benchmark" is the fastest algorithm that cuDNN finds, with its workspace; "channels_last" the backend's, with input
+# and filters converted to that format; "im2col" torch's own unfolding and matrix product, without oneDNN or cuDNN;
+# "fft" the product of the spectra of input and filters (torch.fft).
+ALGORITHMS = {
+    "cpu": (BACKEND, "channels_last", "im2col", "fft"),
+    "cuda": (BACKEND, "benchmark", "channels_last", "im2col", "fft"),
 }
 
 
 def algorithms_for(module: nn.Conv2d, device: torch.device | str | None = None) -> tuple[str, ...]:
-    """Return the algorithms that can compute ``module``: keys of `DESCRIPTIONS` for its device.
+    """Return the algorithms that can compute ``module``: those of `ALGORITHMS` for its device.
 
     FFT computes convolutions with one group, and without dilation. Padding that is no number of zeros (``"same"``,
     ``"reflect"``, ...) is left to the backend. So are subclasses of Conv2d, which may compute something else, and
@@ -47,10 +38,10 @@ def algorithms_for(module: nn.Conv2d, device: torch.device | str | None = None) 
     if not is_parametrized(module, "weight") and not isinstance(module.weight, nn.Parameter):
         return (BACKEND,)
     device = next(module.parameters()).device if device is None else torch.device(device)
-    if isinstance(module.padding, str) or module.padding_mode != "zeros" or device.type not in DESCRIPTIONS:
+    if isinstance(module.padding, str) or module.padding_mode != "zeros" or device.type not in ALGORITHMS:
         return (BACKEND,)
     has_fft = module.groups == 1 and set(module.dilation) == {1}
-    return tuple(name for name in DESCRIPTIONS[device.type] if name != "fft" or has_fft)
+    return tuple(name for name in ALGORITHMS[device.type] if name != "fft" or has_fft)
 
 
 def convolve(module: nn.Conv2d, x: Tensor, algorithm: str) -> Tensor:
@@ -156,14 +147,11 @@ def _switched(device: torch.device, algorithm: str) -> Iterator[None]:
     values = {"enabled": algorithm != "im2col"}
     if device.type == "cuda":
         values["benchmark"] = algorithm == "benchmark"
-    before = {name: getattr(library, name) for name in values}
-    try:
+    with ExitStack() as undo:
         for name, value in values.items():
+            undo.callback(setattr, library, name, getattr(library, name))
             setattr(library, name, value)
         yield
-    finally:
-        for name, value in before.items():
-            setattr(library, name, value)
 
 
 class AlgorithmsHandle:
@@ -198,9 +186,6 @@ class _Chosen:
     @torch.compiler.disable
     def __call__(self, input: Tensor) -> Tensor:
         return convolve(self._module, input, self._algorithm)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Chosen:
-        return _Chosen(copy.deepcopy(self._module, memo), self._algorithm)
 
 
 def require_not_compiled(model: nn.Module) -> None:

@@ -7,11 +7,12 @@ import json
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -23,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_dp.planner.formulas import require_count
+from lightning_dp.recompute.profile import timed
 from lightning_dp.recompute.values import tensors_in
 from lightning_dp.trial_run import unchanged, unchanged_parameters
 
@@ -34,13 +36,7 @@ def measure_time_s(function: Callable[[], Any], device: torch.device | str = "cp
     """
     require_count("repeats", repeats)
     device = torch.device(device)
-    times = []
-    for _ in range(repeats + 1):
-        _synchronize(device)
-        begin_s = time.perf_counter()
-        function()
-        _synchronize(device)
-        times.append(time.perf_counter() - begin_s)
+    times = [timed(function, (), {}, device)[1] for _ in range(repeats + 1)]
     return statistics.median(times[1:])
 
 
@@ -79,11 +75,8 @@ def measure_memory(function: Callable[[], Any], device: torch.device | str = "cp
         return MemoryUse(torch.cuda.max_memory_allocated(device) - before, kept, result)
     with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = function()
-    held = peak = 0
-    for change in _allocations(profiler):
-        held += change
-        peak = max(peak, held)
-    return MemoryUse(peak, held, result)
+    held = list(accumulate(_allocations(profiler), initial=0))
+    return MemoryUse(max(held), held[-1], result)
 
 
 def measure_peak_bytes(function: Callable[[], Any], device: torch.device | str = "cpu") -> int:
@@ -117,11 +110,6 @@ def _allocations(profiler: profile) -> list[int]:
     ]
     # Sorting is stable: events of one moment stay in the order in which they were recorded.
     return [change for _, change in sorted(changes, key=lambda event: event[0])]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # Trials that may use up the memory.
@@ -226,8 +214,7 @@ def trace_layers(model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], A
             f"the batch, a {type(batch).__name__}, contains no tensor; give the images that the model is called with"
         )
     seen = _Seen([*tensors, *model.parameters(), *model.buffers()])
-    hooks = []
-    try:
+    with ExitStack() as hooks:
         for name, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 raise ValueError(f"{name or 'the model'} is scripted, which hides its layers; give the plain model")
@@ -235,15 +222,12 @@ def trace_layers(model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], A
             # The parameters of a parametrized layer are those of a submodule.
             is_layer = is_leaf or isinstance(module, (*CONVOLUTIONS, nn.Linear))
             if is_layer or next(module.parameters(recurse=False), None) is not None:
-                hooks.append(module.register_forward_hook(seen.hook(name), with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(partial(seen.add, name), with_kwargs=True))
         with unchanged(model), unchanged_parameters(model), torch.no_grad():
             if run is not None:
                 run(model, batch)
             else:
                 model(*(batch if isinstance(batch, tuple) else (batch,)))
-    finally:
-        for hook in hooks:
-            hook.remove()
     if not seen.layers:
         raise ValueError(f"{type(model).__name__} called no module; the planner reads layers of torch.nn")
     return seen.layers
@@ -260,24 +244,21 @@ class _Seen:
         for tensor in known:
             self._is_new(tensor)
 
-    def hook(self, name: str) -> Any:
-        def remember(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            inputs, outputs = list(tensors_in([args, kwargs])), list(tensors_in(output))
-            weight_bytes, bias_bytes = self._parameter_bytes(module)
-            self.layers.append(
-                Layer(
-                    name=name,
-                    type_name=type(module).__name__,
-                    kind=kind_of(module),
-                    input_shape=tuple(inputs[0].shape) if inputs else (),
-                    output_shape=tuple(outputs[0].shape) if outputs else (),
-                    output_bytes=sum(num_bytes(tensor) for tensor in outputs if self._is_new(tensor)),
-                    weight_bytes=weight_bytes,
-                    bias_bytes=bias_bytes,
-                )
+    def add(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        inputs, outputs = list(tensors_in([args, kwargs])), list(tensors_in(output))
+        weight_bytes, bias_bytes = self._parameter_bytes(module)
+        self.layers.append(
+            Layer(
+                name=name,
+                type_name=type(module).__name__,
+                kind=kind_of(module),
+                input_shape=tuple(inputs[0].shape) if inputs else (),
+                output_shape=tuple(outputs[0].shape) if outputs else (),
+                output_bytes=sum(num_bytes(tensor) for tensor in outputs if self._is_new(tensor)),
+                weight_bytes=weight_bytes,
+                bias_bytes=bias_bytes,
             )
-
-        return remember
+        )
 
     def _is_new(self, tensor: Tensor) -> bool:
         reference = StorageWeakRef(tensor.untyped_storage())

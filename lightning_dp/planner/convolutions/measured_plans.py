@@ -281,13 +281,15 @@ def resized(batch: Any, batch_size: int, present_size: int | None = None) -> Any
     Raises:
         ValueError: it holds no tensor that has rows, so that it would stay as it is.
     """
-    found = False
+    if not any(tensor.dim() for tensor in tensors_of(batch)):
+        raise ValueError(
+            f"no images were found in the batch, a {type(batch).__name__}; give a tensor, or tensors in tuples, lists, "
+            "mappings or dataclasses"
+        )
 
     def resize(tensor: Tensor) -> Tensor:
-        nonlocal found
         if tensor.dim() == 0:
             return tensor
-        found = True
         num_rows = batch_size * num_times(len(tensor), present_size)
         rows = torch.arange(num_rows, device=tensor.device) % len(tensor)
         chosen = tensor.index_select(0, rows)
@@ -295,13 +297,7 @@ def resized(batch: Any, batch_size: int, present_size: int | None = None) -> Any
             return chosen.contiguous(memory_format=torch.channels_last)
         return chosen
 
-    result = apply_to_collection(batch, Tensor, resize, allow_frozen=True)
-    if not found:
-        raise ValueError(
-            f"no images were found in the batch, a {type(batch).__name__}; give a tensor, or tensors in tuples, lists, "
-            "mappings or dataclasses"
-        )
-    return result
+    return apply_to_collection(batch, Tensor, resize, allow_frozen=True)
 
 
 def num_times(num_rows: int, batch_size: int | None) -> int:

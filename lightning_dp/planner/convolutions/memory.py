@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,32 +87,29 @@ class MemoryModel:
             ValueError: not even one image fits.
         """
         require_count("memory_bytes", memory_bytes)
-        low, high = 0, 1
-        while self.step_bytes(high) <= memory_bytes:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.step_bytes(middle) <= memory_bytes else (low, middle)
-        if low == 0:
+        too_large = 1
+        while self.step_bytes(too_large) <= memory_bytes:
+            too_large *= 2
+        largest = bisect_right(range(too_large), memory_bytes, lo=1, key=self.step_bytes) - 1
+        if largest == 0:
             raise ValueError(
                 f"memory_bytes={memory_bytes} holds no batch: one image needs {self.step_bytes(1)} bytes; use a device "
                 "with more memory, a smaller model, or a sharded one"
             )
-        return low
+        return largest
 
     @property
     def unmodeled(self) -> tuple[str, ...]:
         """A line for each class of layers that the equations do not have, and that holds memory."""
-        found: dict[str, tuple[int, int]] = {}
+        found: dict[str, list[int]] = {}
         for layer in self.layers:
             held = layer.output_bytes + COPIES * (layer.weight_bytes + layer.bias_bytes)
             if layer.kind is LayerKind.OTHER and held:
-                count, total = found.get(layer.type_name, (0, 0))
-                found[layer.type_name] = count + 1, total + held
+                found.setdefault(layer.type_name, []).append(held)
         return tuple(
-            f"{type_name} is not in equations 2 to 4; {count} layers hold {total} bytes at batch size "
+            f"{type_name} is not in equations 2 to 4; {len(sizes)} layers hold {sum(sizes)} bytes at batch size "
             f"{self.traced_batch_size}, as traced"
-            for type_name, (count, total) in found.items()
+            for type_name, sizes in found.items()
         )
 
     def table(self, batch_size: int) -> str:
