@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
@@ -17,6 +18,8 @@ from lightning_dp._lightning import Callback, DDPStrategy, LightningModule, Trai
 from lightning_dp._private.torch_names import local_part
 from lightning_dp.collectives.groups import dense
 from lightning_dp.collectives.small_all_gather import small_all_gather
+
+log = logging.getLogger(__name__)
 
 Checksums = dict[str, tuple[str, int]]
 """Name of each parameter, its dtype and shape in words, and the checksum of its bits."""
@@ -59,8 +62,15 @@ class RanksAgree(Callback):
         if stage != "fit":
             return
         strategy = trainer.strategy
-        tells = hasattr(strategy, "sharded_parameter_names") or hasattr(strategy, "num_parameter_shards")
-        if trainer.world_size > 1 and not tells and not isinstance(strategy, DDPStrategy):
+        if trainer.world_size == 1:
+            log.info(f"{type(self).__name__}: there is a single rank, which has nothing to compare")
+        elif getattr(strategy, "num_parameter_shards", 1) == trainer.world_size:
+            log.info(
+                f"{type(self).__name__}: each rank has other shards of the parameters; there is nothing to compare"
+            )
+        elif not isinstance(strategy, DDPStrategy) and not (
+            hasattr(strategy, "sharded_parameter_names") or hasattr(strategy, "num_parameter_shards")
+        ):
             raise ValueError(
                 f"{type(self).__name__} does not know which parameters {type(strategy).__name__} shards; use "
                 "DDPStrategy or a subclass of it, or give the strategy an attribute sharded_parameter_names or "
