@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_dp._private.lightning_names import epoch_means
 from lightning_dp.planner.plots import COLORS
 from lightning_dp.runs.command_line import argument_parser
-from lightning_dp.runs.resume import CURVES, METRICS, read_checkpoint
+from lightning_dp.runs.resume import CURVES, METRICS, read_checkpoint, run_folder
 
 Series = list[tuple[float, float]]  # (epochs trained, value)
 Phase = tuple[float, float, bool]  # start, end (epochs trained), whether statistics were global
@@ -155,7 +155,7 @@ def _as_logged(means: dict[str, Any], trainer: Trainer, step: int) -> dict[str, 
 
 def rows_before(checkpoint: Path) -> list[dict[str, str]]:
     """Return the rows of a checkpoint's run up to the end of its batch or epoch."""
-    rows, content = rows_of(checkpoint.parent.parent), read_checkpoint(checkpoint)
+    rows, content = rows_of(run_folder(checkpoint)), read_checkpoint(checkpoint)
     state = content["callbacks"].get(RowsInCheckpoint.__qualname__)
     if state is None:  # of version 0.1
         return [row for row in rows if int(row["step"]) < content["global_step"]]

@@ -165,6 +165,13 @@ def is_of(run_dir: Path, checkpoint: Path) -> bool:
     return run_dir.resolve() in checkpoint.resolve().parents
 
 
+def run_folder(checkpoint: Path) -> Path:
+    """Return the folder of a checkpoint's run. A name with "{val/acc}" makes folders of its own below checkpoints/."""
+    path = checkpoint.resolve()
+    is_of_run = (folder for folder in path.parents if (folder / ".hydra" / "config.yaml").is_file())
+    return next(is_of_run, path.parent.parent)
+
+
 @contextmanager
 def alone_in(run_dir: Path) -> Iterator[None]:
     """Hold a lock on a run folder, at most until this process dies: two runs would write to the same files.

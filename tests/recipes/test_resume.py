@@ -798,3 +798,14 @@ def test_a_checkpoint_in_no_folder_has_no_rows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": {}, "global_step": 0}, "last.ckpt")
     assert rows_before(Path("last.ckpt")) == []
+
+
+def test_rows_are_those_of_the_run_of_a_checkpoint_whose_name_has_a_slash(tmp_path):
+    """As Lightning writes ``filename="{epoch}-{val/acc}"``: to a folder below checkpoints/."""
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").touch()
+    (tmp_path / "metrics.csv").write_text("epoch,loss,step\n0,1.5,0\n0,1.2,1\n")
+    path = save(tmp_path, num_steps=1).parent / "epoch=0-val" / "acc=0.5.ckpt"
+    path.parent.mkdir()
+    last(tmp_path).rename(path)
+    assert rows_before(path) == [{"epoch": "0", "loss": "1.5", "step": "0"}]
