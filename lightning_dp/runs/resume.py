@@ -43,6 +43,7 @@ FREE = {
     *("data.root", "data.index_dir", "data.download", "data.num_workers", "callbacks.progress_bar"),
     *("trainer.enable_progress_bar", "trainer.enable_model_summary"),
 }
+PLACE = {"data.root"}  # free in the run's own folder, where its data may have been moved; elsewhere it tells data apart
 # Lightning loads these with the state of the optimizer and its schedule, whatever the configuration says.
 IN_STATE = ("optim.", "model.optimizer.", "model.scheduler.", "model.parameter_groups.")
 MAX_NAMED = 3  # differences in an error
@@ -294,7 +295,8 @@ def differences(checkpoint: Path, config: Config) -> list[str]:
     saved = read_checkpoint(checkpoint)["callbacks"].get(ConfigurationInCheckpoint.__qualname__, {}).get("config", {})
     if "run_dir" not in saved:
         return []
-    theirs, ours = (dict(_leaves(each, each["run_dir"])) for each in (saved, config))
+    free = FREE if is_of(Path(config["run_dir"]), checkpoint) else FREE - PLACE
+    theirs, ours = (dict(_leaves(each, each["run_dir"], free)) for each in (saved, config))
     found: dict[tuple[str, Any, Any], str] = {}
     # A value of the top level, such as the seed, is passed on to several objects; it is named once.
     for key in sorted({**theirs, **ours}, key=lambda key: (key.count("."), key)):
@@ -304,13 +306,13 @@ def differences(checkpoint: Path, config: Config) -> list[str]:
     return list(found.values())
 
 
-def _leaves(node: Any, run_dir: str, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a configuration with their dotted keys, except `FREE` ones. The run folder may be another."""
-    if path in FREE:
+def _leaves(node: Any, run_dir: str, free: set[str], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a configuration with their dotted keys, except free ones. The run folder may be another."""
+    if path in free:
         return
     if isinstance(node, dict) and node:
         for key, value in node.items():
-            yield from _leaves(value, run_dir, f"{path}.{key}" if path else str(key))
+            yield from _leaves(value, run_dir, free, f"{path}.{key}" if path else str(key))
     else:
         yield path, node.replace(run_dir, "RUN_DIR") if isinstance(node, str) else node
 

@@ -479,6 +479,21 @@ def test_last_continues_only_a_run_of_the_same_configuration(tmp_path):
         find_checkpoint(tiny(runs / "new", "ckpt_path=last", "trainer.max_epochs=3"))
 
 
+def test_a_run_on_other_data_is_not_taken_for_that_of_this_name(tmp_path):
+    """Folds of a data set may differ in their folder only. In the run's own folder the data may have been moved."""
+    runs = tmp_path / "tiny"
+    first, other = (save_as(on(runs / fold, fold), age) for fold, age in (("first", 10), ("other", 0)))
+    assert find_checkpoint(on(runs / "new", "first")) == first
+    with pytest.raises(ValueError, match=r"is of a run with data\.root=\w+, not third; give the same options"):
+        find_checkpoint(on(runs / "new", "third"))
+    assert find_checkpoint(on(runs / "other", "moved")) == other
+
+
+def on(run_dir, fold):
+    config = tiny(run_dir, "ckpt_path=last")
+    return config | {"data": config["data"] | {"root": fold}}
+
+
 @pytest.mark.ci
 def test_a_run_puts_its_configuration_into_its_checkpoints(tmp_path):
     config = tiny(tmp_path / "run", "trainer.max_epochs=1", "test=false")
