@@ -401,10 +401,29 @@ class ContinuesAfterCheckpoint(Callback):
 
     With ``max_steps`` Lightning would go through the epoch that has ended again, and after EarlyStopping train another.
     The callback comes before the others, so that they see the right epoch.
+
+    Args:
+        checkpoint: that this rank continues from, or None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoint: str | None) -> None:
+        self._checkpoint = checkpoint
         self._has_trained = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Raise ValueError if this rank continues from elsewhere than rank 0: its momentum and images would be others.
+
+        A machine that does not see the run folder finds no ``ckpt_path=last`` there, and would start.
+        """
+        if stage != "fit":
+            return
+        steps = 0 if self._checkpoint is None else completed_steps(Path(self._checkpoint))
+        first = trainer.strategy.broadcast(steps)
+        if steps != first:
+            raise ValueError(
+                f"rank {trainer.global_rank} would continue after {steps} steps, but rank 0 after {first}: all "
+                "machines must see one run folder; name one that they share with hydra.run.dir=FOLDER"
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Correct the loop. Called by Lightning when the checkpoint has been loaded."""

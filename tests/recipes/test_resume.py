@@ -824,3 +824,18 @@ def test_rows_are_those_of_the_run_of_a_checkpoint_whose_name_has_a_slash(tmp_pa
     path.parent.mkdir()
     last(tmp_path).rename(path)
     assert rows_before(path) == [{"epoch": "0", "loss": "1.5", "step": "0"}]
+
+
+def train_apart(rank, config):
+    """As on machines of which only the first sees the run folder."""
+    return train(config if rank == 0 else config | {"ckpt_path": None})
+
+
+@pytest.mark.ci
+def test_a_machine_that_does_not_see_the_run_folder_is_named(tmp_path):
+    """There ``ckpt_path=last`` finds no checkpoint, and DDP gives its rank the weights of rank 0, but no momentum."""
+    steps = "+optim.scheduler.total_steps=6"
+    train(tiny(tmp_path, "trainer.max_epochs=1", "test=false", steps))
+    config = tiny(tmp_path, "trainer.devices=2", "test=false", steps, f"ckpt_path={last(tmp_path)}")
+    with pytest.raises(RankError, match="rank 1 would continue after 0 steps, but rank 0 after 3: all machines must"):
+        run_processes(2, train_apart, config, grace=5)
