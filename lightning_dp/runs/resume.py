@@ -92,7 +92,7 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
             _require_best_is_known(path, config)
         if requested not in OF_A_RUN and (found := differences(path, config)):
             log.warning("%s is of a run with %s", path, _named(found))
-            if kept := [text for text in found if text.startswith(IN_STATE)]:
+            if kept := _in_state(found, path):
                 log.warning("optimizer and schedule go on with their values in the checkpoint: %s", _named(kept))
     log.info("continuing from %s", path)
     return path.resolve()
@@ -144,6 +144,13 @@ def _require_same(requested: str, path: Path, config: Config) -> None:
             f"ckpt_path={requested}: {path} is of a run with {_named(found)}; give the same options, or continue it "
             f"all the same with ckpt_path={path}"
         )
+
+
+def _in_state(found: list[str], checkpoint: Path) -> list[str]:
+    """Return the values that Lightning loads. Of a schedule that is a function, as of optim=goyal, that is its step."""
+    is_function = any("lr_lambdas" in state for state in read_checkpoint(checkpoint)["lr_schedulers"])
+    new = (".interval=", ".scheduler.") if is_function else (".interval=",)
+    return [text for text in found if text.startswith(IN_STATE) and not any(part in text for part in new)]
 
 
 def _named(found: list[str]) -> str:

@@ -399,6 +399,17 @@ def test_the_learning_rate_is_that_of_the_checkpoint_and_a_warning_says_so(tmp_p
     assert {row["lr-SGD"] for row in metrics(tmp_path / "after") if row["lr-SGD"]} == {"0.1"}
 
 
+def test_values_of_a_schedule_without_a_state_are_the_new_ones(tmp_path, caplog):
+    """That of a LambdaLR is its step and its rates, and not its function."""
+    config = tiny(tmp_path / "new", "optim=goyal", "+optim.scheduler.warmup=0.5", "optim.interval=epoch")
+    for name, state in (("lambda", {"lr_lambdas": [None]}), ("other", {"gamma": 0.1})):
+        path = save_as(tiny(tmp_path / name, "optim=goyal"))
+        torch.save(torch.load(path) | {"lr_schedulers": [state]}, path)
+        find_checkpoint(config | {"ckpt_path": str(path)})
+    (kept,) = [each.message for each in caplog.records if "go on with their values" in each.message]
+    assert kept.endswith("in the checkpoint: model.scheduler.warmup=nothing, not 0.5")
+
+
 def hold(run_dir, connection):
     with alone_in(run_dir):
         connection.send("held")
