@@ -212,6 +212,7 @@ RECIPES = [
     ("test=best trainer.limit_val_batches=0.0", "test=best ... trainer.limit_val_batches=0"),
     ("test=best trainer.check_val_every_n_epoch=20", "trainer.check_val_every_n_epoch=20 ... max_epochs=10"),
     ("test=best optimized_metric=null", "test=best needs a metric that is measured during training"),
+    ("test=best optimized_metric=val/loss", "optimized_metric=val/loss ... write optimized_mode=min"),
     ("test=best optimized_metric=test/acc", "not optimized_metric=test/acc; use val/acc"),
     ("test=best data=synthetic data.num_val=0", "no images are held out for validation"),
     ("test=best callbacks=none", "test=best needs checkpoints"),

@@ -184,7 +184,7 @@ class CIFAR10(ImageDataModule):
         sha256: str = SHA256,
     ) -> None:
         super().__init__(batch_size, eval_batch_size, seed, num_workers, drop_last)
-        self.root = Path(root)
+        self.root = Path(root).expanduser()  # as torchvision does
         self.folder = self.root / FOLDER
         self.download = download
         self.augment = augment

@@ -88,7 +88,7 @@ class ImageNet(ByteImageDataModule):
         begin, end = resize_between
         if not 0 <= begin <= end <= 1:
             raise ValueError(f"resize_between={resize_between} must be two fractions of the epochs, in ascending order")
-        self.root = Path(root)
+        self.root = Path(root).expanduser()  # as torchvision does
         self.num_classes = num_classes
         self.image_size = image_size
         self.start_image_size = image_size if start_image_size is None else start_image_size
@@ -98,7 +98,7 @@ class ImageNet(ByteImageDataModule):
         self.crop = crop
         self.on_broken = on_broken
         self.decoder = decoder
-        self.val_labels = None if val_labels is None else Path(val_labels)
+        self.val_labels = None if val_labels is None else Path(val_labels).expanduser()
         self._found: tuple[Split, Split] | None = None
         self._datasets: dict[str, ImageFiles | EncodedFiles] = {}
         # By process and device. The parent's stays here after a fork: freeing it would wait for threads that are gone.

@@ -61,7 +61,7 @@ class ImageNetShards(ImageNet):
             raise ValueError(f"val_labels={self.val_labels} has no effect on shards, which have labels; leave it out")
         self.train_shards = train_shards
         self.val_shards = val_shards
-        self.index_dir = self.root if index_dir is None else Path(index_dir)
+        self.index_dir = self.root if index_dir is None else Path(index_dir).expanduser()
 
     def prepare_data(self) -> None:
         """Make the index if there is none. Called on one rank of each node, while the others wait."""

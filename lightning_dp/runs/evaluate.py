@@ -24,7 +24,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from lightning_dp.data.module import ImageDataModule
 from lightning_dp.runs.command_line import argument_parser, conf_folder, message_of, require_new_names
 from lightning_dp.runs.hydra_versions import VERSION_BASE
-from lightning_dp.runs.resume import naming_another_model, read_checkpoint, require_intact
+from lightning_dp.runs.resume import naming_another_model, read_checkpoint, require_intact, run_folder
 from lightning_dp.runs.train import build
 from lightning_dp.runs.validation import Config, check_arguments, check_top_level_types, targets
 
@@ -101,7 +101,7 @@ def config_of_run(checkpoint: Path, overrides: list[str]) -> DictConfig:
         ValueError: it is damaged, or nothing would read one of the overrides.
     """
     check_overrides(overrides)
-    run_dir = checkpoint.resolve().parent.parent
+    run_dir = run_folder(checkpoint)
     path = run_dir / ".hydra" / "config.yaml"
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}; leave the checkpoint in its run folder, or use --own")

@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_dp._private.lightning_names import epoch_means
 from lightning_dp.planner.plots import COLORS
 from lightning_dp.runs.command_line import argument_parser
-from lightning_dp.runs.resume import CURVES, METRICS, read_checkpoint
+from lightning_dp.runs.resume import CURVES, METRICS, read_checkpoint, run_folder
 
 Series = list[tuple[float, float]]  # (epochs trained, value)
 Phase = tuple[float, float, bool]  # start, end (epochs trained), whether statistics were global
@@ -155,7 +155,7 @@ def _as_logged(means: dict[str, Any], trainer: Trainer, step: int) -> dict[str, 
 
 def rows_before(checkpoint: Path) -> list[dict[str, str]]:
     """Return the rows of a checkpoint's run up to the end of its batch or epoch."""
-    rows, content = rows_of(checkpoint.parent.parent), read_checkpoint(checkpoint)
+    rows, content = rows_of(run_folder(checkpoint)), read_checkpoint(checkpoint)
     state = content["callbacks"].get(RowsInCheckpoint.__qualname__)
     if state is None:  # of version 0.1
         return [row for row in rows if int(row["step"]) < content["global_step"]]
@@ -220,7 +220,7 @@ def _ends_of_epochs(rows: Sequence[dict[str, str]]) -> tuple[list[float], list[f
     last: dict[float, float] = {}
     for row in rows:
         # The row of a test names the epoch after the last one, which has no steps.
-        if "epoch" in row and not any(name.startswith("test/") for name in row):
+        if "epoch" in row and not any(name.startswith(("test/", "test_")) for name in row):
             epoch = float(row["epoch"]) + 1
             last[epoch] = max(last.get(epoch, 0.0), int(row["step"]) + 1.0)
     if not last:
@@ -262,16 +262,16 @@ def draw_curves(run_dir: str | Path, file: str = CURVES) -> Path:
     loss, accuracy = figure.subplots(1, 2)
     for axes, metric, title in ((loss, "loss", "loss"), (accuracy, "acc", "accuracy")):
         _shade(axes, phases(series.get(IS_GLOBAL, [])))
-        _plot(axes, series.get(f"train/{metric}", []), TRAIN_COLOR, "train")
-        _plot(axes, series.get(f"val/{metric}", []), VAL_COLOR, "validation")
+        _plot(axes, _named(series, "train", metric), TRAIN_COLOR, "train")
+        _plot(axes, _named(series, "val", metric), VAL_COLOR, "validation")
         axes.set(title=title, xlabel="epoch")
         axes.set_xlim(left=0)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    if min((value for _, value in series.get("train/loss", [])), default=0.0) > 0:
+    if min((value for _, value in _named(series, "train", "loss")), default=0.0) > 0:
         loss.set_yscale("log")
-    if "test/acc" in series:
-        value = series["test/acc"][-1][1]
+    if tested := _named(series, "test", "acc"):
+        value = tested[-1][1]
         label = f"test, at the end: {value:.4f}"
         accuracy.axhline(value, color=TEST_COLOR, linewidth=1, linestyle=":", label=label)
     if rates := [values for name, values in series.items() if name.startswith("lr-")]:
@@ -282,6 +282,12 @@ def draw_curves(run_dir: str | Path, file: str = CURVES) -> Path:
     figure.suptitle(f"{folder.parent.name}/{folder.name}", fontsize=9, color="#555555")
     figure.savefig(folder / file, dpi=120)
     return folder / file
+
+
+def _named(series: dict[str, Series], kind: str, metric: str) -> Series:
+    """Return a metric by our name for it, train/loss, by a user's, train_loss, or with the end that Lightning gives."""
+    names = (f"{kind}{sign}{metric}{end}" for end in ("", "_epoch") for sign in "/_")
+    return next((series[name] for name in names if name in series), [])
 
 
 def _plot(axes: Axes, values: Series, color: str, label: str) -> None:

@@ -168,7 +168,7 @@ def run_steps(config: Config, callback: Callback) -> None:
     logging.getLogger("lightning_dp.planner.diagnose").setLevel(logging.WARNING)  # `main` prints the diagnosis
     # No checkpoints and no metrics: they are not what is measured. Callbacks that change training stay.
     callbacks = {name: node for name, node in config["callbacks"].items() if node is not None and is_measured(node)}
-    config = {**config, "callbacks": callbacks, "test": "last"}
+    config = {**config, "callbacks": callbacks, "test": "last", "ckpt_path": None}
     config["trainer"] = {**config["trainer"], "enable_checkpointing": False, "logger": False, "limit_val_batches": 0}
     trainer, model, data = build(config)
     trainer.callbacks.append(callback)

@@ -43,6 +43,7 @@ FREE = {
     *("data.root", "data.index_dir", "data.download", "data.num_workers", "callbacks.progress_bar"),
     *("trainer.enable_progress_bar", "trainer.enable_model_summary"),
 }
+PLACE = {"data.root"}  # free in the run's own folder, where its data may have been moved; elsewhere it tells data apart
 # Lightning loads these with the state of the optimizer and its schedule, whatever the configuration says.
 IN_STATE = ("optim.", "model.optimizer.", "model.scheduler.", "model.parameter_groups.")
 MAX_NAMED = 3  # differences in an error
@@ -91,7 +92,7 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
             _require_best_is_known(path, config)
         if requested not in OF_A_RUN and (found := differences(path, config)):
             log.warning("%s is of a run with %s", path, _named(found))
-            if kept := [text for text in found if text.startswith(IN_STATE)]:
+            if kept := _in_state(found, path):
                 log.warning("optimizer and schedule go on with their values in the checkpoint: %s", _named(kept))
     log.info("continuing from %s", path)
     return path.resolve()
@@ -145,6 +146,13 @@ def _require_same(requested: str, path: Path, config: Config) -> None:
         )
 
 
+def _in_state(found: list[str], checkpoint: Path) -> list[str]:
+    """Return the values that Lightning loads. Of a schedule that is a function, as of optim=goyal, that is its step."""
+    is_function = any("lr_lambdas" in state for state in read_checkpoint(checkpoint)["lr_schedulers"])
+    new = (".interval=", ".scheduler.") if is_function else (".interval=",)
+    return [text for text in found if text.startswith(IN_STATE) and not any(part in text for part in new)]
+
+
 def _named(found: list[str]) -> str:
     more = f", and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
     return f"{', '.join(found[:MAX_NAMED])}{more}"
@@ -163,6 +171,13 @@ def require_unused(run_dir: Path, checkpoint: Path | None, key: str) -> None:
 def is_of(run_dir: Path, checkpoint: Path) -> bool:
     """Return whether a checkpoint is in a run folder."""
     return run_dir.resolve() in checkpoint.resolve().parents
+
+
+def run_folder(checkpoint: Path) -> Path:
+    """Return the folder of a checkpoint's run. A name with "{val/acc}" makes folders of its own below checkpoints/."""
+    path = checkpoint.resolve()
+    is_of_run = (folder for folder in path.parents if (folder / ".hydra" / "config.yaml").is_file())
+    return next(is_of_run, path.parent.parent)
 
 
 @contextmanager
@@ -287,7 +302,8 @@ def differences(checkpoint: Path, config: Config) -> list[str]:
     saved = read_checkpoint(checkpoint)["callbacks"].get(ConfigurationInCheckpoint.__qualname__, {}).get("config", {})
     if "run_dir" not in saved:
         return []
-    theirs, ours = (dict(_leaves(each, each["run_dir"])) for each in (saved, config))
+    free = FREE if is_of(Path(config["run_dir"]), checkpoint) else FREE - PLACE
+    theirs, ours = (dict(_leaves(each, each["run_dir"], free)) for each in (saved, config))
     found: dict[tuple[str, Any, Any], str] = {}
     # A value of the top level, such as the seed, is passed on to several objects; it is named once.
     for key in sorted({**theirs, **ours}, key=lambda key: (key.count("."), key)):
@@ -297,13 +313,13 @@ def differences(checkpoint: Path, config: Config) -> list[str]:
     return list(found.values())
 
 
-def _leaves(node: Any, run_dir: str, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a configuration with their dotted keys, except `FREE` ones. The run folder may be another."""
-    if path in FREE:
+def _leaves(node: Any, run_dir: str, free: set[str], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a configuration with their dotted keys, except free ones. The run folder may be another."""
+    if path in free:
         return
     if isinstance(node, dict) and node:
         for key, value in node.items():
-            yield from _leaves(value, run_dir, f"{path}.{key}" if path else str(key))
+            yield from _leaves(value, run_dir, free, f"{path}.{key}" if path else str(key))
     else:
         yield path, node.replace(run_dir, "RUN_DIR") if isinstance(node, str) else node
 
@@ -392,10 +408,29 @@ class ContinuesAfterCheckpoint(Callback):
 
     With ``max_steps`` Lightning would go through the epoch that has ended again, and after EarlyStopping train another.
     The callback comes before the others, so that they see the right epoch.
+
+    Args:
+        checkpoint: that this rank continues from, or None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoint: str | None) -> None:
+        self._checkpoint = checkpoint
         self._has_trained = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Raise ValueError if this rank continues from elsewhere than rank 0: its momentum and images would be others.
+
+        A machine that does not see the run folder finds no ``ckpt_path=last`` there, and would start.
+        """
+        if stage != "fit":
+            return
+        steps = 0 if self._checkpoint is None else completed_steps(Path(self._checkpoint))
+        first = trainer.strategy.broadcast(steps)
+        if steps != first:
+            raise ValueError(
+                f"rank {trainer.global_rank} would continue after {steps} steps, but rank 0 after {first}: all "
+                "machines must see one run folder; name one that they share with hydra.run.dir=FOLDER"
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Correct the loop. Called by Lightning when the checkpoint has been loaded."""

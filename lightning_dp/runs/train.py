@@ -229,7 +229,7 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     if config.get("test") == "best" and config["train"]:
         callbacks.insert(0, BestCheckpoint(config))
     callbacks += [RowsInCheckpoint(logger) for logger in loggers or () if isinstance(logger, MetricsFile)]
-    callbacks.insert(0, ContinuesAfterCheckpoint())
+    callbacks.insert(0, ContinuesAfterCheckpoint(config.get("ckpt_path")))
     trainer = instantiate(config["trainer"], callbacks=callbacks, logger=loggers or False, _convert_="all")
     if isinstance(trainer.precision_plugin, DoublePrecision):
         # Lightning converts the module after it has loaded a checkpoint, and so rounds the weights in it to 32 bits.

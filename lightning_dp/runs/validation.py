@@ -480,6 +480,8 @@ def check_together(config: Config) -> None:
         raise ValueError(f"test={config['test']} must be last, best or false")
     if config["optimized_mode"] not in ("max", "min"):
         raise ValueError(f"optimized_mode={config['optimized_mode']} must be max or min")
+    if metric is not None and "loss" in metric and config["optimized_mode"] == "max":
+        raise ValueError(f"optimized_metric={metric} is best where it is highest; write optimized_mode=min")
     _check_numbers(trainer)
     if config["test"] and trainer.get("limit_test_batches") == 0:
         raise ValueError("trainer.limit_test_batches=0 leaves nothing to test; use test=false")

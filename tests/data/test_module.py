@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dp._lightning import FRAMEWORK, LightningModule, Trainer
-from lightning_dp.data import Digits, Synthetic
+from lightning_dp.data import CIFAR10, Digits, ImageNet, ImageNetShards, Synthetic
 from tests.ranks import RankError, run_processes
 
 # Lightning 2.6 asks torch 2.13 in a way that torch calls old.
@@ -238,3 +238,12 @@ def test_options_that_work_are_accepted():
         Synthetic(num_train=300, batch_size=12).check(world_size)
     Synthetic(num_train=12, num_val=0, batch_size=12).check(12)
     Digits().check(2)
+
+
+def test_a_folder_may_be_below_the_home_folder(tmp_path, monkeypatch):
+    """As with torchvision. Else a download would go to a folder with the name ~."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert CIFAR10("~/data").root == tmp_path / "data"
+    assert ImageNet("~/data", val_labels="~/labels.txt").val_labels == tmp_path / "labels.txt"
+    shards = ImageNetShards("~/data", index_dir="~/index")
+    assert (shards.root, shards.index_dir) == (tmp_path / "data", tmp_path / "index")

@@ -57,6 +57,16 @@ def test_learning_rates_of_several_groups_have_one_scale(tmp_path, monkeypatch):
     assert [list(line.get_ydata()) for line in right.lines] == [[0.1, 0.01], [0.4, 0.04]]
 
 
+def test_metrics_may_have_the_names_that_users_give_them(tmp_path, monkeypatch):
+    rows = "0,4,,1.5,\n0,4,,,0.5\n1,5,0.7,,\n"
+    (tmp_path / "metrics.csv").write_text(f"epoch,step,test_acc,train_loss_epoch,val_acc\n{rows}")
+    drawn = []
+    monkeypatch.setattr(metrics.Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
+    draw_curves(tmp_path)
+    shown = [{line.get_label(): list(line.get_ydata()) for line in axes.lines} for axes in drawn[0].axes]
+    assert shown == [{"train": [1.5]}, {"validation": [0.5], "test, at the end: 0.7000": [0.7, 0.7]}]
+
+
 def test_a_tensor_that_a_module_logs_directly_is_a_number(tmp_path):
     file = metrics.MetricsFile(str(tmp_path))
     file.log_metrics({"own": torch.tensor(0.5)}, step=3)

@@ -399,6 +399,17 @@ def test_the_learning_rate_is_that_of_the_checkpoint_and_a_warning_says_so(tmp_p
     assert {row["lr-SGD"] for row in metrics(tmp_path / "after") if row["lr-SGD"]} == {"0.1"}
 
 
+def test_values_of_a_schedule_without_a_state_are_the_new_ones(tmp_path, caplog):
+    """That of a LambdaLR is its step and its rates, and not its function."""
+    config = tiny(tmp_path / "new", "optim=goyal", "+optim.scheduler.warmup=0.5", "optim.interval=epoch")
+    for name, state in (("lambda", {"lr_lambdas": [None]}), ("other", {"gamma": 0.1})):
+        path = save_as(tiny(tmp_path / name, "optim=goyal"))
+        torch.save(torch.load(path) | {"lr_schedulers": [state]}, path)
+        find_checkpoint(config | {"ckpt_path": str(path)})
+    (kept,) = [each.message for each in caplog.records if "go on with their values" in each.message]
+    assert kept.endswith("in the checkpoint: model.scheduler.warmup=nothing, not 0.5")
+
+
 def hold(run_dir, connection):
     with alone_in(run_dir):
         connection.send("held")
@@ -477,6 +488,21 @@ def test_last_continues_only_a_run_of_the_same_configuration(tmp_path):
     assert find_checkpoint(tiny(runs / "new", f"ckpt_path={other}")) == other, "on purpose"
     with pytest.raises(ValueError, match=r"trainer\.max_epochs=2, not 3"):
         find_checkpoint(tiny(runs / "new", "ckpt_path=last", "trainer.max_epochs=3"))
+
+
+def test_a_run_on_other_data_is_not_taken_for_that_of_this_name(tmp_path):
+    """Folds of a data set may differ in their folder only. In the run's own folder the data may have been moved."""
+    runs = tmp_path / "tiny"
+    first, other = (save_as(on(runs / fold, fold), age) for fold, age in (("first", 10), ("other", 0)))
+    assert find_checkpoint(on(runs / "new", "first")) == first
+    with pytest.raises(ValueError, match=r"is of a run with data\.root=\w+, not third; give the same options"):
+        find_checkpoint(on(runs / "new", "third"))
+    assert find_checkpoint(on(runs / "other", "moved")) == other
+
+
+def on(run_dir, fold):
+    config = tiny(run_dir, "ckpt_path=last")
+    return config | {"data": config["data"] | {"root": fold}}
 
 
 @pytest.mark.ci
@@ -798,3 +824,29 @@ def test_a_checkpoint_in_no_folder_has_no_rows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": {}, "global_step": 0}, "last.ckpt")
     assert rows_before(Path("last.ckpt")) == []
+
+
+def test_rows_are_those_of_the_run_of_a_checkpoint_whose_name_has_a_slash(tmp_path):
+    """As Lightning writes ``filename="{epoch}-{val/acc}"``: to a folder below checkpoints/."""
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").touch()
+    (tmp_path / "metrics.csv").write_text("epoch,loss,step\n0,1.5,0\n0,1.2,1\n")
+    path = save(tmp_path, num_steps=1).parent / "epoch=0-val" / "acc=0.5.ckpt"
+    path.parent.mkdir()
+    last(tmp_path).rename(path)
+    assert rows_before(path) == [{"epoch": "0", "loss": "1.5", "step": "0"}]
+
+
+def train_apart(rank, config):
+    """As on machines of which only the first sees the run folder."""
+    return train(config if rank == 0 else config | {"ckpt_path": None})
+
+
+@pytest.mark.ci
+def test_a_machine_that_does_not_see_the_run_folder_is_named(tmp_path):
+    """There ``ckpt_path=last`` finds no checkpoint, and DDP gives its rank the weights of rank 0, but no momentum."""
+    steps = "+optim.scheduler.total_steps=6"
+    train(tiny(tmp_path, "trainer.max_epochs=1", "test=false", steps))
+    config = tiny(tmp_path, "trainer.devices=2", "test=false", steps, f"ckpt_path={last(tmp_path)}")
+    with pytest.raises(RankError, match="rank 1 would continue after 0 steps, but rank 0 after 3: all machines must"):
+        run_processes(2, train_apart, config, grace=5)
