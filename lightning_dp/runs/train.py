@@ -6,7 +6,6 @@ Of the checkpoints, last.ckpt has the weights at the end.
 
 from __future__ import annotations
 
-import logging
 import logging.config
 import os
 import shutil
@@ -62,8 +61,6 @@ from lightning_dp.runs.resume import (
 )
 from lightning_dp.runs.validation import Config, check_given_optim, resolved, validate, without_contradictions
 from lightning_dp.strategies.base import BaseStrategy
-
-log = logging.getLogger("train")
 
 
 def main() -> None:
