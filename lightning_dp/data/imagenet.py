@@ -18,8 +18,6 @@ from lightning_dp.data.image_files import EncodedFiles, EncodedImages, FilesInFo
 from lightning_dp.data.jpeg import CROPS, Crop, Decoder, resolve_decoder
 from lightning_dp.data.module import ByteImageDataModule, Split
 
-MEAN = (0.485, 0.456, 0.406)  # of the training images, as everywhere
-STD = (0.229, 0.224, 0.225)
 MAX_AUTO_WORKERS = 16
 
 
@@ -55,8 +53,8 @@ class ImageNet(ByteImageDataModule):
         ValueError: an option cannot work.
     """
 
-    mean = MEAN
-    std = STD
+    mean = (0.485, 0.456, 0.406)  # of the training images, as everywhere
+    std = (0.229, 0.224, 0.225)
 
     def __init__(
         self,
