@@ -59,7 +59,7 @@ from lightning_dp.runs.resume import (
     is_of,
     naming_another_model,
 )
-from lightning_dp.runs.validation import Config, check_given_optim, resolved, validate, without_contradictions
+from lightning_dp.runs.validation import Config, check_given_optim, resolved, validate, wanted_callbacks
 from lightning_dp.strategies.base import BaseStrategy
 
 
@@ -219,7 +219,7 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     # For each job of a sweep, since it holds for the whole process. Configurations of old runs do not have it.
     torch.set_float32_matmul_precision(config.get("matmul_precision", "highest"))
     model, data = instantiate(config["model"]), instantiate(config["data"])
-    made = {name: instantiate(node) for name, node in without_contradictions(config)["callbacks"].items()}
+    made = {name: instantiate(node) for name, node in wanted_callbacks(config).items()}
     # Other checkpoints of an epoch come before last.ckpt, which holds what these callbacks know of theirs.
     callbacks = sorted(made.values(), key=lambda each: not _is_before_last(each, made.get("checkpoint")))
     callbacks += [SeedEachEpoch(config["seed"]), ConfigurationInCheckpoint(config)]

@@ -19,6 +19,7 @@ from hydra.errors import InstantiationException
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning import Callback, LightningDataModule, LightningModule
+from pytorch_lightning.callbacks import Checkpoint, ModelSummary, ProgressBar
 from pytorch_lightning.loggers import Logger
 from torch import nn
 
@@ -39,11 +40,11 @@ TOP_LEVEL_TYPES: dict[str, Any] = {
 READ_GROUPS = {"data", "model", "optim", "strategy", "trainer", "callbacks", "logger"}
 READ_BY_RECIPES = READ_GROUPS | {*TOP_LEVEL_TYPES, "num_classes"}
 
-# Option of the Trainer -> the base class in pytorch_lightning.callbacks of what it switches off.
-SWITCHES = {
-    "enable_checkpointing": "Checkpoint",
-    "enable_progress_bar": "ProgressBar",
-    "enable_model_summary": "ModelSummary",
+# Option of the Trainer -> the base class of what it switches off.
+SWITCHES: dict[str, type[Callback]] = {
+    "enable_checkpointing": Checkpoint,
+    "enable_progress_bar": ProgressBar,
+    "enable_model_summary": ModelSummary,
 }
 MAX_RANKS_PER_CORE = 8
 
@@ -569,19 +570,15 @@ def _check_schedule(trainer: Config, model: Config) -> None:
         )
 
 
-def without_contradictions(config: Config) -> Config:
-    """Leave out the callbacks of a kind that the Trainer's ``enable_...`` options switch off."""
-    off = tuple(
-        pkgutil.resolve_name(f"pytorch_lightning.callbacks.{kind}")
-        for option, kind in SWITCHES.items()
-        if config["trainer"].get(option) in (False, 0)  # null is the Trainer's default, true
-    )
-    kept = {
+def wanted_callbacks(config: Config) -> dict[str, Config]:
+    """Return the callbacks but those of a kind that the Trainer's ``enable_...`` options switch off."""
+    # Null is the Trainer's default, true.
+    off = tuple(kind for option, kind in SWITCHES.items() if config["trainer"].get(option) in (False, 0))
+    return {
         name: node
         for name, node in config["callbacks"].items()
         if node is not None and not _is_kind(pkgutil.resolve_name(node["_target_"]), off)
     }
-    return config | {"callbacks": kept}
 
 
 def _is_kind(target: Any, kinds: tuple[type, ...]) -> bool:
