@@ -31,7 +31,7 @@ from lightning_dp.launch import LaunchError, external_rank
 from lightning_dp.planner.report import read_plan
 from lightning_dp.runs.hydra_versions import MAIN_OPTIONS
 from lightning_dp.runs.resume import OF_A_RUN
-from lightning_dp.runs.validation import with_keys
+from lightning_dp.runs.validation import Config, check_given_optim, resolved, with_keys
 
 log = logging.getLogger("train")
 
@@ -311,6 +311,20 @@ def write_configuration(cfg: DictConfig) -> None:
 def is_in_sweep() -> bool:
     """Return whether this job is one of a sweep."""
     return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def given_keys() -> list[str]:
+    """Return the keys of the overrides on the command line."""
+    return list(map(key_of, HydraConfig.get().overrides.task))
+
+
+def resolved_command(cfg: DictConfig, *also_read: str) -> Config:
+    """Return a command's configuration as `resolved` does. Raise ValueError also for an option that has no effect."""
+    check_mode()
+    check_config_folders()
+    config = resolved(cfg, *also_read)
+    check_given_optim(cfg, given_keys())
+    return config
 
 
 def check_mode() -> None:

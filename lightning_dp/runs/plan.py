@@ -30,19 +30,19 @@ from lightning_dp.planner import METHODS, Diagnose, Link, Network
 from lightning_dp.planner.diagnose import require_whole_model
 from lightning_dp.planner.formulas import require_not_negative, require_positive
 from lightning_dp.runs.command_line import (
-    check_config_folders,
-    check_mode,
     config_error,
+    given_keys,
     job_error,
     job_logging,
     key_of,
+    resolved_command,
     run,
     write_configuration,
 )
 from lightning_dp.runs.hydra_versions import instantiate
 from lightning_dp.runs.resume import require_unused
 from lightning_dp.runs.train import build, configure_logging, leaving_no_groups
-from lightning_dp.runs.validation import Config, check_arguments, check_given_optim, naming_keys, resolved, validate
+from lightning_dp.runs.validation import Config, check_arguments, naming_keys, resolved, validate
 
 
 def main() -> None:
@@ -53,12 +53,8 @@ def main() -> None:
 def job(cfg: DictConfig) -> None:
     """Check the configuration, measure steps in its processes, and print the diagnosis."""
     try:
-        check_mode()
-        check_config_folders()
-        config = resolved(cfg, "plan", "verify")
-        given = list(map(key_of, HydraConfig.get().overrides.task))
-        check_given_optim(cfg, given)
-        check_plan(config, given)
+        config = resolved_command(cfg, "plan", "verify")
+        check_plan(config, given_keys())
         num_processes = validate(config)
         require_whole_model(instantiate(config["strategy"]))
         check_verify(config, num_processes * config["trainer"]["num_nodes"])

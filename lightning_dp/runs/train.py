@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning import seed_everything
 from pytorch_lightning.callbacks import ModelCheckpoint, WeightAveraging
@@ -26,14 +25,12 @@ from pytorch_lightning.plugins.precision import DoublePrecision
 
 from lightning_dp.launch import external_rank, launch
 from lightning_dp.runs.command_line import (
-    check_config_folders,
-    check_mode,
     config_error,
     is_in_sweep,
     is_search,
     job_error,
     job_logging,
-    key_of,
+    resolved_command,
     run,
     write_configuration,
 )
@@ -59,7 +56,7 @@ from lightning_dp.runs.resume import (
     is_of,
     naming_another_model,
 )
-from lightning_dp.runs.validation import Config, check_given_optim, resolved, validate, wanted_callbacks
+from lightning_dp.runs.validation import Config, validate, wanted_callbacks
 from lightning_dp.strategies.base import BaseStrategy
 
 
@@ -73,10 +70,7 @@ def job(cfg: DictConfig) -> float | None:
     is_first = external_rank() in (None, 0)
     with ExitStack() as stack:
         try:
-            check_mode()
-            check_config_folders()
-            config = resolved(cfg)
-            check_given_optim(cfg, map(key_of, HydraConfig.get().overrides.task))
+            config = resolved_command(cfg)
             num_processes = validate(config)
             checkpoint = find_checkpoint(config, in_sweep=is_in_sweep(), launched=external_rank() is not None)
             config["ckpt_path"] = None if checkpoint is None else str(checkpoint)
