@@ -70,9 +70,7 @@ def resolved(cfg: DictConfig, *also_read: str) -> Config:
     if config["name"] in (None, "") or isinstance(config["name"], list | dict):
         raise ValueError(f"name={config['name']} must be a text: the run folder is runs/NAME/DATE")
     config |= {group: config.get(group) or {} for group in ("callbacks", "logger")} | {"name": str(config["name"])}
-    trainer = config["trainer"]
-    trainer |= {"accelerator": trainer.get("accelerator", "auto"), "devices": trainer.get("devices", "auto")}
-    trainer |= {"num_nodes": trainer.get("num_nodes", 1)}
+    config["trainer"] = trainer = {"accelerator": "auto", "devices": "auto", "num_nodes": 1} | config["trainer"]
     if trainer["devices"] in (-1, "-1"):
         trainer["devices"] = "auto"  # means the same, and Lightning takes it on CPU as well
     return config
