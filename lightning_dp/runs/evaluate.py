@@ -74,10 +74,7 @@ def evaluate(
     with naming_another_model(checkpoint):
         # Lightning loads the weights when the module has the layers of its configure_model, and its precision.
         tested = trainer.test(model, datamodule=data, ckpt_path=str(checkpoint), verbose=False, weights_only=True)
-    found: dict[str, float] = {}
-    for metrics in tested:  # by each loader
-        found |= metrics
-    return found
+    return {name: value for of_loader in tested for name, value in of_loader.items()}
 
 
 def check_weights(path: Path) -> None:
