@@ -152,7 +152,6 @@ def check_ranks(config: Config, num_processes: int) -> None:
 def measure(config: Config, logging_config: Config | None) -> str:
     """Train on this rank for as long as the callback measures, and return the diagnosis."""
     configure_logging(logging_config)
-    seed_everything(config["seed"], workers=True, verbose=False)
     callback: Diagnose = instantiate(config["plan"], config["run_dir"])
     with leaving_no_groups():
         run_steps(config, callback)
@@ -165,7 +164,8 @@ def run_steps(config: Config, callback: Callback) -> None:
     # No checkpoints and no metrics: they are not what is measured. Callbacks that change training stay.
     callbacks = {name: node for name, node in config["callbacks"].items() if node is not None and is_measured(node)}
     config = {**config, "callbacks": callbacks, "test": "last"}
-    config["trainer"] = {**config["trainer"], "enable_checkpointing": False, "logger": False, "limit_val_batches": 0}
+    config["trainer"] = {**config["trainer"], "enable_checkpointing": False, "limit_val_batches": 0}
+    seed_everything(config["seed"], workers=True, verbose=False)
     trainer, model, data = build(config)
     trainer.callbacks.append(callback)
     trainer.fit(model, datamodule=data)
@@ -260,7 +260,6 @@ def time_steps(configs: Mapping[str, Config], logging_config: Config | None) -> 
     times: dict[str, list[float]] = {name: [] for name in configs}
     with leaving_no_groups():
         for name, config in ROUNDS * list(configs.items()):
-            seed_everything(config["seed"], workers=True, verbose=False)
             clock = StepClock()
             run_steps(config, clock)
             times[name].append(clock.step_s)
