@@ -215,7 +215,8 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     model, data = instantiate(config["model"]), instantiate(config["data"])
     made = {name: instantiate(node) for name, node in wanted_callbacks(config).items()}
     # Other checkpoints of an epoch come before last.ckpt, which holds what these callbacks know of theirs.
-    callbacks = sorted(made.values(), key=lambda each: not _is_before_last(each, made.get("checkpoint")))
+    writes_last = made.get("checkpoint")
+    callbacks = sorted(made.values(), key=lambda each: each is writes_last or not isinstance(each, ModelCheckpoint))
     callbacks += [SeedEachEpoch(config["seed"]), ConfigurationInCheckpoint(config)]
     if config.get("test") == "best" and config["train"]:
         callbacks.insert(0, BestCheckpoint(config))
@@ -230,10 +231,6 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     if is_plain and not isinstance(trainer.strategy, BaseStrategy):
         trainer.strategy.checkpoint_io = CompleteFiles()
     return trainer, model, data
-
-
-def _is_before_last(callback: Any, writes_last: Any) -> bool:
-    return isinstance(callback, ModelCheckpoint) and callback is not writes_last
 
 
 def result_line(metrics: dict[str, float], run_dir: str) -> str:
