@@ -88,13 +88,11 @@ class ImageDataModule(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Read what ``stage`` needs. Lightning calls this on every rank."""
-        _, world_size = self._rank()
-        self._check_batch_sizes(world_size)
         if stage != "test":
             self._splits["train"], self._splits["val"] = self.read_train()
         if stage in (None, "test"):
             self._splits["test"] = self.read_test()
-        self._check_loaded(world_size)
+        self._check_loaded()
         if self.num_workers == 0:
             # Lightning advises more workers. That helps loaders that work image by image; here it would be wrong.
             warnings.filterwarnings("ignore", message=".*does not have many workers")
@@ -137,8 +135,7 @@ class ImageDataModule(LightningDataModule):
         self, dataset: Dataset[Any], sampler: DistributedSampler[BatchSlice], persistent_workers: bool = False
     ) -> DataLoader[Any]:
         # Again: since `setup`, a process group may have been made, or a callback have set another batch size.
-        self._check_batch_sizes(sampler.num_replicas)
-        self._check_loaded(sampler.num_replicas)
+        self._check_loaded()
         on_cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         loader = _LateLoader(
             dataset,
@@ -172,7 +169,9 @@ class ImageDataModule(LightningDataModule):
                 f"use {below} or {below + world_size}"
             )
 
-    def _check_loaded(self, world_size: int) -> None:
+    def _check_loaded(self) -> None:
+        _, world_size = self._rank()
+        self._check_batch_sizes(world_size)
         self._check_sizes(world_size, {name: len(labels) for name, (_, labels) in self._splits.items()})
 
     def _check_sizes(self, world_size: int, sizes: dict[str, int]) -> None:
