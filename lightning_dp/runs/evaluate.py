@@ -24,7 +24,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from lightning_dp.data.module import ImageDataModule
 from lightning_dp.runs.command_line import argument_parser, conf_folder, message_of, require_new_names
 from lightning_dp.runs.hydra_versions import VERSION_BASE
-from lightning_dp.runs.resume import naming_another_model, read_checkpoint, require_intact
+from lightning_dp.runs.resume import OTHERS, naming_another_model, read_checkpoint, require_intact
 from lightning_dp.runs.train import build
 from lightning_dp.runs.validation import Config, check_arguments, check_top_level_types, targets
 
@@ -85,7 +85,7 @@ def check_weights(path: Path) -> None:
             "lightning_dp.strategies.consolidate_checkpoint, put that in its place, and leave it in the run folder"
         )
     if not path.is_file():
-        raise FileNotFoundError(f"there is no checkpoint {path}; runs keep theirs in RUN_DIR/checkpoints/last.ckpt")
+        raise FileNotFoundError(f"there is no checkpoint {path}; {OTHERS}")
     read_checkpoint(path)
     require_intact(path)
 

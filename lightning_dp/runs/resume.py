@@ -77,9 +77,7 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
             return None
         _require_same(requested, path, config)
     elif path is not None and not (requested and path.exists()):  # an empty text would be this folder
-        raise FileNotFoundError(
-            f"ckpt_path={requested}: there is no such checkpoint; runs keep theirs in RUN_DIR/{OF_A_RUN['last']}"
-        )
+        raise FileNotFoundError(f"ckpt_path={requested}: there is no such checkpoint; {OTHERS}")
     require_unused(run_dir, path, "hydra.sweep.dir" if in_sweep else "hydra.run.dir")
     if path is None:
         return None
