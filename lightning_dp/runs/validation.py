@@ -515,15 +515,10 @@ def check_together(config: Config) -> None:
 
 def _check_numbers(trainer: Config) -> None:
     """Raise ValueError for values that the Trainer would take, and then fail or do something else."""
-    if trainer.get("check_val_every_n_epoch") is not None and trainer["check_val_every_n_epoch"] < 1:
-        raise ValueError(
-            f"trainer.check_val_every_n_epoch={trainer['check_val_every_n_epoch']} must be 1 or more, or null; for no "
-            "validation, use trainer.limit_val_batches=0"
-        )
-    if trainer["num_nodes"] < 1:
-        raise ValueError(f"trainer.num_nodes={trainer['num_nodes']} must be 1 or more")
-    if trainer.get("accumulate_grad_batches", 1) < 1:
-        raise ValueError(f"trainer.accumulate_grad_batches={trainer['accumulate_grad_batches']} must be 1 or more")
+    remedy = {"check_val_every_n_epoch": ", or null; for no validation, use trainer.limit_val_batches=0"}
+    for key in ("num_nodes", "accumulate_grad_batches", "check_val_every_n_epoch"):
+        if (value := trainer.get(key)) is not None and value < 1:
+            raise ValueError(f"trainer.{key}={value} must be 1 or more{remedy.get(key, '')}")
     if (trainer.get("gradient_clip_val") or 0) < 0:
         raise ValueError(
             f"trainer.gradient_clip_val={trainer['gradient_clip_val']} must be more than 0, or null for no clipping"
