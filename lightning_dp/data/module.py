@@ -145,14 +145,14 @@ class ImageDataModule(LightningDataModule):
             pin_memory=on_cuda,
             persistent_workers=persistent_workers,
         )
-        loader.is_for_one_process = self.trainer is None and not _is_in_group()
+        loader.is_for_one_process = self.trainer is None and not dist.is_initialized()
         return loader
 
     def _rank(self) -> tuple[int, int]:
         """Return the rank and the world size of the Trainer or, without one, of the default process group."""
         if self.trainer is not None:
             return self.trainer.global_rank, self.trainer.world_size
-        return (dist.get_rank(), dist.get_world_size()) if _is_in_group() else (0, 1)
+        return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     def _check_batch_sizes(self, world_size: int) -> None:
         """Raise ValueError if a batch cannot be divided among the ranks."""
@@ -206,16 +206,12 @@ class _LateLoader(DataLoader[Any]):
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self.is_for_one_process and _is_in_group() and dist.get_world_size() > 1:
+        if self.is_for_one_process and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 f"this loader was made for one process, so each of the {dist.get_world_size()} ranks would get all "
                 "images; pass the data module to the Trainer, or make the loader once there is a process group"
             )
         yield from super().__iter__()
-
-
-def _is_in_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 class ByteImageDataModule(ImageDataModule):
