@@ -114,7 +114,7 @@ def find_shards(root: Path, split: str, patterns: str | Sequence[str] | None = N
 
     Raises:
         FileNotFoundError: there is no shard, or one of a range is missing.
-        ValueError: a shard is used twice, or is not a local file.
+        ValueError: a shard is not a local file, or no shard is named.
     """
     if patterns is None:
         found = _default_shards(root, split)
@@ -123,7 +123,6 @@ def find_shards(root: Path, split: str, patterns: str | Sequence[str] | None = N
         found = [name for pattern in patterns for name in _matches(root, pattern, split)]
         if not found:
             raise ValueError(f"{split}_shards={patterns} names no shard; name some, or use null for the usual names")
-    require_distinct(root, found)
     _warn_of_gaps(root, found)
     return found
 
