@@ -147,8 +147,7 @@ def on_one_device(cfg: DictConfig) -> Config:
     """Return a configuration, in plain dicts and lists, that uses one device and writes nothing."""
     # Nobody reads these. They may name what only Hydra knows while a run is on: ${hydra:runtime.output_dir}.
     cfg.callbacks = cfg.logger = {}
-    for name, value in HERE.items():
-        cfg.trainer[name] = value
+    cfg.trainer.update(HERE)
     resolved: Config = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     # Nothing is trained, so no checkpoint is kept.
     return resolved | {"test": "last"}
