@@ -56,7 +56,7 @@ from lightning_dp.runs.resume import (
     is_of,
     naming_another_model,
 )
-from lightning_dp.runs.validation import Config, validate, wanted_callbacks
+from lightning_dp.runs.validation import Config, make_callbacks, validate
 from lightning_dp.strategies.base import BaseStrategy
 
 
@@ -213,7 +213,7 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     # For each job of a sweep, since it holds for the whole process. Configurations of old runs do not have it.
     torch.set_float32_matmul_precision(config.get("matmul_precision", "highest"))
     model, data = instantiate(config["model"]), instantiate(config["data"])
-    made = {name: instantiate(node) for name, node in wanted_callbacks(config).items()}
+    made = make_callbacks(config)
     # Other checkpoints of an epoch come before last.ckpt, which holds what these callbacks know of theirs.
     writes_last = made.get("checkpoint")
     callbacks = sorted(made.values(), key=lambda each: each is writes_last or not isinstance(each, ModelCheckpoint))

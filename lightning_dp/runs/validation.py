@@ -563,16 +563,9 @@ def _check_schedule(trainer: Config, model: Config) -> None:
         )
 
 
-def wanted_callbacks(config: Config) -> dict[str, Config]:
-    """Return the callbacks but those of a kind that the Trainer's ``enable_...`` options switch off."""
+def make_callbacks(config: Config) -> dict[str, Any]:
+    """Make the callbacks, and leave out those of a kind that the Trainer's ``enable_...`` options switch off."""
     # Null is the Trainer's default, true.
     off = tuple(kind for option, kind in SWITCHES.items() if config["trainer"].get(option) in (False, 0))
-    return {
-        name: node
-        for name, node in config["callbacks"].items()
-        if node is not None and not _is_kind(pkgutil.resolve_name(node["_target_"]), off)
-    }
-
-
-def _is_kind(target: Any, kinds: tuple[type, ...]) -> bool:
-    return isinstance(target, type) and issubclass(target, kinds)
+    made = {name: instantiate(node) for name, node in config["callbacks"].items() if node is not None}
+    return {name: each for name, each in made.items() if not isinstance(each, off)}
