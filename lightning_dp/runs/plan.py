@@ -11,7 +11,6 @@ against number of ranks. With verify=true some steps of the plan and of the pres
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -29,6 +28,7 @@ from lightning_dp.launch import external_rank, launch
 from lightning_dp.planner import METHODS, Diagnose, Link, Network
 from lightning_dp.planner.diagnose import require_whole_model
 from lightning_dp.planner.formulas import require_not_negative, require_positive
+from lightning_dp.planner.report import read_plan
 from lightning_dp.runs.command_line import (
     config_error,
     given_keys,
@@ -208,7 +208,7 @@ def check_verify(config: Config, world_size: int) -> None:
 
 def verify(config: Config, num_processes: int) -> str:
     """Run steps of the present configuration and of the planned one, and return a table of their times."""
-    plan = json.loads(Path(config["run_dir"], PLAN_FILE).read_text())
+    plan = read_plan(Path(config["run_dir"], PLAN_FILE))
     overrides = [*without(HydraConfig.get().overrides.task, plan["overrides"]), *plan["overrides"]]
     planned = resolved(compose("plan", overrides), "plan", "verify")
     validate(planned)
