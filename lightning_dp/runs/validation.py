@@ -9,7 +9,7 @@ import math
 import os
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -430,7 +430,7 @@ def check_top_level(config: DictConfig, *also_read: str) -> None:
             raise ValueError(f"nothing reads the key {key!s}; {remedy}")
 
 
-def check_given_optim(config: DictConfig, given: Iterable[str]) -> None:
+def check_given_optim(config: DictConfig, given: Sequence[str]) -> None:
     """Raise ValueError for an option of ``optim`` on the command line that no interpolation reads, or no schedule.
 
     The group is no object that could refuse it.
@@ -439,7 +439,6 @@ def check_given_optim(config: DictConfig, given: Iterable[str]) -> None:
         config: the whole configuration.
         given: the keys of the command line.
     """
-    given = list(given)
     if "optim.optimizer.lr" in given and OmegaConf.select(config, "optim.scheduler.max_lr") is not None:
         raise ValueError(
             "optim.optimizer.lr has no effect, because the schedule takes the rate from max_lr; write optim.lr "
