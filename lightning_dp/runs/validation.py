@@ -10,7 +10,7 @@ import os
 import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -102,11 +102,13 @@ def validate(config: Config) -> int:
             if hasattr(strategy, "topology_of"):
                 strategy.topology_of(trainer["num_nodes"], num_processes)
         # Each rank builds these again. Here they are built for the errors of their constructors.
-        with naming_keys("trainer", config):
+        with naming_keys("trainer", config), ExitStack() as stack:
+            # Records below warnings would go into train.log, which may be that of another run.
+            stack.callback(logging.disable, logging.root.manager.disable)
+            logging.disable(logging.INFO)
             # In a SLURM job with one task, whose processes we start, Lightning would ask for as many tasks as devices.
             alone = {"devices": 1, "num_nodes": 1, "strategy": "auto"} if external_rank() is None else {}
-            with _no_information():
-                instantiate(trainer | alone, logger=False, _convert_="all")
+            instantiate(trainer | alone, logger=False, _convert_="all")
         for group, kind in (("callbacks", Callback), ("logger", Logger)):
             for name, node in config[group].items():
                 if node is not None:
@@ -117,17 +119,6 @@ def validate(config: Config) -> int:
         with naming_keys("data", config):
             _check_data(instantiate(config["data"]), config, num_processes * trainer["num_nodes"])
         return num_processes
-
-
-@contextmanager
-def _no_information() -> Iterator[None]:
-    """Drop records below warnings. They would go into train.log, which may be that of another run."""
-    before = logging.root.manager.disable
-    logging.disable(logging.INFO)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def _require_kind(made: type, kind: type, path: str, node: Config) -> None:
