@@ -358,8 +358,7 @@ def _subfolders(folder: Path) -> list[str]:
 
 def _images(folder: Path) -> list[str]:
     """Return the names of the images in a folder, in order."""
-    with os.scandir(folder) as entries:
-        found = sorted(entry.name for entry in entries if entry.name.lower().endswith(SUFFIXES))
+    found = sorted(name for name in os.listdir(folder) if name.lower().endswith(SUFFIXES))
     if not found:
         raise FileNotFoundError(
             f"{folder} has no image ({', '.join(SUFFIXES)}); unpack its archive again, or remove it"
