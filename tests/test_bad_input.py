@@ -32,7 +32,7 @@ from lightning_dp.data import CIFAR10, ImageNet, ImageNetShards, Synthetic
 from lightning_dp.data.cifar10 import extract, read_batch_file
 from lightning_dp.data.imagenet import read_labels
 from lightning_dp.data.jpeg import BrokenImageError, open_image
-from lightning_dp.data.shards import find_shards, scan_shard
+from lightning_dp.data.shards import find_shards, require_distinct, scan_shard
 from lightning_dp.runs import compare, evaluate, metrics, plan, train
 from lightning_dp.runs.resume import VERSION, find_checkpoint, naming_another_model
 from tests.data.images import FOLDER, numpy_pickle, pack, pixels_and_labels, write_folder
@@ -543,11 +543,14 @@ SHARDS = [
 
 def shards_of(patterns: Any, says: str) -> Bad:
     def write(folder: Path) -> None:
-        for name in ("a-0.tar", "a-1.tar", "a-0.tar.gz"):
+        for name in ("a-0.tar", "a-1.tar"):
             (folder / name).touch()
         (folder / "link.tar").symlink_to("a-1.tar")
 
-    return Bad(f"shards: {patterns}", says, lambda folder: find_shards(folder, "train", patterns), write)
+    def find(folder: Path) -> None:
+        require_distinct(folder, find_shards(folder, "train", patterns))
+
+    return Bad(f"shards: {patterns}", says, find, write)
 
 
 SHARD_NAMES = [
@@ -559,7 +562,6 @@ SHARD_NAMES = [
     shards_of(["link.tar", "a-1.tar"], "a-1.tar is used twice, also as link.tar"),
     shards_of("https://host/a-0.tar", "https://host/a-0.tar is not a local file ... copy the shards to a local disk"),
     shards_of("pipe:cat a-0.tar", "is not a local file"),
-    shards_of("a-0.tar.gz", "a-0.tar.gz is compressed ... decompress it (gzip -d"),
     shards_of(None, "there are no shards for train in ... set data.root"),
     shards_of([], "train_shards=[] names no shard; name some"),
 ]

@@ -372,10 +372,8 @@ def extract(archive: Path, name: str, root: Path) -> None:
 
     Raises:
         ValueError: the archive is broken, has paths outside of its folder, or does not contain ``name``.
-        RuntimeError: this version of Python cannot extract safely.
+        TypeError: Python is older than 3.11.4, and cannot extract safely (PEP 706).
     """
-    if not hasattr(tarfile, "data_filter"):
-        raise RuntimeError("this version of Python cannot extract safely (PEP 706); use 3.11.4 or later")
     with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=root) as temporary:
         try:
             with tarfile.open(archive, "r:gz") as tar:

@@ -18,8 +18,6 @@ from lightning_dp.data.image_files import EncodedFiles, EncodedImages, FilesInFo
 from lightning_dp.data.jpeg import CROPS, Crop, Decoder, resolve_decoder
 from lightning_dp.data.module import ByteImageDataModule, Split
 
-MEAN = (0.485, 0.456, 0.406)  # of the training images, as everywhere
-STD = (0.229, 0.224, 0.225)
 MAX_AUTO_WORKERS = 16
 
 
@@ -55,8 +53,8 @@ class ImageNet(ByteImageDataModule):
         ValueError: an option cannot work.
     """
 
-    mean = MEAN
-    std = STD
+    mean = (0.485, 0.456, 0.406)  # of the training images, as everywhere
+    std = (0.229, 0.224, 0.225)
 
     def __init__(
         self,
@@ -360,8 +358,7 @@ def _subfolders(folder: Path) -> list[str]:
 
 def _images(folder: Path) -> list[str]:
     """Return the names of the images in a folder, in order."""
-    with os.scandir(folder) as entries:
-        found = sorted(entry.name for entry in entries if entry.name.lower().endswith(SUFFIXES))
+    found = sorted(name for name in os.listdir(folder) if name.lower().endswith(SUFFIXES))
     if not found:
         raise FileNotFoundError(
             f"{folder} has no image ({', '.join(SUFFIXES)}); unpack its archive again, or remove it"

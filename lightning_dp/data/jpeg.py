@@ -197,7 +197,6 @@ class RandomCrops:
     """
 
     def __init__(self, num_images: int, generator: torch.Generator, kind: Crop = "resized") -> None:
-        self.kind = kind
         self._place = torch.rand(num_images, 2, generator=generator, dtype=torch.float64)
         self._flip = torch.rand(num_images, generator=generator) < 0.5
         self._shape: Tensor | None = None

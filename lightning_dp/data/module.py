@@ -88,13 +88,11 @@ class ImageDataModule(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Read what ``stage`` needs. Lightning calls this on every rank."""
-        _, world_size = self._rank()
-        self._check_batch_sizes(world_size)
         if stage != "test":
             self._splits["train"], self._splits["val"] = self.read_train()
         if stage in (None, "test"):
             self._splits["test"] = self.read_test()
-        self._check_loaded(world_size)
+        self._check_loaded()
         if self.num_workers == 0:
             # Lightning advises more workers. That helps loaders that work image by image; here it would be wrong.
             warnings.filterwarnings("ignore", message=".*does not have many workers")
@@ -137,8 +135,7 @@ class ImageDataModule(LightningDataModule):
         self, dataset: Dataset[Any], sampler: DistributedSampler[BatchSlice], persistent_workers: bool = False
     ) -> DataLoader[Any]:
         # Again: since `setup`, a process group may have been made, or a callback have set another batch size.
-        self._check_batch_sizes(sampler.num_replicas)
-        self._check_loaded(sampler.num_replicas)
+        self._check_loaded()
         on_cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         loader = _LateLoader(
             dataset,
@@ -148,14 +145,14 @@ class ImageDataModule(LightningDataModule):
             pin_memory=on_cuda,
             persistent_workers=persistent_workers,
         )
-        loader.is_for_one_process = self.trainer is None and not _is_in_group()
+        loader.is_for_one_process = self.trainer is None and not dist.is_initialized()
         return loader
 
     def _rank(self) -> tuple[int, int]:
         """Return the rank and the world size of the Trainer or, without one, of the default process group."""
         if self.trainer is not None:
             return self.trainer.global_rank, self.trainer.world_size
-        return (dist.get_rank(), dist.get_world_size()) if _is_in_group() else (0, 1)
+        return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     def _check_batch_sizes(self, world_size: int) -> None:
         """Raise ValueError if a batch cannot be divided among the ranks."""
@@ -172,7 +169,9 @@ class ImageDataModule(LightningDataModule):
                 f"use {below} or {below + world_size}"
             )
 
-    def _check_loaded(self, world_size: int) -> None:
+    def _check_loaded(self) -> None:
+        _, world_size = self._rank()
+        self._check_batch_sizes(world_size)
         self._check_sizes(world_size, {name: len(labels) for name, (_, labels) in self._splits.items()})
 
     def _check_sizes(self, world_size: int, sizes: dict[str, int]) -> None:
@@ -207,16 +206,12 @@ class _LateLoader(DataLoader[Any]):
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self.is_for_one_process and _is_in_group() and dist.get_world_size() > 1:
+        if self.is_for_one_process and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 f"this loader was made for one process, so each of the {dist.get_world_size()} ranks would get all "
                 "images; pass the data module to the Trainer, or make the loader once there is a process group"
             )
         yield from super().__iter__()
-
-
-def _is_in_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 class ByteImageDataModule(ImageDataModule):

@@ -98,7 +98,6 @@ log = logging.getLogger(__name__)
 
 SPLITS = {"train": ("train",), "val": ("val", "validation")}  # what the names of folders and shards say
 MAX_RANGE = 1_000_000  # shards that a pattern may stand for
-COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4")
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _LAST_NUMBER = re.compile(r"(.*\D|)(\d+)(\D*)", re.DOTALL)
@@ -115,7 +114,7 @@ def find_shards(root: Path, split: str, patterns: str | Sequence[str] | None = N
 
     Raises:
         FileNotFoundError: there is no shard, or one of a range is missing.
-        ValueError: a shard is compressed, is used twice, or is not a local file.
+        ValueError: a shard is not a local file, or no shard is named.
     """
     if patterns is None:
         found = _default_shards(root, split)
@@ -124,13 +123,6 @@ def find_shards(root: Path, split: str, patterns: str | Sequence[str] | None = N
         found = [name for pattern in patterns for name in _matches(root, pattern, split)]
         if not found:
             raise ValueError(f"{split}_shards={patterns} names no shard; name some, or use null for the usual names")
-    compressed = [name for name in found if name.lower().endswith(COMPRESSED)]
-    if compressed:
-        raise ValueError(
-            f"{root / compressed[0]} is compressed, so its images cannot be read one by one; decompress it (gzip -d, "
-            "zstd -d, ...), and keep only the .tar file: compression makes images hardly smaller"
-        )
-    require_distinct(root, found)
     _warn_of_gaps(root, found)
     return found
 
@@ -179,10 +171,10 @@ def _default_shards(root: Path, split: str) -> list[str]:
 
 
 def _tar_files(folder: Path) -> list[str]:
-    """Return the names of the tar files in a folder, in order."""
+    """Return the names of the tar files in a folder, in order. Compressed ones are refused when they are read."""
     if not folder.is_dir():
         return []
-    suffixes = (".tar", ".tgz", *(f".tar{suffix}" for suffix in COMPRESSED))
+    suffixes = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst", ".tar.lz4")
     with os.scandir(folder) as entries:
         names = [entry.name for entry in entries if entry.is_file() and not entry.name.startswith(".")]
     return sorted(name for name in names if name.lower().endswith(suffixes))

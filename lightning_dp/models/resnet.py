@@ -153,9 +153,6 @@ class ResNet50(nn.Module):
             stages.append(nn.Sequential(first, *(Bottleneck(in_channels, channels) for _ in range(num_blocks - 1))))
         self.stages = nn.Sequential(*stages)
         self.head = nn.Linear(in_channels, num_classes)
-        self._initialize(zero_init)
-
-    def _initialize(self, zero_init: bool) -> None:
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

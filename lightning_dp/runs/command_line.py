@@ -31,7 +31,7 @@ from lightning_dp.launch import LaunchError, external_rank
 from lightning_dp.planner.report import read_plan
 from lightning_dp.runs.hydra_versions import MAIN_OPTIONS
 from lightning_dp.runs.resume import OF_A_RUN
-from lightning_dp.runs.validation import with_keys
+from lightning_dp.runs.validation import Config, check_given_optim, resolved, with_keys
 
 log = logging.getLogger("train")
 
@@ -93,10 +93,9 @@ def run(job: Callable[[DictConfig], Any], config_name: str) -> None:
     with tempfile.TemporaryDirectory(prefix="rank_") as folder:
         try:
             try:
-                rank = external_rank()
-            except ValueError as error:
+                sys.argv[1:] = arguments_of_rank(sys.argv[1:], external_rank(), folder)
+            except (ValueError, FileNotFoundError) as error:
                 raise JobError(str(error)) from error
-            sys.argv[1:] = arguments_of_rank(sys.argv[1:], rank, folder)
             hydra.main(**MAIN_OPTIONS, config_path=str(conf_folder()), config_name=config_name)(job)()
         except (JobError, HydraException, OmegaConfBaseException) as error:
             if SweepFolder.path is not None:
@@ -130,26 +129,23 @@ def arguments_of_rank(arguments: list[str], rank: int | None, folder: str) -> li
     Of the ranks that torchrun or SLURM started, all but rank 0 have Hydra write to ``folder``, which is temporary.
 
     Raises:
-        JobError: the command is a sweep, whose jobs start processes of their own, but runs under such a launcher; or
-            its plan cannot be applied.
+        ValueError, FileNotFoundError: the command is a sweep, whose jobs start processes of their own, but runs under
+            such a launcher; or an option has no effect; or its plan cannot be applied.
     """
     sweep = [argument for argument in arguments if argument in ("-m", "--multirun")]
     if sweep and rank is not None:
-        raise JobError(NO_SWEEP)
+        raise ValueError(NO_SWEEP)
     if sweep:  # at the front, because Hydra's parser does not find the flag between overrides
         arguments = [*sweep, *(argument for argument in arguments if argument not in sweep)]
     # Hydra has another way to write this.
     nulls = [f"{path.name}=null" for path in conf_folder().iterdir()]
     arguments = [f"~{text.removesuffix('=null')}" if text in nulls else text for text in arguments]
     if given := [text for text in arguments if key_of(text) == "run_dir"]:
-        raise JobError(f"{given[0]} has no effect on Hydra's files; name the run folder with hydra.run.dir=FOLDER")
+        raise ValueError(f"{given[0]} has no effect on Hydra's files; name the run folder with hydra.run.dir=FOLDER")
     if empty := [text for text in arguments if text in ("hydra.run.dir=", "hydra.sweep.dir=")]:
-        raise JobError(f"{empty[0]} names no folder; write {empty[0]}FOLDER, or leave it out")
-    try:
-        arguments, applied = with_plan(arguments)
-        run_dir = None if rank is None else named_run_dir(arguments)
-    except (ValueError, FileNotFoundError) as error:
-        raise JobError(str(error)) from error
+        raise ValueError(f"{empty[0]} names no folder; write {empty[0]}FOLDER, or leave it out")
+    arguments, applied = with_plan(arguments)
+    run_dir = None if rank is None else named_run_dir(arguments)
     if applied is not None and not rank:
         print(applied, flush=True)
     if not rank:
@@ -311,6 +307,20 @@ def write_configuration(cfg: DictConfig) -> None:
 def is_in_sweep() -> bool:
     """Return whether this job is one of a sweep."""
     return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def given_keys() -> list[str]:
+    """Return the keys of the overrides on the command line."""
+    return list(map(key_of, HydraConfig.get().overrides.task))
+
+
+def resolved_command(cfg: DictConfig, *also_read: str) -> Config:
+    """Return a command's configuration as `resolved` does. Raise ValueError also for an option that has no effect."""
+    check_mode()
+    check_config_folders()
+    config = resolved(cfg, *also_read)
+    check_given_optim(cfg, given_keys())
+    return config
 
 
 def check_mode() -> None:

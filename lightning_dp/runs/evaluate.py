@@ -24,7 +24,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from lightning_dp.data.module import ImageDataModule
 from lightning_dp.runs.command_line import argument_parser, conf_folder, message_of, require_new_names
 from lightning_dp.runs.hydra_versions import VERSION_BASE
-from lightning_dp.runs.resume import naming_another_model, read_checkpoint, require_intact, run_folder
+from lightning_dp.runs.resume import OTHERS, naming_another_model, read_checkpoint, require_intact, run_folder
 from lightning_dp.runs.train import build
 from lightning_dp.runs.validation import Config, check_arguments, check_top_level_types, targets
 
@@ -74,10 +74,7 @@ def evaluate(
     with naming_another_model(checkpoint):
         # Lightning loads the weights when the module has the layers of its configure_model, and its precision.
         tested = trainer.test(model, datamodule=data, ckpt_path=str(checkpoint), verbose=False, weights_only=True)
-    found: dict[str, float] = {}
-    for metrics in tested:  # by each loader
-        found |= metrics
-    return found
+    return {name: value for of_loader in tested for name, value in of_loader.items()}
 
 
 def check_weights(path: Path) -> None:
@@ -88,7 +85,7 @@ def check_weights(path: Path) -> None:
             "lightning_dp.strategies.consolidate_checkpoint, put that in its place, and leave it in the run folder"
         )
     if not path.is_file():
-        raise FileNotFoundError(f"there is no checkpoint {path}; runs keep theirs in RUN_DIR/checkpoints/last.ckpt")
+        raise FileNotFoundError(f"there is no checkpoint {path}; {OTHERS}")
     read_checkpoint(path)
     require_intact(path)
 
@@ -150,8 +147,7 @@ def on_one_device(cfg: DictConfig) -> Config:
     """Return a configuration, in plain dicts and lists, that uses one device and writes nothing."""
     # Nobody reads these. They may name what only Hydra knows while a run is on: ${hydra:runtime.output_dir}.
     cfg.callbacks = cfg.logger = {}
-    for name, value in HERE.items():
-        cfg.trainer[name] = value
+    cfg.trainer.update(HERE)
     resolved: Config = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     # Nothing is trained, so no checkpoint is kept.
     return resolved | {"test": "last"}

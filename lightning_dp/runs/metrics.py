@@ -30,8 +30,6 @@ Phase = tuple[float, float, bool]  # start, end (epochs trained), whether statis
 TRAIN_COLOR = "#1f77b4"
 VAL_COLOR = "#e66101"
 TEST_COLOR = "#111111"
-GLOBAL_COLOR = COLORS["global"]
-LOCAL_COLOR = COLORS["local"]
 RATE_COLOR = "#7b3294"
 IS_GLOBAL = "agbn/is_global"
 
@@ -308,11 +306,12 @@ def _plot_learning_rates(axes: Axes, rates: list[Series]) -> None:
 
 
 def _shade(axes: Axes, intervals: list[Phase]) -> None:
-    named: set[bool] = set()
+    named: set[str] = set()
     for start, end, is_global in intervals:
-        label = None if is_global in named else f"batch norm: {'global' if is_global else 'local'} statistics"
-        named.add(is_global)
-        axes.axvspan(start, end, color=GLOBAL_COLOR if is_global else LOCAL_COLOR, alpha=0.22, linewidth=0, label=label)
+        kind = "global" if is_global else "local"
+        label = None if kind in named else f"batch norm: {kind} statistics"
+        named.add(kind)
+        axes.axvspan(start, end, color=COLORS[kind], alpha=0.22, linewidth=0, label=label)
 
 
 def main() -> None:

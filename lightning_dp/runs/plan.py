@@ -11,7 +11,6 @@ against number of ranks. With verify=true some steps of the plan and of the pres
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -29,20 +28,21 @@ from lightning_dp.launch import external_rank, launch
 from lightning_dp.planner import METHODS, Diagnose, Link, Network
 from lightning_dp.planner.diagnose import require_whole_model
 from lightning_dp.planner.formulas import require_not_negative, require_positive
+from lightning_dp.planner.report import read_plan
 from lightning_dp.runs.command_line import (
-    check_config_folders,
-    check_mode,
     config_error,
+    given_keys,
     job_error,
     job_logging,
     key_of,
+    resolved_command,
     run,
     write_configuration,
 )
 from lightning_dp.runs.hydra_versions import instantiate
 from lightning_dp.runs.resume import require_unused
 from lightning_dp.runs.train import build, configure_logging, leaving_no_groups
-from lightning_dp.runs.validation import Config, check_arguments, check_given_optim, naming_keys, resolved, validate
+from lightning_dp.runs.validation import Config, check_arguments, naming_keys, resolved, validate
 
 
 def main() -> None:
@@ -53,12 +53,8 @@ def main() -> None:
 def job(cfg: DictConfig) -> None:
     """Check the configuration, measure steps in its processes, and print the diagnosis."""
     try:
-        check_mode()
-        check_config_folders()
-        config = resolved(cfg, "plan", "verify")
-        given = list(map(key_of, HydraConfig.get().overrides.task))
-        check_given_optim(cfg, given)
-        check_plan(config, given)
+        config = resolved_command(cfg, "plan", "verify")
+        check_plan(config, given_keys())
         num_processes = validate(config)
         require_whole_model(instantiate(config["strategy"]))
         check_verify(config, num_processes * config["trainer"]["num_nodes"])
@@ -156,7 +152,6 @@ def check_ranks(config: Config, num_processes: int) -> None:
 def measure(config: Config, logging_config: Config | None) -> str:
     """Train on this rank for as long as the callback measures, and return the diagnosis."""
     configure_logging(logging_config)
-    seed_everything(config["seed"], workers=True, verbose=False)
     callback: Diagnose = instantiate(config["plan"], config["run_dir"])
     with leaving_no_groups():
         run_steps(config, callback)
@@ -169,7 +164,8 @@ def run_steps(config: Config, callback: Callback) -> None:
     # No checkpoints and no metrics: they are not what is measured. Callbacks that change training stay.
     callbacks = {name: node for name, node in config["callbacks"].items() if node is not None and is_measured(node)}
     config = {**config, "callbacks": callbacks, "test": "last", "ckpt_path": None}
-    config["trainer"] = {**config["trainer"], "enable_checkpointing": False, "logger": False, "limit_val_batches": 0}
+    config["trainer"] = {**config["trainer"], "enable_checkpointing": False, "limit_val_batches": 0}
+    seed_everything(config["seed"], workers=True, verbose=False)
     trainer, model, data = build(config)
     trainer.callbacks.append(callback)
     trainer.fit(model, datamodule=data)
@@ -212,7 +208,7 @@ def check_verify(config: Config, world_size: int) -> None:
 
 def verify(config: Config, num_processes: int) -> str:
     """Run steps of the present configuration and of the planned one, and return a table of their times."""
-    plan = json.loads(Path(config["run_dir"], PLAN_FILE).read_text())
+    plan = read_plan(Path(config["run_dir"], PLAN_FILE))
     overrides = [*without(HydraConfig.get().overrides.task, plan["overrides"]), *plan["overrides"]]
     planned = resolved(compose("plan", overrides), "plan", "verify")
     validate(planned)
@@ -264,7 +260,6 @@ def time_steps(configs: Mapping[str, Config], logging_config: Config | None) -> 
     times: dict[str, list[float]] = {name: [] for name in configs}
     with leaving_no_groups():
         for name, config in ROUNDS * list(configs.items()):
-            seed_everything(config["seed"], workers=True, verbose=False)
             clock = StepClock()
             run_steps(config, clock)
             times[name].append(clock.step_s)

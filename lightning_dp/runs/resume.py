@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from pytorch_lightning.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
@@ -78,9 +78,7 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
             return None
         _require_same(requested, path, config)
     elif path is not None and not (requested and path.exists()):  # an empty text would be this folder
-        raise FileNotFoundError(
-            f"ckpt_path={requested}: there is no such checkpoint; runs keep theirs in RUN_DIR/{OF_A_RUN['last']}"
-        )
+        raise FileNotFoundError(f"ckpt_path={requested}: there is no such checkpoint; {OTHERS}")
     require_unused(run_dir, path, "hydra.sweep.dir" if in_sweep else "hydra.run.dir")
     if path is None:
         return None
@@ -436,11 +434,9 @@ class ContinuesAfterCheckpoint(Callback):
         """Correct the loop. Called by Lightning when the checkpoint has been loaded."""
         self._has_trained = True
         begin_next_epoch(trainer)
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        stoppers = [callback for callback in callbacks if isinstance(callback, EarlyStopping)]
         # The epoch does not tell that it stopped in the first one, nor the reason that another rank had one.
         running = EarlyStoppingReason.NOT_STOPPED
-        if any(each.stopped_epoch > 0 or each.stopping_reason != running for each in stoppers):
+        if any(each.stopped_epoch > 0 or each.stopping_reason != running for each in trainer.early_stopping_callbacks):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -462,8 +458,7 @@ class ContinuesAfterCheckpoint(Callback):
         """
         epoch: Any = trainer.fit_loop.epoch_progress.current
         epoch.completed = epoch.processed
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        for callback in callbacks:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and not self._has_trained:
                 callback.on_train_end(trainer, pl_module)
 

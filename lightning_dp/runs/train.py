@@ -6,7 +6,6 @@ Of the checkpoints, last.ckpt has the weights at the end.
 
 from __future__ import annotations
 
-import logging
 import logging.config
 import os
 import shutil
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning import seed_everything
 from pytorch_lightning.callbacks import ModelCheckpoint, WeightAveraging
@@ -27,14 +25,12 @@ from pytorch_lightning.plugins.precision import DoublePrecision
 
 from lightning_dp.launch import external_rank, launch
 from lightning_dp.runs.command_line import (
-    check_config_folders,
-    check_mode,
     config_error,
     is_in_sweep,
     is_search,
     job_error,
     job_logging,
-    key_of,
+    resolved_command,
     run,
     write_configuration,
 )
@@ -60,10 +56,8 @@ from lightning_dp.runs.resume import (
     is_of,
     naming_another_model,
 )
-from lightning_dp.runs.validation import Config, check_given_optim, resolved, validate, without_contradictions
+from lightning_dp.runs.validation import Config, make_callbacks, validate
 from lightning_dp.strategies.base import BaseStrategy
-
-log = logging.getLogger("train")
 
 
 def main() -> None:
@@ -76,10 +70,7 @@ def job(cfg: DictConfig) -> float | None:
     is_first = external_rank() in (None, 0)
     with ExitStack() as stack:
         try:
-            check_mode()
-            check_config_folders()
-            config = resolved(cfg)
-            check_given_optim(cfg, map(key_of, HydraConfig.get().overrides.task))
+            config = resolved_command(cfg)
             num_processes = validate(config)
             checkpoint = find_checkpoint(config, in_sweep=is_in_sweep(), launched=external_rank() is not None)
             config["ckpt_path"] = None if checkpoint is None else str(checkpoint)
@@ -222,9 +213,10 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     # For each job of a sweep, since it holds for the whole process. Configurations of old runs do not have it.
     torch.set_float32_matmul_precision(config.get("matmul_precision", "highest"))
     model, data = instantiate(config["model"]), instantiate(config["data"])
-    made = {name: instantiate(node) for name, node in without_contradictions(config)["callbacks"].items()}
+    made = make_callbacks(config)
     # Other checkpoints of an epoch come before last.ckpt, which holds what these callbacks know of theirs.
-    callbacks = sorted(made.values(), key=lambda each: not _is_before_last(each, made.get("checkpoint")))
+    writes_last = made.get("checkpoint")
+    callbacks = sorted(made.values(), key=lambda each: each is writes_last or not isinstance(each, ModelCheckpoint))
     callbacks += [SeedEachEpoch(config["seed"]), ConfigurationInCheckpoint(config)]
     if config.get("test") == "best" and config["train"]:
         callbacks.insert(0, BestCheckpoint(config))
@@ -239,10 +231,6 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     if is_plain and not isinstance(trainer.strategy, BaseStrategy):
         trainer.strategy.checkpoint_io = CompleteFiles()
     return trainer, model, data
-
-
-def _is_before_last(callback: Any, writes_last: Any) -> bool:
-    return isinstance(callback, ModelCheckpoint) and callback is not writes_last
 
 
 def result_line(metrics: dict[str, float], run_dir: str) -> str:

@@ -9,8 +9,8 @@ import math
 import os
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -19,6 +19,7 @@ from hydra.errors import InstantiationException
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning import Callback, LightningDataModule, LightningModule
+from pytorch_lightning.callbacks import Checkpoint, ModelSummary, ProgressBar
 from pytorch_lightning.loggers import Logger
 from torch import nn
 
@@ -39,11 +40,11 @@ TOP_LEVEL_TYPES: dict[str, Any] = {
 READ_GROUPS = {"data", "model", "optim", "strategy", "trainer", "callbacks", "logger"}
 READ_BY_RECIPES = READ_GROUPS | {*TOP_LEVEL_TYPES, "num_classes"}
 
-# Option of the Trainer -> the base class in pytorch_lightning.callbacks of what it switches off.
-SWITCHES = {
-    "enable_checkpointing": "Checkpoint",
-    "enable_progress_bar": "ProgressBar",
-    "enable_model_summary": "ModelSummary",
+# Option of the Trainer -> the base class of what it switches off.
+SWITCHES: dict[str, type[Callback]] = {
+    "enable_checkpointing": Checkpoint,
+    "enable_progress_bar": ProgressBar,
+    "enable_model_summary": ModelSummary,
 }
 MAX_RANKS_PER_CORE = 8
 
@@ -69,9 +70,7 @@ def resolved(cfg: DictConfig, *also_read: str) -> Config:
     if config["name"] in (None, "") or isinstance(config["name"], list | dict):
         raise ValueError(f"name={config['name']} must be a text: the run folder is runs/NAME/DATE")
     config |= {group: config.get(group) or {} for group in ("callbacks", "logger")} | {"name": str(config["name"])}
-    trainer = config["trainer"]
-    trainer |= {"accelerator": trainer.get("accelerator", "auto"), "devices": trainer.get("devices", "auto")}
-    trainer |= {"num_nodes": trainer.get("num_nodes", 1)}
+    config["trainer"] = trainer = {"accelerator": "auto", "devices": "auto", "num_nodes": 1} | config["trainer"]
     if trainer["devices"] in (-1, "-1"):
         trainer["devices"] = "auto"  # means the same, and Lightning takes it on CPU as well
     return config
@@ -103,11 +102,13 @@ def validate(config: Config) -> int:
             if hasattr(strategy, "topology_of"):
                 strategy.topology_of(trainer["num_nodes"], num_processes)
         # Each rank builds these again. Here they are built for the errors of their constructors.
-        with naming_keys("trainer", config):
+        with naming_keys("trainer", config), ExitStack() as stack:
+            # Records below warnings would go into train.log, which may be that of another run.
+            stack.callback(logging.disable, logging.root.manager.disable)
+            logging.disable(logging.INFO)
             # In a SLURM job with one task, whose processes we start, Lightning would ask for as many tasks as devices.
             alone = {"devices": 1, "num_nodes": 1, "strategy": "auto"} if external_rank() is None else {}
-            with _no_information():
-                instantiate(trainer | alone, logger=False, _convert_="all")
+            instantiate(trainer | alone, logger=False, _convert_="all")
         for group, kind in (("callbacks", Callback), ("logger", Logger)):
             for name, node in config[group].items():
                 if node is not None:
@@ -118,17 +119,6 @@ def validate(config: Config) -> int:
         with naming_keys("data", config):
             _check_data(instantiate(config["data"]), config, num_processes * trainer["num_nodes"])
         return num_processes
-
-
-@contextmanager
-def _no_information() -> Iterator[None]:
-    """Drop records below warnings. They would go into train.log, which may be that of another run."""
-    before = logging.root.manager.disable
-    logging.disable(logging.INFO)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def _require_kind(made: type, kind: type, path: str, node: Config) -> None:
@@ -431,7 +421,7 @@ def check_top_level(config: DictConfig, *also_read: str) -> None:
             raise ValueError(f"nothing reads the key {key!s}; {remedy}")
 
 
-def check_given_optim(config: DictConfig, given: Iterable[str]) -> None:
+def check_given_optim(config: DictConfig, given: Sequence[str]) -> None:
     """Raise ValueError for an option of ``optim`` on the command line that no interpolation reads, or no schedule.
 
     The group is no object that could refuse it.
@@ -440,7 +430,6 @@ def check_given_optim(config: DictConfig, given: Iterable[str]) -> None:
         config: the whole configuration.
         given: the keys of the command line.
     """
-    given = list(given)
     if "optim.optimizer.lr" in given and OmegaConf.select(config, "optim.scheduler.max_lr") is not None:
         raise ValueError(
             "optim.optimizer.lr has no effect, because the schedule takes the rate from max_lr; write optim.lr "
@@ -518,15 +507,10 @@ def check_together(config: Config) -> None:
 
 def _check_numbers(trainer: Config) -> None:
     """Raise ValueError for values that the Trainer would take, and then fail or do something else."""
-    if trainer.get("check_val_every_n_epoch") is not None and trainer["check_val_every_n_epoch"] < 1:
-        raise ValueError(
-            f"trainer.check_val_every_n_epoch={trainer['check_val_every_n_epoch']} must be 1 or more, or null; for no "
-            "validation, use trainer.limit_val_batches=0"
-        )
-    if trainer["num_nodes"] < 1:
-        raise ValueError(f"trainer.num_nodes={trainer['num_nodes']} must be 1 or more")
-    if trainer.get("accumulate_grad_batches", 1) < 1:
-        raise ValueError(f"trainer.accumulate_grad_batches={trainer['accumulate_grad_batches']} must be 1 or more")
+    remedy = {"check_val_every_n_epoch": ", or null; for no validation, use trainer.limit_val_batches=0"}
+    for key in ("num_nodes", "accumulate_grad_batches", "check_val_every_n_epoch"):
+        if (value := trainer.get(key)) is not None and value < 1:
+            raise ValueError(f"trainer.{key}={value} must be 1 or more{remedy.get(key, '')}")
     if (trainer.get("gradient_clip_val") or 0) < 0:
         raise ValueError(
             f"trainer.gradient_clip_val={trainer['gradient_clip_val']} must be more than 0, or null for no clipping"
@@ -571,20 +555,9 @@ def _check_schedule(trainer: Config, model: Config) -> None:
         )
 
 
-def without_contradictions(config: Config) -> Config:
-    """Leave out the callbacks of a kind that the Trainer's ``enable_...`` options switch off."""
-    off = tuple(
-        pkgutil.resolve_name(f"pytorch_lightning.callbacks.{kind}")
-        for option, kind in SWITCHES.items()
-        if config["trainer"].get(option) in (False, 0)  # null is the Trainer's default, true
-    )
-    kept = {
-        name: node
-        for name, node in config["callbacks"].items()
-        if node is not None and not _is_kind(pkgutil.resolve_name(node["_target_"]), off)
-    }
-    return config | {"callbacks": kept}
-
-
-def _is_kind(target: Any, kinds: tuple[type, ...]) -> bool:
-    return isinstance(target, type) and issubclass(target, kinds)
+def make_callbacks(config: Config) -> dict[str, Any]:
+    """Make the callbacks, and leave out those of a kind that the Trainer's ``enable_...`` options switch off."""
+    # Null is the Trainer's default, true.
+    off = tuple(kind for option, kind in SWITCHES.items() if config["trainer"].get(option) in (False, 0))
+    made = {name: instantiate(node) for name, node in config["callbacks"].items() if node is not None}
+    return {name: each for name, each in made.items() if not isinstance(each, off)}

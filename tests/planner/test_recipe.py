@@ -171,7 +171,7 @@ def test_the_diagnosis_is_printed_before_it_is_verified(tmp_path, monkeypatch, c
 
     def launched(function: Any, config: dict[str, Any], *_: Any, **__: Any) -> str:
         if function is recipe.measure:
-            (tmp_path / "run" / "plan.yaml").write_text(json.dumps({"overrides": ["strategy=ddp"]}))
+            (tmp_path / "run" / "plan.yaml").write_text(json.dumps({"version": 1, "overrides": ["strategy=ddp"]}))
             return "what was measured"
         sides.append(config)
         raise ConnectionError("a rank is gone")

@@ -17,10 +17,10 @@ from lightning_dp.runs.validation import (
     check_arguments,
     count_processes,
     fits,
+    make_callbacks,
     naming_keys,
     targets,
     validate,
-    without_contradictions,
 )
 from tests.recipes.conftest import ROOT
 from tests.recipes.in_process import composed
@@ -151,9 +151,9 @@ def test_only_plain_values_of_the_wrong_type_are_refused(value, annotation, acce
 def test_null_leaves_a_switch_of_the_trainer_at_its_default(tmp_path):
     config = composed(tmp_path, "trainer=cpu", "trainer.enable_checkpointing=null", "test=best")
     validate(config)
-    assert "checkpoint" in without_contradictions(config)["callbacks"]
+    assert "checkpoint" in make_callbacks(config)
     config["trainer"]["enable_checkpointing"] = False
-    assert "checkpoint" not in without_contradictions(config)["callbacks"]
+    assert "checkpoint" not in make_callbacks(config)
 
 
 def test_a_trainer_without_the_switch_keeps_the_best_weights(tmp_path):
