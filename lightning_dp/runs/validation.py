@@ -467,10 +467,7 @@ def check_together(config: Config) -> None:
         raise ValueError(f"trainer.strategy={trainer.get('strategy')} cannot be given; choose it with strategy=NAME")
     if config["test"] not in ("last", "best", False):
         raise ValueError(f"test={config['test']} must be last, best or false")
-    if config["optimized_mode"] not in ("max", "min"):
-        raise ValueError(f"optimized_mode={config['optimized_mode']} must be max or min")
-    if metric is not None and "loss" in metric and config["optimized_mode"] == "max":
-        raise ValueError(f"optimized_metric={metric} is best where it is highest; write optimized_mode=min")
+    _check_mode(metric, config["optimized_mode"])
     _check_numbers(trainer)
     if config["test"] and trainer.get("limit_test_batches") == 0:
         raise ValueError("trainer.limit_test_batches=0 leaves nothing to test; use test=false")
@@ -503,6 +500,13 @@ def check_together(config: Config) -> None:
     _check_schedule(trainer, config["model"])
     if not config["test"] and metric is not None and metric.startswith("test/"):
         raise ValueError(f"optimized_metric={metric} is not measured with test=false; use val/acc, or null")
+
+
+def _check_mode(metric: str | None, mode: str) -> None:
+    if mode not in ("max", "min"):
+        raise ValueError(f"optimized_mode={mode} must be max or min")
+    if metric is not None and "loss" in metric and mode == "max":
+        raise ValueError(f"optimized_metric={metric} is best where it is highest; write optimized_mode=min")
 
 
 def _check_numbers(trainer: Config) -> None:
