@@ -61,6 +61,8 @@ class AlexNet(TrunkAndHead):
         dropout: float = 0.5,
         filters: Sequence[int] = (64, 192, 384, 384, 256),
     ) -> None:
+        if len(filters) != 5:
+            raise ValueError(f"filters={tuple(filters)} must be five numbers, one for each convolution")
         first, second, third, fourth, fifth = filters
         trunk = nn.Sequential(
             *_convolution(in_channels, first, 11, stride=4, padding=2),
