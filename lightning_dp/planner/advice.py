@@ -223,11 +223,11 @@ def larger_batch_gain(plan: Plan, network: Network, world_size: int) -> float:
 
 
 # How far off predicted step times are: mean absolute errors over the 20 cells of `benchmarks/planner_choices.py`
-# (2026-11-22, those of four hosts with one rank each 2026-11-26), which docs/measurements/planner.md lists.
+# (2026-11-26), which docs/measurements/planner.md lists.
 
 # (data-parallel methods and the hybrid's scheme a; schemes b and c, compressors but those of 16 bits, layered FSDP)
-OWN_CORES = (0.029, 0.079)  # the cells of four hosts with one rank each
-SHARED_CORES = (0.094, 0.272)  # the cells of two ranks on a host, and of eight hosts: more ranks than cores are free
+OWN_CORES = (0.035, 0.083)  # the cells of four hosts with one rank each
+SHARED_CORES = (0.065, 0.110)  # the cells of two ranks on a host, and of eight hosts: more ranks than cores are free
 # Beside its computation a rank needs a core for messages.
 ENOUGH_CORES = 2
 

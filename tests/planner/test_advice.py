@@ -257,23 +257,23 @@ def test_the_plan_file_is_the_first_row_of_the_table(tmp_path):
 
 
 def test_rows_that_differ_by_less_than_the_error_are_equal_and_the_plainer_one_is_proposed():
-    # Layered SGD is 8 % faster: more than the error on cores of their own, and less than on shared ones.
-    network = Network(Link(1e-4, 2e9), FAST, ranks_per_node=2)
+    # Layered SGD is 5 % faster: more than the error on cores of their own, and less than on shared ones.
+    network = Network(Link(1e-4, 3e9), FAST, ranks_per_node=2)
     even = replace(COMPUTE_ONLY, layers=tuple(replace(CONV, name=f"conv{i}") for i in range(6)))
     exact = make_diagnosis(even, network)
     shared = make_diagnosis(replace(even, cores_per_rank=0.5), network)
     assert exact.best.method != "ddp"
     assert shared.best.method == "ddp"
     row = next(line for line in str(shared).splitlines() if line.startswith("| layered_sgd_load |"))
-    assert "| ± 9% |" in row
+    assert "| ± 6% |" in row
     assert "| equal |" in row
 
 
 def test_no_prediction_is_surer_than_that_of_the_measured_step():
     far_off = replace(COMPUTE_ONLY, step_s=0.32, update_s=0.01, exposed_communication_s=0.16)
     assert make_diagnosis(far_off, FAST_NODES, is_probed=True).plan.error == pytest.approx(0.5, abs=0.02)
-    assert make_diagnosis(far_off, FAST_NODES).plan.error == 0.029
-    assert make_diagnosis(far_off, FAST_NODES, world_size=8, is_probed=True).plan.error == 0.029
+    assert make_diagnosis(far_off, FAST_NODES).plan.error == 0.035
+    assert make_diagnosis(far_off, FAST_NODES, world_size=8, is_probed=True).plan.error == 0.035
     one_rank = replace(far_off, world_size=1, strategy="SingleDeviceStrategy", exposed_communication_s=0.0)
     assert make_diagnosis(one_rank, None).plan.error == pytest.approx(0.5)
 
