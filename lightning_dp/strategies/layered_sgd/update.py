@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import os
 import sys
 import sysconfig
@@ -43,6 +44,8 @@ from lightning_dp._private.torch_names import (
 )
 from lightning_dp.strategies.layered_sgd.gradient_sum import GradientSum
 from lightning_dp.strategies.layered_sgd.parameter_watch import AutogradPosition, ParameterWatch, StaleUseDetector
+
+log = logging.getLogger(__name__)
 
 
 class UpdateQueue:
@@ -618,7 +621,10 @@ def _before_fork() -> None:
     for queue in list(_queues):
         # Held during the fork: the child lacks the other threads, and would find a lock of theirs taken for ever.
         _locks.enter_context(queue.lock)
-        queue.bring_up_to_date()  # an error that this raises Python prints, and then it forks
+        try:
+            queue.bring_up_to_date()
+        except Exception as error:  # Python would only print it, and fork
+            log.warning(f"a process is forked while an update is pending that failed: {error}")
 
 
 def _after_fork() -> None:
