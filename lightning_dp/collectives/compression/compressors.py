@@ -134,14 +134,14 @@ SCALE_BYTES = 4  # float32
 
 
 class Quantized(NamedTuple):
-    """Blocks of integers, (..., R, `BLOCK`), and the scale of each, (..., R)."""
+    """Blocks of integers, (R, `BLOCK`), and the scale of each, (R,)."""
 
     integers: Tensor
     scales: Tensor
 
     def decode(self, dtype: torch.dtype) -> Tensor:
-        """Return the values, (..., R, `BLOCK`)."""
-        return self.integers.to(dtype).mul_(self.scales.to(dtype)[..., None])
+        """Return the values, (R, `BLOCK`)."""
+        return self.integers.to(dtype).mul_(self.scales.to(dtype)[:, None])
 
 
 class Int8(Compressor):
@@ -271,10 +271,10 @@ def _pack(quantized: Quantized) -> Tensor:
     return torch.cat([quantized.scales[:, None].view(torch.uint8), quantized.integers.view(torch.uint8)], 1)
 
 
-def _unpack(messages: Tensor) -> Quantized:
-    """Return the blocks of packed messages, (..., R, `SCALE_BYTES` + `BLOCK`)."""
-    scales = messages[..., :SCALE_BYTES].contiguous().view(torch.float32).squeeze(-1)
-    return Quantized(messages[..., SCALE_BYTES:].view(torch.int8), scales)
+def _unpack(message: Tensor) -> Quantized:
+    """Return the blocks of a packed message, (R, `SCALE_BYTES` + `BLOCK`)."""
+    scales = message[:, :SCALE_BYTES].contiguous().view(torch.float32)[:, 0]
+    return Quantized(message[:, SCALE_BYTES:].view(torch.int8), scales)
 
 
 # --- PowerSGD: gradients approximated by low-rank factors (Vogels et al. 2019, arXiv 1905.13727).

@@ -11,13 +11,16 @@ from torch import Tensor
 from lightning_dp.collectives.point_to_point import Transfer, post, wait_for_all
 from lightning_dp.collectives.ring import chunk_bounds
 
-SWAPPED = 512 * 1024
-OWNED = 64 * 1024
-"""Elements that go to another rank in one message: of two ranks, and of more.
+PAIR_MESSAGE = 512 * 1024
+"""Elements that each of two ranks sends to the other in a message.
 
-Each message takes processor time: with a quarter of `SWAPPED`, two ranks spend twice as much of it on 25 MB. With twice
-of `OWNED`, four ranks sum a bucket of 2 MB in one piece, and the link waits for the sum. The figures are in
-docs/measurements/layered_sgd.md.
+With a quarter of it, an all-reduce of 25 MB takes about twice the CPU time: each message costs some of its own.
+"""
+MESSAGE = 64 * 1024
+"""Elements that a rank sends to each of several others in a message.
+
+With twice as many, four ranks sum a bucket of 2 MB in one piece, and the link waits for the sum. With half as many, the
+messages of eight ranks take too much processor time. docs/measurements/layered_sgd.md has the figures.
 """
 
 
@@ -62,7 +65,7 @@ class Transport:
     @property
     def segment(self) -> int:
         """Elements that are processed together, while the messages of other segments are on their way."""
-        return SWAPPED if self.is_pair else OWNED * self.num_ranks
+        return PAIR_MESSAGE if self.is_pair else self.num_ranks * MESSAGE
 
     def start_swap(self, own: Tensor) -> tuple[list[Tensor], list[Transfer]]:
         """Start to send ``own`` to the other one of two ranks. Return both ranks' messages, in rank order."""
