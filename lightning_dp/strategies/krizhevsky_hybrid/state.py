@@ -495,9 +495,10 @@ class StateDictHooks(SharedOnDeepcopy):
     def _on_load(self, layer: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, parameter in layer.named_parameters(recurse=False):
             value = state.get(prefix + name)
-            # A sharded checkpoint has local shards. Those of a larger head may look like the whole of this one.
-            is_cut = parameter in self._instead or not self._head.owns(parameter)
-            if not is_cut and is_like(value, self._head.whole_shape(parameter)):
+            # While a sharded checkpoint is loaded, `_instead` has the local shards, and so has ``state``. Those of a
+            # larger head may have the shape of this whole one: torch refuses them.
+            may_be_whole = self._head.owns(parameter) and parameter not in self._instead
+            if may_be_whole and is_like(value, self._head.whole_shape(parameter)):
                 state[prefix + name] = self._head.local_shard(state[prefix + name], parameter).clone()
 
     def _deepcopy(self, memo: dict[int, Any]) -> nn.Module:
