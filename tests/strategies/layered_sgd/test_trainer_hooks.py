@@ -13,6 +13,8 @@ from lightning_fabric.utilities.warnings import PossibleUserWarning
 from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint, WeightAveraging
 from pytorch_lightning.strategies import DDPStrategy
 
+from lightning_dp import LayeredFSDPStrategy
+from lightning_dp.strategies.layered_sgd.gradient_sum import WAIT
 from tests.ranks import run_processes
 from tests.strategies.layered_sgd.modules import OVERLAPS, STEPS, fit, layered
 from tests.strategies.modules import Net, assert_same, data, snapshot, trainer
@@ -179,3 +181,32 @@ def fit_validate_fit(rank):
 @pytest.mark.ci
 def test_a_trainer_can_be_used_again_and_leaves_no_thread():
     run_processes(2, fit_validate_fit)
+
+
+class Waits(pl.Callback):
+    """The time that the strategy says it has waited, and that of each wait which it reports."""
+
+    def __init__(self) -> None:
+        self.reported_s: list[float] = []
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        trainer.strategy.on_stage = self.record
+
+    def record(self, stage: str, start_s: float, end_s: float) -> None:
+        if stage == WAIT:
+            self.reported_s.append(end_s - start_s)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        assert len(self.reported_s) >= STEPS - 1  # the last update may still be pending
+        assert min(self.reported_s) > 0
+        assert trainer.strategy.exposed_communication_s == pytest.approx(sum(self.reported_s))
+
+
+def add_up_waits(rank, strategy):
+    fit(strategy, 2, Net(), callbacks=[Waits()])
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("kind", [layered, LayeredFSDPStrategy])
+def test_exposed_communication_is_the_sum_of_all_waits(kind, overlap):
+    run_processes(2, add_up_waits, kind(group_size=1, overlap=overlap))
