@@ -146,11 +146,6 @@ class ParamSlice:
         """Number of elements."""
         return self.end - self.begin
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the part is the whole gradient."""
-        return self.numel == self.info.numel
-
 
 @dataclass(frozen=True)
 class BucketShard:
