@@ -152,7 +152,7 @@ class Tape(TorchDispatchMode):
             # What the tape cannot run again, a plan must not count on. A view costs nothing in any case.
             runs_again = kind is Kind.VIEW or call is not None or (keeps and not is_in_function_forward())
             known = kind if runs_again else Kind.FIXED
-            profiler.on_call(self._number, key, known, inputs, outputs, self._location.segment, time_s)
+            profiler.on_call(key, known, inputs, outputs, time_s)
         self._number += 1
         return result
 
