@@ -27,6 +27,8 @@ from lightning_dp.collectives.point_to_point import post, wait_for_all
 
 ShardRanges = tuple[tuple[int, int], ...]
 """Begin and end of the elements of a parameter that each member of the group carries."""
+# Of a residual from a checkpoint: each member has all elements, until the first bucket tells who carries what.
+_LOADED: ShardRanges = ()
 
 
 class CompressedAllReduce:
@@ -52,7 +54,6 @@ class CompressedAllReduce:
         self._stages: dict[tuple[ParameterInfo, ...], CompressedStages] = {}
         # Where residuals lie. All members know it of all parameters, so that they agree on when residuals must move.
         self._shard_ranges: dict[ParameterInfo, ShardRanges] = {}
-        self._loaded: set[ParameterInfo] = set()
 
     @property
     def bytes_sent(self) -> int:
@@ -71,26 +72,22 @@ class CompressedAllReduce:
 
         None, on all ranks alike, if no gradient of the parameter has been reduced yet and no residual was loaded.
         """
-        if info in self._loaded and info not in self._shard_ranges:
-            # All members have all of it until the first bucket tells who carries what. That of the first one counts.
-            return ((0, info.numel),)
-        return self._shard_ranges.get(info)
+        ranges = self._shard_ranges.get(info)
+        return ((0, info.numel),) if ranges == _LOADED else ranges  # the first member's counts
 
     def load_residual(self, info: ParameterInfo, flat: Tensor) -> None:
         """Put ``flat``, (numel,), in place of the residual of this rank's group. All members of a group call it."""
         self.compressor.residuals.keep(ParamSlice(info, 0, info.numel), flat)
-        self._shard_ranges.pop(info, None)
-        self._loaded.add(info)
+        self._shard_ranges[info] = _LOADED
 
     def clear(self) -> None:
         """Forget what the compressor has kept. Every rank must call it, while no bucket is under way."""
         self.compressor.clear()
         self._shard_ranges.clear()
-        self._loaded.clear()
 
     def note_shard_ranges(self, places: dict[ParameterInfo, ShardRanges]) -> bool:
         """Note who carries what of a bucket from now on; return whether it was somebody else before."""
-        changed = any(self._shard_ranges.get(info, own) != own for info, own in places.items())
+        changed = any(self._shard_ranges.get(info, own) not in (own, _LOADED) for info, own in places.items())
         self._shard_ranges.update(places)
         return changed
 
