@@ -49,10 +49,10 @@ class HierarchicalAllReduce:
         reduce_on_device: reduce within the group with the default group's backend, by `reduce_on_device`, before
             anything is copied to host memory. `intra_group_reduce` has nothing to do then.
         of_shards: a buffer is this rank's shard alone, and holds the sum over its group already, as after FSDP2's
-            reduce-scatter: only the all-reduce between groups is left. Seen from the shard a group is a single rank,
-            and that is what ``topology`` and ``rank`` say. Every rank carries its shard (``"sharded"``).
+            reduce-scatter: only the all-reduce between groups is left. Every rank carries its shard (``"sharded"``).
 
     Attributes:
+        member: index of the shard that this rank carries between groups. From ``num_shards`` on, it carries none.
         inter_group: the ranks that carry the same shard, one of each group; None if this rank carries none.
         reduces_on_device: whether `reduce_on_device` takes the place of `intra_group_reduce`.
     """
@@ -68,9 +68,9 @@ class HierarchicalAllReduce:
         reduce_on_device: bool = False,
         of_shards: bool = False,
     ) -> None:
-        self._job = topology, rank
-        self.topology = RankTopology(topology.num_groups, 1) if of_shards else topology
-        self.rank = topology.group_of(rank) if of_shards else rank
+        self.topology = topology
+        self.rank = rank
+        self.member = 0 if of_shards else topology.group_rank(rank)
         num_carriers = topology.group_size if communicator == "sharded" else 1
         self.num_shards = 1 if of_shards else num_carriers
         self._all_reduce = all_reduce
@@ -86,18 +86,19 @@ class HierarchicalAllReduce:
         self.reduces_on_device = reduce_on_device and has_intra_group
         self._device_group = create_groups(intra_group, rank, timeout) if self.reduces_on_device else None
 
-    def intra_group_reduce(self, buffer: Tensor) -> list[dist.Work]:
+    def intra_group_reduce(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> list[dist.Work]:
         """Start to reduce ``buffer`` within the group: group rank k gets the sum of shard k (Algorithm 3, lines 6, 15).
 
         Args:
             buffer: (numel,), of the same size and dtype on all ranks.
+            sizes: of the shards. None: as equal as they can be. Each stage of a buffer gets the same.
 
         Returns:
             The handles to wait for before `inter_group_all_reduce`.
         """
-        return [] if self.reduces_on_device else self.reduce_shards(self._shards(buffer))
+        return [] if self.reduces_on_device else self.reduce_shards(self._shards(buffer, sizes))
 
-    def reduce_on_device(self, buffer: Tensor) -> slice:
+    def reduce_on_device(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> slice:
         """Reduce ``buffer`` within the group, where it is: group rank k gets the sum of shard k.
 
         The collectives are queued on the current stream; nothing waits on the host. All members of the group call it
@@ -105,23 +106,19 @@ class HierarchicalAllReduce:
 
         Args:
             buffer: (numel,), of the same size and dtype on all ranks.
+            sizes: as in `intra_group_reduce`.
 
         Returns:
             The part of ``buffer`` that this rank carries between groups. The other parts are not to be used.
         """
-        return self.reduce_shards_on_device(self._shards(buffer))
-
-    def reduce_shards_on_device(self, shards: Sequence[Tensor]) -> slice:
-        """Reduce shard k to group rank k, for all shards, as `reduce_on_device` does. They follow each other."""
+        shards = self._shards(buffer, sizes)
         for member, shard in enumerate(shards):
             if shard.numel():
                 # NCCL has no complex numbers.
                 real = torch.view_as_real(shard) if shard.is_complex() else shard
                 dist.reduce(real, group=self._device_group, group_dst=member)
-        sizes = [shard.numel() for shard in shards]
-        member = self.topology.group_rank(self.rank)
-        begin = sum(sizes[:member])
-        return slice(begin, begin + sum(sizes[member : member + 1]))
+        begin = sum(shard.numel() for shard in shards[: self.member])
+        return slice(begin, begin + sum(shard.numel() for shard in shards[self.member : self.member + 1]))
 
     def reduce_shards(self, shards: Sequence[Tensor]) -> list[dist.Work]:
         """Start to reduce shard k to group rank k, for all shards; all members of the group call it."""
@@ -141,32 +138,28 @@ class HierarchicalAllReduce:
             None: unlike a compressed all-reduce, this one leaves nothing to do.
         """
         if self.inter_group is not None:
-            self._all_reduce(self._shards(buffer)[self.topology.group_rank(self.rank)], self.inter_group)
+            self._all_reduce(self._shards(buffer)[self.member], self.inter_group)
         return None
 
-    def intra_group_broadcast(self, buffer: Tensor) -> list[dist.Work]:
+    def intra_group_broadcast(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> list[dist.Work]:
         """Start to broadcast each shard within the group, from the rank that all-reduced it (line 9).
 
         Returns:
             The handles to wait for before ``buffer`` is read.
         """
-        return self.broadcast_shards(self._shards(buffer))
-
-    def broadcast_shards(self, shards: Sequence[Tensor]) -> list[dist.Work]:
-        """Start to broadcast shard k from group rank k, for all shards; all members of the group call it."""
         if self._broadcast_group is None:
             return []
         return [
             dist.broadcast(shard, group=self._broadcast_group, group_src=member, async_op=True)
-            for member, shard in enumerate(shards)
+            for member, shard in enumerate(self._shards(buffer, sizes))
         ]
 
-    def _shards(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        return buffer.tensor_split(self.num_shards)
+    def _shards(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> tuple[Tensor, ...]:
+        return buffer.tensor_split(self.num_shards) if sizes is None else buffer.split(sizes)
 
     def describe(self, stage: Stage) -> str:
         """Return the ranks that take part in a stage with this rank, worded for an error message."""
-        return describe_ranks(*self._job, stage)
+        return describe_ranks(self.topology, self.rank, stage)
 
     def close(self) -> None:
         """Destroy the process groups."""

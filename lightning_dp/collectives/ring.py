@@ -104,8 +104,7 @@ def ring_reduce_scatter(
             segment_bytes=segment_bytes,
             position=rank - 1,  # the published schedule would leave the sum of chunk n+1 on rank n
         )
-    begin, end = chunk_bounds(tensor.numel(), world_size)[rank]
-    return tensor.detach().reshape(-1)[begin:end]
+    return tensor.detach().reshape(-1).tensor_split(world_size)[rank]
 
 
 def ring_all_gather(
@@ -221,7 +220,7 @@ def run_ring(
     position = rank if position is None else position
     wire_dtype = wire_dtype or flat.dtype
     casts = wire_dtype != flat.dtype
-    chunks = [flat[begin:end] for begin, end in chunk_bounds(flat.numel(), world_size)]
+    chunks = flat.tensor_split(world_size)
     # Chunk 0 is the largest. Every rank must compute the same number of segments, also for a smaller chunk.
     num_segments = max(1, math.ceil(chunks[0].numel() * wire_dtype.itemsize / segment_bytes))
     pieces = [chunk.tensor_split(num_segments) for chunk in chunks]

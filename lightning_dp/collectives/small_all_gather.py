@@ -261,7 +261,7 @@ def connect(group: dist.ProcessGroup) -> dict[int, socket.socket] | None:
         try:
             if not folder:
                 raise FileNotFoundError("rank 0 could not create a folder for the sockets")
-            listener = setup.enter_context(_create_socket(group))
+            listener = setup.enter_context(_configure(socket.socket(socket.AF_UNIX), group))
             listener.bind(f"{folder}/{rank}")
             listener.listen(world_size)
             reachable = True
@@ -272,7 +272,7 @@ def connect(group: dist.ProcessGroup) -> dict[int, socket.socket] | None:
             return None
         try:
             for peer in range(rank):
-                sockets[peer] = connections.enter_context(_create_socket(group))
+                sockets[peer] = connections.enter_context(_configure(socket.socket(socket.AF_UNIX), group))
                 sockets[peer].connect(f"{folder}/{peer}")
                 sockets[peer].sendall(_RANK.pack(rank))
         except OSError:  # the folder is on a file system that several hosts share, but sockets are not
@@ -311,10 +311,6 @@ def _share_folder(group: dist.ProcessGroup, setup: ExitStack) -> str:
         path = b""
     paths = all_gather(torch.frombuffer(bytearray(path.ljust(_FOLDER_BYTES)), dtype=torch.uint8), group)
     return os.fsdecode(bytes(paths[0].tolist()).rstrip())
-
-
-def _create_socket(group: dist.ProcessGroup) -> socket.socket:
-    return _configure(socket.socket(socket.AF_UNIX), group)
 
 
 def _configure(connection: socket.socket, group: dist.ProcessGroup) -> socket.socket:

@@ -114,7 +114,9 @@ class GlobalBatchNormFunction(torch.autograd.Function):
         ctx.group = group
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(mean, unbiased, counts)
-        return _normalize(x, to_dtype(weight, dtype), to_dtype(bias, dtype), mean, invstd), mean, unbiased, counts
+        # Algorithm 3, equations 6 and 7: the normalized, scaled and shifted activations.
+        scale = invstd if weight is None else invstd * weight.to(dtype)
+        return _affine(x, mean, scale, to_dtype(bias, dtype)), mean, unbiased, counts
 
     @staticmethod
     @override
@@ -134,13 +136,6 @@ class GlobalBatchNormFunction(torch.autograd.Function):
         return dx, dweight, dbias, None, None
 
 
-def _normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
-    """Return the normalized, scaled and shifted activations (Algorithm 3, equations 6 and 7)."""
-    if x.numel() == 0:
-        return torch.empty_like(x)
-    return _affine(x, mean, invstd if weight is None else invstd * weight, bias)
-
-
 def _gradient_sums(dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
     """Return this rank's sums of dy and of dy (x - mean) invstd, (2, C) (Algorithm 4, with normalized x)."""
     if x.numel() == 0:
@@ -156,8 +151,6 @@ def _input_gradient(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, sums: Tensor, counts: Tensor
 ) -> Tensor:
     """Return ``weight invstd (dy - sums[0] / n - x_hat sums[1] / n)`` with the sums over all ranks (Algorithm 5)."""
-    if x.numel() == 0:
-        return torch.empty_like(x)
     scale = invstd if weight is None else invstd * weight
     # The terms without dy are affine in x - mean, so one fused pass computes them and a second one adds dy's.
     offset, slope = sums * (scale / -counts.sum())
@@ -166,6 +159,8 @@ def _input_gradient(
 
 def _affine(x: Tensor, mean: Tensor, slope: Tensor, offset: Tensor | None) -> Tensor:
     """Return ``(x - mean) slope + offset`` in one pass: PyTorch's evaluation kernel with variance 1 and eps 0."""
+    if x.numel() == 0:
+        return torch.empty_like(x)
     return torch.native_batch_norm(x, slope, offset, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
 
 

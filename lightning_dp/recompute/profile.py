@@ -62,25 +62,18 @@ class Profiler:
         return result, time_s
 
     def on_call(
-        self,
-        number: int,
-        key: str,
-        kind: Kind,
-        inputs: Sequence[Value | None],
-        outputs: Sequence[Value | None],
-        segment: int,
-        time_s: float,
+        self, key: str, kind: Kind, inputs: Sequence[Value | None], outputs: Sequence[Value | None], time_s: float
     ) -> None:
-        """Add an operator that has run."""
+        """Add an operator that has run. ``outputs`` are None where it has returned a value that was there before."""
         large = [value for value in outputs if value is not None and not value.is_small]
         if not large:
             return
-        self._place_of[number] = len(self.operations)
+        self._place_of[large[0].number] = len(self.operations)
         places = sorted({self._place_of[v.number] for v in inputs if v is not None and v.number in self._place_of})
         num_bytes = sum(value.num_bytes for value in large)
         if kind is Kind.VIEW:
             time_s, num_bytes = 0.0, 0
-        self.operations.append(Operation(key, kind, time_s, num_bytes, places, segment, []))
+        self.operations.append(Operation(key, kind, time_s, num_bytes, places, large[0].segment, []))
 
     def on_pack(self, value: Value, segment: int) -> None:
         """Autograd keeps a value for the backward of something in ``segment``."""

@@ -46,6 +46,7 @@ from lightning_dp.recompute.operators import (
     Kind,
     arguments_moved_unseen,
     arguments_to_keep,
+    backend_flags,
     is_batch_norm,
     kind_of,
 )
@@ -130,7 +131,7 @@ class Tape(TorchDispatchMode):
         key = self._location.next_key(func)
         keeps = self._policy.keeps(kind, key)
         is_kept = keeps or kind is Kind.FIXED or (kind is not Kind.VIEW and is_in_function_forward())
-        call = None if is_kept else self._make_call(func, args, kwargs)
+        call = None if is_kept else self._make_call(func, kind, args, kwargs)
         profiler = self._profiler
         inputs = [] if profiler is None else [self._find(tensor) for tensor in tensors_in([args, kwargs])]
         changed = self._prepare_changes(func, args, kwargs)
@@ -151,7 +152,7 @@ class Tape(TorchDispatchMode):
             # What the tape cannot run again, a plan must not count on. A view costs nothing in any case.
             runs_again = kind is Kind.VIEW or call is not None or (keeps and not is_in_function_forward())
             known = kind if runs_again else Kind.FIXED
-            profiler.on_call(self._number, key, known, inputs, outputs, self._location.segment, time_s)
+            profiler.on_call(key, known, inputs, outputs, time_s)
         self._number += 1
         return result
 
@@ -160,7 +161,7 @@ class Tape(TorchDispatchMode):
         self.met_compiled = True
         return False
 
-    def _make_call(self, func: Any, args: Any, kwargs: Any) -> Call | None:
+    def _make_call(self, func: Any, kind: Kind, args: Any, kwargs: Any) -> Call | None:
         """Return how to run the operator again, or None if that is not known."""
         changed = mutated_arguments(func)
         if not all(map(is_plain, tensors_in([args, kwargs]))):
@@ -169,12 +170,14 @@ class Tape(TorchDispatchMode):
             return None  # a buffer, which must not change a second time, or an operator that changes another argument
         if self._is_copy_of_state(func, args, kwargs):
             return None
+        inputs: dict[Value, None] = {}
         owned: list[Saved] = []
-        call_args = [self._with_values(argument, owned) for argument in arguments_to_keep(func, args)]
-        call_kwargs = {name: self._with_values(value, owned) for name, value in kwargs.items()}
+        call_args = [self._with_values(argument, inputs, owned) for argument in arguments_to_keep(func, args)]
+        call_kwargs = {name: self._with_values(value, inputs, owned) for name, value in kwargs.items()}
         # It returns what it changes, and can be made to change a copy.
         changed_value = call_args[0] if changed else None
-        return Call(func, call_args, call_kwargs, self._number, changed_value, owned)
+        flags = backend_flags(kind)
+        return Call(func, kind, flags, self._number, call_args, call_kwargs, list(inputs), changed_value, owned)
 
     def _is_copy_of_state(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Return whether something is cloned that no operator of this forward pass computes.
@@ -188,8 +191,11 @@ class Tape(TorchDispatchMode):
         original = self._find(args[0])
         return original is None or root_of(original).call is None
 
-    def _with_values(self, argument: Any, owned: list[Saved]) -> Any:
-        """Return ``argument`` with values in place of tensors. ``owned`` gets what the call must keep of them."""
+    def _with_values(self, argument: Any, inputs: dict[Value, None], owned: list[Saved]) -> Any:
+        """Return ``argument`` with values in place of tensors.
+
+        ``inputs`` gets these values, and ``owned`` what the call must keep of them.
+        """
         if isinstance(argument, Tensor):
             value = self._find(argument)
             if value is None:
@@ -200,9 +206,10 @@ class Tape(TorchDispatchMode):
                 if saved.tensor is None or saved.is_own:
                     saved.hold(copy_of(argument) if value.is_state else detach_with_version(argument))
                 owned.append(saved)
+            inputs[value] = None
             return value
         if isinstance(argument, (list, tuple)):
-            return type(argument)(self._with_values(inner, owned) for inner in argument)
+            return type(argument)(self._with_values(inner, inputs, owned) for inner in argument)
         return argument
 
     def _add_outputs(

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -21,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import TensorWeakRef
 
 from lightning_dp._private.torch_names import detach_with_version, version_of
-from lightning_dp.recompute.operators import Kind, backend_flags, kind_of, rerun, under_flags
+from lightning_dp.recompute.operators import BackendFlags, Kind, rerun, under_flags
 
 # Two threads may run backward through parts of one graph. Neither may drop what the other is about to read.
 _LOCK = threading.RLock()
@@ -171,46 +172,40 @@ class Saved:
             return tensor
 
 
+@dataclass(eq=False)
 class Call:
     """One call of an operator, with values in place of tensors.
 
     Attributes:
+        func: the operator.
+        kind: of the operator.
+        flags: of PyTorch's backends in the forward pass.
+        number: of the call in the forward pass.
+        args: of the operator.
+        kwargs: of the operator.
         inputs: the values among the arguments, each once.
+        changed: the value that the operator changes in place, and returns.
+        owned: small inputs, which nobody else need keep.
         outputs: references to its values, in order; None for an output that it has not computed. They are weak: a cycle
             of values and calls would keep what they need until Python's collector comes by.
-        owned: small inputs, which nobody else need keep.
         statistics: mean and 1 / standard deviation of a batch norm, which stay.
-        changed: the value that the operator changes in place, and returns.
     """
 
-    def __init__(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        number: int,
-        changed: Value | None,
-        owned: Sequence[Saved],
-    ) -> None:
-        self.func = func
-        self.number = number
-        self._args = args
-        self._kwargs = kwargs
-        self.changed = changed
-        self.owned = owned
-        self._flags = backend_flags(kind_of(func))
-        self.inputs = list(dict.fromkeys(_values_in([*args, *kwargs.values()])))
-        self.outputs: list[ReferenceType[Value] | None] = []
-        self.statistics: list[Saved] = []
+    func: Any
+    kind: Kind
+    flags: BackendFlags
+    number: int
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    inputs: Sequence[Value]
+    changed: Value | None
+    owned: Sequence[Saved]
+    outputs: list[ReferenceType[Value] | None] = field(default_factory=list)
+    statistics: list[Saved] = field(default_factory=list)
 
     def add_outputs(self, values: Sequence[Value | None]) -> None:
         """Say what the call has computed."""
         self.outputs = [None if value is None else ref(value) for value in values]
-
-    @property
-    def kind(self) -> Kind:
-        """Of the operator."""
-        return kind_of(self.func)
 
     def run(self, tensor_of: Callable[[Value], Tensor], may_change: bool) -> list[Any]:
         """Run the operator again, under the flags of the forward pass; return its outputs.
@@ -220,9 +215,9 @@ class Call:
             may_change: whether the operator may change its input in place, instead of a copy.
         """
         changed = None if may_change else self.changed
-        args = [_fill(argument, tensor_of, changed) for argument in self._args]
-        kwargs = {name: _fill(value, tensor_of, changed) for name, value in self._kwargs.items()}
-        with under_flags(self._flags, self.kind):
+        args = [_fill(argument, tensor_of, changed) for argument in self.args]
+        kwargs = {name: _fill(value, tensor_of, changed) for name, value in self.kwargs.items()}
+        with under_flags(self.flags, self.kind):
             return outputs_of(rerun(self.func, args, kwargs, [saved.get() for saved in self.statistics]))
 
 
@@ -246,14 +241,6 @@ def root_of(value: Value) -> Value:
     while value.call is not None and value.call.kind is Kind.VIEW:
         value = value.call.inputs[0]
     return value
-
-
-def _values_in(arguments: Iterable[Any]) -> Iterator[Value]:
-    for argument in arguments:
-        if isinstance(argument, Value):
-            yield argument
-        elif isinstance(argument, (list, tuple)):
-            yield from _values_in(argument)
 
 
 # --- Compute a value again: which operators lead to it, and what stays of what they compute on the way.

@@ -133,17 +133,6 @@ LARGEST = 127  # -128 is not used, so that a gradient and its negative are round
 SCALE_BYTES = 4  # float32
 
 
-class Quantized(NamedTuple):
-    """Blocks of integers, (R, `BLOCK`), and the scale of each, (R,)."""
-
-    integers: Tensor
-    scales: Tensor
-
-    def decode(self, dtype: torch.dtype) -> Tensor:
-        """Return the values, (R, `BLOCK`)."""
-        return self.integers.to(dtype).mul_(self.scales.to(dtype)[:, None])
-
-
 class Int8(Compressor):
     """Sums of 8-bit integers with one float32 scale for each block of 256 elements.
 
@@ -202,10 +191,10 @@ class Int8(Compressor):
 
 def _exchange_all(values: Tensor, sums: Tensor, wire: Transport) -> Iterator[None]:
     """Do what `_exchange_owned` does, between two carriers: each sends all blocks, and both add. One rounding only."""
-    messages, transfers = wire.start_swap(_pack(quantize(values)))
+    messages, transfers = wire.start_swap(quantize(values))
     yield
     wait_for_all(transfers)
-    first, second = (_unpack(message).decode(sums.dtype) for message in messages)
+    first, second = (dequantize(message, sums.dtype) for message in messages)
     torch.add(first, second, out=sums)
 
 
@@ -215,30 +204,33 @@ def _exchange_owned(values: Tensor, sums: Tensor, owner: Tensor, wire: Transport
     order = owner.argsort(stable=True)
     counts = torch.bincount(owner, minlength=wire.num_ranks).tolist()
     # Step 1: each carrier sends every owner its blocks.
-    outgoing = _pack(quantize(values)).index_select(0, order).split(counts)
+    outgoing = quantize(values).index_select(0, order).split(counts)
     inbox = outgoing[wire.rank].new_empty(wire.num_ranks, *outgoing[wire.rank].shape)
     transfers = wire.start(outgoing, list(inbox))
     yield
     wait_for_all(transfers)
-    total = _unpack(inbox[0]).decode(values.dtype)
+    total = dequantize(inbox[0], values.dtype)
     for message in inbox[1:]:
-        total += _unpack(message).decode(values.dtype)
+        total += dequantize(message, values.dtype)
     # Step 2: each owner sends all carriers its sums.
     outbox = inbox.new_empty(len(owner), inbox.shape[-1])
-    transfers = wire.start([_pack(quantize(total))] * wire.num_ranks, outbox.split(counts))
+    transfers = wire.start([quantize(total)] * wire.num_ranks, outbox.split(counts))
     # An owner has also rounded its own contribution, so both roundings add up in its residual.
     values.index_add_(0, order.split(counts)[wire.rank], total)
     yield
     wait_for_all(transfers)
     for rows, message in zip(order.split(counts), outbox.split(counts), strict=True):
-        sums.index_copy_(0, rows, _unpack(message).decode(sums.dtype))
+        sums.index_copy_(0, rows, dequantize(message, sums.dtype))
 
 
-def quantize(values: Tensor) -> Quantized:
+def quantize(values: Tensor) -> Tensor:
     """Round blocks, (R, `BLOCK`), to integers, and leave in ``values`` what the rounding leaves out.
 
     The largest element of a block becomes 127 or -127. A block with an element that is infinite or NaN decodes to NaN,
     so that a reader of the gradient sees it, and leaves nothing out, so that the next step is not affected.
+
+    Returns:
+        The message: each block's scale and integers as bytes, (R, `SCALE_BYTES` + `BLOCK`).
     """
     largest = values.abs().amax(1)  # eight times as fast as `torch.linalg.vector_norm` and its infinity norm
     scales = (largest / LARGEST).to(torch.float32)
@@ -251,7 +243,14 @@ def quantize(values: Tensor) -> Quantized:
     decoded = (values / wide).round_()
     integers = decoded.to(torch.int8)
     values.sub_(decoded.mul_(wide))
-    return Quantized(integers, scales.masked_fill_(is_bad, float("nan")))
+    scales.masked_fill_(is_bad, float("nan"))
+    return torch.cat([scales[:, None].view(torch.uint8), integers.view(torch.uint8)], 1)
+
+
+def dequantize(message: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the blocks that `quantize` has put into ``message``, as values, (R, `BLOCK`)."""
+    scales = message[:, :SCALE_BYTES].contiguous().view(torch.float32)
+    return message[:, SCALE_BYTES:].view(torch.int8).to(dtype).mul_(scales.to(dtype))
 
 
 def _rows_of(parts: Sequence[ParamSlice]) -> list[slice]:
@@ -264,17 +263,6 @@ def _owner(parts: Sequence[ParamSlice], num_ranks: int) -> Tensor:
     """Return which rank owns each row."""
     numbers = [torch.arange(num_blocks(part.numel)) + (part.info.first_block + part.begin // BLOCK) for part in parts]
     return torch.cat(numbers) % num_ranks
-
-
-def _pack(quantized: Quantized) -> Tensor:
-    """Return each block's scale and integers as bytes, (R, `SCALE_BYTES` + `BLOCK`)."""
-    return torch.cat([quantized.scales[:, None].view(torch.uint8), quantized.integers.view(torch.uint8)], 1)
-
-
-def _unpack(message: Tensor) -> Quantized:
-    """Return the blocks of a packed message, (R, `SCALE_BYTES` + `BLOCK`)."""
-    scales = message[:, :SCALE_BYTES].contiguous().view(torch.float32)[:, 0]
-    return Quantized(message[:, SCALE_BYTES:].view(torch.int8), scales)
 
 
 # --- PowerSGD: gradients approximated by low-rank factors (Vogels et al. 2019, arXiv 1905.13727).
@@ -308,7 +296,7 @@ class PowerSGDCompressor(Compressor):
 
     @override
     def start(self, tensor: Tensor, piece: BucketShard, wire: Transport) -> Iterator[None]:
-        assert all(part.is_whole for part in piece.parts), "a matrix cannot be approximated in parts"
+        assert all(part.numel == part.info.numel for part in piece.parts), "a matrix cannot be approximated in parts"
         whole: list[Tensor] = []
         matrices: list[_Matrix] = []
         for part, here in zip(piece.parts, piece.split(tensor), strict=True):

@@ -51,11 +51,6 @@ class ParameterInfo:
         return torch.Size(self.shape).numel()
 
     @property
-    def num_blocks(self) -> int:
-        """Number of blocks; the last one may be smaller than the others."""
-        return num_blocks(self.numel)
-
-    @property
     def matrix_shape(self) -> tuple[int, int] | None:
         """Rows and columns of the gradient as a matrix, without a copy of its memory; None for vectors.
 
@@ -120,7 +115,7 @@ class ParameterTable:
                 torch.float64 if real.dtype == torch.float64 else torch.float32,
             )
         self._infos[parameter] = info
-        self._num_blocks += info.num_blocks
+        self._num_blocks += num_blocks(info.numel)
 
 
 def _bucket_stride(parameter: Tensor) -> tuple[int, ...]:
@@ -146,11 +141,6 @@ class ParamSlice:
         """Number of elements."""
         return self.end - self.begin
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the part is the whole gradient."""
-        return self.numel == self.info.numel
-
 
 @dataclass(frozen=True)
 class BucketShard:
@@ -170,7 +160,7 @@ def whole_shard(infos: Sequence[ParameterInfo]) -> BucketShard:
 
 def cut(infos: Sequence[ParameterInfo], num_pieces: int) -> list[BucketShard]:
     """Cut a bucket into pieces of about equal size, at the ends of blocks. A piece may be empty."""
-    first_blocks = [0, *accumulate(info.num_blocks for info in infos)]
+    first_blocks = [0, *accumulate(num_blocks(info.numel) for info in infos)]
     pieces = []
     for begin, end in chunk_bounds(first_blocks[-1], num_pieces):
         parts = []

@@ -27,6 +27,8 @@ from lightning_dp.collectives.point_to_point import post, wait_for_all
 
 ShardRanges = tuple[tuple[int, int], ...]
 """Begin and end of the elements of a parameter that each member of the group carries."""
+# Of a residual from a checkpoint: each member has all elements, until the first bucket tells who carries what.
+_LOADED: ShardRanges = ()
 
 
 class CompressedAllReduce:
@@ -52,7 +54,6 @@ class CompressedAllReduce:
         self._stages: dict[tuple[ParameterInfo, ...], CompressedStages] = {}
         # Where residuals lie. All members know it of all parameters, so that they agree on when residuals must move.
         self._shard_ranges: dict[ParameterInfo, ShardRanges] = {}
-        self._loaded: set[ParameterInfo] = set()
 
     @property
     def bytes_sent(self) -> int:
@@ -71,26 +72,22 @@ class CompressedAllReduce:
 
         None, on all ranks alike, if no gradient of the parameter has been reduced yet and no residual was loaded.
         """
-        if info in self._loaded and info not in self._shard_ranges:
-            # All members have all of it until the first bucket tells who carries what. That of the first one counts.
-            return ((0, info.numel),)
-        return self._shard_ranges.get(info)
+        ranges = self._shard_ranges.get(info)
+        return ((0, info.numel),) if ranges == _LOADED else ranges  # the first member's counts
 
     def load_residual(self, info: ParameterInfo, flat: Tensor) -> None:
         """Put ``flat``, (numel,), in place of the residual of this rank's group. All members of a group call it."""
         self.compressor.residuals.keep(ParamSlice(info, 0, info.numel), flat)
-        self._shard_ranges.pop(info, None)
-        self._loaded.add(info)
+        self._shard_ranges[info] = _LOADED
 
     def clear(self) -> None:
         """Forget what the compressor has kept. Every rank must call it, while no bucket is under way."""
         self.compressor.clear()
         self._shard_ranges.clear()
-        self._loaded.clear()
 
     def note_shard_ranges(self, places: dict[ParameterInfo, ShardRanges]) -> bool:
         """Note who carries what of a bucket from now on; return whether it was somebody else before."""
-        changed = any(self._shard_ranges.get(info, own) != own for info, own in places.items())
+        changed = any(self._shard_ranges.get(info, own) not in (own, _LOADED) for info, own in places.items())
         self._shard_ranges.update(places)
         return changed
 
@@ -113,31 +110,29 @@ class CompressedStages:
         self.reduces_on_device = owner.collective.reduces_on_device
         self._pieces = cut(infos, self._collective.num_shards)
         self._sizes = [sum(part.numel for part in piece.parts) for piece in self._pieces]
-        self._member = self._collective.topology.group_rank(self._collective.rank)
-        self._piece = self._pieces[self._member] if self._member < len(self._pieces) else BucketShard(())
+        member = self._collective.member
+        self._piece = self._pieces[member] if member < len(self._pieces) else BucketShard(())
         of_pieces = [{part.info: (part.begin, part.end) for part in piece.parts} for piece in self._pieces]
         self._shard_ranges = {info: tuple(of_piece.get(info, (0, 0)) for of_piece in of_pieces) for info in infos}
         self._keeps_residuals = any(map(owner.compressor.keeps_residual, infos))
         self._moving: Tensor | None = None  # residuals on their way to other members, as they lie in the bucket
 
-    def _shards(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        return buffer.split(self._sizes)
+    def _carried(self, buffer: Tensor) -> Tensor:
+        return buffer.split(self._sizes)[self._collective.member]
 
     def reduce_on_device(self, buffer: Tensor) -> slice:
         """Reduce ``buffer`` within the group, where it is; see `HierarchicalAllReduce.reduce_on_device`."""
-        return self._collective.reduce_shards_on_device(self._shards(buffer))
+        return self._collective.reduce_on_device(buffer, self._sizes)
 
     def intra_group_reduce(self, buffer: Tensor) -> list[dist.Work]:
         """Start to reduce ``buffer`` within the group; also the residuals, if other members are to carry them now."""
-        works = []
-        if not self.reduces_on_device:
-            works += self._collective.reduce_shards(self._shards(buffer))
+        works = self._collective.intra_group_reduce(buffer, self._sizes)
         residuals = self._owner.compressor.residuals
         if self._owner.note_shard_ranges(self._shard_ranges) and self._keeps_residuals:
             parts = [residuals.expanded(part.info)[part.begin : part.end] for p in self._pieces for part in p.parts]
             # At most one member holds an element, so this sum of all members' residuals is exact.
             self._moving = torch.cat(parts)
-            works += self._collective.reduce_shards(self._shards(self._moving))
+            works += self._collective.reduce_shards(self._moving.split(self._sizes))
         # What other members carry must not be counted twice when residuals move. It is here if it moves now, and after
         # a checkpoint was loaded, which gives all members the residuals of their group.
         carried = set() if self._moving is not None else {part.info for part in self._piece.parts}
@@ -156,17 +151,17 @@ class CompressedStages:
         if self._owner.wire is None:
             return None
         if self._moving is not None:
-            moved = self._piece.split(self._shards(self._moving)[self._member])
+            moved = self._piece.split(self._carried(self._moving))
             self._moving = None
             for part, residual in zip(self._piece.parts, moved, strict=True):
                 self._owner.compressor.residuals.keep(part, residual.clone())
-        rest = self._owner.compressor.start(self._shards(buffer)[self._member], self._piece, self._owner.wire)
+        rest = self._owner.compressor.start(self._carried(buffer), self._piece, self._owner.wire)
         next(rest, None)
         return rest
 
     def intra_group_broadcast(self, buffer: Tensor) -> list[dist.Work]:
         """Start to broadcast each shard within the group."""
-        return self._collective.broadcast_shards(self._shards(buffer))
+        return self._collective.intra_group_broadcast(buffer, self._sizes)
 
     def describe(self, stage: Stage) -> str:
         """Return the ranks that take part in a stage, worded for an error message."""

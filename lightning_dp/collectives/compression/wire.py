@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dp.collectives.point_to_point import Transfer, post, wait_for_all
-from lightning_dp.collectives.ring import chunk_bounds
 
 PAIR_MESSAGE = 512 * 1024
 """Elements that each of two ranks sends to the other in a message.
@@ -113,7 +112,7 @@ class Transport:
 
     def _exchange_chunks(self, tensor: Tensor, message_dtype: torch.dtype, sum_dtype: torch.dtype) -> Iterator[None]:
         messages = tensor.to(message_dtype)
-        chunks = [messages[begin:end] for begin, end in chunk_bounds(len(messages), self.num_ranks)]
+        chunks = messages.tensor_split(self.num_ranks)
         inbox = chunks[self.rank].new_empty(self.num_ranks, len(chunks[self.rank]))
         transfers = self.start(chunks, list(inbox))
         yield
