@@ -195,21 +195,13 @@ class ImageNet(ImageDataModule):
             training = split == "train"
             images, labels = self._splits[split]
             size = self.image_size if training else self.eval_image_size
-            crop = self.crop if training else None
+            encoded = (self._source(images), labels, size, self.crop if training else None)
             decoder = resolve_decoder(self.decoder)
             if decoder == "dali":
-                self._datasets[split] = EncodedFiles(self._source(images), labels, size, crop, split)
-                return self._datasets[split]
-            self._datasets[split] = ImageFiles(
-                self._source(images),
-                labels,
-                size,
-                crop=crop,
-                training=training,
-                decoder=decoder,
-                skip_broken=self.on_broken == "skip",
-                num_workers=self.num_workers,
-            )
+                self._datasets[split] = EncodedFiles(*encoded, split)
+            else:
+                skips = self.on_broken == "skip"
+                self._datasets[split] = ImageFiles(*encoded, training, decoder, skips, self.num_workers)
         return self._datasets[split]
 
 
