@@ -91,18 +91,11 @@ class StepTimer(_OwnCallback):
             if exposed_s is not None:
                 times["exposed_communication"] = exposed_s
             times["compute"] = times["step"] - times["data_wait"] - times.get("exposed_communication", 0.0)
+        # With the last two Lightning neither averages over the ranks, which would hide a slow one, nor advises to.
+        options: Any = {"on_step": False, "on_epoch": True, "batch_size": 1, "sync_dist": True, "rank_zero_only": True}
         for name, seconds in times.items():
-            # With both options Lightning neither averages over the ranks, which would hide a slow one, nor advises to.
-            pl_module.log(
-                f"time/{name}_s",
-                # Lightning would copy a float to the GPU, and wait until all kernels before that have run.
-                torch.tensor(seconds),
-                on_step=False,
-                on_epoch=True,
-                batch_size=1,
-                sync_dist=True,
-                rank_zero_only=True,
-            )
+            # Lightning would copy a float to the GPU, and wait until all kernels before that have run.
+            pl_module.log(f"time/{name}_s", torch.tensor(seconds), **options)
         self._last_end_s = end_s
 
     def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
