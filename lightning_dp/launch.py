@@ -109,7 +109,7 @@ def launch(function: Callable[..., Any], *args: Any, num_processes: int, num_nod
     check_ranks(num_processes, num_nodes)
     if external_rank() is None and num_processes > 1:
         return _start(function, args, num_processes)
-    with _environment_restored():
+    with environment_restored():
         if external_rank() is None:
             for name in OF_A_RANK:  # left by another launcher, Lightning would take them for this process's
                 os.environ.pop(name, None)
@@ -134,7 +134,7 @@ def check_ranks(num_processes: int, num_nodes: int = 1) -> None:
 
 
 def _start(function: Callable[..., Any], args: tuple[Any, ...], num_processes: int) -> Any:
-    with tempfile.TemporaryDirectory(prefix="launch_") as folder, _environment_restored(), _agent_undone():
+    with tempfile.TemporaryDirectory(prefix="launch_") as folder, environment_restored(), _agent_undone():
         # Each rank gets its share of the cores. By default it would start as many threads as there are cores.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
         config = LaunchConfig(
@@ -179,7 +179,8 @@ def _launch_error(folder: Path, error: ChildFailedError, num_processes: int) -> 
 
 
 @contextmanager
-def _environment_restored() -> Iterator[None]:
+def environment_restored() -> Iterator[None]:
+    """Give the environment variables of this process their present values afterwards."""
     before = dict(os.environ)
     try:
         yield

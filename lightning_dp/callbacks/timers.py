@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dp._lightning import Callback, LightningModule, require_own_trainer
 from lightning_dp._private.torch_names import ddp_timing, time_ddp_steps
+from lightning_dp.callbacks.adaptive_global_batch_norm import local_batch_size
 
 log = logging.getLogger(__name__)
 
@@ -91,18 +93,11 @@ class StepTimer(_OwnCallback):
             if exposed_s is not None:
                 times["exposed_communication"] = exposed_s
             times["compute"] = times["step"] - times["data_wait"] - times.get("exposed_communication", 0.0)
+        # With the last two Lightning neither averages over the ranks, which would hide a slow one, nor advises to.
+        options: Any = {"on_step": False, "on_epoch": True, "batch_size": 1, "sync_dist": True, "rank_zero_only": True}
         for name, seconds in times.items():
-            # With both options Lightning neither averages over the ranks, which would hide a slow one, nor advises to.
-            pl_module.log(
-                f"time/{name}_s",
-                # Lightning would copy a float to the GPU, and wait until all kernels before that have run.
-                torch.tensor(seconds),
-                on_step=False,
-                on_epoch=True,
-                batch_size=1,
-                sync_dist=True,
-                rank_zero_only=True,
-            )
+            # Lightning would copy a float to the GPU, and wait until all kernels before that have run.
+            pl_module.log(f"time/{name}_s", torch.tensor(seconds), **options)
         self._last_end_s = end_s
 
     def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -133,7 +128,69 @@ class StepTimer(_OwnCallback):
 # --- Training speed in images per second, beside what the loader alone could deliver.
 
 
-class ImagesPerSecond(_OwnCallback):
+class ImageRate:
+    """Counts the images of each epoch, and the seconds of training on them, validation left out.
+
+    Its hooks are those of a callback. It is none itself: the recipes have a callback of `pytorch_lightning` with them.
+
+    Attributes:
+        counts_first_batch: of each epoch. It includes starting the loader's workers.
+        train_s: seconds of training on the batches that count, in all epochs.
+    """
+
+    counts_first_batch = True
+
+    def __init__(self) -> None:
+        self.train_s = 0.0
+        self._epoch_s = 0.0
+        self._epoch_images = 0
+        self._clock_s = 0.0
+        self._has_begun = False  # whether the epoch has had a batch
+
+    @property
+    def images_per_s(self) -> float | None:
+        """Images of all ranks per second in this epoch so far, or None before its first batch whose size is known."""
+        return self._epoch_images / self._epoch_s if self._epoch_images else None
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Start the clock: a run that continues within an epoch has no ``on_train_epoch_start``."""
+        self.on_train_epoch_start(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Start the clock and the count."""
+        self._epoch_s = 0.0
+        self._epoch_images = 0
+        self._clock_s = time.perf_counter()
+        self._has_begun = False
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the time and the images of a batch. All ranks are taken to have as many images as this one.
+
+        A batch whose size cannot be told counts no images.
+        """
+        if batch is None:  # Lightning skips it: the next step has taken longer
+            return
+        step_s = time.perf_counter() - self._clock_s
+        self._clock_s += step_s
+        if self._has_begun or self.counts_first_batch:
+            self.train_s += step_s
+            self._epoch_s += step_s
+            with suppress(ValueError):
+                self._epoch_images += self._num_images(batch) * trainer.world_size
+        self._has_begun = True
+
+    def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Start the clock again: validation is no training."""
+        self._clock_s = time.perf_counter()
+
+    def _num_images(self, batch: Any) -> int:
+        """Return the images of a batch. Raise ValueError if that cannot be told."""
+        return local_batch_size(batch)
+
+
+class ImagesPerSecond(ImageRate, _OwnCallback):
     """Log images per second in each epoch, over all ranks, and print the last ones at the end of training.
 
     - ``images_per_s/train``: training, without the first batch of an epoch (starting the loader's workers) and without
@@ -146,53 +203,26 @@ class ImagesPerSecond(_OwnCallback):
     and labels.
     """
 
+    counts_first_batch = False
+
     def __init__(self) -> None:
-        self._start_s: float | None = None
-        self._pause_s = 0.0
-        self._num_images = 0
+        super().__init__()
         self._last: dict[str, float] = {}
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Forget the rates and the count of an earlier fit."""
         self._last = {}
-        # A run that continues within an epoch has no `on_train_epoch_start`.
-        self.on_train_epoch_start(trainer, pl_module)
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Reset the count. The clock starts at the end of the first batch."""
-        self._start_s = None
-        self._num_images = 0
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Count the images of the batch, but for the first one."""
-        if batch is None:  # Lightning skips it
-            return
-        if self._start_s is None:
-            self._start_s = time.perf_counter()
-        else:
-            self._num_images += len(batch[1])
-
-    def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Stop the clock."""
-        self._pause_s = time.perf_counter()
-
-    def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Start the clock again."""
-        if self._start_s is not None:
-            self._start_s += time.perf_counter() - self._pause_s
+        super().on_train_start(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Log the rates of the epoch. An epoch of one batch has none."""
-        if self._start_s is None or self._num_images == 0:
+        if self.images_per_s is None:
             return
-        rates = {"train": self._num_images / (time.perf_counter() - self._start_s)}
+        self._last = {"train": self.images_per_s}
         measure = getattr(trainer.datamodule, "loader_images_per_s", None)
         loader = None if measure is None else measure()
         if loader is not None:
-            rates["loader"] = loader
-        self._last = {name: rate * trainer.world_size for name, rate in rates.items()}
+            self._last["loader"] = loader * trainer.world_size
         for name, rate in self._last.items():
             # Both options together: no average over ranks, and no advice of Lightning's to take one.
             pl_module.log(f"images_per_s/{name}", rate, sync_dist=True, rank_zero_only=True)
@@ -202,6 +232,9 @@ class ImagesPerSecond(_OwnCallback):
         if self._last and trainer.is_global_zero:
             loader = f"; the loader alone: {self._last['loader']:,.0f}" if "loader" in self._last else ""
             trainer.print(f"images per second: {self._last['train']:,.0f}{loader}")
+
+    def _num_images(self, batch: Any) -> int:
+        return len(batch[1])
 
 
 # --- How long training takes to reach a given accuracy.

@@ -7,8 +7,9 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -84,7 +85,21 @@ class FilesInFolder:
 log = logging.getLogger(__name__)
 
 
-class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
+@dataclass(eq=False, repr=False)
+class _Encoded(Dataset[Any]):
+    """Encoded images, indexed by the batch. See `ImageFiles` and `EncodedFiles`."""
+
+    source: ImageSource
+    labels: Tensor
+    image_size: int
+    crop: Crop | None = None
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+
+@dataclass(eq=False, repr=False)
+class ImageFiles(_Encoded):
     """Images in files or tar shards, cropped and resized to squares, indexed by the batch.
 
     Training images are decoded at the smallest scale of 1, 1/2 and 1/4 at which the crop still has the required
@@ -106,30 +121,15 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         num_workers: of the loader, to measure the speed of each.
     """
 
-    def __init__(
-        self,
-        source: ImageSource,
-        labels: Tensor,
-        image_size: int,
-        crop: Crop | None = None,
-        training: bool = False,
-        decoder: Decoder = "auto",
-        skip_broken: bool = False,
-        num_workers: int = 0,
-    ) -> None:
-        self.source = source
-        self.labels = labels
-        self.image_size = image_size
-        self.crop = crop
-        self.training = training
-        self.decoder = decoder
-        self.skip_broken = skip_broken
-        self.broken = torch.zeros(len(source), dtype=torch.bool).share_memory_()
-        # One row for each worker: images, and seconds spent on them. Only that worker writes to it.
-        self._speed = torch.zeros(max(1, num_workers), 2, dtype=torch.float64).share_memory_()
+    training: bool = False
+    decoder: Decoder = "auto"
+    skip_broken: bool = False
+    num_workers: int = 0
 
-    def __len__(self) -> int:
-        return len(self.source)
+    def __post_init__(self) -> None:
+        self.broken = torch.zeros(len(self.source), dtype=torch.bool).share_memory_()
+        # One row for each worker: images, and seconds spent on them. Only that worker writes to it.
+        self._speed = torch.zeros(max(1, self.num_workers), 2, dtype=torch.float64).share_memory_()
 
     def __getitem__(self, batch: BatchSlice) -> tuple[Tensor, Tensor]:
         """Return images (n, 3, H, W) uint8 in the channels-last memory format, and labels (n,) int64."""
@@ -269,7 +269,8 @@ class EncodedImages:
         return self
 
 
-class EncodedFiles(Dataset[tuple[EncodedImages, Tensor]]):
+@dataclass(eq=False, repr=False)
+class EncodedFiles(_Encoded):
     """Images in files or tar shards, indexed by the batch. Only their headers are read.
 
     A file that is neither JPEG in color or gray nor PNG is written as PNG, which loses nothing.
@@ -282,17 +283,7 @@ class EncodedFiles(Dataset[tuple[EncodedImages, Tensor]]):
         split: a name for these images, which is passed on.
     """
 
-    def __init__(
-        self, source: ImageSource, labels: Tensor, image_size: int, crop: Crop | None = None, split: str = ""
-    ) -> None:
-        self.source = source
-        self.split = split
-        self.labels = labels
-        self.image_size = image_size
-        self.crop = crop
-
-    def __len__(self) -> int:
-        return len(self.source)
+    split: str = ""
 
     def __getitem__(self, batch: BatchSlice) -> tuple[EncodedImages, Tensor]:
         """Return the images, and labels (n,) int64."""

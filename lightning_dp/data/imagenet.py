@@ -16,16 +16,20 @@ from torch.utils.data import Dataset
 from lightning_dp.data.dali import DaliDecoder
 from lightning_dp.data.image_files import EncodedFiles, EncodedImages, FilesInFolder, ImageFiles, ImageSource
 from lightning_dp.data.jpeg import CROPS, Crop, Decoder, resolve_decoder
-from lightning_dp.data.module import ByteImageDataModule, Split
+from lightning_dp.data.loading import normalize
+from lightning_dp.data.module import ImageDataModule, Split
 
 MAX_AUTO_WORKERS = 16
 
 
-class ImageNet(ByteImageDataModule):
+class ImageNet(ImageDataModule):
     """Images in ``root/train/CLASS/`` and ``root/val/``, cropped and flipped at random for training.
 
     The official validation images are used for validation and for the test, as in the literature: the labels of the
     official test images are not public. They are decoded exactly, each once on any number of ranks.
+
+    A loader's batch is (n, 3, H, W) uint8, and images are normalized on the device: workers then send a quarter of the
+    bytes, and do not convert them. The training step of a Trainer with this data module gets float32.
 
     Args:
         root: folder with ``train/CLASS/*.JPEG`` and with ``val/CLASS/*.JPEG``, or ``val/*.JPEG`` and a label file.
@@ -164,7 +168,10 @@ class ImageNet(ByteImageDataModule):
         images, labels = batch
         if isinstance(images, EncodedImages):
             images = self._decode(images, labels.device)
-        return super().on_after_batch_transfer((images, labels), dataloader_idx)
+        images = normalize(images, self.mean, self.std)
+        if self.trainer is not None:  # it has converted the batch before, when images were integers
+            images = self.trainer.precision_plugin.convert_input(images)
+        return images, labels
 
     def _decode(self, images: EncodedImages, device: torch.device) -> Tensor:
         """Return what DALI makes of the images, in a decoder of this process: its threads do not survive a fork."""
@@ -188,21 +195,13 @@ class ImageNet(ByteImageDataModule):
             training = split == "train"
             images, labels = self._splits[split]
             size = self.image_size if training else self.eval_image_size
-            crop = self.crop if training else None
+            encoded = (self._source(images), labels, size, self.crop if training else None)
             decoder = resolve_decoder(self.decoder)
             if decoder == "dali":
-                self._datasets[split] = EncodedFiles(self._source(images), labels, size, crop, split)
-                return self._datasets[split]
-            self._datasets[split] = ImageFiles(
-                self._source(images),
-                labels,
-                size,
-                crop=crop,
-                training=training,
-                decoder=decoder,
-                skip_broken=self.on_broken == "skip",
-                num_workers=self.num_workers,
-            )
+                self._datasets[split] = EncodedFiles(*encoded, split)
+            else:
+                skips = self.on_broken == "skip"
+                self._datasets[split] = ImageFiles(*encoded, training, decoder, skips, self.num_workers)
         return self._datasets[split]
 
 

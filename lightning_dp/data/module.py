@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from typing_extensions import override
 
 from lightning_dp._lightning import LightningDataModule
-from lightning_dp.data.loading import BatchSlice, EvaluationSampler, ImageDataset, TrainingSampler, normalize
+from lightning_dp.data.loading import BatchSlice, EvaluationSampler, ImageDataset, TrainingSampler
 
 # Images and labels (N,) int64. Images in memory are (N, C, H, W) uint8; a subclass may have others, such as file names.
 Split = tuple[Any, Tensor]
@@ -212,19 +212,3 @@ class _LateLoader(DataLoader[Any]):
                 "images; pass the data module to the Trainer, or make the loader once there is a process group"
             )
         yield from super().__iter__()
-
-
-class ByteImageDataModule(ImageDataModule):
-    """Batches of uint8 images, which are normalized on the device.
-
-    Workers then send a quarter of the bytes, and do not convert them. A loader's batch is (n, C, H, W) uint8; the
-    training step of a Trainer with this data module gets float32.
-    """
-
-    def on_after_batch_transfer(self, batch: tuple[Tensor, Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
-        """Return normalized images and the labels. Lightning calls this when the batch is on the device."""
-        images, labels = batch
-        images = normalize(images, self.mean, self.std)
-        if self.trainer is not None:  # it has converted the batch before, when images were integers
-            images = self.trainer.precision_plugin.convert_input(images)
-        return images, labels

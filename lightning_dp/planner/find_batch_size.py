@@ -21,11 +21,11 @@ from torch.nn.parameter import is_lazy
 
 from lightning_dp._lightning import FRAMEWORK, Callback, DDPStrategy, LightningModule, require_own_trainer
 from lightning_dp._private.lightning_names import before_batch_transfer
-from lightning_dp._private.torch_names import TorchDispatchMode, device_types, release_reducer
-from lightning_dp.collectives.groups import all_gather, resolve_group
+from lightning_dp._private.torch_names import TorchDispatchMode, release_reducer
 from lightning_dp.planner.convolutions.measure import measure_time_s, num_bytes, unless_out_of_memory
 from lightning_dp.planner.convolutions.measured_plans import num_times, resized
 from lightning_dp.planner.formulas import require_count
+from lightning_dp.planner.probe import largest_of_ranks
 from lightning_dp.trial_run import GENERATORS, unchanged, unchanged_parameters
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class FindBatchSize(Callback):
         with alone(pl_module, trainer.world_size), logging_nowhere(trainer):
             step = _Step(trainer, pl_module, self._is_global)
             # A batch of more images than there are would never be trained with, and none at all with `drop_last`.
-            (most,) = _worst([-step.largest_size], device, None)
+            (most,) = largest_of_ranks([-step.largest_size], device)
             sizes = [size for size in self._batch_sizes if size <= -most] or sorted(self._batch_sizes)[:1]
             if any(map(is_lazy, pl_module.parameters())):
                 step(min(sizes))  # lazy layers have no sizes before their first forward
@@ -392,7 +392,7 @@ def try_batch_sizes(
     too_large = None
     for size in sizes:
         status, time_s, error = _try(step, size, device, repeats)
-        worst, slowest_s = _worst([float(status), time_s], device, group)
+        worst, slowest_s = largest_of_ranks([float(status), time_s], device, group)
         if error is not None:
             raise error
         if worst == FAILED:
@@ -420,19 +420,9 @@ def _try(
     return (OUT_OF_MEMORY, 0.0, None) if time_s is None else (FITS, time_s, None)
 
 
-def _worst(values: Sequence[float], device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
-    """Return the largest of each value over all ranks."""
-    if group is None and not dist.is_initialized():
-        return list(values)
-    group = resolve_group(group)
-    has_device = device.type in {torch.device(known).type for known in device_types(group)}
-    tensor = torch.tensor(values, dtype=torch.float64, device=device if has_device else "cpu")
-    return all_gather(tensor, group).amax(0).tolist()
-
-
 def _require_same(sizes: Sequence[int], device: torch.device, group: dist.ProcessGroup | None) -> None:
     # Ranks with different lists would make different numbers of collectives, and wait for each other.
     checksum = float(zlib.crc32(str(list(sizes)).encode()))
-    highest, lowest = _worst([checksum, -checksum], device, group)
+    highest, lowest = largest_of_ranks([checksum, -checksum], device, group)
     if highest != -lowest:
         raise ValueError(f"batch_sizes={list(sizes)} differ between the ranks; give all ranks the same")

@@ -120,8 +120,7 @@ class Network:
 
         It is the same with the sharded communicator: its rings, one for each local rank, share the NIC.
         """
-        num_nodes = self.num_nodes(world_size)
-        return ring_all_reduce_s(num_bytes, num_nodes, self.inter)
+        return ring_all_reduce_s(num_bytes, self.num_nodes(world_size), self.inter)
 
     def compressed_all_reduce_s(self, num_bytes: float, world_size: int, num_rounds: int = 1) -> float:
         """Return the time of layered SGD's compressed all-reduce between nodes.

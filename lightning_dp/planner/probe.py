@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dp._private.torch_names import device_types
 from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.collectives.compression.compressors import make_compressor
 from lightning_dp.collectives.compression.layout import BucketShard, ParameterTable, whole_shard
 from lightning_dp.collectives.compression.options import Compression
 from lightning_dp.collectives.compression.wire import Transport
-from lightning_dp.collectives.groups import create_groups, destroy_group, resolve_group
+from lightning_dp.collectives.groups import all_gather, create_groups, destroy_group, resolve_group
 from lightning_dp.collectives.point_to_point import Transfer
 from lightning_dp.planner.convolutions.measure import measure_time_s
-from lightning_dp.planner.formulas import require_count
 from lightning_dp.planner.network import Link, Network
 from lightning_dp.planner.simulation import COMPRESSORS
 
@@ -51,7 +51,6 @@ def probe_network(
     Raises:
         ValueError: there is one rank only, or ``ranks_per_node`` does not divide the number of ranks.
     """
-    require_count("repeats", repeats)
     world_size = dist.get_world_size()
     per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if world_size == 1 or world_size % per_node:
@@ -68,7 +67,9 @@ def probe_network(
     own = create_groups(nodes, dist.get_rank())
     inner = _measure(own, bounds, device, repeats)
     destroy_group(own)
-    return Network(all_ranks, _slowest(inner, device), per_node, overhead_s=overhead_s)
+    # The nodes must agree on one network: that with the slowest of their links.
+    latency_s, seconds_per_byte = largest_of_ranks([inner.latency_s, 1 / inner.bytes_per_s], torch.device(device))
+    return Network(all_ranks, Link(latency_s, 1 / seconds_per_byte), per_node, overhead_s=overhead_s)
 
 
 def _measure(
@@ -131,12 +132,22 @@ def _shared_time_s(
     return shared.item() / dist.get_world_size(group)
 
 
-def _slowest(link: Link, device: torch.device | str) -> Link:
-    """Return the slowest of all ranks' links: the nodes must agree on one network."""
-    values = torch.tensor([link.latency_s, 1 / link.bytes_per_s], dtype=torch.float64, device=device)
-    dist.all_reduce(values, dist.ReduceOp.MAX)
-    latency_s, seconds_per_byte = values.tolist()
-    return Link(latency_s, 1 / seconds_per_byte)
+def largest_of_ranks(
+    values: Sequence[float], device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[float]:
+    """Return the largest of each value over the ranks of ``group``. All of them must call it.
+
+    Args:
+        values: as many on all ranks.
+        device: of the message, if the group has a backend for it; otherwise the CPU.
+        group: None: the default group, or this process alone if there is none.
+    """
+    if group is None and not dist.is_initialized():
+        return list(values)
+    group = resolve_group(group)
+    has_device = device.type in {torch.device(known).type for known in device_types(group)}
+    tensor = torch.tensor(values, dtype=torch.float64, device=device if has_device else "cpu")
+    return all_gather(tensor, group).amax(0).tolist()
 
 
 # Compressors: the time in which one rank encodes and decodes the job's gradients, without sending them.
@@ -158,7 +169,6 @@ def probe_compressors(shapes: Sequence[Sequence[int]], repeats: int = 3) -> dict
     Returns:
         Seconds for all gradients of a step, by the name of `Method.compression`. Empty without parameters.
     """
-    require_count("repeats", repeats)
     probed: list[Tensor] = []
     total = sum(torch.Size(shape).numel() for shape in shapes)
     for shape in shapes:

@@ -125,16 +125,9 @@ class Diagnosis:
         ]
         # A step of the plan may have more images.
         as_many_s = self.now.step_s * self.now.images_per_s / plan.images_per_s
-        return "\n".join(
-            [
-                f"**{now} become {1e3 * as_many_s:.1f} ms for as many images (simulated, {error})**, "
-                f"{plan.images_per_s:.1f} images/s:",
-                "",
-                "| change | override | saves | how sure |",
-                "|---|---|---|---|",
-                *rows,
-            ]
-        )
+        become = f"**{now} become {1e3 * as_many_s:.1f} ms for as many images (simulated, {error})**"
+        header = ["| change | override | saves | how sure |", "|---|---|---|---|"]
+        return "\n".join([f"{become}, {plan.images_per_s:.1f} images/s:", "", *header, *rows])
 
     def _on_request(self) -> list[str]:
         """Return what would be faster than the plan, but changes what is computed, or is for models that do not fit."""

@@ -369,7 +369,7 @@ class Schedule:
         self._resources: list[int] = []
         self._priorities: list[float] = []
         self._num_awaited: list[int] = []
-        self._followers: list[list[int] | None] = []
+        self._followers: list[list[int]] = []
         self._num_resources = 0
 
     def __len__(self) -> int:
@@ -398,13 +398,9 @@ class Schedule:
         self._resources.append(resource)
         self._priorities.append(number if priority is None else priority)
         self._num_awaited.append(len(awaited))
-        self._followers.append(None)
+        self._followers.append([])
         for other in awaited:
-            followers = self._followers[other]
-            if followers is None:
-                self._followers[other] = [number]
-            else:
-                followers.append(number)
+            self._followers[other].append(number)
         return number
 
     def run(self) -> list[float]:
@@ -445,7 +441,7 @@ class Schedule:
                 if self._resources[number] != FREE:
                     is_busy[self._resources[number]] = False
                     touched.add(self._resources[number])
-                for follower in self._followers[number] or ():
+                for follower in self._followers[number]:
                     num_awaited[follower] -= 1
                     if num_awaited[follower] == 0:
                         release(follower, now_s)

@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
-from lightning_dp.launch import LaunchError, external_rank
+from lightning_dp.launch import LaunchError, environment_restored, external_rank
 from lightning_dp.planner.report import read_plan
 from lightning_dp.runs.hydra_versions import MAIN_OPTIONS
 from lightning_dp.runs.resume import OF_A_RUN
@@ -88,9 +88,9 @@ def run(job: Callable[[DictConfig], Any], config_name: str) -> None:
     are shown in full. Under torchrun or SLURM, only rank 0 has a run folder.
     """
     before = os.environ.get(FULL_ERROR)
-    # With this variable, Hydra raises errors instead of printing them.
-    os.environ[FULL_ERROR] = "1"
-    with tempfile.TemporaryDirectory(prefix="rank_") as folder:
+    with tempfile.TemporaryDirectory(prefix="rank_") as folder, environment_restored():
+        # With this variable, Hydra raises errors instead of printing them.
+        os.environ[FULL_ERROR] = "1"
         try:
             try:
                 sys.argv[1:] = arguments_of_rank(sys.argv[1:], external_rank(), folder)
@@ -118,9 +118,6 @@ def run(job: Callable[[DictConfig], Any], config_name: str) -> None:
                 raise
             print("interrupted", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
-        finally:
-            if before is None:
-                del os.environ[FULL_ERROR]
 
 
 def arguments_of_rank(arguments: list[str], rank: int | None, folder: str) -> list[str]:

@@ -47,7 +47,7 @@ class Job:
     Attributes:
         label: its overrides that other jobs of the sweep do not share, without the seed.
         finished: it came to its end.
-        accuracy: the last value of `result_column`; None if the job has not finished, or if it is NaN.
+        accuracy: the last value of what the jobs are compared by; None if the job has not finished, or if it is NaN.
         images_per_s: training images per second, the mean over the epochs but the first, which warms up.
         global_share: share of the steps with global statistics; None without AGBN.
         num_bytes: bytes that a rank sends in a step, by calculation; None if `bytes_per_step` cannot say.
@@ -76,12 +76,13 @@ class Job:
         return value <= other if self.lower_is_better else value >= other
 
 
-def read_sweep(folder: Path, metric: str, count_bytes: bool = True) -> list[Job]:
+def read_sweep(folder: Path, metric: str, result: str = TESTED, count_bytes: bool = True) -> list[Job]:
     """Return the jobs of a sweep, in order, also those that have not finished.
 
     Args:
         folder: of the sweep.
         metric: of the curves.
+        result: metric that the jobs are compared by.
         count_bytes: build the models that the configurations name, to count the bytes that a rank sends.
 
     Raises:
@@ -97,7 +98,6 @@ def read_sweep(folder: Path, metric: str, count_bytes: bool = True) -> list[Job]
         jobs.append((path, " ".join(text for text in different if not text.startswith("seed="))))
     # One of several rows may have no overrides of its own: the defaults.
     empty = "defaults" if any(label for _, label in jobs) else "all jobs"
-    result = result_column(folder, metric)
     return [_read_job(path, label or empty, metric, result, count_bytes) for path, label in jobs]
 
 
@@ -108,29 +108,22 @@ def _job_folders(folder: Path) -> list[Path]:
     return sorted(paths, key=lambda path: (len(path.name), path.name))
 
 
-def choose_metric(folder: Path, wanted: str | None) -> str:
-    """Return ``wanted``; None stands for val/acc or, where no job validates, train/acc.
+def choose_metrics(folder: Path, wanted: str | None) -> tuple[str, str]:
+    """Return the metric of the curves, and what the jobs are compared by.
+
+    The first is ``wanted``; None stands for val/acc or, where no job validates, train/acc. The second is test/acc or,
+    where no job tests, the first.
 
     Raises:
         FileNotFoundError: there are no jobs.
-        ValueError: no job of the sweep has it.
+        ValueError: no job of the sweep has the metric.
     """
-    logged = _logged(folder)
+    logged = {name for path in _job_folders(folder) for row in _rows(path) for name in row}
     for metric in DEFAULT_METRICS if wanted is None else (wanted,):
         if metric in logged:
-            return metric
+            return metric, TESTED if TESTED in logged else metric
     known = ", ".join(sorted(logged - {"epoch", "step"}))
     raise ValueError(f"--metric {wanted or DEFAULT_METRICS[0]} was logged by no job of {folder}; use one of {known}")
-
-
-def result_column(folder: Path, metric: str) -> str:
-    """Return what the jobs are compared by: test/acc or, where no job tests, the metric."""
-    return TESTED if TESTED in _logged(folder) else metric
-
-
-def _logged(folder: Path) -> set[str]:
-    """Return the names of the metrics that any job has logged."""
-    return {name for path in _job_folders(folder) for row in _rows(path) for name in row}
 
 
 def _rows(folder: Path) -> list[dict[str, str]]:
@@ -284,9 +277,8 @@ def main() -> None:
     parser.add_argument("--metrics-only", action="store_true", help="build no model, and count no bytes")
     arguments = parser.parse_args()
     try:
-        metric = choose_metric(arguments.sweep_dir, arguments.metric)
-        result = result_column(arguments.sweep_dir, metric)
-        jobs = read_sweep(arguments.sweep_dir, metric, count_bytes=not arguments.metrics_only)
+        metric, result = choose_metrics(arguments.sweep_dir, arguments.metric)
+        jobs = read_sweep(arguments.sweep_dir, metric, result, count_bytes=not arguments.metrics_only)
         accuracy = common_accuracy(jobs) if arguments.accuracy is None else arguments.accuracy
         text = table(jobs, metric, accuracy, result)
         (arguments.sweep_dir / "compare.md").write_text(text + "\n")

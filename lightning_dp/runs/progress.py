@@ -2,62 +2,21 @@
 
 from __future__ import annotations
 
-import time
-from contextlib import suppress
 from typing import Any
 
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import RichProgressBar, TQDMProgressBar
 
-from lightning_dp.callbacks.adaptive_global_batch_norm import local_batch_size
+from lightning_dp.callbacks.timers import ImageRate
 
 
-class Throughput(Callback):
+class Throughput(ImageRate, Callback):
     """Log how fast training is, once per epoch. The times are rank 0's, and include waiting for data.
 
     - ``time/images_per_s``: training images of all ranks per second, over the epoch.
     - ``time/train_s``: seconds of training since the first epoch, without validation, tests and the checkpoints between
       epochs. A resumed run goes on counting.
     """
-
-    def __init__(self) -> None:
-        self.train_s = 0.0
-        self._epoch_s = 0.0
-        self._epoch_images = 0
-        self._clock_s = 0.0
-
-    @property
-    def images_per_s(self) -> float | None:
-        """Images per second in this epoch so far, or None before its first batch whose size is known."""
-        return self._epoch_images / self._epoch_s if self._epoch_images else None
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock: a run that continues within an epoch has no ``on_train_epoch_start``."""
-        self.on_train_epoch_start(trainer, pl_module)
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock."""
-        self._epoch_s = 0.0
-        self._epoch_images = 0
-        self._clock_s = time.perf_counter()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Count the time and the images of a batch. All ranks are taken to have as many images as this one.
-
-        A batch whose size cannot be told counts none.
-        """
-        now_s = time.perf_counter()
-        self._epoch_s += now_s - self._clock_s
-        self.train_s += now_s - self._clock_s
-        self._clock_s = now_s
-        with suppress(ValueError):
-            self._epoch_images += local_batch_size(batch) * trainer.world_size
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock again: validation is no training."""
-        self._clock_s = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the epoch."""

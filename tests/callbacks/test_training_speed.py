@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import ImagesPerSecond, StepTimer, TimeToAccuracy
 from lightning_dp.callbacks import timers
-from lightning_dp.runs import progress
 from lightning_dp.runs.progress import Throughput
 from tests.ranks import run_processes
 
@@ -31,8 +30,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    for module in (timers, progress):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(timers, "time", clock)
     return clock
 
 
@@ -160,7 +158,7 @@ def test_a_run_that_continues_within_an_epoch_counts_from_there(clock, tmp_path,
 
 
 @pytest.mark.filterwarnings("ignore:.*(does not have many workers|yielded None)")
-@pytest.mark.parametrize("kind", [StepTimer, ImagesPerSecond])
+@pytest.mark.parametrize("kind", [StepTimer, ImagesPerSecond, Throughput])
 def test_a_batch_that_is_none_is_left_out(clock, kind):
     """As a collate function returns it that finds no sample to use. Lightning goes on with the next one."""
     batches = iter([None, *[torch.utils.data.default_collate] * 2, None, torch.utils.data.default_collate])
@@ -177,8 +175,10 @@ def test_a_batch_that_is_none_is_left_out(clock, kind):
     if kind is StepTimer:
         assert logged["time/compute_s"] == 2.0
         assert logged["time/data_wait_s"] == pytest.approx(5 * 0.5 / 3)
-    else:
+    elif kind is ImagesPerSecond:
         assert logged["images_per_s/train"] == pytest.approx(6 / (2 * 2 + 3 * 0.5))
+    else:
+        assert logged["time/images_per_s"] == pytest.approx(9 / (3 * 2 + 5 * 0.5))
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")

@@ -11,4 +11,4 @@ def network() -> nn.Sequential:
 
 
 def chosen_algorithm(layer: nn.Module) -> str:
-    return vars(layer)["forward"]._algorithm if "forward" in vars(layer) else "backend"
+    return vars(layer)["forward"].keywords["algorithm"] if "forward" in vars(layer) else "backend"

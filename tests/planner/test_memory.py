@@ -78,7 +78,7 @@ def test_a_bound_that_no_batch_fits_is_an_error():
         model.max_batch_size(one - 1)
     with pytest.raises(ValueError, match=r"a batch of 8 needs \d+ bytes .* use a batch of at most 1"):
         model.bound_bytes(one, 8)
-    with pytest.raises(ValueError, match="not even one image fits"):
+    with pytest.raises(ValueError, match="memory_bytes=1 holds no batch: one image needs"):
         model.bound_bytes(1, 8)
     with pytest.raises(ValueError, match="memory_bytes=-5"):
         model.bound_bytes(-5, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,33 +45,35 @@ def algorithms_for(module: nn.Conv2d, device: torch.device | str | None = None) 
     return tuple(name for name in ALGORITHMS[device.type] if name != "fft" or has_fft)
 
 
-def convolve(module: nn.Conv2d, x: Tensor, algorithm: str) -> Tensor:
-    """Return ``module(x)`` for images ``x``, (N, C, H, W) or (C, H, W), computed with this algorithm, also in backward.
+# torch.compile cannot trace the switch of a backend. It compiles what is before and after the layer.
+@torch.compiler.disable
+def convolve(module: nn.Conv2d, input: Tensor, algorithm: str) -> Tensor:
+    """Return ``module(input)`` for images (N, C, H, W) or (C, H, W), computed with this algorithm, also in backward.
 
     Raises:
         ValueError: the algorithm cannot compute it.
     """
-    known = algorithms_for(module, x.device)
+    known = algorithms_for(module, input.device)
     if algorithm not in known:
         raise ValueError(f"algorithm={algorithm!r} cannot compute {module}; use one of {', '.join(map(repr, known))}")
-    if algorithm == BACKEND or x.numel() == 0:
-        return type(module).forward(module, x)
-    if x.dim() == 3:
+    if algorithm == BACKEND or input.numel() == 0:
+        return type(module).forward(module, input)
+    if input.dim() == 3:
         # Of one image with the strides of channels_last, torch's backward computes a wrong gradient for a weight of
         # several groups (float64, torch 2.13).
-        return convolve(module, x.contiguous().unsqueeze(0), algorithm).squeeze(0)
+        return convolve(module, input.contiguous().unsqueeze(0), algorithm).squeeze(0)
     assert not isinstance(module.padding, str)
     weight: Tensor = module.weight
     bias: Tensor | None = module.bias
-    if torch.is_autocast_enabled(x.device.type):
+    if torch.is_autocast_enabled(input.device.type):
         # As autocast does for the backend's convolution. It would not do so in the backward of `_Convolution`.
-        x, weight = _as_in_autocast(x), _as_in_autocast(weight)
+        input, weight = _as_in_autocast(input), _as_in_autocast(weight)
         bias = None if bias is None else _as_in_autocast(bias)
     if algorithm == "fft":
-        return fft_convolution(x, weight, bias, module.stride, module.padding)
+        return fft_convolution(input, weight, bias, module.stride, module.padding)
     # As torch's operators take them; False and [0, 0] are those of a transposed convolution.
     options = (list(module.stride), list(module.padding), list(module.dilation), False, [0, 0], module.groups)
-    return _Convolution.apply(x, weight, bias, options, algorithm)
+    return _Convolution.apply(input, weight, bias, options, algorithm)
 
 
 def _as_in_autocast(tensor: Tensor) -> Tensor:
@@ -161,7 +164,7 @@ class AlgorithmsHandle:
         self.algorithms = dict(algorithms)
         # The backend's needs no other forward, and that of a subclass may take other arguments.
         self._chosen = [
-            (module, _Chosen(module, algorithms[name]))
+            (module, partial(convolve, module, algorithm=algorithms[name]))
             for name, module in modules.items()
             if algorithms[name] != BACKEND
         ]
@@ -173,19 +176,6 @@ class AlgorithmsHandle:
         for module, chosen in self._chosen:
             if vars(module).get("forward") is chosen:
                 del module.forward
-
-
-class _Chosen:
-    """Stands in for the forward of a convolution layer."""
-
-    def __init__(self, module: nn.Conv2d, algorithm: str) -> None:
-        self._module = module
-        self._algorithm = algorithm
-
-    # torch.compile cannot trace the switch of a backend. It compiles what is before and after the layer.
-    @torch.compiler.disable
-    def __call__(self, input: Tensor) -> Tensor:
-        return convolve(self._module, input, self._algorithm)
 
 
 def require_not_compiled(model: nn.Module) -> None:

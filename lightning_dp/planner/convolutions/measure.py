@@ -16,11 +16,11 @@ from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor, UntypedStorage, nn
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_dp.planner.formulas import require_count
@@ -238,11 +238,8 @@ class _Seen:
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         self.layers: list[Layer] = []
-        # Weak references keep an address from being used again, and so from being mistaken for known memory.
-        self._storages: dict[int, StorageWeakRef] = {}
+        self._storages: WeakSet[UntypedStorage] = WeakSet(tensor.untyped_storage() for tensor in known)
         self._parameters: set[int] = set()
-        for tensor in known:
-            self._is_new(tensor)
 
     def add(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         inputs, outputs = list(tensors_in([args, kwargs])), list(tensors_in(output))
@@ -261,22 +258,18 @@ class _Seen:
         )
 
     def _is_new(self, tensor: Tensor) -> bool:
-        reference = StorageWeakRef(tensor.untyped_storage())
-        is_new = reference.cdata not in self._storages
-        self._storages.setdefault(reference.cdata, reference)
+        storage = tensor.untyped_storage()  # one object for as long as the memory exists
+        is_new = storage not in self._storages
+        self._storages.add(storage)
         return is_new
 
     def _parameter_bytes(self, module: nn.Module) -> tuple[int, int]:
-        weight_bytes = bias_bytes = 0
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in self._parameters:
-                continue
-            self._parameters.add(id(parameter))
-            if name == "weight":
-                weight_bytes += num_bytes(parameter)
-            else:
-                bias_bytes += num_bytes(parameter)
-        return weight_bytes, bias_bytes
+        """Return the bytes of a module's weight and of its other parameters, without those of an earlier layer."""
+        own = dict(module.named_parameters(recurse=False))
+        sizes = {name: num_bytes(value) for name, value in own.items() if id(value) not in self._parameters}
+        self._parameters.update(map(id, own.values()))
+        weight_bytes = sizes.pop("weight", 0)
+        return weight_bytes, sum(sizes.values())
 
 
 def tensors_of(batch: Any) -> list[Tensor]:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,9 +41,11 @@ from lightning_dp.planner.convolutions.program import (
     Candidate,
     Choice,
     Layers,
+    algorithms_of,
     choose_algorithms,
     fastest,
     held_bytes,
+    plan_of,
     require_solver,
 )
 from lightning_dp.planner.formulas import require_count
@@ -466,7 +468,7 @@ def _fastest_plan(
     def run(chosen: dict[str, Choice]) -> StepMeasurement:
         key = tuple(choice.algorithm for choice in chosen.values())
         if key not in tried:
-            algorithms = apply_algorithms(model, _names(chosen))
+            algorithms = apply_algorithms(model, algorithms_of(chosen))
             recompute: Any = candidate.recompute or None
             try:
                 step = unless_out_of_memory(partial(measure_step, model, batch, loss, recompute, repeats))
@@ -493,20 +495,8 @@ def _fastest_plan(
     if not fitting:
         return None
     chosen, step = min(fitting, key=lambda trial: trial[1].time_s)
-    held = held_bytes(chosen.values())
-    return BatchPlan(
-        candidate.batch_size,
-        _names(chosen),
-        step.time_s,
-        held,
-        memory_bytes - (step.total_bytes - held),
-        candidate.recompute,
-        peak_bytes=step.total_bytes,
-    )
-
-
-def _names(chosen: Mapping[str, Choice]) -> dict[str, str]:
-    return {layer: choice.algorithm for layer, choice in chosen.items()}
+    bound_bytes = memory_bytes - (step.total_bytes - held_bytes(chosen.values()))
+    return plan_of(candidate, chosen, step.time_s, bound_bytes, step.total_bytes)
 
 
 def _uniform_plans(layers: Layers) -> Iterator[dict[str, Choice]]:

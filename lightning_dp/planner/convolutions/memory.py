@@ -76,7 +76,7 @@ class MemoryModel:
         if left < 0:
             raise ValueError(
                 f"a batch of {batch_size} needs {self.step_bytes(batch_size)} bytes without any workspace, and "
-                f"memory_bytes={memory_bytes}; {self._remedy(memory_bytes)}"
+                f"memory_bytes={memory_bytes}; use a batch of at most {self.max_batch_size(memory_bytes)}"
             )
         return left
 
@@ -124,11 +124,6 @@ class MemoryModel:
         lines = [f"| batch size {batch_size} | MB |", "|---|---|"]
         lines += [f"| {name} | {held / 1e6:.3f} |" for name, held in rows.items()]
         return "\n".join([*lines, *(["", *self.unmodeled] if self.unmodeled else [])])
-
-    def _remedy(self, memory_bytes: int) -> str:
-        if self.step_bytes(1) > memory_bytes:
-            return "not even one image fits"
-        return f"use a batch of at most {self.max_batch_size(memory_bytes)}"
 
     def _scaled(self, traced_bytes: int, batch_size: int) -> int:
         require_count("batch_size", batch_size)

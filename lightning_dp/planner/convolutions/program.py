@@ -191,22 +191,28 @@ def choose_batch_size(candidates: Sequence[Candidate]) -> BatchPlan:
         chosen = choose_algorithms(candidate.layers, candidate.bound_bytes)
         if chosen is None:
             continue
-        plans.append(
-            BatchPlan(
-                candidate.batch_size,
-                {name: choice.algorithm for name, choice in chosen.items()},
-                candidate.other_s + sum(choice.time_s for choice in chosen.values()),
-                held_bytes(chosen.values()),
-                candidate.bound_bytes,
-                candidate.recompute,
-            )
-        )
+        step_s = candidate.other_s + sum(choice.time_s for choice in chosen.values())
+        plans.append(plan_of(candidate, chosen, step_s, candidate.bound_bytes))
     if not plans:
         raise ValueError(
             f"none of the batch sizes {sorted({size for size, _ in keys})} fits into memory; add smaller ones, or use "
             "recomputation"
         )
     return fastest(plans)
+
+
+def plan_of(
+    candidate: Candidate, chosen: Mapping[str, Choice], step_s: float, bound_bytes: int, peak_bytes: int | None = None
+) -> BatchPlan:
+    """Return the plan of a candidate with one choice for each layer. For what follows them, see `BatchPlan`."""
+    names = algorithms_of(chosen)
+    held = held_bytes(chosen.values())
+    return BatchPlan(candidate.batch_size, names, step_s, held, bound_bytes, candidate.recompute, peak_bytes=peak_bytes)
+
+
+def algorithms_of(chosen: Mapping[str, Choice]) -> dict[str, str]:
+    """Return the name of each layer's algorithm."""
+    return {layer: choice.algorithm for layer, choice in chosen.items()}
 
 
 def fastest(plans: Sequence[BatchPlan]) -> BatchPlan:
