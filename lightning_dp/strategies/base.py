@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_dp._lightning import DDPStrategy
 from lightning_dp._private.lightning_names import is_compiled_by_lightning
 from lightning_dp._private.torch_names import OptimizedModule, has_compiled_forward, local_part, without_torch_function
-from lightning_dp.strategies import complete_files
+from lightning_dp.strategies.complete_files import naming_checkpoint, write_complete_files
 
 
 class BaseStrategy(DDPStrategy):
@@ -30,8 +30,8 @@ class BaseStrategy(DDPStrategy):
 
     It refuses a module that an earlier fit has left sharded.
 
-    Checkpoints that Lightning would write as local files are written by `complete_files.write_file`: one that was
-    complete stays until the next one is. An error of one that is read names it.
+    Checkpoints that Lightning would write as local files are written by `CompleteFiles`: one that was complete stays
+    until the next one is. An error of one that is read names it.
 
     Args:
         **options: options of DDPStrategy and DistributedDataParallel.
@@ -75,18 +75,12 @@ class BaseStrategy(DDPStrategy):
                     f"{name} is sharded over ranks, as LayeredFSDPStrategy and FSDP2 leave it after a run, and "
                     f"{type(self).__name__} needs whole parameters; build the module again, and load a checkpoint"
                 )
+        write_complete_files(self)
         super().setup(trainer)
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if storage_options is not None or not complete_files.is_plain_file(self.checkpoint_io, filepath):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        elif self.is_global_zero:
-            complete_files.write_file(checkpoint, filepath)
-
-    @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        with complete_files.naming_checkpoint(checkpoint_path):
+        with naming_checkpoint(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
 
 
