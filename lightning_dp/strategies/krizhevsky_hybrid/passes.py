@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -87,6 +87,19 @@ class HeadPasses(SharedOnDeepcopy):
         self._first_factor: Tensor | None = None  # of the loss of the first step, until the ranks compare it
         self._has_warned_of_weights = False
         self._has_warned_of_logits = False
+
+    @property
+    def channels(self) -> tuple[Channel, Channel]:
+        """Those whose messages are counted and timed: of features, and of activations within the head."""
+        return self.channel, self.head.channel
+
+    @property
+    def bytes_sent(self) -> dict[str, int]:
+        """Bytes that this rank has sent in training steps, by kind of message."""
+        total: Counter[str] = Counter()
+        for channel in self.channels:
+            total.update(channel.bytes_sent)
+        return dict(total)
 
     def forward_local_batch(self, features: Tensor) -> Tensor:
         """Return the logits (n, *, C) for the features (n, *) of this rank's samples. n may differ, and may be 0."""

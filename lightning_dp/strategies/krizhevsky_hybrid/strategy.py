@@ -97,7 +97,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     @property
     def exposed_communication_s(self) -> float | None:
         """Seconds that this rank has waited for features and activations so far, without DDP's wait for the trunk."""
-        return None if self._fitting is None else sum(channel.waited_s for channel in self._fitting.channels)
+        return None if self._fitting is None else sum(channel.waited_s for channel in self._fitting.passes.channels)
 
     @property
     def bytes_sent(self) -> dict[str, int]:
@@ -105,7 +105,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
         The trunk's bytes, which DDP sends, are not included, nor are gathered parameters and checks.
         """
-        return self._bytes_sent if self._fitting is None else self._fitting.bytes_sent
+        return self._bytes_sent if self._fitting is None else self._fitting.passes.bytes_sent
 
     @property
     def updates_within_training_step(self) -> bool:
@@ -303,7 +303,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     def _end(self, interrupted: bool) -> None:
         fitting, self._fitting = self._fitting, None
         assert fitting is not None
-        self._bytes_sent = fitting.bytes_sent
+        self._bytes_sent = fitting.passes.bytes_sent
         if interrupted:
             fitting.abandon()
             return

@@ -40,7 +40,7 @@ class Sample(pl.Callback):
 
 def num_exchanges(trainer: Any) -> int:
     fitting = getattr(trainer.strategy, "_fitting", None)
-    return 0 if fitting is None else sum(c.num_exchanges for c in (*fitting.channels, fitting.head.control))
+    return 0 if fitting is None else sum(c.num_exchanges for c in (*fitting.passes.channels, fitting.head.control))
 
 
 for name in PLACES:
