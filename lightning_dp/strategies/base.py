@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_dp._lightning import DDPStrategy
 from lightning_dp._private.lightning_names import is_compiled_by_lightning, wrap_in_ddp
-from lightning_dp._private.torch_names import OptimizedModule, has_compiled_forward, local_part, without_torch_function
+from lightning_dp._private.torch_names import is_compiled, local_part, without_torch_function
 from lightning_dp.collectives.point_to_point import naming_backend_errors
 from lightning_dp.strategies.complete_files import naming_checkpoint, write_complete_files
 from lightning_dp.strategies.unfreezing import ReducedParameters
@@ -173,15 +173,13 @@ def is_elementwise(kind: type[optim.Optimizer]) -> bool:
 # --- Whether a module is compiled or scripted, which both strategies must know.
 
 
-def is_compiled(module: Module) -> bool:
-    """Whether ``module`` itself, parts aside, is compiled or scripted."""
-    compiled_forward = isinstance(module, (torch.jit.ScriptModule, OptimizedModule)) or has_compiled_forward(module)
-    return compiled_forward or is_compiled_by_lightning(module)
+def _is_compiled(module: Module) -> bool:
+    return is_compiled(module) or is_compiled_by_lightning(module)
 
 
 def hides_parameter_use(module: Module) -> bool:
     """Whether any part of ``module`` is compiled or scripted: `ParameterWatch` cannot see it read its parameters."""
-    return any(is_compiled(part) for part in module.modules())
+    return any(_is_compiled(part) for part in module.modules())
 
 
 def compiled_parts_around(module: Module, part: Module) -> list[str]:
@@ -190,7 +188,7 @@ def compiled_parts_around(module: Module, part: Module) -> list[str]:
     return [
         name or type(module).__name__
         for name, child in module.named_modules()
-        if is_compiled(child) and (child in inside or any(inner is part for inner in child.modules()))
+        if _is_compiled(child) and (child in inside or any(inner is part for inner in child.modules()))
     ]
 
 
