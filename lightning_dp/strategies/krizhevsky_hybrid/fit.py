@@ -272,14 +272,10 @@ class HybridFitState(SharedOnDeepcopy):
         self.meet()
         self._gather_now()
 
-    def gather_for_evaluation(self) -> None:
-        """Gather the head, or only `meet` if it is never gathered. All ranks must call it."""
-        self.meet()
-        if self._gathers:
-            self._gather_now()
-
     def gather_if_changed(self) -> None:
         """Gather the head unless what was gathered is still the same on all ranks. All ranks must call it.
+
+        They only `meet` if it is never gathered.
 
         At the start of a validation this comes after the hooks of all callbacks. A callback may have put averaged
         weights into the module. `GatherHead` may be missing: Lightning's tuner removes callbacks.
@@ -622,16 +618,16 @@ class GatherHead(SharedOnDeepcopy, Callback):
         self._fitting.gather_if_changed()
 
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Gather. Lightning calls this on all ranks, also on those without a batch."""
-        self._fitting.gather_for_evaluation()
+        """Gather what training has changed. Lightning calls this on all ranks, also on those without a batch."""
+        self._fitting.gather_if_changed()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Meet, before Lightning reduces the metrics of the epoch, in which ranks would wait for those in a batch."""
         self._fitting.meet()
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Gather. Lightning calls this on all ranks."""
-        self._fitting.gather_for_evaluation()
+        """Gather what training has changed. Lightning calls this on all ranks."""
+        self._fitting.gather_if_changed()
 
     @contextmanager
     def installed(self, module: LightningModule) -> Iterator[None]:
