@@ -90,14 +90,8 @@ class LayeredSGDLoop:
         self._reduction.before_forward()
         # In compiled code, or through another parameter's memory, a use would go unseen.
         is_hidden = hides_parameter_use(self._model) or any(True for _ in overlapping_parameters(self._model))
-        if self._overlap == "load" or is_hidden or self._updates.are_whole:
-            self._updates.finish()
-        self._updates.begin_forward()
-        self._updates.is_in_training_step = True
-        try:
+        with self._updates.running_forward(finish=self._overlap == "load" or is_hidden):
             return self._ddp(*args, **kwargs)
-        finally:
-            self._updates.is_in_training_step = False
 
     def backward(self, loss: Tensor) -> None:
         """Take the place of ``loss.backward()``: begin to sum gradients, and do not wait for the sums."""
