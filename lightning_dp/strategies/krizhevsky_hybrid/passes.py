@@ -44,7 +44,6 @@ from lightning_dp.strategies.krizhevsky_hybrid.head import (
     SharedOnDeepcopy,
     as_saved,
     gradients_of,
-    require_first_derivative,
     saved,
     seeded,
     summed,
@@ -582,7 +581,7 @@ class _HandOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        require_first_derivative()
+        _require_first_derivative()
         is_kept = keeps_graph()
         result: StepResult = take(ctx, "result", is_kept)
         factor = gradients[0] / result.loss_scale
@@ -647,7 +646,7 @@ class _LocalBatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Run all passes backward."""
-        require_first_derivative()
+        _require_first_derivative()
         passes, plan, sums = ctx.passes, ctx.plan, ctx.sums
         is_kept = keeps_graph()
         graphs = take(ctx, "graphs", is_kept)
@@ -739,6 +738,15 @@ def take(ctx: Any, name: str, is_kept: bool) -> Any:
 
 
 # --- What head_step and training_step must not do with the loss.
+
+
+def _require_first_derivative() -> None:
+    """Raise RuntimeError in a backward with ``create_graph=True``."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "the gradients of a head that is sharded over ranks cannot be differentiated twice (create_graph=True) "
+            "outside of head_step; compute a penalty on gradients within head_step, from logits = self.head(features)"
+        )
 
 
 def _require_no_part(loss: Tensor, others: Mapping[str, Tensor]) -> None:
