@@ -44,10 +44,12 @@ OTHER_FRAMEWORK = next(name for name in FRAMEWORKS if name != FRAMEWORK)
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
     from pytorch_lightning.callbacks import BaseFinetuning
+    from pytorch_lightning.plugins.io import TorchCheckpointIO
     from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 else:
     _framework = importlib.import_module(FRAMEWORK)
     BaseFinetuning = importlib.import_module(FRAMEWORK + ".callbacks").BaseFinetuning
+    TorchCheckpointIO = importlib.import_module(FRAMEWORK + ".plugins.io").TorchCheckpointIO
     _strategies = importlib.import_module(FRAMEWORK + ".strategies")
     Callback = _framework.Callback
     LightningDataModule = _framework.LightningDataModule
@@ -66,6 +68,7 @@ __all__ = [
     "LightningModule",
     "ModelParallelStrategy",
     "StrategyRegistry",
+    "TorchCheckpointIO",
     "Trainer",
     "register_strategy",
     "require_own_trainer",

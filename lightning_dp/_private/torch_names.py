@@ -111,6 +111,11 @@ def has_compiled_forward(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``module`` itself is compiled or scripted, which hides its operators, parts aside."""
+    return isinstance(module, (OptimizedModule, torch.jit.ScriptModule)) or has_compiled_forward(module)
+
+
 def is_compiled_function(function: Any) -> bool:
     """Return whether ``function`` is what `torch.compile` has returned for one."""
     is_wrapped = hasattr(function, "_torchdynamo_orig_callable")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lightning_dp._private.torch_names import OptimizedModule, has_compiled_forward
+from lightning_dp._private.torch_names import is_compiled
 from lightning_dp.recompute.policies import Cheap, Policy, Sublinear, find_blocks, segment_ends
 from lightning_dp.recompute.profile import Profiler
 from lightning_dp.recompute.tape import Tape
@@ -65,11 +65,6 @@ def check_budget(budget_bytes: Any) -> int:
     if not is_number or not float(budget_bytes).is_integer() or budget_bytes < 1:
         raise ValueError(f"budget_bytes={budget_bytes!r} must be a whole number of bytes, at least 1: 2_000_000_000")
     return int(budget_bytes)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether ``module`` itself is compiled or scripted, which hides its operators."""
-    return isinstance(module, (OptimizedModule, torch.jit.ScriptModule)) or has_compiled_forward(module)
 
 
 def require_recomputable(model: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Which checkpoint a run continues from, and what makes it end as if it had not been interrupted.
 
-A checkpoint is written beside the old one and then renamed, so one is complete at every moment. It holds the run's
-configuration, because ``ckpt_path=last`` must not continue another run; and the best weights so far are known again.
+`CompleteFiles` writes the checkpoints, so that one is complete at every moment. Each holds the run's configuration,
+because ``ckpt_path=last`` must not continue another run; and the best weights so far are known again.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
-from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from lightning_dp._private.lightning_names import begin_next_epoch, restart_loader
 from lightning_dp.data.loading import derive_seed
 from lightning_dp.runs.validation import Config, is_of_validation
-from lightning_dp.strategies.complete_files import existing, write_file
+from lightning_dp.strategies.complete_files import existing
 
 log = logging.getLogger("train")
 
@@ -557,17 +556,3 @@ def _require_best_is_known(checkpoint: Path, config: Config) -> None:
             f"test=best: the run of {checkpoint} did not keep its best weights by {config['optimized_mode']} "
             f"optimized_metric={config['optimized_metric']}, so the best of all its epochs is not known; use test=last"
         )
-
-
-# --- how a checkpoint is written ---
-
-
-class CompleteFiles(TorchCheckpointIO):
-    """Writes a checkpoint beside the old one, and renames it. This package's own strategies do so without it."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Save a checkpoint. Called by Lightning on one rank."""
-        if "://" in str(path) or storage_options is not None:
-            super().save_checkpoint(checkpoint, path, storage_options)
-        else:
-            write_file(checkpoint, path)

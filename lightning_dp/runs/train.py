@@ -20,7 +20,6 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning import seed_everything
 from pytorch_lightning.callbacks import ModelCheckpoint, WeightAveraging
-from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.plugins.precision import DoublePrecision
 
 from lightning_dp.launch import external_rank, launch
@@ -47,7 +46,6 @@ from lightning_dp.runs.resume import (
     CURVES,
     METRICS,
     BestCheckpoint,
-    CompleteFiles,
     ConfigurationInCheckpoint,
     ContinuesAfterCheckpoint,
     SeedEachEpoch,
@@ -57,7 +55,7 @@ from lightning_dp.runs.resume import (
     naming_another_model,
 )
 from lightning_dp.runs.validation import Config, make_callbacks, validate
-from lightning_dp.strategies.base import BaseStrategy
+from lightning_dp.strategies.complete_files import write_complete_files
 
 
 def main() -> None:
@@ -226,10 +224,7 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     if isinstance(trainer.precision_plugin, DoublePrecision):
         # Lightning converts the module after it has loaded a checkpoint, and so rounds the weights in it to 32 bits.
         model = trainer.precision_plugin.convert_module(model)
-    # This package's strategies do the same without it. A user may have chosen another plugin.
-    is_plain = type(trainer.strategy.checkpoint_io) is TorchCheckpointIO
-    if is_plain and not isinstance(trainer.strategy, BaseStrategy):
-        trainer.strategy.checkpoint_io = CompleteFiles()
+    write_complete_files(trainer.strategy)
     return trainer, model, data
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,24 +15,30 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_dp._lightning import DDPStrategy
-from lightning_dp._private.lightning_names import is_compiled_by_lightning
-from lightning_dp._private.torch_names import OptimizedModule, has_compiled_forward, local_part, without_torch_function
-from lightning_dp.strategies import complete_files
+from lightning_dp._private.lightning_names import is_compiled_by_lightning, wrap_in_ddp
+from lightning_dp._private.torch_names import is_compiled, local_part, without_torch_function
+from lightning_dp.collectives.point_to_point import naming_backend_errors
+from lightning_dp.strategies.complete_files import naming_checkpoint, write_complete_files
+from lightning_dp.strategies.unfreezing import ReducedParameters
+
+log = logging.getLogger(__name__)
 
 
 class BaseStrategy(DDPStrategy):
-    """DDPStrategy with four changes.
+    """DDPStrategy with additional checks, complete checkpoints, and the reduction of unfrozen parameters.
 
     It refuses options that neither it nor DistributedDataParallel has. They would find out in the ranks, long after.
 
-    It refuses a job with another number of ranks than the Trainer knows of: groups and samplers are made for those.
-    Lightning's own environment takes the number of ranks from the Trainer. Others, like Ray's, take it from the job and
-    say nothing where the Trainer's is another one.
+    Overrides of DDPStrategy, and why:
 
-    It refuses a module that an earlier fit has left sharded.
-
-    Checkpoints that Lightning would write as local files are written by `complete_files.write_file`: one that was
-    complete stays until the next one is. An error of one that is read names it.
+    - ``set_world_ranks``: refuses a job with another number of ranks than the Trainer knows of: groups and samplers are
+      made for those. Lightning's own environment takes the number of ranks from the Trainer. Others, like Ray's, take
+      it from the job and say nothing where the Trainer's is another one.
+    - ``setup``: refuses a module that an earlier fit has left sharded. Lets `CompleteFiles` write checkpoints: one that
+      was complete stays until the next one is.
+    - ``load_checkpoint``: an error names the checkpoint that is read.
+    - ``on_train_batch_start``, ``pre_backward``, ``teardown``: gradients of parameters that become trainable while
+      fitting are reduced, too; see `ReducedParameters`.
 
     Args:
         **options: options of DDPStrategy and DistributedDataParallel.
@@ -40,6 +47,9 @@ class BaseStrategy(DDPStrategy):
         TypeError: neither of them has such an option.
         ValueError: in the Trainer's constructor, the number of ranks differs. In a run, the module is sharded.
     """
+
+    lightning_module: Any  # Lightning sets it before it calls any hook
+    _reduced: ReducedParameters | None = None  # only while fitting
 
     def __init__(self, **options: Any) -> None:
         known = {*_parameters(type(self)), *_parameters(DDPStrategy), *_parameters(DistributedDataParallel)}
@@ -68,26 +78,57 @@ class BaseStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: Any) -> None:
-        assert self.lightning_module is not None
         for name, parameter in self.lightning_module.named_parameters():
             if local_part(parameter) is not parameter:  # a DTensor, with which DDP fails in an operator of PyTorch
                 raise ValueError(
                     f"{name} is sharded over ranks, as LayeredFSDPStrategy and FSDP2 leave it after a run, and "
                     f"{type(self).__name__} needs whole parameters; build the module again, and load a checkpoint"
                 )
+        write_complete_files(self)
         super().setup(trainer)
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if storage_options is not None or not complete_files.is_plain_file(self.checkpoint_io, filepath):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        elif self.is_global_zero:
-            complete_files.write_file(checkpoint, filepath)
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        with naming_checkpoint(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        with complete_files.naming_checkpoint(checkpoint_path):
-            return super().load_checkpoint(checkpoint_path, weights_only)
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # Before Lightning enters `no_sync` of the present DDP, for a batch to which the gradients of others are added.
+        self._reduce_unfrozen()
+        super().on_train_batch_start(batch, batch_idx)
+
+    def _reduce_unfrozen(self) -> None:
+        """Let DDP also reduce the parameters that have become trainable since it wrapped the module.
+
+        A strategy calls it in ``training_step`` again: an ``optimizer_step`` of the user may have unfrozen some.
+        """
+        if self._reduced is not None and (names := self._reduced.unfrozen()):
+            self._wrap_again(self._reduced, names)
+
+    def _wrap_again(self, reduced: ReducedParameters, names: list[str], keep_hooks: bool = True) -> None:
+        """Wrap the module in a new DDP, which reduces the unfrozen parameters, ``names``, too."""
+        log.info(f"{type(self).__name__}: {len(names)} parameters have become trainable, {names[0]} first")
+        with naming_backend_errors(
+            lambda: f"taking {names[0]}, which has become trainable, into the reduction, with all ranks,"
+        ):
+            if isinstance(self.model, DistributedDataParallel):
+                module = self.lightning_module
+                self.model = reduced.wrap_again(self.model, lambda: wrap_in_ddp(self, module), keep_hooks)
+            else:  # all were frozen, and there was nothing to reduce
+                self.configure_ddp()
+
+    @override
+    @torch.compiler.disable  # a compiled training_step may call this method
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._reduced is not None:
+            self._reduced.require_none_unfrozen()
+        super().pre_backward(closure_loss)
+
+    @override
+    def teardown(self) -> None:
+        self._reduced = None
+        super().teardown()
 
 
 def _parameters(of: type) -> list[str]:
@@ -132,15 +173,13 @@ def is_elementwise(kind: type[optim.Optimizer]) -> bool:
 # --- Whether a module is compiled or scripted, which both strategies must know.
 
 
-def is_compiled(module: Module) -> bool:
-    """Whether ``module`` itself, parts aside, is compiled or scripted."""
-    compiled_forward = isinstance(module, (torch.jit.ScriptModule, OptimizedModule)) or has_compiled_forward(module)
-    return compiled_forward or is_compiled_by_lightning(module)
+def _is_compiled(module: Module) -> bool:
+    return is_compiled(module) or is_compiled_by_lightning(module)
 
 
 def hides_parameter_use(module: Module) -> bool:
     """Whether any part of ``module`` is compiled or scripted: `ParameterWatch` cannot see it read its parameters."""
-    return any(is_compiled(part) for part in module.modules())
+    return any(_is_compiled(part) for part in module.modules())
 
 
 def compiled_parts_around(module: Module, part: Module) -> list[str]:
@@ -149,7 +188,7 @@ def compiled_parts_around(module: Module, part: Module) -> list[str]:
     return [
         name or type(module).__name__
         for name, child in module.named_modules()
-        if is_compiled(child) and (child in inside or any(inner is part for inner in child.modules()))
+        if _is_compiled(child) and (child in inside or any(inner is part for inner in child.modules()))
     ]
 
 

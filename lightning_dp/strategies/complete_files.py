@@ -18,10 +18,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import override
+
+from lightning_dp._lightning import TorchCheckpointIO
 
 log = logging.getLogger(__name__)
 
 _HIDDEN = re.compile(r"\..+\.unfinished-(?P<pid>\d+)-on-(?P<host>.+)")
+
+
+class CompleteFiles(TorchCheckpointIO):
+    """Lightning's plugin for ordinary files, but a checkpoint is written beside the old one and then renamed."""
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if storage_options is None and "://" not in str(path):
+            write_file(checkpoint, path)
+        else:
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def write_complete_files(strategy: Any) -> None:
+    """Let a strategy of Lightning write checkpoints by `CompleteFiles`, unless the user has chosen another plugin."""
+    if type(strategy.checkpoint_io) is TorchCheckpointIO:
+        strategy.checkpoint_io = CompleteFiles()
+
+
+def is_plain_file(checkpoint_io: Any, path: Any) -> bool:
+    """Return whether a plugin keeps the checkpoint as an ordinary local file, which we may then read by ourselves."""
+    return type(checkpoint_io) in (TorchCheckpointIO, CompleteFiles) and "://" not in str(path)
 
 
 def write_file(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
@@ -44,11 +69,6 @@ def naming_checkpoint(path: Any) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"The checkpoint that was read is {path}; is it complete?")
         raise
-
-
-def is_plain_file(checkpoint_io: Any, path: Any) -> bool:
-    """Return whether Lightning would write the checkpoint as an ordinary local file, so that we may do it instead."""
-    return type(checkpoint_io).__name__ == "TorchCheckpointIO" and "://" not in str(path)
 
 
 def hidden_beside(path: Path) -> Path:
@@ -142,8 +162,6 @@ def _sync(path: Path) -> None:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)  # it is another user's
     return True

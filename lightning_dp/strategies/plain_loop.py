@@ -7,7 +7,7 @@ What the strategies do around them is left to the loop: checkpoints, precision, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -16,16 +16,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_dp._private.torch_names import group_timeout, ignore_in_ddp, release_reducer, stop_ignoring_in_ddp
-from lightning_dp.collectives.all_to_all import Channel, make_host_group
-from lightning_dp.collectives.groups import RankTopology, destroy_group, resolve_group, unbound_default_group
+from lightning_dp._private.torch_names import group_timeout, release_reducer
+from lightning_dp.collectives.groups import RankTopology, resolve_group
 from lightning_dp.strategies.base import hides_parameter_use, overlapping_parameters
 from lightning_dp.strategies.krizhevsky_hybrid import checks
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import Scheme
-from lightning_dp.strategies.krizhevsky_hybrid.fit import clip_by_global_norm
-from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
+from lightning_dp.strategies.krizhevsky_hybrid.fit import clip_by_global_norm, sharded_passes
 from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses
-from lightning_dp.strategies.krizhevsky_hybrid.state import ShardedParameters
 from lightning_dp.strategies.layered_sgd.options import (
     CommunicatorOptions,
     check_ddp_options,
@@ -93,14 +90,8 @@ class LayeredSGDLoop:
         self._reduction.before_forward()
         # In compiled code, or through another parameter's memory, a use would go unseen.
         is_hidden = hides_parameter_use(self._model) or any(True for _ in overlapping_parameters(self._model))
-        if self._overlap == "load" or is_hidden or self._updates.are_whole:
-            self._updates.finish()
-        self._updates.begin_forward()
-        self._updates.is_in_training_step = True
-        try:
+        with self._updates.running_forward(finish=self._overlap == "load" or is_hidden):
             return self._ddp(*args, **kwargs)
-        finally:
-            self._updates.is_in_training_step = False
 
     def backward(self, loss: Tensor) -> None:
         """Take the place of ``loss.backward()``: begin to sum gradients, and do not wait for the sums."""
@@ -163,8 +154,7 @@ class ShardedHeadLoop:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent for the head."""
-        channels = (self._passes.channel, self._passes.head.channel)
-        return sum(sum(channel.bytes_sent.values()) for channel in channels)
+        return sum(self._passes.bytes_sent.values())
 
     def backward(self, loss: Tensor) -> None:
         """Take the place of ``loss.backward()``. ``loss`` is the mean over this rank's samples.
@@ -211,28 +201,10 @@ def sharded_head(
     Raises:
         ValueError: the head cannot be sharded, or not in this model.
     """
-    layers = checks.find_head(model, head)
-    checks.require_whole(model, head)
-    checks.check_head(model, layers, head)
-    device = next(layers.parameters()).device
+    device = next(checks.check_head(model, head).parameters()).device
     timeout = group_timeout(resolve_group(None), device)
-    # Two groups: features travel while the head exchanges activations.
-    with unbound_default_group(None):
-        groups = [dist.new_group(timeout=timeout) for _ in range(2)]
-    host = make_host_group(groups[0], device, timeout)
-    hidden, features = Channel(groups[0]), Channel(groups[1], host_group=host)
-    sharded = ShardedHead(layers, hidden, head, Channel(features.group))
-    parameters = ShardedParameters(sharded)
-    with ExitStack() as stack:
-        for group in groups:
-            stack.callback(dist.destroy_process_group, group)
-        stack.callback(destroy_group, host)
-        parameters.shard(device)
+    with sharded_passes(model, head, scheme, num_passes, device, timeout) as (passes, parameters):
         parameters.keep()
-        names = list(sharded.names_in(model))
-        ignore_in_ddp(model, names)
-        stack.callback(stop_ignoring_in_ddp, model, names)
-        passes = HeadPasses(sharded, scheme, features, num_passes)
-        with sharded.forwarding_to(passes.forward_local_batch):
+        with passes.head.forwarding_to(passes.forward_local_batch):
             yield ShardedHeadLoop(model, passes)
         parameters.unshard()

@@ -25,7 +25,6 @@ from lightning_dp.runs.resume import (
     CURVES,
     VERSION,
     BestCheckpoint,
-    CompleteFiles,
     ConfigurationInCheckpoint,
     alone_in,
     completed_steps,
@@ -35,6 +34,7 @@ from lightning_dp.runs.resume import (
 )
 from lightning_dp.runs.train import build
 from lightning_dp.runs.validation import is_of_validation
+from lightning_dp.strategies.complete_files import CompleteFiles
 from tests.ranks import RankError, run_processes
 from tests.recipes.conftest import metrics
 from tests.recipes.in_process import tiny, train, train_rank

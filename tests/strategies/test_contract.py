@@ -9,15 +9,23 @@ from pytorch_lightning.plugins.precision import MixedPrecision, Precision
 from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredSGDStrategy
+from lightning_dp.strategies.base import BaseStrategy
 from lightning_dp.strategies.layered_sgd.hooks import PostponedUpdates
 
 OVERRIDES = {
+    BaseStrategy: [
+        "load_checkpoint",
+        "on_train_batch_start",
+        "pre_backward",
+        "set_world_ranks",
+        "setup",
+        "teardown",
+    ],
     LayeredSGDStrategy: [
         "_configure_launcher",
         "lightning_module_state_dict",
         "load_checkpoint",
         "on_exception",
-        "on_train_batch_start",
         "on_train_end",
         "on_validation_start",
         "optimizer_state",
@@ -36,7 +44,6 @@ OVERRIDES = {
         "load_checkpoint",
         "load_optimizer_state_dict",
         "model_to_device",
-        "on_train_batch_start",
         "on_validation_start",
         "optimizer_state",
         "save_checkpoint",

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.optim import LARS
-from lightning_dp.strategies import plain_loop
+from lightning_dp.strategies.krizhevsky_hybrid import fit
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
 from lightning_dp.strategies.plain_loop import LayeredSGDLoop, sharded_head
 from tests.ranks import run_cases, run_processes
@@ -146,16 +146,16 @@ def with_a_host_group(rank: int) -> None:
     """As with NCCL, which sends nothing from host memory."""
     dist.init_process_group("gloo")
     made = []
-    default, destroy = plain_loop.make_host_group, plain_loop.destroy_group
-    plain_loop.make_host_group = lambda group, device, timeout: made.append(dist.new_group()) or made[-1]
-    plain_loop.destroy_group = lambda group: made.remove(group)
+    default, destroy = fit.make_host_group, fit.destroy_group
+    fit.make_host_group = lambda group, device, timeout: made.append(dist.new_group()) or made[-1]
+    fit.destroy_group = lambda group: made.remove(group) if group in made else destroy(group)
     sent = Counter()
     gather = Channel.gather_integers
     Channel.gather_integers = lambda self, *args: sent.update([self.host_group in made]) or gather(self, *args)
     try:
         hybrid_equals_one_process(rank, "c")
     finally:
-        plain_loop.make_host_group, plain_loop.destroy_group = default, destroy
+        fit.make_host_group, fit.destroy_group = default, destroy
         Channel.gather_integers = gather
     assert set(sent) == {True}
     assert not made, "it is destroyed"

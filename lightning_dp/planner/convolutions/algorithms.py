@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
-from lightning_dp._private.torch_names import declare_no_unseen_changes
-from lightning_dp.recompute.apply import is_compiled
+from lightning_dp._private.torch_names import declare_no_unseen_changes, is_compiled
 
 # What torch uses by itself: oneDNN in the memory format of the input, or cuDNN with the algorithm of its heuristics.
 BACKEND = "backend"

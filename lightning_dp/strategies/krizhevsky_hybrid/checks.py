@@ -121,8 +121,9 @@ def find_head(module: nn.Module, name: str) -> nn.Module:
     )
 
 
-def check_head(module: nn.Module, head: nn.Module, head_name: str) -> None:
-    """Raise ValueError if ``head`` cannot be sharded, or not within ``module``."""
+def check_head(module: nn.Module, head_name: str) -> nn.Module:
+    """Return the head. Raise ValueError if there is none, or it cannot be sharded, or not within ``module``."""
+    head = find_head(module, head_name)
     # First, because in a compiled module the head's parameters have other names, which would confuse the other checks.
     compiled = compiled_parts_around(module, head)
     if compiled:
@@ -133,11 +134,12 @@ def check_head(module: nn.Module, head: nn.Module, head_name: str) -> None:
     divisible_layers(head, head_name)
     _check_ties(module, head, head_name)
     _check_shared_memory(module, head, head_name)
+    return head
 
 
-def check_module(module: LightningModule, trainer: Any, head: nn.Module, head_name: str, variable_batch: bool) -> None:
+def check_module(module: LightningModule, trainer: Any, head_name: str, variable_batch: bool) -> None:
     """Raise ValueError if the module or the Trainer has something that does not work with a sharded head."""
-    check_head(module, head, head_name)
+    head = check_head(module, head_name)
     if is_compiled_function(getattr(module, "head_step", None)):
         raise ValueError(
             f"head_step is compiled, and calls the head {head_name!r}, in which {STRATEGY} exchanges activations; "

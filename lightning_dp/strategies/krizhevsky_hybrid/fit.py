@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from types import MethodType
 from typing import Any, cast
@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
@@ -47,7 +47,7 @@ from lightning_dp.losses import LastLayer, ShardedForward
 from lightning_dp.strategies.base import is_a
 from lightning_dp.strategies.krizhevsky_hybrid import checks
 from lightning_dp.strategies.krizhevsky_hybrid.checks import Options, no_counting, nothing_recorded
-from lightning_dp.strategies.krizhevsky_hybrid.exchange import require_features
+from lightning_dp.strategies.krizhevsky_hybrid.exchange import Scheme, require_features
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, SharedOnDeepcopy, replaced
 from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses
 from lightning_dp.strategies.krizhevsky_hybrid.state import (
@@ -100,54 +100,29 @@ class HybridFitState(SharedOnDeepcopy):
         self._gathered: GatheredHead | None = None  # until the next training step
         # Of each optimizer, how many trainable parameters its groups had when it was checked.
         self._checked: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
-        layers = checks.find_head(module, options.head)
-        checks.check_module(module, module.trainer, layers, options.head, options.variable_batch)
-        # Two groups, because features travel while the head exchanges activations, and the messages of one group must
-        # start in the same order on all ranks.
-        timeout = strategy_timeout(strategy)
-        with unbound_default_group(None):
-            groups = [dist.new_group(timeout=timeout) for _ in range(2)]
-        host = make_host_group(groups[0], self._device, timeout)
-        hidden = Channel(groups[0], on_stage, checks.LIKELY_REASONS)
-        features = Channel(groups[1], on_stage, checks.LIKELY_REASONS, host)
-        self.channels = [features, hidden]
-        # Parameters and checks travel in the features' group. If one rank gathers the head while another begins a step,
-        # each receives a message that it does not expect, and raises at once. In two groups both would wait.
-        control = Channel(features.group, hint=checks.LIKELY_REASONS)
-        self._places = Channel(host or features.group, hint=checks.LIKELY_REASONS)  # see `meet`
-        self.head = ShardedHead(layers, hidden, options.head, control)
-        self._parameters = ShardedParameters(self.head)
-        self._passes = HeadPasses(self.head, options.scheme, features, options.num_passes)
-        self._state_dict_hooks = StateDictHooks(self.head, lambda: self._gathered)
+        checks.check_module(module, module.trainer, options.head, options.variable_batch)
         # If anything in here raises, what was done is undone, the last first, and the user's module is as it was. Where
         # all goes well, `pop_all` keeps the callbacks for the end, when `succeed` has left nothing to restore.
         with ExitStack() as stack:
-            stack.callback(self._parameters.restore)
-            stack.callback(self._destroy_groups)
-            self._parameters.shard(self._device)
+            timeout = strategy_timeout(strategy)
+            sharded = sharded_passes(
+                module, options.head, options.scheme, options.num_passes, self._device, timeout, on_stage
+            )
+            self.passes, self._parameters = stack.enter_context(sharded)
+            self.head, features = self.passes.head, self.passes.channel
+            self._places = Channel(features.host_group or features.group, hint=checks.LIKELY_REASONS)  # see `meet`
+            self._state_dict_hooks = StateDictHooks(self.head, lambda: self._gathered)
             self._replace(stack)
             self._stack = stack.pop_all()
 
     def _replace(self, stack: ExitStack) -> None:
         """Replace what the class lists. ``stack`` undoes it, the last first."""
-        module, plugin = self._module, self._strategy.precision_plugin
+        plugin = self._strategy.precision_plugin
         stack.enter_context(self.head.forwarding_to(_OutsideSteps(self._current_head)))
         stack.enter_context(self._state_dict_hooks.installed())
         stack.enter_context(replaced(plugin, "clip_grad_by_norm", self._clip_grad_by_norm))
         stack.enter_context(_sharded_scaler(plugin))
-        # Their values differ between ranks: DDP must neither reduce their gradients nor broadcast those of rank 0.
-        names = list(self.head.names_in(module))
-        ignore_in_ddp(module, names)
-        stack.callback(stop_ignoring_in_ddp, module, names)
-        stack.callback(end_when_stop_check_times_out(module.trainer))
-
-    @property
-    def bytes_sent(self) -> dict[str, int]:
-        """Bytes that this rank has sent in training steps, by kind of message."""
-        total: Counter[str] = Counter()
-        for channel in self.channels:
-            total.update(channel.bytes_sent)
-        return dict(total)
+        stack.callback(end_when_stop_check_times_out(self._module.trainer))
 
     # --- From set-up to the end ---
 
@@ -182,7 +157,7 @@ class HybridFitState(SharedOnDeepcopy):
     def finish(self) -> None:
         """Make the head and its optimizer states whole again on every rank, in host memory. All ranks must call it."""
         self.meet()
-        self._passes.compare_first_factor()  # of a fit of one step
+        self.passes.compare_first_factor()  # of a fit of one step
         if self._keeps_shards:
             self._leave_shards(
                 "after fit with state_dict_type='sharded'",
@@ -193,7 +168,7 @@ class HybridFitState(SharedOnDeepcopy):
             # The gathered values were copies. Free them and the memory of gradients first, because what follows is the
             # peak of memory: each rank ends with the whole weights and optimizer states.
             self._forget_gathered()
-            self._passes.gradient_memory.clear()
+            self.passes.gradient_memory.clear()
             for optimizer in self._strategy.optimizers:
                 make_whole(optimizer, self.head)
             self._parameters.unshard()
@@ -208,11 +183,6 @@ class HybridFitState(SharedOnDeepcopy):
             for layer in (self.head.head, *self.head.linears):
                 vars(layer)["forward"] = partial(_refuse_shard, name)
 
-    def _destroy_groups(self) -> None:
-        for channel in self.channels:
-            destroy_group(channel.host_group)
-            dist.destroy_process_group(channel.group)
-
     # --- Steps ---
 
     @contextmanager
@@ -226,7 +196,7 @@ class HybridFitState(SharedOnDeepcopy):
         here = torch.zeros(1, dtype=torch.uint8)
         arriving = [torch.empty_like(here) for _ in range(self._places.world_size)]
         said = self._places.all_to_all("training step", [here] * len(arriving), arriving)  # see `meet`
-        passes = self._passes
+        passes = self.passes
         num_steps = passes.num_steps
         passes.begin_training_step(self._module)
         checks.check_hooks(self.head)
@@ -252,7 +222,7 @@ class HybridFitState(SharedOnDeepcopy):
         """
         # Manual optimization may have several losses, of which only some go through the head.
         if self._module.automatic_optimization:
-            self._passes.require_part_in(loss)
+            self.passes.require_part_in(loss)
         with self._running_passes():
             yield
         self._check_gradients()
@@ -260,14 +230,14 @@ class HybridFitState(SharedOnDeepcopy):
 
     def validation_step(self) -> AbstractContextManager[None]:
         """Run a validation step within the context. If the head is never gathered, its calls are collective there."""
-        return nullcontext() if self._gathers else self.head.forwarding_to(self._passes.forward_local_batch)
+        return nullcontext() if self._gathers else self.head.forwarding_to(self.passes.forward_local_batch)
 
     @contextmanager
     def _running_passes(self) -> Iterator[None]:
         """Make calls of the head and of ``head_step`` collective within the context."""
         module = self._module
         with ExitStack() as stack:
-            stack.enter_context(self.head.forwarding_to(self._passes.forward_local_batch))
+            stack.enter_context(self.head.forwarding_to(self.passes.forward_local_batch))
             if hasattr(module, "head_step"):
                 stack.enter_context(replaced(module, "head_step", self._with_passes(cast(HeadStep, module.head_step))))
             yield
@@ -287,7 +257,7 @@ class HybridFitState(SharedOnDeepcopy):
                 f"{head.name!r} got a gradient outside of head_step, where variable_batch=True updates it; compute "
                 "everything that trains the head (a penalty on its weights, too) within head_step"
             )
-        if self._passes.num_calls == 0:
+        if self.passes.num_calls == 0:
             raise ValueError(
                 f"{head.name!r} got a gradient, but training_step never called it: it seems to read the "
                 f"weights of {head.name!r} directly, as F.normalize(self.{head.name}.weight) does. During fit, rank "
@@ -302,14 +272,10 @@ class HybridFitState(SharedOnDeepcopy):
         self.meet()
         self._gather_now()
 
-    def gather_for_evaluation(self) -> None:
-        """Gather the head, or only `meet` if it is never gathered. All ranks must call it."""
-        self.meet()
-        if self._gathers:
-            self._gather_now()
-
     def gather_if_changed(self) -> None:
         """Gather the head unless what was gathered is still the same on all ranks. All ranks must call it.
+
+        They only `meet` if it is never gathered.
 
         At the start of a validation this comes after the hooks of all callbacks. A callback may have put averaged
         weights into the module. `GatherHead` may be missing: Lightning's tuner removes callbacks.
@@ -447,7 +413,7 @@ class HybridFitState(SharedOnDeepcopy):
         return run
 
     def _step(self, features: Tensor, arguments: dict[str, Any], head_step: HeadStep) -> Tensor:
-        module, passes, plugin = self._module, self._passes, self._strategy.precision_plugin
+        module, passes, plugin = self._module, self.passes, self._strategy.precision_plugin
         update = self._update_head if self._options.variable_batch else None
         only_factor: float | None = None
         if update is not None:
@@ -517,6 +483,54 @@ class HybridFitState(SharedOnDeepcopy):
             if self._checked.get(optimizer) != sizes:
                 checks.check_optimizer(optimizer, self.head)
                 self._checked[optimizer] = sizes
+
+
+@contextmanager
+def sharded_passes(
+    module: nn.Module,
+    head: str,
+    scheme: Scheme,
+    num_passes: int | None,
+    device: torch.device,
+    timeout: timedelta,
+    on_stage: OnStage | None = None,
+) -> Iterator[tuple[HeadPasses, ShardedParameters]]:
+    """Shard the head of ``module``, and let DDP leave it out within the context. All ranks must enter it.
+
+    Process groups of the passes live as long as the context. Its end puts back what the head held before, unless
+    `ShardedParameters.keep` was called.
+
+    Args:
+        module: contains the head.
+        head: dotted name of the submodule.
+        scheme: see `HeadPasses`.
+        num_passes: see `HeadPasses`.
+        device: of the local shard.
+        timeout: of every message.
+        on_stage: called with name, start and end of each stage.
+    """
+    # Two groups, because features travel while the head exchanges activations, and the messages of one group must start
+    # in the same order on all ranks.
+    with unbound_default_group(None):
+        groups = [dist.new_group(timeout=timeout) for _ in range(2)]
+    host = make_host_group(groups[0], device, timeout)
+    hidden = Channel(groups[0], on_stage, checks.LIKELY_REASONS)
+    features = Channel(groups[1], on_stage, checks.LIKELY_REASONS, host)
+    # Parameters and checks travel in the features' group. If one rank gathers the head while another begins a step,
+    # each receives a message that it does not expect, and raises at once. In two groups both would wait.
+    control = Channel(features.group, hint=checks.LIKELY_REASONS)
+    sharded = ShardedHead(module.get_submodule(head), hidden, head, control)
+    parameters = ShardedParameters(sharded)
+    with ExitStack() as stack:
+        stack.callback(parameters.restore)
+        for group in (*groups, host):
+            stack.callback(destroy_group, group)
+        parameters.shard(device)
+        # Their values differ between ranks: DDP must neither reduce their gradients nor broadcast those of rank 0.
+        names = list(sharded.names_in(module))
+        ignore_in_ddp(module, names)
+        stack.callback(stop_ignoring_in_ddp, module, names)
+        yield HeadPasses(sharded, scheme, features, num_passes), parameters
 
 
 def _sees_old_gradients(module: LightningModule, optimizers: Sequence[Optimizer]) -> bool:
@@ -604,16 +618,16 @@ class GatherHead(SharedOnDeepcopy, Callback):
         self._fitting.gather_if_changed()
 
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Gather. Lightning calls this on all ranks, also on those without a batch."""
-        self._fitting.gather_for_evaluation()
+        """Gather what training has changed. Lightning calls this on all ranks, also on those without a batch."""
+        self._fitting.gather_if_changed()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Meet, before Lightning reduces the metrics of the epoch, in which ranks would wait for those in a batch."""
         self._fitting.meet()
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Gather. Lightning calls this on all ranks."""
-        self._fitting.gather_for_evaluation()
+        """Gather what training has changed. Lightning calls this on all ranks."""
+        self._fitting.gather_if_changed()
 
     @contextmanager
     def installed(self, module: LightningModule) -> Iterator[None]:

@@ -749,12 +749,3 @@ class _Linear(torch.autograd.Function):
         elif needs_weight:
             weight_grads = output_grads.T @ x.conj()
         return x_grads, weight_grads, output_grads.sum(0) if needs_bias else None, None
-
-
-def require_first_derivative() -> None:
-    """Raise RuntimeError in a backward with ``create_graph=True``."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "the gradients of a head that is sharded over ranks cannot be differentiated twice (create_graph=True) "
-            "outside of head_step; compute a penalty on gradients within head_step, from logits = self.head(features)"
-        )

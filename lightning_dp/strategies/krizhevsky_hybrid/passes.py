@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -44,7 +44,6 @@ from lightning_dp.strategies.krizhevsky_hybrid.head import (
     SharedOnDeepcopy,
     as_saved,
     gradients_of,
-    require_first_derivative,
     saved,
     seeded,
     summed,
@@ -87,6 +86,19 @@ class HeadPasses(SharedOnDeepcopy):
         self._first_factor: Tensor | None = None  # of the loss of the first step, until the ranks compare it
         self._has_warned_of_weights = False
         self._has_warned_of_logits = False
+
+    @property
+    def channels(self) -> tuple[Channel, Channel]:
+        """Those whose messages are counted and timed: of features, and of activations within the head."""
+        return self.channel, self.head.channel
+
+    @property
+    def bytes_sent(self) -> dict[str, int]:
+        """Bytes that this rank has sent in training steps, by kind of message."""
+        total: Counter[str] = Counter()
+        for channel in self.channels:
+            total.update(channel.bytes_sent)
+        return dict(total)
 
     def forward_local_batch(self, features: Tensor) -> Tensor:
         """Return the logits (n, *, C) for the features (n, *) of this rank's samples. n may differ, and may be 0."""
@@ -569,7 +581,7 @@ class _HandOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        require_first_derivative()
+        _require_first_derivative()
         is_kept = keeps_graph()
         result: StepResult = take(ctx, "result", is_kept)
         factor = gradients[0] / result.loss_scale
@@ -634,7 +646,7 @@ class _LocalBatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Run all passes backward."""
-        require_first_derivative()
+        _require_first_derivative()
         passes, plan, sums = ctx.passes, ctx.plan, ctx.sums
         is_kept = keeps_graph()
         graphs = take(ctx, "graphs", is_kept)
@@ -726,6 +738,15 @@ def take(ctx: Any, name: str, is_kept: bool) -> Any:
 
 
 # --- What head_step and training_step must not do with the loss.
+
+
+def _require_first_derivative() -> None:
+    """Raise RuntimeError in a backward with ``create_graph=True``."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "the gradients of a head that is sharded over ranks cannot be differentiated twice (create_graph=True) "
+            "outside of head_step; compute a penalty on gradients within head_step, from logits = self.head(features)"
+        )
 
 
 def _require_no_part(loss: Tensor, others: Mapping[str, Tensor]) -> None:

@@ -14,8 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dp._lightning import LightningModule
-from lightning_dp._private.lightning_names import wrap_in_ddp
 from lightning_dp.collectives.groups import OnStage, free_earlier_groups
 from lightning_dp.strategies import complete_files
 from lightning_dp.strategies.base import BaseStrategy
@@ -67,8 +65,8 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     - ``setup``, ``teardown``: shard the head for a run of ``fit``, and leave the module whole, also if set-up fails.
     - ``model_to_device``, ``tensor_init_context``: the head is sharded before it moves to a device.
     - ``configure_ddp``: DDP refuses a module whose trunk is frozen.
-    - ``on_train_batch_start``: adds unfrozen parameters of the trunk to the reduction.
-    - ``training_step``, ``backward``, ``validation_step``: calls of the head are collective here.
+    - ``training_step``, ``backward``, ``validation_step``: calls of the head are collective here. The first adds
+      unfrozen parameters of the trunk to the reduction; see `BaseStrategy`.
     - ``on_validation_start``: gathers the head if no callback has done it. As ``training_step``, takes the buffers of
       rank 0 if the whole trunk is frozen, so that there is no DDP.
     - ``lightning_module_state_dict``, ``optimizer_state``, ``load_optimizer_state_dict``, ``save_checkpoint``,
@@ -91,7 +89,6 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         checks.check_options(self._options, ddp_kwargs)
         super().__init__(**ddp_kwargs)
         self._fitting: HybridFitState | None = None  # from set-up to teardown
-        self._reduced: ReducedParameters | None = None  # of the trunk, while fitting
         self._syncs_buffers = all(ddp_kwargs.get(name, True) for name in ("broadcast_buffers", "forward_sync_buffers"))
         self._restores_after_setup = False
         self._bytes_sent: dict[str, int] = {}  # by the last run of fit
@@ -100,7 +97,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     @property
     def exposed_communication_s(self) -> float | None:
         """Seconds that this rank has waited for features and activations so far, without DDP's wait for the trunk."""
-        return None if self._fitting is None else sum(channel.waited_s for channel in self._fitting.channels)
+        return None if self._fitting is None else sum(channel.waited_s for channel in self._fitting.passes.channels)
 
     @property
     def bytes_sent(self) -> dict[str, int]:
@@ -108,7 +105,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
         The trunk's bytes, which DDP sends, are not included, nor are gathered parameters and checks.
         """
-        return self._bytes_sent if self._fitting is None else self._fitting.bytes_sent
+        return self._bytes_sent if self._fitting is None else self._fitting.passes.bytes_sent
 
     @property
     def updates_within_training_step(self) -> bool:
@@ -153,7 +150,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
     @override
     def model_to_device(self) -> None:
-        module = self._module
+        module = self.lightning_module
         if module.trainer.state.fn == "fit":
             self._fitting = HybridFitState(self._options, module, self, self._record_stage)
         else:
@@ -162,7 +159,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        module, fitting = self._module, self._fitting
+        module, fitting = self.lightning_module, self._fitting
         assert fitting is not None
         trunk = [p for p in module.parameters() if not fitting.head.owns(p)]
         self._reduced = ReducedParameters(module, fitting.head.parameters)
@@ -172,36 +169,14 @@ class KrizhevskyHybridStrategy(BaseStrategy):
             for tensor in (*trunk, *module.buffers()):
                 dist.broadcast(tensor.data, src=0)
 
-    @property
-    def _module(self) -> LightningModule:
-        """The user's module, which Lightning has set when it calls any hook."""
-        assert self.lightning_module is not None
-        return self.lightning_module
-
     def _record_stage(self, stage: str, start_s: float, end_s: float) -> None:
         if self.on_stage is not None:
             self.on_stage(stage, start_s, end_s)
 
-    def _reduce_unfrozen(self) -> None:
-        """Let DDP also reduce those parameters of the trunk that have become trainable since it wrapped the module."""
-        assert self._reduced is not None
-        if not self._reduced.unfrozen():
-            return
-        if isinstance(self.model, DistributedDataParallel):
-            self.model = self._reduced.wrap_again(self.model, lambda: wrap_in_ddp(self, self._module))
-        else:
-            self.configure_ddp()  # the whole trunk was frozen
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        # Before Lightning enters `no_sync` of the present DDP, for a batch to which the gradients of others are added.
-        self._reduce_unfrozen()
-        super().on_train_batch_start(batch, batch_idx)
-
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._fitting is not None
-        self._reduce_unfrozen()  # again: an optimizer_step of the user may have unfrozen some since
+        self._reduce_unfrozen()
         with self._fitting.training_step():
             self._sync_buffers()
             return super().training_step(*args, **kwargs)
@@ -212,14 +187,12 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         Its batch norm moves statistics all the same.
         """
         if self._syncs_buffers and not isinstance(self.model, DistributedDataParallel):
-            for buffer in self._module.buffers():
+            for buffer in self.lightning_module.buffers():
                 dist.broadcast(buffer.data, src=0)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         assert self._fitting is not None
-        assert self._reduced is not None
-        self._reduced.require_none_unfrozen()
         with self._fitting.backward(closure_loss):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
@@ -238,7 +211,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._fitting is None:
-            checks.require_whole(self._module, self._options.head)
+            checks.require_whole(self.lightning_module, self._options.head)
             return super().lightning_module_state_dict()
         return self._with_all_ranks().module_state(super().lightning_module_state_dict)
 
@@ -252,7 +225,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         if self._fitting is not None:
-            restore_groups(self._module.trainer)
+            restore_groups(self.lightning_module.trainer)
             checkpoint = {**checkpoint, "optimizer_states": self._fitting.own_states(checkpoint["optimizer_states"])}
         super().load_optimizer_state_dict(checkpoint)
 
@@ -279,8 +252,8 @@ class KrizhevskyHybridStrategy(BaseStrategy):
                 "state_dict_type='sharded' writes local files only; remove the checkpoint plugin and storage_options, "
                 "or use state_dict_type='full'"
             )
-        folder = Path(filepath).expanduser()
-        files.write_folder(checkpoint, folder, self._module, self.optimizers, self._fitting.head, self.broadcast)
+        folder, head = Path(filepath).expanduser(), self._fitting.head
+        files.write_folder(checkpoint, folder, self.lightning_module, self.optimizers, head, self.broadcast)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -308,7 +281,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         """
         fitting = self._fitting
         assert fitting is not None
-        if self._module.trainer.interrupted:
+        if self.lightning_module.trainer.interrupted:
             # Raising here ends Lightning's handling of the first error, so teardown will not be called.
             self._end(interrupted=True)
             raise RuntimeError(
@@ -320,7 +293,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     @override
     def teardown(self) -> None:
         if self._fitting is not None:
-            self._end(self._module.trainer.interrupted)
+            self._end(self.lightning_module.trainer.interrupted)
             free_earlier_groups()
         is_meta = self.lightning_module is not None and any(p.is_meta for p in self.lightning_module.parameters())
         # If set-up has failed, there are no values to move. The error from set-up must not be hidden by one from here.
@@ -330,7 +303,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     def _end(self, interrupted: bool) -> None:
         fitting, self._fitting = self._fitting, None
         assert fitting is not None
-        self._bytes_sent = fitting.bytes_sent
+        self._bytes_sent = fitting.passes.bytes_sent
         if interrupted:
             fitting.abandon()
             return

@@ -32,8 +32,8 @@ from lightning_dp._private.torch_names import begin_passes_at, is_in_backward
 from lightning_dp.collectives.compression.layout import ParameterTable
 from lightning_dp.collectives.compression.options import Compression, PowerSGD, has_error_feedback
 from lightning_dp.collectives.groups import RankTopology, create_groups, resolve_group
-from lightning_dp.strategies import complete_files
 from lightning_dp.strategies.base import AVERAGING, is_a
+from lightning_dp.strategies.complete_files import naming_checkpoint, write_complete_files
 from lightning_dp.strategies.layered_fsdp.reduction import Residuals, ShardReduction
 from lightning_dp.strategies.layered_fsdp.sharding import (
     STEPS,
@@ -256,6 +256,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         module = self.lightning_module
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        write_complete_files(self)
         is_fitting = trainer.state.fn == "fit"
         if is_fitting:
             self._check_callbacks(trainer)
@@ -472,11 +473,8 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
             else:
                 self._add_residuals(checkpoint)
         place = self.broadcast(filepath)
-        is_plain = complete_files.is_plain_file(self.checkpoint_io, place) and storage_options is None
         if self._saves_shards or Path(place).is_dir():
             super().save_checkpoint(checkpoint, place, storage_options)
-        elif self.is_global_zero and is_plain:
-            complete_files.write_file(checkpoint, place)
         elif self.is_global_zero:
             # Not by Lightning's strategy, which takes an address, such as s3://..., for a local path.
             self.checkpoint_io.save_checkpoint(checkpoint, place, storage_options)
@@ -520,7 +518,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._bring_up_to_date()
         place = self.broadcast(checkpoint_path)
-        with complete_files.naming_checkpoint(place):
+        with naming_checkpoint(place):
             if Path(place).is_dir():
                 checkpoint = self._load_module_shards(Path(place), weights_only)
             else:
@@ -551,7 +549,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         restore_groups(module.trainer)
         for index, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=False)):
             if isinstance(state, Path):  # a folder, see `_load_module_shards`
-                with complete_files.naming_checkpoint(state):
+                with naming_checkpoint(state):
                     load_optimizer_shards(state, index, optimizer, module)
             else:
                 load_optimizer(optimizer, state)

@@ -146,15 +146,9 @@ class Postponement:
         """Run a training step within the context, after the updates that must come before it."""
         if not self._before_forward and not self._of_shards and self._has_equal_addresses():
             self._look_for_shared_memory()
-        if self._before_forward or self._updates.are_whole:
-            self._updates.finish()
-        self._updates.begin_forward()
         on_compile_start(self._on_compile_start)  # again, for `torch.compiler.reset` drops it
-        self._updates.is_in_training_step = True
-        try:
+        with self._updates.running_forward(finish=self._before_forward):
             yield
-        finally:
-            self._updates.is_in_training_step = False
 
     def _on_compile_start(self, *_: Any) -> None:  # later versions of torch pass an argument
         """Dynamo is about to trace a function. It must find plain parameters, now and in every later step."""

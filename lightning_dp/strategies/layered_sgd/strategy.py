@@ -6,15 +6,12 @@ import logging
 from datetime import timedelta
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_dp._private.lightning_names import ddp_options, strategy_timeout, wrap_in_ddp
+from lightning_dp._private.lightning_names import ddp_options, strategy_timeout
 from lightning_dp.collectives.compression.options import Compression, has_error_feedback
 from lightning_dp.collectives.compression.stages import CompressedAllReduce, OwnState, State, load_state, others_of
-from lightning_dp.collectives.point_to_point import naming_backend_errors
 from lightning_dp.strategies.base import BaseStrategy
 from lightning_dp.strategies.layered_sgd.hooks import PostponedUpdates
 from lightning_dp.strategies.layered_sgd.options import (
@@ -69,7 +66,7 @@ class LayeredSGDStrategy(PostponedUpdates, BaseStrategy):
 
     - ``_configure_launcher``: knows the number of ranks before any process starts: it checks the groups, prepares NCCL.
     - ``setup``, ``teardown``: make and close the communicator, and the communication hook that feeds it.
-    - ``on_train_batch_start``, ``training_step``, ``pre_backward``: add unfrozen parameters to the reduction.
+    - ``training_step``: adds unfrozen parameters to the reduction; see `BaseStrategy`.
     - What postpones updates, and brings them up to date: `PostponedUpdates`.
     - ``save_checkpoint``, ``load_checkpoint``: with what compression has left out.
     """
@@ -88,7 +85,6 @@ class LayeredSGDStrategy(PostponedUpdates, BaseStrategy):
         check_ddp_options(ddp_kwargs)
         super().__init__(gradient_as_bucket_view=True, **ddp_kwargs)
         self._group_size = group_size
-        self._reduced: ReducedParameters | None = None  # only while fitting
         self._reduction: LayeredReduction | None = None
         self._compression_checkpoint = CompressionCheckpoint(compression, type(self).__name__, strategy_timeout(self))
 
@@ -126,42 +122,20 @@ class LayeredSGDStrategy(PostponedUpdates, BaseStrategy):
         self._postpone(self._reduction, trainer)
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        # Before Lightning enters `no_sync` of the present DDP, for a batch to which the gradients of others are added.
-        self._reduce_unfrozen()
-        super().on_train_batch_start(batch, batch_idx)
-
-    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._reduce_unfrozen()  # again: an optimizer_step of the user may have unfrozen some since
+        self._reduce_unfrozen()
         return super().training_step(*args, **kwargs)
 
-    def _reduce_unfrozen(self) -> None:
-        """Wrap the module in a new DDP that reduces the gradients of the parameters that have become trainable."""
-        reduced = self._reduced
-        if reduced is None or not (names := reduced.unfrozen()):
-            return
-        module, model = self.lightning_module, self.model
-        assert isinstance(model, DistributedDataParallel)
-        log.info(f"{type(self).__name__}: {len(names)} parameters have become trainable, {names[0]} first")
-        if self._reduction is not None:
-            check_layers(module, type(self).__name__)
-            self._reduction.updates.bring_up_to_date()
-        with naming_backend_errors(
-            lambda: f"taking {names[0]}, which has become trainable, into the reduction, with all ranks,"
-        ):
-            self.model = reduced.wrap_again(
-                model, lambda: wrap_in_ddp(self, module), keep_hooks=self._reduction is None
-            )
-        if self._reduction is not None:
-            self._reduction.feed_from(self.model)
-
     @override
-    @torch.compiler.disable  # a compiled training_step may call this method
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        if self._reduced is not None:
-            self._reduced.require_none_unfrozen()
-        super().pre_backward(closure_loss)
+    def _wrap_again(self, reduced: ReducedParameters, names: list[str], keep_hooks: bool = True) -> None:
+        if self._reduction is None:
+            super()._wrap_again(reduced, names)
+            return
+        check_layers(self.lightning_module, type(self).__name__)
+        self._reduction.updates.bring_up_to_date()
+        super()._wrap_again(reduced, names, keep_hooks=False)
+        assert isinstance(self.model, DistributedDataParallel)
+        self._reduction.feed_from(self.model)
 
     @override
     def on_train_end(self) -> None:
@@ -186,7 +160,6 @@ class LayeredSGDStrategy(PostponedUpdates, BaseStrategy):
 
     @override
     def teardown(self) -> None:
-        self._reduced = None
         self._compression_checkpoint.forget()
         super().teardown()
 

@@ -86,11 +86,6 @@ class UpdateQueue:
         return bool(self._updates)
 
     @property
-    def are_whole(self) -> bool:
-        """Whether a pending update must be applied to all its parameters in one step."""
-        return any(not update.by_bucket for update in self._updates)
-
-    @property
     def is_interrupted(self) -> bool:
         """Whether the calling thread is in the middle of a step: the caller is a signal handler."""
         with self.lock:  # another thread's step is waited for
@@ -196,6 +191,19 @@ class UpdateQueue:
             suspects = list(self._stale_uses.suspects)
             self._watch.remove(parameter for parameter in suspects if parameter not in self._by_parameter)
             self._stale_uses.begin_forward()
+
+    @contextmanager
+    def running_forward(self, finish: bool) -> Iterator[None]:
+        """Run a training step within the context, after the updates that must come before it. ``finish``: all must."""
+        # One that cannot be split by bucket must be applied to all its parameters in one step.
+        if finish or not all(update.by_bucket for update in self._updates):
+            self.finish()
+        self.begin_forward()
+        self.is_in_training_step = True
+        try:
+            yield
+        finally:
+            self.is_in_training_step = False
 
     def _before_use(self, parameter: Tensor) -> None:
         with self.lock:

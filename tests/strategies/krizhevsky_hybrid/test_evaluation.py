@@ -40,7 +40,7 @@ class Sample(pl.Callback):
 
 def num_exchanges(trainer: Any) -> int:
     fitting = getattr(trainer.strategy, "_fitting", None)
-    return 0 if fitting is None else sum(c.num_exchanges for c in (*fitting.channels, fitting.head.control))
+    return 0 if fitting is None else sum(c.num_exchanges for c in (*fitting.passes.channels, fitting.head.control))
 
 
 for name in PLACES:
@@ -300,9 +300,9 @@ def _lone(rank: int) -> int:
 @pytest.mark.ci
 def test_an_evaluation_sends_the_parameters_once_and_nothing_else():
     num_parameters = len(list(HybridNet().head.parameters()))
-    # The sanity check, and one epoch. Each also asks twice whether a callback has changed the rows, and each of these
-    # three begins with a check of the place.
-    assert run_processes(2, _lone) == [2 * (num_parameters + 2 + 3)] * 2
+    # In the epoch: the sanity check has the rows of set-up. Each of the two asks three times whether training or a
+    # callback has changed the rows, and each of these begins with a check of the place.
+    assert run_processes(2, _lone) == [num_parameters + 2 * (3 + 3)] * 2
 
 
 class Summarized(StepNet):

@@ -25,7 +25,7 @@ from tests.strategies.modules import trainer
 
 def check(module, head="head", variable_batch=False, **options):
     runner = trainer("auto", 1, **options)
-    check_module(module, runner, find_head(module, head), head, variable_batch)
+    check_module(module, runner, head, variable_batch)
 
 
 def test_the_default_scheme_is_the_fastest_that_can_do_it():
@@ -249,7 +249,7 @@ def test_ranks_that_may_leave_a_validation_out():
 def test_ranks_that_validate_each_by_its_own_clock():
     module, interval = HybridNet(), {"seconds": 1}
     with pytest.raises(ValueError, match=r"val_check_interval is a duration.* use a number of batches, such as"):
-        check_module(module, trainer("ddp", 2, val_check_interval=interval), module.head, "head", False)
+        check_module(module, trainer("ddp", 2, val_check_interval=interval), "head", False)
     check(module, val_check_interval=interval)  # one rank agrees with itself
 
 
