@@ -41,8 +41,10 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     broadcast_from_rank_0,
     check_embeddings,
     check_hooks,
+    check_last_backward,
     check_parameters,
     check_wrap,
+    forget_failed_backward,
     forget_failed_step,
     load_optimizer,
     load_optimizer_shards,
@@ -338,6 +340,8 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         check_hooks(self.lightning_module)
+        forget_failed_backward(self.lightning_module)
+        check_last_backward(self.lightning_module)
         self._free_gathered()  # somebody may have gathered a part by hand, and changed its parameters since
         with self._steps.running():
             output = super().training_step(*args, **kwargs)
@@ -376,6 +380,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     @torch.compiler.disable
     def pre_backward(self, closure_loss: Tensor) -> None:
         check_hooks(self.lightning_module)  # again, for the step may have set one
+        check_last_backward(self.lightning_module)  # again, for the step may have caught what another one raised
         if self._reduction is not None:
             self._reduction.before_backward(closure_loss)
         super().pre_backward(closure_loss)

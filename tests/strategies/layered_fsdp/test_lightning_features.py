@@ -12,7 +12,7 @@ from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAver
 from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Subset
 
@@ -484,6 +484,28 @@ def test_a_module_whose_training_step_has_failed_is_fitted_again(kind):
     run_processes(4, fail_and_fit_again, kind)
 
 
+def fail_without_a_way_back(rank):
+    """As with a torch whose FSDP2 cannot start over after an exception in backward."""
+    del FSDPModule.reset_iter_state
+    for group_size in (1, 2):
+        module = FailsInBackward()
+        with pytest.raises(ArithmeticError):
+            fit(layered(group_size), 2, module)
+        with pytest.raises(RuntimeError, match="earlier backward of .*FailsInBackward, .* build the module again"):
+            fit(layered(group_size), 2, module)
+        module.fails = False
+        t = trainer(layered(group_size), 2, use_distributed_sampler=False)
+        t.validate(module, data(1, 1), verbose=False)  # no backward
+        with pytest.raises(RuntimeError, match="earlier backward of .*GoesOn, .* build the module again"):
+            fit(layered(group_size), 2, GoesOn(raises=True, retries=True))
+    fit(layered(1), 2, FailsOnce(), steps=2)  # no exception, no error
+
+
+@pytest.mark.ci
+def test_an_error_says_that_fsdp2_cannot_go_on_after_a_backward_that_has_failed():
+    run_processes(2, fail_without_a_way_back)
+
+
 class GoesOn(Manual):
     """The second batch's backward raises. The step catches that, and leaves the batch out, or runs it once more.
 
@@ -524,11 +546,29 @@ class GoesOn(Manual):
         ]
 
 
+class GoesOnByItself(GoesOn):
+    """Calls the backward that raises by itself, so that the strategy does not see it end."""
+
+    def manual_backward(self, loss, *args, **options):
+        if self.fails:
+            loss.backward()
+        super().manual_backward(loss, *args, **options)
+
+    def run(self, batch, fails):
+        self.fails = fails
+        super().run(batch, fails)
+
+
 def go_on(rank):
     for retries in (False, True):
         expected = snapshot(*fit(DDPStrategy(find_unused_parameters=True), 4, GoesOn(False, retries)))
         for group_size in (1, 2, 4):
             assert_same(snapshot(*fit(layered(group_size), 4, GoesOn(True, retries))), expected)
+        if retries:
+            with pytest.raises(RuntimeError, match=r"earlier backward of .*; call self\.manual_backward instead"):
+                fit(layered(2), 4, GoesOnByItself(True, retries))
+        else:
+            assert_same(snapshot(*fit(layered(2), 4, GoesOnByItself(True, retries))), expected)
 
 
 @pytest.mark.ci
