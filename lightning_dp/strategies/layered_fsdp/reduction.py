@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -133,6 +133,11 @@ class Comparison:
         self._num_noted += 1
         self._own[index] = (self._num_noted << 32) + zlib.crc32(repr(buffers).encode())
         return (index, self._own[index]) in self._known
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything is summed in this backward."""
+        return self._num_noted > 0
 
     def start(self) -> None:
         """Begin to compare. All ranks call it when backward has ended."""
@@ -347,7 +352,6 @@ class ShardReduction:
     @torch.compiler.disable
     def release(self) -> None:
         """Sum what is not summed yet, when backward has ended, and release what was held back until then."""
-        has_ended = self._will_release
         self._will_release = False
         # A reentrant checkpoint runs a backward of its own. The one around it still needs what is gathered.
         if not is_in_backward() or self._backward in (None, backward_number()):
@@ -361,7 +365,7 @@ class ShardReduction:
             elif (unit.ready or unit.kept) and not unit.is_submitted:
                 self._submit(unit)
             self._begin(unit)
-        if has_ended and not self._is_accumulating:
+        if self._comparison.has_begun:
             self._last_comparison = self._comparison
             self._comparison = Comparison(self.unit_names, self._all_ranks, self._known)
             self._last_comparison.start()
@@ -371,6 +375,15 @@ class ShardReduction:
                 begin()
             self._held.clear()
         self._communicator.release()
+
+    def sum_kept(self, parameters: Iterable[Tensor]) -> None:
+        """Sum what earlier backward passes have left, if ``parameters`` are among it: they are to be updated now.
+
+        With manual optimization a window may end without a backward that sums: its last batch has no loss, say.
+        """
+        kept = {parameter for unit in self._units for parameter in unit.kept}
+        if not kept.isdisjoint(parameters):
+            self.release()
 
     def _submit(self, unit: Unit) -> None:
         unit.is_submitted = True

@@ -387,7 +387,13 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        return self._then_free(super().optimizer_step(optimizer, closure, model, **kwargs))
+        def closure_then_sums() -> Any:
+            output = closure()
+            if self._reduction is not None:
+                self._reduction.sum_kept(each for group in optimizer.param_groups for each in group["params"])
+            return output
+
+        return self._then_free(super().optimizer_step(optimizer, closure_then_sums, model, **kwargs))
 
     def _then_free(self, output: Any) -> Any:
         self._free_gathered()

@@ -484,6 +484,49 @@ def test_a_module_whose_training_step_has_failed_is_fitted_again(kind):
     run_processes(4, fail_and_fit_again, kind)
 
 
+class LastLossOfNothing(Net):
+    """The loss of the last batch of each window reaches no parameter."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) if batch_idx % 2 == 0 else torch.zeros((), requires_grad=True) * 2
+
+
+class ManualWindow(Manual):
+    """Its last loss reaches no parameter, or there is none. One optimizer steps within the window of the other one."""
+
+    has_last_loss = True
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        with self.trainer.strategy.block_backward_sync():
+            self.manual_backward(self.loss(batch))
+        if self.has_last_loss:
+            self.manual_backward(torch.zeros((), requires_grad=True) * 2)
+        first.step()
+        first.zero_grad()
+        if batch_idx % 2:
+            second.step()
+            second.zero_grad()
+
+
+class WithoutLastLoss(ManualWindow):
+    has_last_loss = False
+
+
+def leave_out_the_last_loss(rank):
+    """With a single group nothing of this package's stands between FSDP2 and the step."""
+    for make, window in ((LastLossOfNothing, 2), (ManualWindow, 1), (WithoutLastLoss, 1)):
+        expected = snapshot(*fit(layered(4), 4, make(), accumulate_grad_batches=window))
+        for group_size, overlap in ((1, "step"), (2, "load")):
+            actual = snapshot(*fit(layered(group_size, overlap), 4, make(), accumulate_grad_batches=window))
+            assert_same(actual, expected)
+
+
+@pytest.mark.ci
+def test_what_a_window_has_added_is_summed_though_its_last_batch_adds_nothing():
+    run_processes(4, leave_out_the_last_loss)
+
+
 def fail_without_a_way_back(rank):
     """As with a torch whose FSDP2 cannot start over after an exception in backward."""
     del FSDPModule.reset_iter_state
