@@ -217,7 +217,6 @@ class ShardReduction:
 
     Attributes:
         compressed: the compressed all-reduce, with what it keeps between steps; None if sums are exact.
-        unit_names: in the order of the forward.
         updates: what is pending.
     """
 
@@ -240,7 +239,7 @@ class ShardReduction:
         self._undo: list[Callable[[], None]] = []
         self._hooked: set[Tensor] = set()
         self._units = [Unit(name, index, part) for index, (name, part) in enumerate(units)]
-        self.unit_names = [name for name, _ in units]
+        self._unit_names = [name for name, _ in units]
         # The highest for the units nearest the input, as DDP numbers its buckets. Each unit has numbers of its own, as
         # many as parameters, so that no unit is summed with another one.
         number = 0
@@ -250,7 +249,7 @@ class ShardReduction:
         self._prefetch = Prefetch()
         self._all_ranks = dist.new_group(timeout=timeout, backend="gloo")
         self._known: set[tuple[int, int]] = set()
-        self._comparison = Comparison(self.unit_names, self._all_ranks, self._known)  # of this backward
+        self._comparison = Comparison(self._unit_names, self._all_ranks, self._known)  # of this backward
         self._held: list[Callable[[], None]] = []  # begin the sums that wait for the comparison
         self._last_comparison: Comparison | None = None
         for unit in self._units:
@@ -292,7 +291,7 @@ class ShardReduction:
         """Begin anew after a backward that has raised. The step may have caught the exception, and go on."""
         self._backward = None
         self._will_release = False
-        self._comparison = Comparison(self.unit_names, self._all_ranks, self._known)
+        self._comparison = Comparison(self._unit_names, self._all_ranks, self._known)
         self._held.clear()
         for unit in self._units:
             self._begin(unit)
@@ -367,7 +366,7 @@ class ShardReduction:
             self._begin(unit)
         if self._comparison.has_begun:
             self._last_comparison = self._comparison
-            self._comparison = Comparison(self.unit_names, self._all_ranks, self._known)
+            self._comparison = Comparison(self._unit_names, self._all_ranks, self._known)
             self._last_comparison.start()
             if self._held:
                 self._last_comparison.wait()

@@ -252,6 +252,12 @@ def own_parameters(unit: nn.Module) -> list[Tensor]:
     return [parameter for parameter in unit.parameters() if parameter not in others]
 
 
+def parameter_names(module: nn.Module) -> dict[str, list[str]]:
+    """Return the names of the parameters of each unit, in its order. Two modules with equal ones have equal units."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+    return {unit_name: [names[each] for each in own_parameters(unit)] for unit_name, unit in sharded_units(module)}
+
+
 def padded_numel(parameter: Tensor) -> int:
     """Return the number of elements that a shard of ``parameter`` takes in a buffer of FSDP2: the same on all ranks."""
     assert isinstance(parameter, DTensor)

@@ -51,6 +51,7 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     materialize,
     outermost_units,
     own_parameters,
+    parameter_names,
     shard,
     shard_like,
     sharded_units,
@@ -498,7 +499,8 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         dist.gather_object(own, ranks, group=group)
         dist.destroy_process_group(group)
         if ranks is not None and any(ranks):
-            checkpoint[RESIDUALS] = {"group_size": self.topology.group_size, "ranks": ranks}
+            units = parameter_names(self.lightning_module)
+            checkpoint[RESIDUALS] = {"group_size": self.topology.group_size, "units": units, "ranks": ranks}
 
     def _restore_residuals(self, checkpoint: dict[str, Any]) -> None:
         """Continue with what the checkpoint says compression has left out; with nothing if it does not."""
@@ -513,7 +515,8 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
             own = saved["ranks"][self.global_rank] if is_same_job else {}
             if keeper is None:
                 self._warn_of_dropped("the checkpoint was written with error feedback")
-            elif not is_same_job or not own.keys() <= set(keeper.unit_names):
+            # Not by name alone: what a unit with other parameters has left out would never be applied, or to others.
+            elif not is_same_job or saved.get("units") != parameter_names(self.lightning_module):
                 self._warn_of_dropped("the checkpoint was written with other groups or other units")
                 own = {}
         if keeper is not None:

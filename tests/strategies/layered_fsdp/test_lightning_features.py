@@ -377,6 +377,58 @@ def test_what_a_compression_drops_is_said_in_training_alone_and_that_it_has_no_e
     run_processes(2, say_what_is_dropped, str(tmp_path / "a.ckpt"))
 
 
+class Pair(nn.Module):
+    """Two layers, one of which may be a unit of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x):
+        return self.right(torch.tanh(self.left(x)))
+
+
+class Paired(Net):
+    def __init__(self):
+        super().__init__()
+        self.pair = Pair().double()
+
+    def forward(self, x):
+        return super().forward(self.pair(x))
+
+
+def resume_with_other_units(rank, path):
+    """All units of before are there, but a layer of one is a unit of its own now."""
+    loaded = []
+    load = ShardReduction.load_residuals
+
+    def note_and_load(self, residuals):
+        loaded.append(set(residuals))
+        load(self, residuals)
+
+    def fit_with(wrap, epochs, checkpoint=None):
+        with logged() as said:
+            module = Paired()
+            module.pair.left.is_unit = True
+            strategy = layered(1, wrap=wrap, compression="int8")
+            return fit(strategy, 2, module, max_epochs=epochs, ckpt_path=checkpoint)[1], said
+
+    ShardReduction.load_residuals = note_and_load
+    t, _ = fit_with([Pair], 1)
+    t.save_checkpoint(path)
+    _, said = fit_with([Pair], 2, path)
+    assert not any("is dropped" in message for message in said), said
+    _, said = fit_with(lambda part: isinstance(part, Pair) or hasattr(part, "is_unit"), 2, path)
+    assert sum("other groups or other units" in message for message in said) == 1, said
+    assert "pair" in loaded[0]
+    assert loaded[1:] == [set()]
+
+
+@pytest.mark.ci
+def test_what_other_units_have_left_out_is_dropped(tmp_path):
+    run_processes(2, resume_with_other_units, str(tmp_path / "a.ckpt"))
+
+
 def resume_without_residuals(rank, folder):
     ShardReduction.load_residuals = lambda self, residuals: None
     resume_compressed(rank, folder)
