@@ -181,6 +181,8 @@ def run_folder(checkpoint: Path) -> Path:
 def alone_in(run_dir: Path) -> Iterator[None]:
     """Hold a lock on a run folder, at most until this process dies: two runs would write to the same files.
 
+    The file stays there. If it were removed, a run that has opened it and one that makes it again could both lock it.
+
     Raises:
         ValueError: another process holds it.
     """
@@ -196,10 +198,7 @@ def alone_in(run_dir: Path) -> Iterator[None]:
             ) from error
         except OSError as error:
             log.debug("no lock on %s: %s", path, error)  # of a file system without locks
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+        yield
 
 
 # --- what is in a checkpoint ---
