@@ -581,6 +581,22 @@ def test_the_best_of_all_epochs_is_tested_after_a_continuation(tmp_path):
         assert all(torch.equal(value, reference[name]) for name, value in ours.items())
 
 
+@pytest.mark.ci
+def test_a_best_checkpoint_that_later_epochs_were_not_compared_with_is_refused(tmp_path):
+    run = tmp_path / "run"
+    options = (*BEST, "trainer.max_epochs=1", "+optim.scheduler.total_steps=6")
+    train(tiny(run, *options))
+    again = tiny(run, *options, "train=false", "ckpt_path=best")
+    best = run / "checkpoints" / "best.ckpt"
+    assert find_checkpoint(again) == best
+    train(tiny(run, *options, "test=last", "trainer.max_epochs=2", f"ckpt_path={last(run)}"))
+    with pytest.raises(ValueError, match=r"best\.ckpt is the best of its first epochs only.*test=last.*=last, or take"):
+        find_checkpoint(again)
+    assert find_checkpoint(again | {"ckpt_path": str(best)}) == best
+    last(run).write_bytes(b"damaged")
+    assert find_checkpoint(again) == best
+
+
 def test_a_best_that_is_not_known_is_refused(tmp_path):
     config = tiny(tmp_path / "run", *BEST)
     path = save(tmp_path / "before")
