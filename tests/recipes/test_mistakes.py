@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
+import os
 import signal
 import sys
+import tempfile
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from hydra.core.hydra_config import HydraConfig
@@ -18,6 +23,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from lightning_dp.runs import command_line, train
 from lightning_dp.runs.command_line import arguments_of_rank, config_error, explain, job_error
 from lightning_dp.runs.validation import with_keys
+from tests.ranks import environment_of_rank, run_processes
 from tests.recipes.in_process import composed
 
 AGBN = "callbacks.adaptive_global_batch_norm"
@@ -62,6 +68,34 @@ def test_a_run_that_sigterm_ends_has_not_ended_well(monkeypatch, capsys):
     logging.root.handlers[:], logging.root.level = handlers, level
     assert caught.value.code == 128 + signal.SIGTERM
     assert "ended by SIGTERM" in capsys.readouterr().err
+
+
+def write_as_another_rank(rank, folder, name):
+    """Run a job that writes a file to its run folder, as rank 1 of a launcher; return its folder and what it says."""
+    tempfile.tempdir = folder
+    os.environ.update(environment_of_rank(1, 2, 1, 0))
+    sys.argv = ["train.py", "trainer=cpu"]
+    found = []
+
+    def job(cfg):
+        found.append(cfg.run_dir)
+        if name:
+            Path(cfg.run_dir, name).write_text("mine")
+
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        command_line.run(job, "train")
+    return Path(found[0]), said.getvalue()
+
+
+@pytest.mark.ci
+def test_what_a_user_writes_on_another_rank_of_a_launcher_is_not_removed(tmp_path):
+    ((folder, said),) = run_processes(1, write_as_another_rank, str(tmp_path), "")
+    assert not folder.exists()
+    assert said == ""
+    ((folder, said),) = run_processes(1, write_as_another_rank, str(tmp_path), "predictions.txt")
+    assert (folder / "predictions.txt").read_text() == "mine"
+    assert f"rank 1 has written files to {folder}, because" in said
+    assert "hydra.run.dir=FOLDER" in said
 
 
 @pytest.fixture
