@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import hydra
+from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -337,8 +338,17 @@ def resolved_command(cfg: DictConfig, *also_read: str) -> Config:
     check_mode()
     check_config_folders()
     config = resolved(cfg, *also_read)
-    check_given_optim(cfg, given_keys())
+    check_given_optim(cfg, [*given_keys(), *added_to_optim(cfg)])
     return config
+
+
+def added_to_optim(cfg: DictConfig) -> list[str]:
+    """Return the keys of ``optim`` that its file does not have, such as those that an experiment's file gives."""
+    choice, optim = HydraConfig.get().runtime.choices.get("optim"), cfg.get("optim")
+    if choice is None or optim is None:
+        return []
+    of_file = compose(HydraConfig.get().job.config_name, [f"optim={choice}"]).optim
+    return [f"optim.{key}" for key in optim if key not in of_file]
 
 
 def check_mode() -> None:

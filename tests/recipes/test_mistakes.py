@@ -51,6 +51,32 @@ def fail(monkeypatch, tmp_path, capsys):
     return fail
 
 
+OWN_EXPERIMENT = """# @package _global_
+defaults:
+  - override /data: synthetic
+  - override /optim: sgd_multistep
+  - override /trainer: cpu
+optim:
+  lr: 0.05
+  {option}
+"""
+
+
+@pytest.mark.ci
+def test_an_option_of_optim_in_an_experiment_that_nothing_reads_is_refused(fail, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "experiment").mkdir()
+    experiment = folder / "experiment" / "mine.yaml"
+    arguments = [f"hydra.searchpath=['file://{folder}']", "experiment=mine"]
+    experiment.write_text(OWN_EXPERIMENT.format(option="weight_decay: 0"))
+    assert fail(*arguments).startswith("error: nothing reads optim.weight_decay; ")
+    # `optim.lr` of the file is not read now, which is nobody's mistake.
+    experiment.write_text(OWN_EXPERIMENT.format(option="optimizer: {lr: 0.5}"))
+    assert "trainer.max_epochs=0" in fail(*arguments, "trainer.max_epochs=0")
+    experiment.write_text(OWN_EXPERIMENT.format(option="decay: 0\n  optimizer:\n    weight_decay: ${optim.decay}"))
+    assert "trainer.max_epochs=0" in fail(*arguments, "trainer.max_epochs=0")
+
+
 @pytest.mark.ci
 def test_a_run_that_sigterm_ends_has_not_ended_well(monkeypatch, capsys):
     """Lightning raises a SystemExit without a status."""
