@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -70,8 +70,9 @@ class KrizhevskyHybridStrategy(BaseStrategy):
       unfrozen parameters of the trunk to the reduction; see `BaseStrategy`.
     - ``on_validation_start``: gathers the head if no callback has done it. As ``training_step``, takes the buffers of
       rank 0 if the whole trunk is frozen, so that there is no DDP.
-    - ``lightning_module_state_dict``, ``optimizer_state``, ``load_optimizer_state_dict``, ``save_checkpoint``,
-      ``load_checkpoint``, ``restore_checkpoint_after_setup``: local shards to whole tensors, and back.
+    - ``lightning_module_state_dict``, ``load_model_state_dict``, ``optimizer_state``, ``load_optimizer_state_dict``,
+      ``save_checkpoint``, ``load_checkpoint``, ``restore_checkpoint_after_setup``: local shards to whole tensors, and
+      back.
     """
 
     def __init__(
@@ -227,6 +228,11 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         if self._fitting is None:
             return state
         return self._with_all_ranks().optimizer_state(optimizer, state)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        with nullcontext() if self._fitting is None else self._fitting.loading_checkpoint():
+            super().load_model_state_dict(checkpoint, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
