@@ -159,6 +159,11 @@ def begin_passes_at(root: Any) -> None:
     root._get_fsdp_state()._lazy_init()
 
 
+def is_backward_unfinished(root: Any) -> bool:
+    """Return whether FSDP2 waits for the end of a backward of ``root``: one runs, or has ended in an exception."""
+    return bool(root._get_fsdp_state()._state_ctx.post_backward_final_callback_queued)
+
+
 def drop_unreduced_gradients(unit: Any) -> None:
     """Drop gradients that FSDP2 has not reduced, because an exception has ended the backward."""
     for group in _fsdp_groups(unit):

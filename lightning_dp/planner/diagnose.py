@@ -129,7 +129,7 @@ class Diagnose(StepTimer):
         self._step = _Step(0)
         self._num_updates = 0
         self._phase_begin_s = 0.0
-        self._waited_s = 0.0
+        self._waited_s = waited_s()  # when the last batch ended
         self._step_exposed_s = 0.0
         self._stop_timing: Callable[[], None] | None = None
         self._layers = LayerTimes()
@@ -151,14 +151,29 @@ class Diagnose(StepTimer):
         self._step.seconds["load_s"] -= seconds
 
     @override
+    def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Restart the clock: what ends an epoch is not part of a step."""
+        super().on_train_epoch_start(trainer, pl_module)
+        self._waited_s = waited_s()
+
+    @override
+    def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Restart the clock: nor is a validation."""
+        super().on_validation_end(trainer, pl_module)
+        self._waited_s = waited_s()
+
+    @override
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note when the batch is there."""
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self._is_done:
             return
-        self._step.seconds["load_s"] += self._begin_s - self._last_end_s
+        # AdaptiveGlobalBatchNorm(max_batch_size=...) waits for the other ranks when a batch starts. If it comes before
+        # this callback that is no loading, but part of the forward, as it is if it comes after it.
+        early_s = waited_s() - self._waited_s
+        self._step.seconds["load_s"] += self._begin_s - self._last_end_s - early_s
+        self._step.seconds["forward_s"] += early_s
         self._phase_begin_s = self._begin_s
-        self._waited_s = waited_s()
         # The first tensor: another one may be longer, such as the boxes of all images. The last batch may be smaller.
         self._batch_size = max(self._batch_size, next((len(t) for t in tensors_of(batch) if t.dim()), 1))
         if self._num_batches == WARM_UP - 1:
@@ -206,6 +221,7 @@ class Diagnose(StepTimer):
         if len(self._steps) >= self._wanted:
             self._finish(trainer, pl_module)
         self._last_end_s = time.perf_counter()  # what this callback does is no loading
+        self._waited_s = waited_s()
 
     @override
     def _times_every_step(self, device: torch.device) -> bool:

@@ -330,8 +330,9 @@ def make_diagnosis(
     workload = profile.workload()
     names = ["ddp"] if is_alone else _methods_for(workload, network, size)
     has_plan = [name for name in names if overrides_of(name, profile, size)]
-    if method is not None and (is_alone or method not in has_plan):
-        raise ValueError(f"there is no plan for method={method!r}; use one of {', '.join(has_plan)}")
+    if method is not None and method not in has_plan:
+        remedy = ". On one rank no other is predicted: give Diagnose(network=..., world_size=...)" if is_alone else ""
+        raise ValueError(f"there is no plan for method={method!r}; use one of {', '.join(has_plan)}{remedy}")
     # Layered FSDP is for models that do not fit on a device, which is not known here.
     exact = [name for name in has_plan if METHODS[name].is_exact and METHODS[name].family != "layered_fsdp"]
     usable = exact if method is None else [method]

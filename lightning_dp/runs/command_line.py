@@ -7,16 +7,18 @@ import difflib
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 import hydra
+from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -88,7 +90,7 @@ def run(job: Callable[[DictConfig], Any], config_name: str) -> None:
     are shown in full. Under torchrun or SLURM, only rank 0 has a run folder.
     """
     before = os.environ.get(FULL_ERROR)
-    with tempfile.TemporaryDirectory(prefix="rank_") as folder, environment_restored():
+    with folder_of_rank() as folder, environment_restored():
         # With this variable, Hydra raises errors instead of printing them.
         os.environ[FULL_ERROR] = "1"
         try:
@@ -118,6 +120,26 @@ def run(job: Callable[[DictConfig], Any], config_name: str) -> None:
                 raise
             print("interrupted", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
+
+
+@contextmanager
+def folder_of_rank() -> Iterator[str]:
+    """Make a folder for a rank that has no run folder, and remove it afterwards, unless somebody has put files there.
+
+    Nothing of ours does. A callback of the user's may write a file on each rank to ``${run_dir}``.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="rank_"))
+    try:
+        yield str(folder)
+    finally:
+        if any(not path.is_dir() for path in folder.rglob("*")):
+            print(
+                f"rank {external_rank()} has written files to {folder}, because the command names no run folder for "
+                "all ranks; name it with hydra.run.dir=FOLDER",
+                file=sys.stderr,
+            )
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def arguments_of_rank(arguments: list[str], rank: int | None, folder: str) -> list[str]:
@@ -316,8 +338,17 @@ def resolved_command(cfg: DictConfig, *also_read: str) -> Config:
     check_mode()
     check_config_folders()
     config = resolved(cfg, *also_read)
-    check_given_optim(cfg, given_keys())
+    check_given_optim(cfg, [*given_keys(), *added_to_optim(cfg)])
     return config
+
+
+def added_to_optim(cfg: DictConfig) -> list[str]:
+    """Return the keys of ``optim`` that its file does not have, such as those that an experiment's file gives."""
+    choice, optim = HydraConfig.get().runtime.choices.get("optim"), cfg.get("optim")
+    if choice is None or optim is None:
+        return []
+    of_file = compose(HydraConfig.get().job.config_name, [f"optim={choice}"]).optim
+    return [f"optim.{key}" for key in optim if key not in of_file]
 
 
 def check_mode() -> None:

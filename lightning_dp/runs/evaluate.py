@@ -22,11 +22,13 @@ from pytorch_lightning import seed_everything
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from lightning_dp.data.module import ImageDataModule
-from lightning_dp.runs.command_line import argument_parser, conf_folder, message_of, require_new_names
+from lightning_dp.runs.command_line import argument_parser, conf_folder, key_of, message_of, require_new_names
 from lightning_dp.runs.hydra_versions import VERSION_BASE
 from lightning_dp.runs.resume import OTHERS, naming_another_model, read_checkpoint, require_intact, run_folder
 from lightning_dp.runs.train import build
 from lightning_dp.runs.validation import Config, check_arguments, check_top_level_types, targets
+
+log = logging.getLogger(__name__)
 
 READ = ("data", "model", "trainer")  # what is built of a configuration
 # Nothing is trained, on one device, without callbacks. So nothing reads these keys of a run.
@@ -44,7 +46,7 @@ def evaluate(
 
     Args:
         checkpoint: its path. No code in it is executed.
-        overrides: changes to the configuration.
+        overrides: changes to the configuration. With ``own``, a warning names those that have no effect on a test.
         own: take this installation's configuration, with ``overrides``, and not that of the run folder.
         config_dir: with ``own``, a folder with more configuration files.
 
@@ -55,6 +57,8 @@ def evaluate(
     check_weights(checkpoint)
     if config_dir is not None and not own:
         raise ValueError(f"--config-dir {config_dir} has no effect on the configuration in a run folder; add --own")
+    if own and (unread := [text for text in overrides if is_unread(key_of(text))]):
+        log.warning(f"without effect, because a test is on one device and without callbacks: {', '.join(unread)}")
     cfg = own_config(overrides, config_dir) if own else config_of_run(checkpoint, overrides)
     config = on_one_device(cfg)
     check_top_level_types(config)
@@ -126,9 +130,13 @@ def check_overrides(overrides: list[str]) -> None:
             raise ValueError(
                 f"{text} chooses a file, but the run folder has values: write {key}.OPTION=..., or use --own"
             )
-        is_unread = not UNREAD.isdisjoint((key, key.partition(".")[0]))
-        if is_unread or (text.startswith("+") and not key.startswith(tuple(f"{name}." for name in READ))):
+        if is_unread(key) or (text.startswith("+") and not key.startswith(tuple(f"{name}." for name in READ))):
             raise ValueError(f"{text} has no effect: a test is on one device, without callbacks; leave it out")
+
+
+def is_unread(key: str) -> bool:
+    """Return whether nothing reads a key of a training's configuration here."""
+    return not UNREAD.isdisjoint((key, key.partition(".")[0]))
 
 
 def own_config(overrides: list[str], config_dir: Path | None = None) -> DictConfig:

@@ -66,7 +66,8 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        ValueError: it is no checkpoint, or that of another configuration, or the run would overwrite another one.
+        ValueError: it is no checkpoint, or that of another configuration, or the run would overwrite another one; or
+            the best one is not that of all epochs.
     """
     requested, run_dir = config["ckpt_path"], Path(config["run_dir"])
     path = None if requested is None else Path(requested)
@@ -134,12 +135,28 @@ def _num_differences(path: Path, config: Config) -> float:
 
 
 def _require_same(requested: str, path: Path, config: Config) -> None:
-    """Raise ValueError if a checkpoint is that of another configuration."""
+    """Raise ValueError if a checkpoint is that of another configuration, or the best one not that of all epochs."""
     found = differences(path, config)
     if found:
         raise ValueError(
             f"ckpt_path={requested}: {path} is of a run with {_named(found)}; give the same options, or continue it "
             f"all the same with ckpt_path={path}"
+        )
+    if requested == "best":
+        _require_best_of_all(path)
+
+
+def _require_best_of_all(path: Path) -> None:
+    """Raise ValueError if the run of a best checkpoint has gone on without keeping the best one."""
+    last = Path(existing(path.with_name(OF_A_RUN["last"].name)))
+    try:
+        test = _configuration(last).get("test", "best") if last.exists() else "best"
+    except ValueError:  # it is damaged, and not what is asked for
+        return
+    if test != "best":
+        raise ValueError(
+            f"ckpt_path=best: {path} is the best of its first epochs only: the run has gone on with test={test}, which "
+            f"keeps none; use ckpt_path=last, or take these weights all the same with ckpt_path={path}"
         )
 
 
@@ -181,6 +198,8 @@ def run_folder(checkpoint: Path) -> Path:
 def alone_in(run_dir: Path) -> Iterator[None]:
     """Hold a lock on a run folder, at most until this process dies: two runs would write to the same files.
 
+    The file stays there. If it were removed, a run that has opened it and one that makes it again could both lock it.
+
     Raises:
         ValueError: another process holds it.
     """
@@ -196,10 +215,7 @@ def alone_in(run_dir: Path) -> Iterator[None]:
             ) from error
         except OSError as error:
             log.debug("no lock on %s: %s", path, error)  # of a file system without locks
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+        yield
 
 
 # --- what is in a checkpoint ---
@@ -296,7 +312,7 @@ def differences(checkpoint: Path, config: Config) -> list[str]:
 
     Checkpoints of version 0.1 do not hold them, and so differ in nothing.
     """
-    saved = read_checkpoint(checkpoint)["callbacks"].get(ConfigurationInCheckpoint.__qualname__, {}).get("config", {})
+    saved = _configuration(checkpoint)
     if "run_dir" not in saved:
         return []
     free = FREE if is_of(Path(config["run_dir"]), checkpoint) else FREE - PLACE
@@ -308,6 +324,13 @@ def differences(checkpoint: Path, config: Config) -> list[str]:
         if old != new:
             found.setdefault((key.rpartition(".")[2], old, new), f"{key}={old}, not {new}")
     return list(found.values())
+
+
+def _configuration(checkpoint: Path) -> Config:
+    """Return the configuration of the run that wrote a checkpoint, ``{}`` if it is of version 0.1."""
+    of_callback = read_checkpoint(checkpoint)["callbacks"].get(ConfigurationInCheckpoint.__qualname__, {})
+    saved: Config = of_callback.get("config", {})
+    return saved
 
 
 def _leaves(node: Any, run_dir: str, free: set[str], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -422,13 +422,13 @@ def check_top_level(config: DictConfig, *also_read: str) -> None:
 
 
 def check_given_optim(config: DictConfig, given: Sequence[str]) -> None:
-    """Raise ValueError for an option of ``optim`` on the command line that no interpolation reads, or no schedule.
+    """Raise ValueError for an option of ``optim`` that somebody has given and no interpolation reads, or no schedule.
 
     The group is no object that could refuse it.
 
     Args:
         config: the whole configuration.
-        given: the keys of the command line.
+        given: the keys of the command line, and those that an experiment adds to the group.
     """
     if "optim.optimizer.lr" in given and OmegaConf.select(config, "optim.scheduler.max_lr") is not None:
         raise ValueError(

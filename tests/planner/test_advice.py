@@ -106,6 +106,17 @@ def test_without_a_network_only_the_parts_are_told(tmp_path):
     assert make_diagnosis(alone, TWO_NODES, world_size=8).predictions
 
 
+def test_on_one_rank_ddp_has_the_plan_that_no_method_has(tmp_path):
+    alone = replace(PROFILE, world_size=1, exposed_communication_s=0.0, num_workers=0)
+    plans = []
+    for method in (None, "ddp"):
+        make_diagnosis(alone, None, method=method).save(tmp_path / "plan.yaml")
+        plans.append((tmp_path / "plan.yaml").read_text())
+    assert plans[0] == plans[1]
+    with pytest.raises(ValueError, match=r"method='ring'.* use one of ddp\. .*Diagnose\(network=\.\.\., world_size"):
+        make_diagnosis(alone, TWO_NODES, method="ring")
+
+
 def test_the_plan_file_is_yaml_with_overrides_for_the_recipes(tmp_path):
     found = make_diagnosis(PROFILE, TWO_NODES)
     found.save(tmp_path / "plan.yaml")

@@ -356,6 +356,105 @@ def test_groups_that_share_statistics_already_are_not_proposed():
     assert not any("group_size" in override for part in found.advice for override in part.overrides)
 
 
+class Clock:
+    """A clock that stands, unless somebody sets it forward. Counts the waits among its seconds."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now_s = self.waited_s = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now_s)
+        monkeypatch.setattr(diagnose, "waited_s", lambda: self.waited_s)
+
+    def pass_s(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class Timed(Net):
+    """Loading takes a second, forward four, and backward eight."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        self.clock.pass_s(1)
+        return batch
+
+    def training_step(self, batch, batch_idx):
+        self.clock.pass_s(4)
+        return self.head(self.norm(self.conv(batch)).flatten(1)).square().mean()
+
+    def backward(self, loss, *args, **options):
+        super().backward(loss, *args, **options)
+        self.clock.pass_s(8)
+
+
+class WaitsAtBatchStart(pl.Callback):
+    """As AdaptiveGlobalBatchNorm does to know the batch size of all ranks: for two seconds."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def on_train_batch_start(self, *_) -> None:
+        self.clock.pass_s(2)
+        self.clock.waited_s += 2
+
+
+def test_a_wait_of_batch_norm_when_a_batch_starts_is_no_loading_in_either_order(monkeypatch):
+    profiles = []
+    for place in (0, 1):
+        clock = Clock(monkeypatch)
+        callback = Diagnose(num_steps=2, max_s=1e9, stop=True, memonger=False)
+        callbacks: list[pl.Callback] = [callback]
+        callbacks.insert(place, WaitsAtBatchStart(clock))
+        fit(callback, Timed(clock), callbacks=callbacks)
+        profiles.append(callback.diagnosis.profile)
+    for profile in profiles:
+        assert (profile.load_s, profile.batch_norm_s, profile.step_s) == (1, 2, 15)
+        # The waits are taken out of both in equal parts.
+        assert (profile.forward_s, profile.backward_s) == (4 + 2 - 1, 8 - 1)
+
+
+class Trained(Net):
+    def __init__(self) -> None:
+        torch.manual_seed(5)
+        super().__init__()
+        self.rows = nn.Linear(64, 5)
+
+    def training_step(self, batch, batch_idx):
+        return self.rows(self.norm(self.conv(batch / 400)).flatten(1)).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_in_both_orders(rank):
+    from lightning_dp import AdaptiveGlobalBatchNorm
+
+    states, found = [], []
+    for order in ("batch norm", "batch norm, diagnosis", "diagnosis, batch norm"):
+        callback = Diagnose(num_steps=2, network=NETWORK)
+        made = {"batch norm": AdaptiveGlobalBatchNorm(max_batch_size=99), "diagnosis": callback}
+        loader = DataLoader(Items(), batch_size=4)
+        options = {"devices": 2, "strategy": "ddp_find_unused_parameters_true", "limit_train_batches": 7}
+        trainer = fit(callback, Trained(), loader, callbacks=[made[name] for name in order.split(", ")], **options)
+        states.append(trainer.lightning_module.state_dict())
+        if callback.diagnosis is not None:
+            profile = callback.diagnosis.profile
+            layers = [(layer.name, layer.num_bytes) for layer in profile.layers]
+            found.append((profile.num_batch_norms, profile.statistics_ranks, profile.unmeasured, layers))
+    assert len(found) == 2
+    assert found[0] == found[1]
+    for state in states[1:]:
+        assert all(torch.equal(value, states[0][name]) for name, value in state.items())
+    return states[0]["norm.running_mean"].tolist()
+
+
+@pytest.mark.ci
+def test_a_diagnosis_before_or_after_global_batch_norm_changes_nothing():
+    first, second = run_processes(2, fit_in_both_orders)
+    assert first == second, "statistics are global"
+
+
 def fit_with_cores(rank, cores_of_ranks):
     os.sched_getaffinity = lambda pid: cores_of_ranks[rank]
     callback = Diagnose(num_steps=1, stop=True, memonger=False, network=NETWORK)

@@ -479,3 +479,22 @@ def check_a_part_may_run_before_the_root_of_fsdp() -> None:
         root(torch.ones(1, 2))  # else an error says that a part has been the root
     finally:
         dist.destroy_process_group()
+
+
+@contract(STATE, "_state_ctx", is_needed=TAKES_COLLECTIVES)
+def check_fsdp_tells_whether_a_backward_has_ended() -> None:
+    fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", rank=0, world_size=2, store=fake.FakeStore())
+    try:
+        mesh = importlib.import_module("torch.distributed.device_mesh").init_device_mesh("cpu", (2,))
+        layer, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+        FSDP.fully_shard(layer, mesh=mesh)
+        assert not torch_names.is_backward_unfinished(layer)
+        layer(x).sum().backward()
+        assert not torch_names.is_backward_unfinished(layer)
+        x.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            layer(x).sum().backward()
+        assert torch_names.is_backward_unfinished(layer)
+    finally:
+        dist.destroy_process_group()

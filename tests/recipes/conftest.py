@@ -20,8 +20,8 @@ TINY = (
     *("trainer=cpu", "trainer.max_epochs=2", "trainer.enable_progress_bar=false"),
 )
 EXPECTED = {
-    *(".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "checkpoints/last.ckpt"),
-    *("curves.png", "hparams.yaml", "metrics.csv", "train.log"),
+    *(".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", ".hydra/lock"),
+    *("checkpoints/last.ckpt", "curves.png", "hparams.yaml", "metrics.csv", "train.log"),
 }
 
 

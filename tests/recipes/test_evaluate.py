@@ -115,6 +115,19 @@ def test_a_run_folder_of_somebody_else_need_not_be_trusted(run_dir, tmp_path, mo
 
 
 @pytest.mark.ci
+def test_with_own_the_options_without_effect_are_named(run_dir, caplog):
+    """Those of a training may be given as they are."""
+    checkpoint = run_dir / "checkpoints" / "last.ckpt"
+    of_training = ["trainer.devices=4", "strategy=layered_sgd", "+callbacks.other=null"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = [evaluate(checkpoint, [*TINY[1:6], *more], own=True) for more in ([], of_training)]
+    assert found[0] == found[1]
+    (said,) = [each.message for each in caplog.records if "without effect" in each.message]
+    assert said.endswith("callbacks: trainer.devices=4, strategy=layered_sgd, +callbacks.other=null")
+
+
+@pytest.mark.ci
 def test_with_own_the_model_may_be_the_users(tmp_path):
     """Its experiment is in a folder of the user's, and the run folder is not looked at."""
     train(tiny(tmp_path / "run", "trainer.max_epochs=1", "model.model._target_=lightning_dp.models.resnet20"))

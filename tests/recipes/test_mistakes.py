@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
+import os
 import signal
 import sys
+import tempfile
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from hydra.core.hydra_config import HydraConfig
@@ -18,6 +23,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from lightning_dp.runs import command_line, train
 from lightning_dp.runs.command_line import arguments_of_rank, config_error, explain, job_error
 from lightning_dp.runs.validation import with_keys
+from tests.ranks import environment_of_rank, run_processes
 from tests.recipes.in_process import composed
 
 AGBN = "callbacks.adaptive_global_batch_norm"
@@ -45,6 +51,32 @@ def fail(monkeypatch, tmp_path, capsys):
     return fail
 
 
+OWN_EXPERIMENT = """# @package _global_
+defaults:
+  - override /data: synthetic
+  - override /optim: sgd_multistep
+  - override /trainer: cpu
+optim:
+  lr: 0.05
+  {option}
+"""
+
+
+@pytest.mark.ci
+def test_an_option_of_optim_in_an_experiment_that_nothing_reads_is_refused(fail, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "experiment").mkdir()
+    experiment = folder / "experiment" / "mine.yaml"
+    arguments = [f"hydra.searchpath=['file://{folder}']", "experiment=mine"]
+    experiment.write_text(OWN_EXPERIMENT.format(option="weight_decay: 0"))
+    assert fail(*arguments).startswith("error: nothing reads optim.weight_decay; ")
+    # `optim.lr` of the file is not read now, which is nobody's mistake.
+    experiment.write_text(OWN_EXPERIMENT.format(option="optimizer: {lr: 0.5}"))
+    assert "trainer.max_epochs=0" in fail(*arguments, "trainer.max_epochs=0")
+    experiment.write_text(OWN_EXPERIMENT.format(option="decay: 0\n  optimizer:\n    weight_decay: ${optim.decay}"))
+    assert "trainer.max_epochs=0" in fail(*arguments, "trainer.max_epochs=0")
+
+
 @pytest.mark.ci
 def test_a_run_that_sigterm_ends_has_not_ended_well(monkeypatch, capsys):
     """Lightning raises a SystemExit without a status."""
@@ -62,6 +94,34 @@ def test_a_run_that_sigterm_ends_has_not_ended_well(monkeypatch, capsys):
     logging.root.handlers[:], logging.root.level = handlers, level
     assert caught.value.code == 128 + signal.SIGTERM
     assert "ended by SIGTERM" in capsys.readouterr().err
+
+
+def write_as_another_rank(rank, folder, name):
+    """Run a job that writes a file to its run folder, as rank 1 of a launcher; return its folder and what it says."""
+    tempfile.tempdir = folder
+    os.environ.update(environment_of_rank(1, 2, 1, 0))
+    sys.argv = ["train.py", "trainer=cpu"]
+    found = []
+
+    def job(cfg):
+        found.append(cfg.run_dir)
+        if name:
+            Path(cfg.run_dir, name).write_text("mine")
+
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        command_line.run(job, "train")
+    return Path(found[0]), said.getvalue()
+
+
+@pytest.mark.ci
+def test_what_a_user_writes_on_another_rank_of_a_launcher_is_not_removed(tmp_path):
+    ((folder, said),) = run_processes(1, write_as_another_rank, str(tmp_path), "")
+    assert not folder.exists()
+    assert said == ""
+    ((folder, said),) = run_processes(1, write_as_another_rank, str(tmp_path), "predictions.txt")
+    assert (folder / "predictions.txt").read_text() == "mine"
+    assert f"rank 1 has written files to {folder}, because" in said
+    assert "hydra.run.dir=FOLDER" in said
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -430,7 +431,33 @@ def test_a_folder_has_one_run_at_a_time(tmp_path):
         other.join()
     with alone_in(tmp_path):
         assert [path.name for path in tmp_path.rglob("*")] == [".hydra", "lock"]
-    assert not (tmp_path / ".hydra" / "lock").exists()
+
+
+def hold_late(run_dir, connection):
+    """Lock the file that was there while another run held it."""
+    with open(run_dir / ".hydra" / "lock", "r+") as file:
+        connection.send("opened")
+        connection.recv()
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        connection.send("held")
+        connection.recv()
+
+
+def test_a_folder_has_one_run_though_another_one_has_just_ended(tmp_path):
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    other = context.Process(target=hold_late, args=(tmp_path, theirs))
+    with alone_in(tmp_path):
+        other.start()
+        assert ours.recv() == "opened"
+    try:
+        ours.send("go on")
+        assert ours.recv() == "held"
+        with pytest.raises(ValueError, match=r"hydra\.run\.dir: .* is in use by a run"), alone_in(tmp_path):
+            pass
+    finally:
+        other.kill()
+        other.join()
 
 
 @pytest.mark.parametrize("requested", ["last", "best"])
@@ -552,6 +579,22 @@ def test_the_best_of_all_epochs_is_tested_after_a_continuation(tmp_path):
             for run in (folder, "whole")
         )
         assert all(torch.equal(value, reference[name]) for name, value in ours.items())
+
+
+@pytest.mark.ci
+def test_a_best_checkpoint_that_later_epochs_were_not_compared_with_is_refused(tmp_path):
+    run = tmp_path / "run"
+    options = (*BEST, "trainer.max_epochs=1", "+optim.scheduler.total_steps=6")
+    train(tiny(run, *options))
+    again = tiny(run, *options, "train=false", "ckpt_path=best")
+    best = run / "checkpoints" / "best.ckpt"
+    assert find_checkpoint(again) == best
+    train(tiny(run, *options, "test=last", "trainer.max_epochs=2", f"ckpt_path={last(run)}"))
+    with pytest.raises(ValueError, match=r"best\.ckpt is the best of its first epochs only.*test=last.*=last, or take"):
+        find_checkpoint(again)
+    assert find_checkpoint(again | {"ckpt_path": str(best)}) == best
+    last(run).write_bytes(b"damaged")
+    assert find_checkpoint(again) == best
 
 
 def test_a_best_that_is_not_known_is_refused(tmp_path):

@@ -42,6 +42,7 @@ OVERRIDES = {
         "configure_ddp",
         "lightning_module_state_dict",
         "load_checkpoint",
+        "load_model_state_dict",
         "load_optimizer_state_dict",
         "model_to_device",
         "on_validation_start",

@@ -377,6 +377,10 @@ class HybridFitState(SharedOnDeepcopy):
         """Let ``state_dict`` return local shards, as a sharded checkpoint has them, until the ranks `meet`."""
         self._state_dict_hooks.return_instead({p: p.detach() for p in self.head.parameters})
 
+    def loading_checkpoint(self) -> AbstractContextManager[None]:
+        """Load the module's state of a checkpoint within the context: whole tensors are cut, others are an error."""
+        return self._state_dict_hooks.loading_checkpoint()
+
     def optimizer_state(self, optimizer: Optimizer, state: State) -> State:
         """Return an optimizer's state for a checkpoint, like `module_state`. All ranks must call it."""
         return state if self._keeps_shards else gather_optimizer_state(optimizer, state, self.head)

@@ -426,6 +426,7 @@ class StateDictHooks(SharedOnDeepcopy):
         self._head = head
         self._gathered = gathered
         self._instead: dict[Tensor, Tensor] = {}  # see `returning` and `return_instead`
+        self._needs_whole = False  # see `loading_checkpoint`
         self._has_warned = False
         self._registered = ExitStack()  # hooks of the layers, to be removed
 
@@ -462,6 +463,18 @@ class StateDictHooks(SharedOnDeepcopy):
         """
         self._instead = values
 
+    @contextmanager
+    def loading_checkpoint(self) -> Iterator[None]:
+        """Within the context ``load_state_dict`` needs whole tensors, or what `return_instead` was given.
+
+        A head with 1/K of the classes has the shape of the local shard, which torch would take for it.
+        """
+        self._needs_whole = True
+        try:
+            yield
+        finally:
+            self._needs_whole = False
+
     def _register(self) -> None:
         for layer in self._head.linears:
             # torch sets an attribute on the hook. A partial object takes it, a bound method does not.
@@ -492,14 +505,22 @@ class StateDictHooks(SharedOnDeepcopy):
                     "let all ranks call trainer.strategy.gather_head() first"
                 )
 
-    def _on_load(self, layer: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    def _on_load(self, layer: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+        *_, errors = others  # that torch raises when it has loaded all
         for name, parameter in layer.named_parameters(recurse=False):
-            value = state.get(prefix + name)
+            value: Any = state.get(prefix + name)
             # While a sharded checkpoint is loaded, `_instead` has the local shards, and so has ``state``. Those of a
             # larger head may have the shape of this whole one: torch refuses them.
-            may_be_whole = self._head.owns(parameter) and parameter not in self._instead
-            if may_be_whole and is_like(value, self._head.whole_shape(parameter)):
-                state[prefix + name] = self._head.local_shard(state[prefix + name], parameter).clone()
+            if not self._head.owns(parameter) or parameter in self._instead:
+                continue
+            whole_shape = self._head.whole_shape(parameter)
+            if is_like(value, whole_shape):
+                state[prefix + name] = self._head.local_shard(value, parameter).clone()
+            elif self._needs_whole and is_like(value, parameter.shape):
+                errors.append(
+                    f"size mismatch for {prefix}{name}: the checkpoint has {tuple(value.shape)}, the shape of a local "
+                    f"shard, and the whole is {tuple(whole_shape)}."
+                )
 
     def _deepcopy(self, memo: dict[int, Any]) -> nn.Module:
         """Copy the head as an ordinary module with whole tensors, or, if it is not gathered, as one with local shards.

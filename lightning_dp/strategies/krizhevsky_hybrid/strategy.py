@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dp._private.torch_names import ddp_ignored_names
 from lightning_dp.collectives.groups import OnStage, free_earlier_groups
 from lightning_dp.strategies import complete_files
 from lightning_dp.strategies.base import BaseStrategy
@@ -69,8 +70,9 @@ class KrizhevskyHybridStrategy(BaseStrategy):
       unfrozen parameters of the trunk to the reduction; see `BaseStrategy`.
     - ``on_validation_start``: gathers the head if no callback has done it. As ``training_step``, takes the buffers of
       rank 0 if the whole trunk is frozen, so that there is no DDP.
-    - ``lightning_module_state_dict``, ``optimizer_state``, ``load_optimizer_state_dict``, ``save_checkpoint``,
-      ``load_checkpoint``, ``restore_checkpoint_after_setup``: local shards to whole tensors, and back.
+    - ``lightning_module_state_dict``, ``load_model_state_dict``, ``optimizer_state``, ``load_optimizer_state_dict``,
+      ``save_checkpoint``, ``load_checkpoint``, ``restore_checkpoint_after_setup``: local shards to whole tensors, and
+      back.
     """
 
     def __init__(
@@ -161,12 +163,18 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     def configure_ddp(self) -> None:
         module, fitting = self.lightning_module, self._fitting
         assert fitting is not None
-        trunk = [p for p in module.parameters() if not fitting.head.owns(p)]
+        trunk = [(name, p) for name, p in module.named_parameters() if not fitting.head.owns(p)]
         self._reduced = ReducedParameters(module, fitting.head.parameters)
-        if any(p.requires_grad for p in trunk):
+        if any(p.requires_grad for _, p in trunk):
             super().configure_ddp()
         else:  # DDP refuses a module without any gradient to reduce, but the ranks must still start from equal values
-            for tensor in (*trunk, *module.buffers()):
+            self._take_from_rank_0([*trunk, *module.named_buffers()])
+
+    def _take_from_rank_0(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Give parameters and buffers of the module the values of rank 0, but not those that DDP is told to ignore."""
+        ignored = ddp_ignored_names(self.lightning_module)
+        for name, tensor in named:
+            if name not in ignored:
                 dist.broadcast(tensor.data, src=0)
 
     def _record_stage(self, stage: str, start_s: float, end_s: float) -> None:
@@ -187,8 +195,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         Its batch norm moves statistics all the same.
         """
         if self._syncs_buffers and not isinstance(self.model, DistributedDataParallel):
-            for buffer in self.lightning_module.buffers():
-                dist.broadcast(buffer.data, src=0)
+            self._take_from_rank_0(self.lightning_module.named_buffers())
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -221,6 +228,11 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         if self._fitting is None:
             return state
         return self._with_all_ranks().optimizer_state(optimizer, state)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        with nullcontext() if self._fitting is None else self._fitting.loading_checkpoint():
+            super().load_model_state_dict(checkpoint, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -134,6 +134,11 @@ class Comparison:
         self._own[index] = (self._num_noted << 32) + zlib.crc32(repr(buffers).encode())
         return (index, self._own[index]) in self._known
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything is summed in this backward."""
+        return self._num_noted > 0
+
     def start(self) -> None:
         """Begin to compare. All ranks call it when backward has ended."""
         marks = torch.tensor(self._own)
@@ -212,7 +217,6 @@ class ShardReduction:
 
     Attributes:
         compressed: the compressed all-reduce, with what it keeps between steps; None if sums are exact.
-        unit_names: in the order of the forward.
         updates: what is pending.
     """
 
@@ -235,7 +239,7 @@ class ShardReduction:
         self._undo: list[Callable[[], None]] = []
         self._hooked: set[Tensor] = set()
         self._units = [Unit(name, index, part) for index, (name, part) in enumerate(units)]
-        self.unit_names = [name for name, _ in units]
+        self._unit_names = [name for name, _ in units]
         # The highest for the units nearest the input, as DDP numbers its buckets. Each unit has numbers of its own, as
         # many as parameters, so that no unit is summed with another one.
         number = 0
@@ -245,7 +249,7 @@ class ShardReduction:
         self._prefetch = Prefetch()
         self._all_ranks = dist.new_group(timeout=timeout, backend="gloo")
         self._known: set[tuple[int, int]] = set()
-        self._comparison = Comparison(self.unit_names, self._all_ranks, self._known)  # of this backward
+        self._comparison = Comparison(self._unit_names, self._all_ranks, self._known)  # of this backward
         self._held: list[Callable[[], None]] = []  # begin the sums that wait for the comparison
         self._last_comparison: Comparison | None = None
         for unit in self._units:
@@ -287,7 +291,7 @@ class ShardReduction:
         """Begin anew after a backward that has raised. The step may have caught the exception, and go on."""
         self._backward = None
         self._will_release = False
-        self._comparison = Comparison(self.unit_names, self._all_ranks, self._known)
+        self._comparison = Comparison(self._unit_names, self._all_ranks, self._known)
         self._held.clear()
         for unit in self._units:
             self._begin(unit)
@@ -347,7 +351,6 @@ class ShardReduction:
     @torch.compiler.disable
     def release(self) -> None:
         """Sum what is not summed yet, when backward has ended, and release what was held back until then."""
-        has_ended = self._will_release
         self._will_release = False
         # A reentrant checkpoint runs a backward of its own. The one around it still needs what is gathered.
         if not is_in_backward() or self._backward in (None, backward_number()):
@@ -361,9 +364,9 @@ class ShardReduction:
             elif (unit.ready or unit.kept) and not unit.is_submitted:
                 self._submit(unit)
             self._begin(unit)
-        if has_ended and not self._is_accumulating:
+        if self._comparison.has_begun:
             self._last_comparison = self._comparison
-            self._comparison = Comparison(self.unit_names, self._all_ranks, self._known)
+            self._comparison = Comparison(self._unit_names, self._all_ranks, self._known)
             self._last_comparison.start()
             if self._held:
                 self._last_comparison.wait()
@@ -371,6 +374,15 @@ class ShardReduction:
                 begin()
             self._held.clear()
         self._communicator.release()
+
+    def sum_kept(self, parameters: Iterable[Tensor]) -> None:
+        """Sum what earlier backward passes have left, if ``parameters`` are among it: they are to be updated now.
+
+        With manual optimization a window may end without a backward that sums: its last batch has no loss, say.
+        """
+        kept = {parameter for unit in self._units for parameter in unit.kept}
+        if not kept.isdisjoint(parameters):
+            self.release()
 
     def _submit(self, unit: Unit) -> None:
         unit.is_submitted = True

@@ -30,6 +30,8 @@ from lightning_dp._private.torch_names import (
     drop_unreduced_gradients,
     has_gradient_hooks,
     has_tensor_hooks,
+    is_backward_unfinished,
+    is_in_backward,
     local_part,
     without_torch_function,
 )
@@ -203,9 +205,10 @@ def outermost_units(module: nn.Module) -> Iterator[Any]:
 
 
 def forget_failed_step(module: nn.Module) -> None:
-    """Let FSDP2 begin anew where an exception has ended the last step.
+    """Let FSDP2 start over where an exception has ended the last step.
 
-    After a forward, parts that it had gathered would stay so. After a backward, it would reduce no gradients any more.
+    After a forward, parts that it had gathered would stay so. After a backward, it would reduce no gradients any more:
+    `check_last_backward` finds that where torch is a version that cannot start over.
     """
     for root in outermost_units(module):
         with suppress(AttributeError):  # it has not run yet, or torch is a version that has no such method
@@ -214,11 +217,45 @@ def forget_failed_step(module: nn.Module) -> None:
             drop_unreduced_gradients(unit)
 
 
+def forget_failed_backward(module: nn.Module) -> None:
+    """Do `forget_failed_step` between two steps if a backward has raised that the step has called by itself."""
+    if _has_failed_backward(module):
+        forget_failed_step(module)
+
+
+def check_last_backward(module: nn.Module) -> None:
+    """Raise RuntimeError if an exception has ended the last backward, so that FSDP2 still waits for its end.
+
+    It would reduce no gradients, and so train nothing without an error.
+    """
+    if not _has_failed_backward(module):
+        return
+    remedy = (
+        "call self.manual_backward instead of loss.backward()"
+        if hasattr(FSDPModule, "reset_iter_state")
+        else "build the module again and load a checkpoint, or install a torch whose FSDPModule has reset_iter_state"
+    )
+    raise RuntimeError(
+        f"an exception has ended an earlier backward of {type(module).__name__}, after which FSDP2 of torch "
+        f"{torch.__version__} reduces no gradients; {remedy}"
+    )
+
+
+def _has_failed_backward(module: nn.Module) -> bool:
+    return not is_in_backward() and any(map(is_backward_unfinished, outermost_units(module)))
+
+
 def own_parameters(unit: nn.Module) -> list[Tensor]:
     """Return the parameters that FSDP2 gathers and reduces with ``unit``: those that no unit inside of it has."""
     inner = [part for part in unit.modules() if part is not unit and isinstance(part, FSDPModule)]
     others = {parameter for part in inner for parameter in part.parameters()}
     return [parameter for parameter in unit.parameters() if parameter not in others]
+
+
+def parameter_names(module: nn.Module) -> dict[str, list[str]]:
+    """Return the names of the parameters of each unit, in its order. Two modules with equal ones have equal units."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+    return {unit_name: [names[each] for each in own_parameters(unit)] for unit_name, unit in sharded_units(module)}
 
 
 def padded_numel(parameter: Tensor) -> int:

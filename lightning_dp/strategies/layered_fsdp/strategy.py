@@ -41,14 +41,17 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     broadcast_from_rank_0,
     check_embeddings,
     check_hooks,
+    check_last_backward,
     check_parameters,
     check_wrap,
+    forget_failed_backward,
     forget_failed_step,
     load_optimizer,
     load_optimizer_shards,
     materialize,
     outermost_units,
     own_parameters,
+    parameter_names,
     shard,
     shard_like,
     sharded_units,
@@ -338,6 +341,8 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         check_hooks(self.lightning_module)
+        forget_failed_backward(self.lightning_module)
+        check_last_backward(self.lightning_module)
         self._free_gathered()  # somebody may have gathered a part by hand, and changed its parameters since
         with self._steps.running():
             output = super().training_step(*args, **kwargs)
@@ -376,13 +381,20 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     @torch.compiler.disable
     def pre_backward(self, closure_loss: Tensor) -> None:
         check_hooks(self.lightning_module)  # again, for the step may have set one
+        check_last_backward(self.lightning_module)  # again, for the step may have caught what another one raised
         if self._reduction is not None:
             self._reduction.before_backward(closure_loss)
         super().pre_backward(closure_loss)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        return self._then_free(super().optimizer_step(optimizer, closure, model, **kwargs))
+        def closure_then_sums() -> Any:
+            output = closure()
+            if self._reduction is not None:
+                self._reduction.sum_kept(each for group in optimizer.param_groups for each in group["params"])
+            return output
+
+        return self._then_free(super().optimizer_step(optimizer, closure_then_sums, model, **kwargs))
 
     def _then_free(self, output: Any) -> Any:
         self._free_gathered()
@@ -487,7 +499,8 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         dist.gather_object(own, ranks, group=group)
         dist.destroy_process_group(group)
         if ranks is not None and any(ranks):
-            checkpoint[RESIDUALS] = {"group_size": self.topology.group_size, "ranks": ranks}
+            units = parameter_names(self.lightning_module)
+            checkpoint[RESIDUALS] = {"group_size": self.topology.group_size, "units": units, "ranks": ranks}
 
     def _restore_residuals(self, checkpoint: dict[str, Any]) -> None:
         """Continue with what the checkpoint says compression has left out; with nothing if it does not."""
@@ -502,7 +515,8 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
             own = saved["ranks"][self.global_rank] if is_same_job else {}
             if keeper is None:
                 self._warn_of_dropped("the checkpoint was written with error feedback")
-            elif not is_same_job or not own.keys() <= set(keeper.unit_names):
+            # Not by name alone: what a unit with other parameters has left out would never be applied, or to others.
+            elif not is_same_job or saved.get("units") != parameter_names(self.lightning_module):
                 self._warn_of_dropped("the checkpoint was written with other groups or other units")
                 own = {}
         if keeper is not None:

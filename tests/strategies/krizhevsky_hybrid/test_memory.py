@@ -20,7 +20,7 @@ from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
 from lightning_dp.strategies.krizhevsky_hybrid.state import CPU, ShardedParameters, whole_on_rank_0
 from tests.ranks import run_processes, run_threads
 from tests.strategies.krizhevsky_hybrid.modules import StepNet, all_batches, batches, make_head
-from tests.strategies.modules import FEATURES, assert_same, snapshot, trainer
+from tests.strategies.modules import CLASSES, FEATURES, assert_same, snapshot, trainer
 
 NUM_NUMBERS = sum(p.numel() for p in make_head().parameters())
 
@@ -132,6 +132,28 @@ def test_a_checkpoint_can_be_loaded_into_a_head_on_the_meta_device(tmp_path):
     for values, after in run_processes(2, _meta, 3, path, 2):
         assert_same(values, saved, 0.0)
         assert_same(after, snapshot(module, resumed), 1e-9)
+
+
+class MoreClasses(MetaNet):
+    """As many times more as there are ranks, so that a local shard has the shape of the whole before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head[4] = nn.Linear(5, 2 * CLASSES, device="meta", dtype=torch.float64)
+
+
+def _meta_of_more_classes(rank: int, path: str) -> None:
+    with pytest.raises(RuntimeError, match=r"size mismatch for head\.4\.weight: .* has \(3, 5\), .* whole is \(6, 5\)"):
+        trainer(KrizhevskyHybridStrategy(), 2, max_epochs=2).fit(MoreClasses(), batches(rank, 2), ckpt_path=path)
+
+
+@pytest.mark.ci
+def test_a_whole_head_is_not_taken_for_the_local_shard_of_a_larger_one(tmp_path):
+    path = str(tmp_path / "one.ckpt")
+    runner = trainer("auto", 1)
+    runner.fit(StepNet(), all_batches(2))
+    runner.save_checkpoint(path)
+    run_processes(2, _meta_of_more_classes, path)
 
 
 class MetaTrunk(StepNet):

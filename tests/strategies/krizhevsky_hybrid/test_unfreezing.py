@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from pytorch_lightning.callbacks import BaseFinetuning, ModelCheckpoint
 from torch import Tensor
 
 from lightning_dp import KrizhevskyHybridStrategy
+from lightning_dp._private.torch_names import ignore_in_ddp
 from lightning_dp.strategies import consolidate_checkpoint
 from tests.ranks import run_processes
 from tests.strategies.krizhevsky_hybrid.modules import HybridNet, Result, StepNet, all_batches, batches
@@ -177,3 +179,29 @@ def test_a_frozen_trunk_has_the_statistics_that_it_has_under_ddp():
     for actual, expected in zip(run_processes(2, _with_statistics, KrizhevskyHybridStrategy()), of_ddp, strict=True):
         assert_same(actual[0], expected[0], 1e-10)
         torch.testing.assert_close(actual[1], expected[1], rtol=1e-10, atol=1e-12)
+
+
+class IgnoredInFrozenTrunk(FrozenWithStatistics):
+    """DDP is told to leave statistics and a buffer alone, which are each rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank = int(os.environ.get("RANK", 0))
+        self.register_buffer("own", torch.full((2,), float(rank)))
+        self.register_buffer("everyones", torch.full((2,), float(rank)))
+        ignore_in_ddp(self, ["own", "trunk.4.running_mean", "trunk.4.running_var"])
+
+
+def _with_ignored(rank: int, strategy: Any) -> Result:
+    module = IgnoredInFrozenTrunk()
+    trainer(strategy, 2, use_distributed_sampler=False).fit(module, batches(rank, 2, STEPS), batches(rank, 2, 1))
+    return {name: value for name, value in module.state_dict().items() if not name.startswith("head.")}
+
+
+@pytest.mark.ci
+def test_a_frozen_trunk_keeps_what_ddp_is_told_to_ignore():
+    """The head under DDP has gradients, so that DDP wraps the module. Only the trunk is compared."""
+    of_ddp = run_processes(2, _with_ignored, "ddp")
+    assert of_ddp[0]["own"].sum() == 0 != of_ddp[1]["own"].sum()
+    for actual, expected in zip(run_processes(2, _with_ignored, KrizhevskyHybridStrategy()), of_ddp, strict=True):
+        assert_same(actual, expected, 1e-10)

@@ -12,7 +12,7 @@ from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAver
 from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Subset
 
@@ -377,6 +377,58 @@ def test_what_a_compression_drops_is_said_in_training_alone_and_that_it_has_no_e
     run_processes(2, say_what_is_dropped, str(tmp_path / "a.ckpt"))
 
 
+class Pair(nn.Module):
+    """Two layers, one of which may be a unit of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x):
+        return self.right(torch.tanh(self.left(x)))
+
+
+class Paired(Net):
+    def __init__(self):
+        super().__init__()
+        self.pair = Pair().double()
+
+    def forward(self, x):
+        return super().forward(self.pair(x))
+
+
+def resume_with_other_units(rank, path):
+    """All units of before are there, but a layer of one is a unit of its own now."""
+    loaded = []
+    load = ShardReduction.load_residuals
+
+    def note_and_load(self, residuals):
+        loaded.append(set(residuals))
+        load(self, residuals)
+
+    def fit_with(wrap, epochs, checkpoint=None):
+        with logged() as said:
+            module = Paired()
+            module.pair.left.is_unit = True
+            strategy = layered(1, wrap=wrap, compression="int8")
+            return fit(strategy, 2, module, max_epochs=epochs, ckpt_path=checkpoint)[1], said
+
+    ShardReduction.load_residuals = note_and_load
+    t, _ = fit_with([Pair], 1)
+    t.save_checkpoint(path)
+    _, said = fit_with([Pair], 2, path)
+    assert not any("is dropped" in message for message in said), said
+    _, said = fit_with(lambda part: isinstance(part, Pair) or hasattr(part, "is_unit"), 2, path)
+    assert sum("other groups or other units" in message for message in said) == 1, said
+    assert "pair" in loaded[0]
+    assert loaded[1:] == [set()]
+
+
+@pytest.mark.ci
+def test_what_other_units_have_left_out_is_dropped(tmp_path):
+    run_processes(2, resume_with_other_units, str(tmp_path / "a.ckpt"))
+
+
 def resume_without_residuals(rank, folder):
     ShardReduction.load_residuals = lambda self, residuals: None
     resume_compressed(rank, folder)
@@ -484,6 +536,71 @@ def test_a_module_whose_training_step_has_failed_is_fitted_again(kind):
     run_processes(4, fail_and_fit_again, kind)
 
 
+class LastLossOfNothing(Net):
+    """The loss of the last batch of each window reaches no parameter."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) if batch_idx % 2 == 0 else torch.zeros((), requires_grad=True) * 2
+
+
+class ManualWindow(Manual):
+    """Its last loss reaches no parameter, or there is none. One optimizer steps within the window of the other one."""
+
+    has_last_loss = True
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        with self.trainer.strategy.block_backward_sync():
+            self.manual_backward(self.loss(batch))
+        if self.has_last_loss:
+            self.manual_backward(torch.zeros((), requires_grad=True) * 2)
+        first.step()
+        first.zero_grad()
+        if batch_idx % 2:
+            second.step()
+            second.zero_grad()
+
+
+class WithoutLastLoss(ManualWindow):
+    has_last_loss = False
+
+
+def leave_out_the_last_loss(rank):
+    """With a single group nothing of this package's stands between FSDP2 and the step."""
+    for make, window in ((LastLossOfNothing, 2), (ManualWindow, 1), (WithoutLastLoss, 1)):
+        expected = snapshot(*fit(layered(4), 4, make(), accumulate_grad_batches=window))
+        for group_size, overlap in ((1, "step"), (2, "load")):
+            actual = snapshot(*fit(layered(group_size, overlap), 4, make(), accumulate_grad_batches=window))
+            assert_same(actual, expected)
+
+
+@pytest.mark.ci
+def test_what_a_window_has_added_is_summed_though_its_last_batch_adds_nothing():
+    run_processes(4, leave_out_the_last_loss)
+
+
+def fail_without_a_way_back(rank):
+    """As with a torch whose FSDP2 cannot start over after an exception in backward."""
+    del FSDPModule.reset_iter_state
+    for group_size in (1, 2):
+        module = FailsInBackward()
+        with pytest.raises(ArithmeticError):
+            fit(layered(group_size), 2, module)
+        with pytest.raises(RuntimeError, match="earlier backward of .*FailsInBackward, .* build the module again"):
+            fit(layered(group_size), 2, module)
+        module.fails = False
+        t = trainer(layered(group_size), 2, use_distributed_sampler=False)
+        t.validate(module, data(1, 1), verbose=False)  # no backward
+        with pytest.raises(RuntimeError, match="earlier backward of .*GoesOn, .* build the module again"):
+            fit(layered(group_size), 2, GoesOn(raises=True, retries=True))
+    fit(layered(1), 2, FailsOnce(), steps=2)  # no exception, no error
+
+
+@pytest.mark.ci
+def test_an_error_says_that_fsdp2_cannot_go_on_after_a_backward_that_has_failed():
+    run_processes(2, fail_without_a_way_back)
+
+
 class GoesOn(Manual):
     """The second batch's backward raises. The step catches that, and leaves the batch out, or runs it once more.
 
@@ -524,11 +641,29 @@ class GoesOn(Manual):
         ]
 
 
+class GoesOnByItself(GoesOn):
+    """Calls the backward that raises by itself, so that the strategy does not see it end."""
+
+    def manual_backward(self, loss, *args, **options):
+        if self.fails:
+            loss.backward()
+        super().manual_backward(loss, *args, **options)
+
+    def run(self, batch, fails):
+        self.fails = fails
+        super().run(batch, fails)
+
+
 def go_on(rank):
     for retries in (False, True):
         expected = snapshot(*fit(DDPStrategy(find_unused_parameters=True), 4, GoesOn(False, retries)))
         for group_size in (1, 2, 4):
             assert_same(snapshot(*fit(layered(group_size), 4, GoesOn(True, retries))), expected)
+        if retries:
+            with pytest.raises(RuntimeError, match=r"earlier backward of .*; call self\.manual_backward instead"):
+                fit(layered(2), 4, GoesOnByItself(True, retries))
+        else:
+            assert_same(snapshot(*fit(layered(2), 4, GoesOnByItself(True, retries))), expected)
 
 
 @pytest.mark.ci
