@@ -289,6 +289,8 @@ def read_labels(path: Path, names: Sequence[str], classes: Sequence[str]) -> lis
     - A line for each image, in any order, with its name and its class: a name or, counted from 0, a number
       (``ILSVRC2012_val_00000001.JPEG 65``). Kaggle's ``LOC_val_solution.csv`` is of this form.
 
+    Numbers are names of classes if the file has no others.
+
     Raises:
         ValueError: an image has no label, or a label is not among ``classes``.
     """
@@ -298,13 +300,11 @@ def read_labels(path: Path, names: Sequence[str], classes: Sequence[str]) -> lis
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text file with labels ({error}); replace it, or set val_labels") from error
     lines = [line.replace(",", " ").split() for line in text.splitlines() if line.strip()]
-    if all(len(line) == 1 for line in lines):
+    in_order = all(len(line) == 1 for line in lines)
+    if in_order:
         if len(lines) != len(names):
             raise ValueError(f"{path} has {len(lines)} lines for {len(names)} images")
         found = [line[0] for line in lines]
-        if all(text.isdecimal() for text in found):
-            name_of = _devkit_classes(path.with_name("meta.mat"))
-            found = [name_of.get(int(text), text) for text in found]
     else:
         by_name = {Path(line[0]).stem: line[1] for line in lines if len(line) > 1}
         twice = next((line for line in lines if len(line) > 1 and by_name[Path(line[0]).stem] != line[1]), None)
@@ -314,8 +314,10 @@ def read_labels(path: Path, names: Sequence[str], classes: Sequence[str]) -> lis
         if missing:
             raise ValueError(f"{path} has no label for {len(missing)} images, of which {missing[0]} is the first")
         found = [by_name[Path(name).stem] for name in names]
-        if all(text.isdecimal() for text in found):
-            found = [classes[int(text)] if int(text) < len(classes) else text for text in found]
+    # Folders may have numbers as names. Class 10 is then before class 2, in the order of the names.
+    if all(text.isdecimal() for text in found) and not number_of.keys() >= set(found):
+        name_of = _devkit_classes(path.with_name("meta.mat")) if in_order else dict(enumerate(classes))
+        found = [name_of.get(int(text), text) for text in found]
     unknown = next((text for text in found if text not in number_of), None)
     if unknown is not None:
         raise ValueError(f"{path} has a class {unknown}, which is not one of the {len(classes)} classes in train")

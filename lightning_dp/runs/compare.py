@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
@@ -51,7 +52,7 @@ class Job:
         images_per_s: training images per second, the mean over the epochs but the first, which warms up.
         global_share: share of the steps with global statistics; None without AGBN.
         num_bytes: bytes that a rank sends in a step, by calculation; None if `bytes_per_step` cannot say.
-        curve: the metric over the time of training.
+        curve: the metric over the time of training, which within an epoch is taken to pass evenly over its steps.
         lower_is_better: of this metric.
     """
 
@@ -155,7 +156,8 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
     # The plot is drawn at the end of a run, and removed where a run begins or continues.
     finished = (folder / CURVES).exists()
     with naming_damage(folder / METRICS):
-        seconds, logged, shares = values("time/train_s"), values(metric), list(values("agbn/is_global").values())
+        seconds, logged = sorted(values("time/train_s").items()), sorted(values(metric).items())
+        shares = list(values("agbn/is_global").values())
         rates = list(values("time/images_per_s").values())
         found = list(values(result).values()) if finished else []
     path = folder / ".hydra" / "config.yaml"
@@ -163,6 +165,8 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
     with naming_damage(path):
         is_optimized, optimizes_least = metric == config["optimized_metric"], config["optimized_mode"] == "min"
     share = mean(shares) if shares else None
+    # Steps count from 0. The time is logged where an epoch ends, and a validation may come within one.
+    ends, times = [0, *(step + 1 for step, _ in seconds)], [0.0, *(value for _, value in seconds)]
     return Job(
         label=label,
         finished=finished,
@@ -173,9 +177,9 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
         num_bytes=_num_bytes(config, folder, share or 0.0) if count_bytes else None,
         lower_is_better=optimizes_least if is_optimized else "loss" in metric,
         curve=[
-            (seconds[step], value)
-            for step, value in sorted(logged.items())
-            if step in seconds and not math.isnan(value)
+            (float(np.interp(step + 1, ends, times)), value)
+            for step, value in logged
+            if step < ends[-1] and not math.isnan(value)
         ],
     )
 

@@ -317,10 +317,10 @@ def differences(checkpoint: Path, config: Config) -> list[str]:
         return []
     free = FREE if is_of(Path(config["run_dir"]), checkpoint) else FREE - PLACE
     theirs, ours = (dict(_leaves(each, each["run_dir"], free)) for each in (saved, config))
-    found: dict[tuple[str, Any, Any], str] = {}
+    found: dict[tuple[str, str, str], str] = {}
     # A value of the top level, such as the seed, is passed on to several objects; it is named once.
     for key in sorted({**theirs, **ours}, key=lambda key: (key.count("."), key)):
-        old, new = str(theirs.get(key, "nothing")), str(ours.get(key, "nothing"))
+        old, new = theirs.get(key, "nothing"), ours.get(key, "nothing")
         if old != new:
             found.setdefault((key.rpartition(".")[2], old, new), f"{key}={old}, not {new}")
     return list(found.values())
@@ -333,7 +333,7 @@ def _configuration(checkpoint: Path) -> Config:
     return saved
 
 
-def _leaves(node: Any, run_dir: str, free: set[str], path: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(node: Any, run_dir: str, free: set[str], path: str = "") -> Iterator[tuple[str, str]]:
     """Yield the values of a configuration with their dotted keys, except free ones. The run folder may be another."""
     if path in free:
         return
@@ -341,7 +341,7 @@ def _leaves(node: Any, run_dir: str, free: set[str], path: str = "") -> Iterator
         for key, value in node.items():
             yield from _leaves(value, run_dir, free, f"{path}.{key}" if path else str(key))
     else:
-        yield path, node.replace(run_dir, "RUN_DIR") if isinstance(node, str) else node
+        yield path, str(node).replace(run_dir, "RUN_DIR")
 
 
 class ConfigurationInCheckpoint(Callback):

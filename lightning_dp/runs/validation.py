@@ -129,9 +129,17 @@ def _require_kind(made: type, kind: type, path: str, node: Config) -> None:
 
 
 def _check_optimizer(config: Config) -> None:
-    """Raise ValueError for options that the optimizer or the schedule does not take. Both are made for one number."""
+    """Raise ValueError for options that the optimizer or the schedule does not take. Both are made for one number.
+
+    Not if the module, or the function that makes the groups of parameters, is the user's: the optimizer may be given
+    something else there.
+    """
     optimizer, groups = (config["model"].get(name) for name in ("optimizer", "parameter_groups"))
-    if isinstance(optimizer, dict) and isinstance(groups, dict) and groups["_target_"].startswith("lightning_dp."):
+    if not config["model"]["_target_"].startswith("lightning_dp."):
+        return
+    if groups is not None and not groups["_target_"].startswith("lightning_dp."):
+        return
+    if isinstance(optimizer, dict) and groups is not None:
         for key in sorted({"lr", "weight_decay"} & optimizer.keys() & groups.keys()):
             if optimizer[key] != groups[key]:
                 raise ValueError(
@@ -141,7 +149,7 @@ def _check_optimizer(config: Config) -> None:
     if not _is_partial(optimizer):
         return
     with naming_keys("model.optimizer", config):
-        made = instantiate(optimizer)([torch.nn.Parameter(torch.zeros(1))])
+        made = instantiate(optimizer)([torch.nn.Parameter(torch.zeros(1, 1))])  # a matrix: Muon takes no others
         lr = made.param_groups[0].get("lr", 0.0)
         if not math.isfinite(lr):
             raise ValueError(f"lr={lr} must be a finite number")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_dp.data.imagenet import LABEL_FILES, list_train, list_val
+from lightning_dp.data.imagenet import LABEL_FILES, list_train, list_val, read_labels
 from tests.data.jpegs import CLASSES, flatten_val, write_imagenet
 
 
@@ -79,6 +79,16 @@ def test_images_without_class_folders_get_their_labels_from_a_file(tmp_path, wri
     expected = {f"val/{image}": CLASSES.index(name) for image, name in images}
     assert labeled(list_val(tmp_path, CLASSES)) == expected
     assert len(set(expected.values())) == 3
+
+
+@pytest.mark.parametrize("line", ["{image} {name}", "{name}"])
+def test_numbers_are_the_names_of_folders_that_have_such_names(tmp_path, line):
+    """In the order of names 10 comes before 2, so that class 1, counted from 0, is another one."""
+    classes, labels = ["1", "10", "2"], ["2", "10", "1"]
+    text = "\n".join(line.format(image=f"{place}.jpg", name=name) for place, name in enumerate(labels))
+    (tmp_path / "labels.txt").write_text(text)
+    names = [f"{place}.jpg" for place in range(3)]
+    assert read_labels(tmp_path / "labels.txt", names, classes) == [2, 1, 0]
 
 
 def test_a_label_file_may_be_elsewhere(tmp_path):

@@ -94,6 +94,15 @@ def test_an_accuracy_that_a_job_has_not_reached_is_named_as_such(sweep):
 
 
 @pytest.mark.ci
+def test_a_validation_within_an_epoch_has_its_own_time(tmp_path):
+    """Two epochs of ten steps and 20 s each, then one that has not ended; three validations between their ends."""
+    within = [",0,4,,,,0.5\n", ",0,9,,100,20,\n", ",1,11,,,,0.8\n", ",1,19,,100,40,\n", ",2,24,,,,0.9\n"]
+    job(tmp_path / "0", ["seed=1"], within)
+    (found,) = read_sweep(tmp_path, "val/acc", count_bytes=False)
+    assert found.curve == [(pytest.approx(10), 0.5), (pytest.approx(24), 0.8)]
+
+
+@pytest.mark.ci
 def test_the_command_writes_a_table_and_a_plot(sweep, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["compare.py", str(sweep)])
     compare.main()

@@ -527,6 +527,18 @@ def test_a_run_on_other_data_is_not_taken_for_that_of_this_name(tmp_path):
     assert find_checkpoint(on(runs / "other", "moved")) == other
 
 
+def test_a_list_may_name_the_run_folder(tmp_path):
+    """Another run of the same configuration, or one whose folder was moved, has another one."""
+
+    def writing(run_dir):
+        config = tiny(run_dir, "ckpt_path=last")
+        own = {"_target_": "mine.Own", "files": [f"{run_dir}/a", 1]}
+        return config | {"callbacks": config["callbacks"] | {"own": own}}
+
+    saved = save_as(writing(tmp_path / "tiny" / "old"))
+    assert find_checkpoint(writing(tmp_path / "tiny" / "new")) == saved
+
+
 def on(run_dir, fold):
     config = tiny(run_dir, "ckpt_path=last")
     return config | {"data": config["data"] | {"root": fold}}

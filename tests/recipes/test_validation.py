@@ -9,6 +9,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from pytorch_lightning import LightningModule
 from pytorch_lightning.utilities.rank_zero import rank_zero_module
 
 from lightning_dp.runs.command_line import arguments_of_rank
@@ -170,6 +171,36 @@ class Net(torch.nn.Linear):
 def test_a_model_of_the_users_is_not_made_before_the_run(tmp_path):
     config = composed(tmp_path, "trainer=cpu", f"model.model._target_={__name__}.Net", "~model.model.num_classes")
     validate(config)
+
+
+def groups(model):
+    return [{"params": list(model.parameters()), "is_matrix": True}]
+
+
+def of_groups(params):
+    assert all(group["is_matrix"] for group in params)
+
+
+class OwnModule(LightningModule):
+    def __init__(self, optimizer, **options) -> None:
+        raise AssertionError("it is not made before the run")
+
+
+OF_GROUPS, GROUPS = ({"_target_": f"{__name__}.{name}", "_partial_": True} for name in ("of_groups", "groups"))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"optimizer": {"_target_": "torch.optim.Muon", "_partial_": True}},
+        {"optimizer": OF_GROUPS, "parameter_groups": GROUPS},
+        {"_target_": f"{__name__}.OwnModule", "optimizer": OF_GROUPS, "parameter_groups": ["weight", "bias"]},
+    ],
+)
+def test_an_optimizer_may_take_matrices_or_groups_only(tmp_path, model):
+    """Muon, and those that combine it with another one. What an own module gives its optimizer is not known."""
+    config = composed(tmp_path, "trainer=cpu", "test=false")
+    validate(config | {"model": config["model"] | model})
 
 
 class Picky:
