@@ -223,7 +223,7 @@ def larger_batch_gain(plan: Plan, network: Network, world_size: int) -> float:
 
 
 # How far off predicted step times are: mean absolute errors over the 20 cells of `benchmarks/planner_choices.py`
-# (2026-11-26), which docs/measurements/planner.md lists.
+# (2026-11-26), in a run without real-time priority. docs/measurements/planner.md says how they have become smaller.
 
 # (data-parallel methods and the hybrid's scheme a; schemes b and c, compressors but those of 16 bits, layered FSDP)
 OWN_CORES = (0.035, 0.083)  # the cells of four hosts with one rank each

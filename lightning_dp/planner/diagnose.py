@@ -259,8 +259,7 @@ class Diagnose(StepTimer):
         getattr(trainer.strategy, "finish_update", lambda: None)()
         network = self._network
         if network is None and trainer.world_size > 1:
-            device = pl_module.device if pl_module.device.type == "cuda" else "cpu"
-            network = probe_network(device, ranks_per_node=trainer.world_size // trainer.num_nodes)
+            network = probe_network(_host_or_gpu(pl_module), ranks_per_node=trainer.world_size // trainer.num_nodes)
         cores_per_rank = _cores_per_rank(trainer)
         try:
             profile = self._profile(trainer, pl_module, cores_per_rank, network)
@@ -322,7 +321,7 @@ class Diagnose(StepTimer):
             accumulate=num_batches,
             num_workers=getattr(trainer.train_dataloader, "num_workers", None),
             cores_per_rank=cores_per_rank,
-            codec_s=self._codec_s(trainer),
+            codec_s=self._codec_s(trainer, pl_module),
             statistics_ranks=_statistics_ranks(pl_module),
             unmeasured=self._unmeasured(trainer, pl_module),
             **parts,
@@ -341,11 +340,12 @@ class Diagnose(StepTimer):
             found.append("the waits of SyncBatchNorm for statistics (AdaptiveGlobalBatchNorm's are measured)")
         return tuple(found)
 
-    def _codec_s(self, trainer: Any) -> dict[str, float]:
+    def _codec_s(self, trainer: Any, pl_module: LightningModule) -> dict[str, float]:
         """Return the times of compressors, if rows of theirs will be simulated. All ranks measure at the same time."""
         if (self._world_size or trainer.world_size) == 1:
             return {}
-        return probe_compressors([shape for layer in self._layers.profiles() for shape in layer.shapes])
+        shapes = [shape for layer in self._layers.profiles() for shape in layer.shapes]
+        return probe_compressors(shapes, device=_host_or_gpu(pl_module) if trainer.world_size > 1 else None)
 
     def _write(self, diagnosis: Diagnosis) -> None:
         if self._folder is None:
@@ -397,6 +397,11 @@ def _statistics_ranks(module: nn.Module) -> int | None:
     """Return how many ranks share batch norm's statistics, None for all of them, or if no layer is global."""
     sizes = [group_size(layer.group) for layer in module.modules() if isinstance(layer, GlobalBatchNorm)]
     return max(sizes) if sizes and max(sizes) < group_size(None) else None
+
+
+def _host_or_gpu(module: LightningModule) -> torch.device | str:
+    """Return where messages between the ranks are."""
+    return module.device if module.device.type == "cuda" else "cpu"
 
 
 def _cores_per_rank(trainer: Any) -> float:

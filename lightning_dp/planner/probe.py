@@ -156,15 +156,20 @@ def largest_of_ranks(
 PROBED_ELEMENTS = 8 * 1024 * 1024
 
 
-def probe_compressors(shapes: Sequence[Sequence[int]], repeats: int = 3) -> dict[str, float]:
+def probe_compressors(
+    shapes: Sequence[Sequence[int]], repeats: int = 3, device: torch.device | str | None = None
+) -> dict[str, float]:
     """Time each compressor on gradients of these shapes, in host memory, as one of two carriers.
 
     Nothing is sent: what arrives from the other carrier is a copy of one's own message. Among more carriers a rank
-    encodes and decodes about as much. If the ranks of a machine call it together, they share its cores as in training.
+    encodes and decodes about as much. Ranks that share cores encode at the same time, and wait for the last one. So
+    they begin each sum together here, if a device is given.
 
     Args:
         shapes: of the parameters.
         repeats: timed sums; the median counts.
+        device: of the messages with which the ranks meet; CUDA for NCCL. All ranks must call it. None: this process
+            measures alone.
 
     Returns:
         Seconds for all gradients of a step, by the name of `Method.compression`. Empty without parameters.
@@ -180,16 +185,35 @@ def probe_compressors(shapes: Sequence[Sequence[int]], repeats: int = 3) -> dict
     infos = ParameterTable((str(index), parameter) for index, parameter in enumerate(probed)).all()
     gradients = torch.randn(measured, generator=torch.Generator().manual_seed(0))
     return {
-        name: total / measured * _compress_s(choice, gradients, whole_shard(infos), repeats)
+        name: total / measured * _compress_s(choice, gradients, whole_shard(infos), repeats, device)
         for name, choice in COMPRESSORS.items()
     }
 
 
-def _compress_s(choice: Compression, gradients: Tensor, piece: BucketShard, repeats: int) -> float:
+def _compress_s(
+    choice: Compression, gradients: Tensor, piece: BucketShard, repeats: int, device: torch.device | str | None
+) -> float:
     compressor = make_compressor(choice)
     bucket = gradients.clone()
+
+    def compress() -> None:
+        compressor.all_reduce(bucket, piece, _Loopback())
+
     # The first sum, which is not timed, has no residuals yet.
-    return measure_time_s(lambda: compressor.all_reduce(bucket, piece, _Loopback()), repeats=repeats)
+    if device is None:
+        return measure_time_s(compress, repeats=repeats)
+    message = torch.zeros(1, device=device)
+
+    def meet() -> None:
+        dist.all_reduce(message)
+        message.item()  # the host of a GPU would go on
+
+    def compress_and_meet() -> None:
+        compress()
+        meet()
+
+    both_s = _shared_time_s(compress_and_meet, None, device, repeats)
+    return max(0.0, both_s - _shared_time_s(meet, None, device, repeats))
 
 
 class _Loopback(Transport):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -336,11 +336,11 @@ def make_diagnosis(
     # Layered FSDP is for models that do not fit on a device, which is not known here.
     exact = [name for name in has_plan if METHODS[name].is_exact and METHODS[name].family != "layered_fsdp"]
     usable = exact if method is None else [method]
-    now = simulate(workload, network, size, "ddp")
     is_present_job = (is_probed or is_alone) and size == profile.world_size
-    # No prediction is surer than that of the step which was measured.
-    is_tested = is_present_job and (is_alone or profile.strategy == "DDPStrategy")
-    least_error = abs(now.step_s / profile.step_s - 1) if is_tested else 0.0
+    least_error = 0.0
+    if is_present_job and (is_alone or profile.strategy == "DDPStrategy"):  # the simulated step was measured
+        workload, least_error = _with_rest(workload, profile, network)
+    now = simulate(workload, network, size, "ddp")
 
     def error_of(name: str) -> float:
         return max(least_error, expected_error(name, profile.cores_per_rank))
@@ -355,6 +355,15 @@ def make_diagnosis(
     rows = tuple(sorted(predictions, key=lambda p: -p.time.images_per_s))
     gain = larger_batch_gain(plan, network, size)
     return Diagnosis(profile, None if is_alone else network, size, rows, plan, advice, now, is_present_job, gain)
+
+
+def _with_rest(workload: Workload, profile: StepProfile, network: Network) -> tuple[Workload, float]:
+    """Return the workload with what the measured step takes beyond its simulation, and the error of the latter.
+
+    What the simulation does not know of DDP is then in all rows, and none is surer than that of the measured step.
+    """
+    rest_s = profile.step_s - simulate(workload, network, profile.world_size, "ddp").step_s
+    return replace(workload, rest_s=max(0.0, rest_s)), abs(rest_s) / profile.step_s
 
 
 def _methods_for(workload: Workload, network: Network, world_size: int) -> list[str]:

@@ -274,7 +274,7 @@ class _Job:
             duration_s = all_reduce_s(self.buckets[place], self.method, self.network, self.world_size)
             reduced.append(self._send(place, duration_s, ready[place]))
         for lane in range(len(self._last)):
-            self._add(lane, self.workload.update_s, reduced)
+            self._add(lane, self.workload.update_s + self.workload.rest_s, reduced)
 
     def _reduce_in_layers(self, ready: list[list[int]]) -> None:
         """Layered SGD: reduce in groups, all-reduce between them, broadcast in groups (Algorithm 3).
@@ -304,10 +304,12 @@ class _Job:
                     arrived[place][lane] = [last]
         if is_step:
             self._arrived = arrived
+            for lane in range(len(self._last)):
+                self._add(lane, self.workload.rest_s)
             return
         for lane in range(len(self._last)):
             awaited = [task for bucket in arrived for task in bucket[lane]]
-            self._add(lane, sum(map(self._update_s, self.buckets)), awaited)
+            self._add(lane, sum(map(self._update_s, self.buckets)) + self.workload.rest_s, awaited)
 
     def _add_head(self) -> None:
         """Add the passes through the sharded head (arXiv 1404.5997, section 4)."""
@@ -324,17 +326,22 @@ class _Job:
         hidden_s = head.num_hidden * self.network.exchange_s((size - 1) * hidden_bytes / num_passes, size) + small_s
         # The head computes the samples of all ranks with an N-th of its rows: the time of one rank's batch in all.
         forward_s, backward_s = head.forward_s / num_passes, head.backward_s / num_passes
+        # Messages that travel while a rank computes still take its own time, to start them and to take them. In b it
+        # sends in its own turn only.
+        handled_s = self.network.overhead_s * (size - 1) / (num_passes if self.method.scheme == "b" else 1)
         lanes = range(len(self._last))
         # Batch sizes and targets travel first.
         begun = self.schedule.add(2 * small_s, [task for last in self._last for task in last], self._net)
         gathered = self.schedule.add(features_s, [begun], self._net)
         returned = []
         for number in range(num_passes):
-            halves = [self._add(lane, forward_s, [gathered]) for lane in lanes]
-            if number + 1 < num_passes:  # the features of the next pass travel while this one is computed
+            is_last = number + 1 == num_passes
+            halves = [self._add(lane, forward_s + (0.0 if is_last else handled_s), [gathered]) for lane in lanes]
+            if not is_last:  # the features of the next pass travel while this one is computed
                 gathered = self.schedule.add(features_s, [gathered], self._net)
             hidden = self.schedule.add(2 * hidden_s, halves, self._net)
-            ends = [self._add(lane, backward_s, [hidden]) for lane in lanes]
+            # So do the gradients of the pass before.
+            ends = [self._add(lane, backward_s + (handled_s if number else 0.0), [hidden]) for lane in lanes]
             returned.append(self.schedule.add(features_s, ends, self._net))
         for lane in lanes:
             self._add(lane, 0.0, returned)

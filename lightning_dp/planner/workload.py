@@ -124,6 +124,7 @@ class Workload:
         codec_s: processor time in which a compressor encodes and decodes the gradients of a step, by its name in
             `Method.compression`. What is not there takes none.
         frozen_s: time of the forward before the first block, in layers that are not trained. It waits for no gradients.
+        rest_s: what a step takes beyond all that is known of it, whatever the method.
     """
 
     blocks: tuple[Block, ...]
@@ -139,12 +140,13 @@ class Workload:
     batch_norm_s: float = 0.0
     codec_s: Mapping[str, float] = field(default_factory=dict)
     frozen_s: float = 0.0
+    rest_s: float = 0.0
 
     def __post_init__(self) -> None:
         require_count("batch_size", self.batch_size)
         require_count("accumulate", self.accumulate)
         require_count("num_batch_norms", self.num_batch_norms, least=0)
-        for name in ("load_s", "update_s", "jitter", "batch_norm_s", "frozen_s"):
+        for name in ("load_s", "update_s", "jitter", "batch_norm_s", "frozen_s", "rest_s"):
             require_not_negative(name, getattr(self, name))
         for name, seconds in self.codec_s.items():
             require_not_negative(f"codec_s[{name!r}]", seconds)

@@ -107,7 +107,8 @@ def test_without_a_network_only_the_parts_are_told(tmp_path):
 
 
 def test_on_one_rank_ddp_has_the_plan_that_no_method_has(tmp_path):
-    alone = replace(PROFILE, world_size=1, exposed_communication_s=0.0, num_workers=0)
+    step_s = PROFILE.step_s - PROFILE.exposed_communication_s
+    alone = replace(PROFILE, world_size=1, step_s=step_s, exposed_communication_s=0.0, num_workers=0)
     plans = []
     for method in (None, "ddp"):
         make_diagnosis(alone, None, method=method).save(tmp_path / "plan.yaml")
@@ -278,6 +279,17 @@ def test_rows_that_differ_by_less_than_the_error_are_equal_and_the_plainer_one_i
     row = next(line for line in str(shared).splitlines() if line.startswith("| layered_sgd_load |"))
     assert "| ± 6% |" in row
     assert "| equal |" in row
+
+
+def test_what_the_simulation_does_not_know_of_the_measured_step_is_in_all_rows():
+    found = make_diagnosis(replace(COMPUTE_ONLY, step_s=0.17), FAST_NODES, is_probed=True)
+    assert found.now.step_s == pytest.approx(0.17)
+    elsewhere = make_diagnosis(replace(COMPUTE_ONLY, step_s=0.17), FAST_NODES)
+    rows = {row.method: row.time.step_s for row in found.predictions}
+    for row in elsewhere.predictions:
+        assert rows[row.method] >= row.time.step_s
+    shorter = make_diagnosis(replace(COMPUTE_ONLY, step_s=0.15), FAST_NODES, is_probed=True)
+    assert shorter.now.step_s == elsewhere.now.step_s, "nothing is taken away"
 
 
 def test_no_prediction_is_surer_than_that_of_the_measured_step():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from lightning_dp.collectives.compression.layout import ParameterTable, whole_shard
 from lightning_dp.planner import probe
 from lightning_dp.planner.diagnose import RecomputeTimes
+from tests.ranks import run_processes
 
 SIZE = 4  # ranks
 ALPHA_S = 1e-3
@@ -75,7 +77,7 @@ def test_a_compressor_alone_sums_as_with_a_carrier_that_sends_the_same():
 
 def test_a_part_of_the_gradients_stands_for_all(monkeypatch):
     monkeypatch.setattr(probe, "PROBED_ELEMENTS", 1000)
-    monkeypatch.setattr(probe, "_compress_s", lambda choice, gradients, piece, repeats: float(len(gradients)))
+    monkeypatch.setattr(probe, "_compress_s", lambda choice, gradients, *_: float(len(gradients)))
     # The second one does not fit, the third does; one that is too large is measured if it is the first.
     assert probe.probe_compressors([(20, 30), (50, 20), (100,)]) == pytest.approx(
         {"bf16": 1700.0, "int8": 1700.0, "power_sgd": 1700.0}
@@ -88,6 +90,28 @@ def test_each_compressor_takes_time():
     measured = probe.probe_compressors([(64, 64), (64,)], repeats=1)
     assert set(measured) == {"bf16", "int8", "power_sgd"}
     assert all(seconds > 0 for seconds in measured.values())
+
+
+def measure_beside_a_slow_rank(rank):
+    dist.init_process_group("gloo")
+    compress = probe._Loopback.start
+
+    def slowly(self, outgoing, incoming):
+        time.sleep(0.05 * rank)
+        return compress(self, outgoing, incoming)
+
+    probe._Loopback.start = slowly
+    try:
+        alone, together = (probe.probe_compressors([(64, 64)], 1, device)["bf16"] for device in (None, "cpu"))
+    finally:
+        probe._Loopback.start = compress
+    return alone, together
+
+
+def test_ranks_that_measure_together_wait_for_the_slowest():
+    (alone, together), slowest = run_processes(2, measure_beside_a_slow_rank)
+    assert together == pytest.approx(slowest[1], rel=1e-6), "all get the same"
+    assert together > alone + 0.02 > 0.02
 
 
 # --- recording ---

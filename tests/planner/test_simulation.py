@@ -247,14 +247,27 @@ def test_scheme_a_has_one_pass():
 @pytest.mark.parametrize("scheme", ["a", "b", "c"])
 @pytest.mark.parametrize("num_layers", [1, 2, 4])
 def test_each_exchange_of_the_head_takes_the_overhead_of_its_messages(scheme, num_layers):
-    """As many as the strategy makes: head_traffic counts them, and is compared with it."""
+    """As many as the strategy makes: head_traffic counts them, and is compared with it.
+
+    Also those that travel while the head computes: the rank starts and takes their messages itself.
+    """
     size, overhead_s = 4, 0.01
     widths = [8] * num_layers + [4]
     exchanges = sum(cost.num_steps for cost in head_traffic(widths, [2] * size, 4, scheme, "cross_entropy").values())
+    if scheme == "b":  # of the features that travel meanwhile, and their gradients, a rank sends in its own turn only
+        exchanges -= 2 * (size - 1) * (1 - 1 / size)
     nothing = Block(0.0, 0.0, 0.0)
-    workload = Workload((nothing,), head=Head(0.0, 0.0, 0.0, 0.0, 0.0, layers=(nothing,) * num_layers))
+    workload = Workload((nothing,), head=Head(0.0, 5.0, 5.0, 0.0, 0.0, layers=(nothing,) * num_layers))
     network = Network(Link(0.0, 1e15), FAST, overhead_s=overhead_s / (size - 1))
-    assert step_s(workload, f"hybrid_{scheme}", size, network) == pytest.approx(exchanges * overhead_s)
+    without_s = step_s(workload, f"hybrid_{scheme}", size, replace(network, overhead_s=0.0))
+    assert step_s(workload, f"hybrid_{scheme}", size, network) - without_s == pytest.approx(exchanges * overhead_s)
+
+
+@pytest.mark.parametrize("method", ["ddp", "layered_sgd_load", "layered_sgd_step", "hybrid_a"])
+def test_what_is_not_known_of_a_step_is_in_each_method(method):
+    network = Network(Link(0.0, 1e15), FAST)  # behind a slow one it would be hidden
+    longer = step_s(replace(WITH_HEAD, rest_s=0.5), method, 4, network) - step_s(WITH_HEAD, method, 4, network)
+    assert longer == pytest.approx(0.5)
 
 
 def test_data_parallelism_reduces_each_layer_of_the_head_as_soon_as_it_is_ready():
