@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -396,6 +396,24 @@ def shard_like(parameter: Tensor | None, value: Any) -> Any:
         value = value.to(parameter.device)
         return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return value
+
+
+@contextmanager
+def loading_whole_values(module: nn.Module) -> Iterator[None]:
+    """Let ``load_state_dict`` of ``module`` take whole values within the context. Each part keeps its shards of them.
+
+    The part itself, because a hook or a ``load_state_dict`` of the user's may give the values their names.
+    """
+
+    def shard_own(part: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+        for name, parameter in part.named_parameters(prefix.removesuffix("."), recurse=False, remove_duplicate=False):
+            if name in state:
+                state[name] = shard_like(parameter, state[name])
+
+    with ExitStack() as undo:
+        for part in module.modules():
+            undo.callback(part.register_load_state_dict_pre_hook(shard_own).remove)
+        yield
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -48,6 +48,7 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     forget_failed_step,
     load_optimizer,
     load_optimizer_shards,
+    loading_whole_values,
     materialize,
     outermost_units,
     own_parameters,
@@ -577,4 +578,5 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
             values = copy.copy(checkpoint["state_dict"])  # with the versions of the layers
             for name, value in checkpoint["state_dict"].items():
                 values[name] = shard_like(own.get(name), value)
-            module.load_state_dict(values, strict=strict)
+            with loading_whole_values(module):  # those that the module knows by another name
+                module.load_state_dict(values, strict=strict)

@@ -54,12 +54,43 @@ class PartlyUsed(Net):
         self.unused = nn.Linear(8, 8).double()
 
 
+class Prefixed(Net):
+    """Its checkpoints have names of its own."""
+
+    def __init__(self):
+        super().__init__("adamw")
+
+    def state_dict(self, *args, **kwargs):
+        return {f"net.{name}": value for name, value in super().state_dict(*args, **kwargs).items()}
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        own = {name.removeprefix("net."): value for name, value in state_dict.items()}
+        return super().load_state_dict(own, *args, **kwargs)
+
+
+class OldNames(Net):
+    """Its checkpoints have the names that PyTorch gave weight norm once. A hook of PyTorch's own knows them."""
+
+    def __init__(self):
+        super().__init__("adamw")
+        self.shared = nn.utils.parametrizations.weight_norm(self.shared)
+
+    def state_dict(self, *args, **kwargs):
+        def old(name):
+            name = name.replace("parametrizations.weight.original0", "weight_g")
+            return name.replace("parametrizations.weight.original1", "weight_v")
+
+        return {old(name): value for name, value in super().state_dict(*args, **kwargs).items()}
+
+
 MODULES = {
     "other order": OtherOrder,
     "others' order": OthersOrder,
     "tied": Tied,
     "compiled": Compiled,
     "partly used": PartlyUsed,
+    "prefixed": Prefixed,
+    "old names": OldNames,
 }
 IN_FOLDERS = ["other order", "partly used"]
 
