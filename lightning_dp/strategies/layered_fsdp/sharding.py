@@ -32,7 +32,10 @@ from lightning_dp._private.torch_names import (
     has_tensor_hooks,
     is_backward_unfinished,
     is_in_backward,
+    keystr,
     local_part,
+    tree_leaves_with_path,
+    tree_map_with_path,
     without_torch_function,
 )
 from lightning_dp.strategies.unfreezing import trainable
@@ -49,6 +52,9 @@ SMALLEST_PART = 8
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+SHARDED = "layered_fsdp_sharded"
+"""In a checkpoint: the places of what callbacks have put into it as shards, each with the dimension that is sharded."""
 
 # Names and parameters of a module before it was sharded. Those that nobody has kept are gone.
 _whole: WeakKeyDictionary[nn.Module, list[tuple[str, ref[Tensor]]]] = WeakKeyDictionary()
@@ -454,6 +460,58 @@ def whole_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
     numbers = sorted(state["state"], key=str)
     whole = {number: whole_values(state["state"][number], keep) for number in numbers}
     return {**state, "state": whole} if keep else {}
+
+
+def gather_added(checkpoint: dict[str, Any], keep: bool) -> dict[str, Any]:
+    """Return ``checkpoint`` with whole tensors in place of shards, such as an average that a callback keeps.
+
+    A file would hold the shards of one rank, and torch could not read it. All ranks call it.
+
+    Args:
+        checkpoint: as Lightning makes it.
+        keep: whether to keep the whole tensors. If not, ``checkpoint`` is returned as it is.
+
+    Raises:
+        ValueError: on all ranks, if some have put in other shards than others.
+    """
+    sharded = {keystr(path): each for path, each in tree_leaves_with_path(checkpoint) if isinstance(each, DTensor)}
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, sorted(sharded))
+    for rank, places in enumerate(of_ranks):
+        if differing := set(places) ^ set(of_ranks[0]):
+            raise ValueError(
+                f"checkpoint{min(differing)} is a shard on rank 0 or on rank {rank} alone, and the ranks of a group "
+                "gather it together; let all ranks put it into the checkpoint"
+            )
+    whole: dict[str, Tensor] = {}
+    for place in of_ranks[0]:
+        value = sharded[place].full_tensor()
+        if keep:  # else it is dropped before the next one is gathered
+            whole[place] = value.detach().cpu()
+    if not whole:
+        return checkpoint
+    gathered: dict[str, Any] = tree_map_with_path(lambda path, each: whole.get(keystr(path), each), checkpoint)
+    if "state_dict" in checkpoint:
+        values = copy.copy(checkpoint["state_dict"])  # with the versions of the layers
+        values.update(gathered["state_dict"])
+        gathered["state_dict"] = values
+    dims = {place: each.placements[0].dim for place, each in sharded.items() if isinstance(each.placements[0], Shard)}
+    return gathered | {SHARDED: dims}
+
+
+def shard_added(checkpoint: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+    """Return ``checkpoint`` with this rank's shards of what `gather_added` has gathered. Nothing is sent."""
+    dims = checkpoint.pop(SHARDED, None)
+    if not dims:
+        return checkpoint
+
+    def shard_again(path: Any, value: Any) -> Any:
+        if (dim := dims.get(keystr(path))) is None:
+            return value
+        return distribute_tensor(value.to(mesh.device_type), mesh, [Shard(dim)], src_data_rank=None)
+
+    others = {key: value for key, value in checkpoint.items() if key != "state_dict"}  # which is loaded as a whole
+    return checkpoint | tree_map_with_path(shard_again, others)
 
 
 def load_optimizer_shards(folder: Path, index: int, optimizer: Optimizer, module: nn.Module) -> None:

@@ -46,6 +46,7 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     check_wrap,
     forget_failed_backward,
     forget_failed_step,
+    gather_added,
     load_optimizer,
     load_optimizer_shards,
     loading_whole_values,
@@ -54,6 +55,7 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     own_parameters,
     parameter_names,
     shard,
+    shard_added,
     shard_like,
     sharded_units,
     whole_optimizer_state,
@@ -485,6 +487,9 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
                 self._warn_of_dropped("the checkpoint is written after an exception: other ranks may be gone")
             else:
                 self._add_residuals(checkpoint)
+        by_rank = ("state_dict", "optimizer_states") if self._saves_shards else ()
+        others = {key: value for key, value in checkpoint.items() if key not in by_rank}
+        checkpoint = checkpoint | gather_added(others, keep=self.is_global_zero)
         place = self.broadcast(filepath)
         if self._saves_shards or Path(place).is_dir():
             super().save_checkpoint(checkpoint, place, storage_options)
@@ -540,7 +545,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
                 # Not Lightning's way, which takes the optimizer's numbers of parameters for the module's.
                 checkpoint = self.checkpoint_io.load_checkpoint(place, weights_only=weights_only)
         self._restore_residuals(checkpoint)
-        return checkpoint
+        return shard_added(checkpoint, self.device_mesh[SHARD])
 
     def _load_module_shards(self, folder: Path, weights_only: bool | None) -> dict[str, Any]:
         # Lightning would load the optimizers now, before callbacks have restored the groups that they had added.
