@@ -28,7 +28,7 @@ from lightning_dp._private.lightning_names import (
     set_up_process_group,
     strategy_timeout,
 )
-from lightning_dp._private.torch_names import begin_passes_at, is_in_backward
+from lightning_dp._private.torch_names import begin_passes_at, is_in_backward, local_part
 from lightning_dp.collectives.compression.layout import ParameterTable
 from lightning_dp.collectives.compression.options import Compression, PowerSGD, has_error_feedback
 from lightning_dp.collectives.groups import RankTopology, create_groups, resolve_group
@@ -462,7 +462,11 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._saves_shards:
-            return super().lightning_module_state_dict()
+            state = super().lightning_module_state_dict()
+            tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+            buffers = {n: v.to(self.root_device, copy=True) for n, v in tensors.items() if local_part(v) is v}
+            broadcast_from_rank_0(buffers.values())  # PyTorch writes each of them as it is on any one rank
+            return state | buffers
         self._finish_before_saving()
         # PyTorch's names differ from the module's where a part is compiled, and other strategies could not load them.
         return whole_values(self.lightning_module.state_dict(), keep=self.is_global_zero)

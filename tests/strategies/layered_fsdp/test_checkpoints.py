@@ -16,7 +16,7 @@ from lightning_dp import LayeredSGDStrategy
 from lightning_dp.strategies.layered_sgd import update
 from tests.ranks import run_cases, run_processes
 from tests.strategies.layered_fsdp.modules import fit, layered, snapshot, whole
-from tests.strategies.layered_fsdp.user_cases import Manual, Tied
+from tests.strategies.layered_fsdp.user_cases import Manual, Normalized, Tied
 from tests.strategies.modules import Net, assert_same, data, optimizers, trainer
 
 
@@ -309,6 +309,37 @@ def save_own_choice(rank, folder):
 @pytest.mark.ci
 def test_what_the_module_itself_puts_into_a_checkpoint_is_whole(tmp_path):
     run_processes(4, save_own_choice, str(tmp_path), timeout=60)
+
+
+class SeesBuffers(Callback):
+    """Saves in the middle of an epoch, and keeps the buffers of then, or of when training begins."""
+
+    def __init__(self, path=None):
+        self.path = path
+
+    def look(self, trainer, pl_module):
+        self.buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
+
+    on_train_start = look
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 1 and self.path is not None:
+            self.look(trainer, pl_module)
+            trainer.save_checkpoint(self.path)
+
+
+def save_buffers(rank, path):
+    saves, loads = SeesBuffers(path), SeesBuffers()
+    fit(layered(save_distributed_checkpoint=True), 2, Normalized(), callbacks=[saves])
+    fit(layered(), 2, Normalized(), callbacks=[loads], ckpt_path=path)
+    return saves.buffers, loads.buffers
+
+
+def test_a_folder_has_the_buffers_of_rank_0(tmp_path):
+    (expected, loaded), (others, loaded_there) = run_processes(2, save_buffers, str(tmp_path / "a"))
+    assert not torch.equal(others["norm.running_mean"], expected["norm.running_mean"])
+    assert_same(loaded, expected)
+    assert_same(loaded_there, expected)
 
 
 class Places(TorchCheckpointIO):
