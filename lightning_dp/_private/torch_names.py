@@ -24,16 +24,27 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_leaves,
+    tree_leaves_with_path,
+    tree_map_only,
+    tree_map_with_path,
+    tree_unflatten,
+)
 
 # Other modules import these from here, though they are defined elsewhere; mypy wants to be told.
 __all__ = [
     "BatchNorm",
     "OptimizedModule",
     "TorchDispatchMode",
+    "keystr",
     "tree_flatten",
     "tree_leaves",
+    "tree_leaves_with_path",
     "tree_map_only",
+    "tree_map_with_path",
     "tree_unflatten",
 ]
 

@@ -43,6 +43,9 @@ def check_trees_are_taken_apart_and_put_together() -> None:
     assert leaves == pytree.tree_leaves(tree) == [1, 2.0, 3]
     assert pytree.tree_unflatten(leaves, spec) == tree
     assert pytree.tree_map_only(int, str, tree) == {"a": ["1", 2.0], "b": ("3",)}
+    places = {pytree.keystr(path): leaf for path, leaf in pytree.tree_leaves_with_path(tree)}
+    assert places == {"['a'][0]": 1, "['a'][1]": 2.0, "['b'][0]": 3}
+    assert pytree.tree_map_with_path(lambda path, _: places[pytree.keystr(path)], tree) == tree
 
 
 @contract(torch.nn.modules.batchnorm, "_BatchNorm")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -32,7 +32,10 @@ from lightning_dp._private.torch_names import (
     has_tensor_hooks,
     is_backward_unfinished,
     is_in_backward,
+    keystr,
     local_part,
+    tree_leaves_with_path,
+    tree_map_with_path,
     without_torch_function,
 )
 from lightning_dp.strategies.unfreezing import trainable
@@ -49,6 +52,9 @@ SMALLEST_PART = 8
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+SHARDED = "layered_fsdp_sharded"
+"""In a checkpoint: the places of what callbacks have put into it as shards, each with the dimension that is sharded."""
 
 # Names and parameters of a module before it was sharded. Those that nobody has kept are gone.
 _whole: WeakKeyDictionary[nn.Module, list[tuple[str, ref[Tensor]]]] = WeakKeyDictionary()
@@ -158,32 +164,31 @@ def check_embeddings(module: nn.Module) -> None:
             )
 
 
-def _roots(module: LightningModule) -> Iterator[nn.Module]:
-    """Yield the modules whose forward begins and ends a pass of FSDP2.
+def _roots(module: LightningModule) -> list[nn.Module]:
+    """Return the modules whose forward begins and ends a pass of FSDP2.
 
     That is the step of ``module``. One that steps its optimizers itself runs backward, and the next forward, within its
     step, so there each of its parts begins and ends its own.
     """
     if module.automatic_optimization:
-        yield module
-    else:
-        yield from _outermost_with_forward(module, "")
+        return [module]
+    return _outermost(_outermost_with_forward(module, "", _sharing(_outermost(module.children()))))
 
 
-def _outermost_with_forward(module: nn.Module, name: str) -> Iterator[nn.Module]:
+def _outermost_with_forward(module: nn.Module, name: str, shares: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
     for own_name, _ in module.named_parameters(prefix=name, recurse=False):
         raise ValueError(
             f"{own_name} belongs to a {type(module).__name__} that has no forward which runs within its training_step, "
-            "and that steps its optimizers itself, so nothing tells when to gather it; put it into a module with a "
-            "forward"
+            "or that shares a part with another module, and the optimizers are stepped by hand, so nothing tells when "
+            "to gather it; put it into a module with a forward, which shares nothing"
         )
     for child_name, child in module.named_children():
         if not any(True for _ in child.parameters()):
             continue  # nothing to gather
-        if has_own_forward(child):
+        if has_own_forward(child) and not shares(child):
             yield child
         else:
-            yield from _outermost_with_forward(child, f"{name}.{child_name}" if name else child_name)
+            yield from _outermost_with_forward(child, f"{name}.{child_name}" if name else child_name, shares)
 
 
 def sharded_units(module: nn.Module) -> list[tuple[str, Any]]:
@@ -195,13 +200,18 @@ def sharded_units(module: nn.Module) -> list[tuple[str, Any]]:
     return [(name or type(module).__name__, unit) for name, unit in units if own_parameters(unit)]
 
 
-def outermost_units(module: nn.Module) -> Iterator[Any]:
-    """Yield the modules that FSDP2 has sharded and that lie in no other such module: the roots of its passes."""
-    if isinstance(module, FSDPModule):
-        yield module
-    else:
-        for part in module.children():
-            yield from outermost_units(part)
+def outermost_units(module: nn.Module) -> list[Any]:
+    """Return the modules that FSDP2 has sharded and that lie in no other such module: the roots of its passes."""
+    if isinstance(module, FSDPModule):  # each step asks
+        return [module]
+    return _outermost(part for part in module.modules() if isinstance(part, FSDPModule))
+
+
+def _outermost(parts: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return each of ``parts`` that lies in no other one, once. An attribute may name a part that lies deeper, too."""
+    by_id = {id(part): part for part in parts}
+    inner = {id(each) for part in by_id.values() for each in part.modules() if each is not part}
+    return [part for number, part in by_id.items() if number not in inner]
 
 
 def forget_failed_step(module: nn.Module) -> None:
@@ -298,9 +308,10 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 
 def _units(module: nn.Module, wrap: Wrap | None) -> Iterator[tuple[str, nn.Module]]:
     """Yield the units but the roots, outer ones first."""
-    shared = _shared(module)
+    shares = _sharing([module])
     if wrap is None:
-        yield from _by_size(module, "", _numel(module.parameters()) / NUM_UNITS, shared)
+        by_size = _by_size(module, "", _numel(module.parameters()) / NUM_UNITS, shares)
+        yield from {id(part): (name, part) for name, part in by_size}.values()  # once, if it has several names
         return
     classes = tuple(wrap) if isinstance(wrap, Sequence) else ()
     wholes = [part for part in module.modules() if isinstance(part, _WHOLE)]
@@ -316,7 +327,7 @@ def _units(module: nn.Module, wrap: Wrap | None) -> Iterator[tuple[str, nn.Modul
             "true for some of them, or None: by size"
         )
     for name, part in found:
-        if shared.intersection(part.parameters()):
+        if shares(part):
             raise ValueError(
                 f"wrap={wrap!r} finds {name!r}, which shares a parameter with another part; give a part that "
                 "contains both"
@@ -324,15 +335,16 @@ def _units(module: nn.Module, wrap: Wrap | None) -> Iterator[tuple[str, nn.Modul
     yield from found
 
 
-def _by_size(module: nn.Module, name: str, target: float, shared: set[Tensor]) -> Iterator[tuple[str, nn.Module]]:
+def _by_size(
+    module: nn.Module, name: str, target: float, shares: Callable[[nn.Module], bool]
+) -> Iterator[tuple[str, nn.Module]]:
     """Yield the largest parts of ``module`` that have at most ``target`` elements, and single layers that have more."""
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
-        parameters = list(child.parameters())
-        numel = _numel(parameters)
+        numel = _numel(child.parameters())
         # What a function of torch makes (parametrizations), or a loss keeps, is used by its parent: without a forward
         # of its own a part cannot be gathered.
-        if has_own_forward(child) and not shared.intersection(parameters):
+        if has_own_forward(child) and not shares(child):
             if numel <= target:
                 if numel >= target / SMALLEST_PART:
                     yield path, child
@@ -340,13 +352,26 @@ def _by_size(module: nn.Module, name: str, target: float, shared: set[Tensor]) -
             if isinstance(child, _WHOLE) or not any(True for _ in child.children()):
                 yield path, child
                 continue
-        yield from _by_size(child, path, target, shared)
+        yield from _by_size(child, path, target, shares)
 
 
-def _shared(module: nn.Module) -> set[Tensor]:
-    """Return the parameters that several parts have. FSDP2 needs all uses of a parameter in one unit."""
-    count = Counter(p for part in module.modules() for p in part.parameters(recurse=False))
-    return {parameter for parameter, places in count.items() if places > 1}
+def _sharing(wholes: Sequence[nn.Module]) -> Callable[[nn.Module], bool]:
+    """Return a function that says whether a part of ``wholes`` has a parameter that others have, too.
+
+    FSDP2 needs all uses of a parameter in one unit. Others may have the parameter itself, or a module that has it. The
+    part itself may have several names.
+    """
+    num_names = Counter(id(part) for whole in wholes for _, part in whole.named_modules(remove_duplicate=False))
+    num_uses = sum(map(_uses, wholes), Counter[Tensor]())
+
+    def shares(part: nn.Module) -> bool:
+        return any(num_uses[parameter] > num_names[id(part)] * number for parameter, number in _uses(part).items())
+
+    return shares
+
+
+def _uses(module: nn.Module) -> Counter[Tensor]:
+    return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
 def _numel(parameters: Iterable[Tensor]) -> int:
@@ -377,6 +402,24 @@ def shard_like(parameter: Tensor | None, value: Any) -> Any:
         value = value.to(parameter.device)
         return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return value
+
+
+@contextmanager
+def loading_whole_values(module: nn.Module) -> Iterator[None]:
+    """Let ``load_state_dict`` of ``module`` take whole values within the context. Each part keeps its shards of them.
+
+    The part itself, because a hook or a ``load_state_dict`` of the user's may give the values their names.
+    """
+
+    def shard_own(part: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+        for name, parameter in part.named_parameters(prefix.removesuffix("."), recurse=False, remove_duplicate=False):
+            if name in state:
+                state[name] = shard_like(parameter, state[name])
+
+    with ExitStack() as undo:
+        for part in module.modules():
+            undo.callback(part.register_load_state_dict_pre_hook(shard_own).remove)
+        yield
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -417,6 +460,58 @@ def whole_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
     numbers = sorted(state["state"], key=str)
     whole = {number: whole_values(state["state"][number], keep) for number in numbers}
     return {**state, "state": whole} if keep else {}
+
+
+def gather_added(checkpoint: dict[str, Any], keep: bool) -> dict[str, Any]:
+    """Return ``checkpoint`` with whole tensors in place of shards, such as an average that a callback keeps.
+
+    A file would hold the shards of one rank, and torch could not read it. All ranks call it.
+
+    Args:
+        checkpoint: as Lightning makes it.
+        keep: whether to keep the whole tensors. If not, ``checkpoint`` is returned as it is.
+
+    Raises:
+        ValueError: on all ranks, if some have put in other shards than others.
+    """
+    sharded = {keystr(path): each for path, each in tree_leaves_with_path(checkpoint) if isinstance(each, DTensor)}
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, sorted(sharded))
+    for rank, places in enumerate(of_ranks):
+        if differing := set(places) ^ set(of_ranks[0]):
+            raise ValueError(
+                f"checkpoint{min(differing)} is a shard on rank 0 or on rank {rank} alone, and the ranks of a group "
+                "gather it together; let all ranks put it into the checkpoint"
+            )
+    whole: dict[str, Tensor] = {}
+    for place in of_ranks[0]:
+        value = sharded[place].full_tensor()
+        if keep:  # else it is dropped before the next one is gathered
+            whole[place] = value.detach().cpu()
+    if not whole:
+        return checkpoint
+    gathered: dict[str, Any] = tree_map_with_path(lambda path, each: whole.get(keystr(path), each), checkpoint)
+    if "state_dict" in checkpoint:
+        values = copy.copy(checkpoint["state_dict"])  # with the versions of the layers
+        values.update(gathered["state_dict"])
+        gathered["state_dict"] = values
+    dims = {place: each.placements[0].dim for place, each in sharded.items() if isinstance(each.placements[0], Shard)}
+    return gathered | {SHARDED: dims}
+
+
+def shard_added(checkpoint: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+    """Return ``checkpoint`` with this rank's shards of what `gather_added` has gathered. Nothing is sent."""
+    dims = checkpoint.pop(SHARDED, None)
+    if not dims:
+        return checkpoint
+
+    def shard_again(path: Any, value: Any) -> Any:
+        if (dim := dims.get(keystr(path))) is None:
+            return value
+        return distribute_tensor(value.to(mesh.device_type), mesh, [Shard(dim)], src_data_rank=None)
+
+    others = {key: value for key, value in checkpoint.items() if key != "state_dict"}  # which is loaded as a whole
+    return checkpoint | tree_map_with_path(shard_again, others)
 
 
 def load_optimizer_shards(folder: Path, index: int, optimizer: Optimizer, module: nn.Module) -> None:

@@ -28,7 +28,7 @@ from lightning_dp._private.lightning_names import (
     set_up_process_group,
     strategy_timeout,
 )
-from lightning_dp._private.torch_names import begin_passes_at, is_in_backward
+from lightning_dp._private.torch_names import begin_passes_at, is_in_backward, local_part
 from lightning_dp.collectives.compression.layout import ParameterTable
 from lightning_dp.collectives.compression.options import Compression, PowerSGD, has_error_feedback
 from lightning_dp.collectives.groups import RankTopology, create_groups, resolve_group
@@ -46,13 +46,16 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     check_wrap,
     forget_failed_backward,
     forget_failed_step,
+    gather_added,
     load_optimizer,
     load_optimizer_shards,
+    loading_whole_values,
     materialize,
     outermost_units,
     own_parameters,
     parameter_names,
     shard,
+    shard_added,
     shard_like,
     sharded_units,
     whole_optimizer_state,
@@ -459,7 +462,11 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._saves_shards:
-            return super().lightning_module_state_dict()
+            state = super().lightning_module_state_dict()
+            tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+            buffers = {n: v.to(self.root_device, copy=True) for n, v in tensors.items() if local_part(v) is v}
+            broadcast_from_rank_0(buffers.values())  # PyTorch writes each of them as it is on any one rank
+            return state | buffers
         self._finish_before_saving()
         # PyTorch's names differ from the module's where a part is compiled, and other strategies could not load them.
         return whole_values(self.lightning_module.state_dict(), keep=self.is_global_zero)
@@ -484,6 +491,9 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
                 self._warn_of_dropped("the checkpoint is written after an exception: other ranks may be gone")
             else:
                 self._add_residuals(checkpoint)
+        by_rank = ("state_dict", "optimizer_states") if self._saves_shards else ()
+        others = {key: value for key, value in checkpoint.items() if key not in by_rank}
+        checkpoint = checkpoint | gather_added(others, keep=self.is_global_zero)
         place = self.broadcast(filepath)
         if self._saves_shards or Path(place).is_dir():
             super().save_checkpoint(checkpoint, place, storage_options)
@@ -539,7 +549,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
                 # Not Lightning's way, which takes the optimizer's numbers of parameters for the module's.
                 checkpoint = self.checkpoint_io.load_checkpoint(place, weights_only=weights_only)
         self._restore_residuals(checkpoint)
-        return checkpoint
+        return shard_added(checkpoint, self.device_mesh[SHARD])
 
     def _load_module_shards(self, folder: Path, weights_only: bool | None) -> dict[str, Any]:
         # Lightning would load the optimizers now, before callbacks have restored the groups that they had added.
@@ -577,4 +587,5 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
             values = copy.copy(checkpoint["state_dict"])  # with the versions of the layers
             for name, value in checkpoint["state_dict"].items():
                 values[name] = shard_like(own.get(name), value)
-            module.load_state_dict(values, strict=strict)
+            with loading_whole_values(module):  # those that the module knows by another name
+                module.load_state_dict(values, strict=strict)

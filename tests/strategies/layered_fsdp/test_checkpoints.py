@@ -15,8 +15,8 @@ from torch import nn
 from lightning_dp import LayeredSGDStrategy
 from lightning_dp.strategies.layered_sgd import update
 from tests.ranks import run_cases, run_processes
-from tests.strategies.layered_fsdp.modules import fit, layered, snapshot
-from tests.strategies.layered_fsdp.user_cases import Manual, Tied
+from tests.strategies.layered_fsdp.modules import fit, layered, snapshot, whole
+from tests.strategies.layered_fsdp.user_cases import Manual, Normalized, Tied
 from tests.strategies.modules import Net, assert_same, data, optimizers, trainer
 
 
@@ -54,12 +54,43 @@ class PartlyUsed(Net):
         self.unused = nn.Linear(8, 8).double()
 
 
+class Prefixed(Net):
+    """Its checkpoints have names of its own."""
+
+    def __init__(self):
+        super().__init__("adamw")
+
+    def state_dict(self, *args, **kwargs):
+        return {f"net.{name}": value for name, value in super().state_dict(*args, **kwargs).items()}
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        own = {name.removeprefix("net."): value for name, value in state_dict.items()}
+        return super().load_state_dict(own, *args, **kwargs)
+
+
+class OldNames(Net):
+    """Its checkpoints have the names that PyTorch gave weight norm once. A hook of PyTorch's own knows them."""
+
+    def __init__(self):
+        super().__init__("adamw")
+        self.shared = nn.utils.parametrizations.weight_norm(self.shared)
+
+    def state_dict(self, *args, **kwargs):
+        def old(name):
+            name = name.replace("parametrizations.weight.original0", "weight_g")
+            return name.replace("parametrizations.weight.original1", "weight_v")
+
+        return {old(name): value for name, value in super().state_dict(*args, **kwargs).items()}
+
+
 MODULES = {
     "other order": OtherOrder,
     "others' order": OthersOrder,
     "tied": Tied,
     "compiled": Compiled,
     "partly used": PartlyUsed,
+    "prefixed": Prefixed,
+    "old names": OldNames,
 }
 IN_FOLDERS = ["other order", "partly used"]
 
@@ -199,6 +230,116 @@ def resume_finetuning(rank, folder):
 @pytest.mark.ci
 def test_groups_that_finetuning_has_added_are_resumed(tmp_path):
     run_processes(4, resume_finetuning, str(tmp_path))
+
+
+class Average(Callback):
+    """An average of the weights that is in checkpoints, as any callback of a user keeps it."""
+
+    average = None
+
+    def on_train_start(self, trainer, pl_module):
+        self.average = self.average or {name: p.detach().clone() for name, p in pl_module.named_parameters()}
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        for name, parameter in pl_module.named_parameters():
+            self.average[name].lerp_(parameter.detach(), 0.3)
+
+    def state_dict(self):
+        return {"average": self.average}
+
+    def load_state_dict(self, state_dict):
+        self.average = state_dict["average"]
+
+
+def resume_average(rank, folder):
+    files = {"ddp": DDPStrategy, "file": layered, "folder": lambda: layered(save_distributed_checkpoint=True)}
+    expected = None
+    for name, make in files.items():
+        path = f"{folder}/{name}.ckpt"
+        _, trainer = fit(make(), 4, max_epochs=1, steps=2, callbacks=[Average()])
+        trainer.save_checkpoint(path)
+        average = Average()
+        fit(make() if name == "ddp" else layered(1), 4, max_epochs=2, steps=2, callbacks=[average], ckpt_path=path)
+        actual = {key: whole(value) for key, value in average.average.items()}
+        expected = expected or actual
+        assert_same(actual, expected)
+    found, plain = (torch.load(f"{folder}/{name}.ckpt", weights_only=True)["callbacks"] for name in ("file", "ddp"))
+    assert_same(found["Average"]["average"], plain["Average"]["average"])
+
+
+@pytest.mark.ci
+def test_shards_that_a_callback_keeps_are_whole_in_a_checkpoint_and_shards_again(tmp_path):
+    run_processes(4, resume_average, str(tmp_path))
+
+
+class WithoutFrozen(Net):
+    """Chooses what to save from its own ``state_dict``."""
+
+    strict_loading = False
+
+    def on_save_checkpoint(self, checkpoint):
+        values = self.state_dict()
+        del values["frozen.weight"]
+        checkpoint["state_dict"] = values
+
+
+class OnRank0(WithoutFrozen):
+    def on_save_checkpoint(self, checkpoint):
+        if self.global_rank == 0:
+            super().on_save_checkpoint(checkpoint)
+
+
+def save_own_choice(rank, folder):
+    saved = []
+    for strategy in (DDPStrategy(), layered()):
+        _, trainer = fit(strategy, 4, WithoutFrozen(), steps=2)
+        path = f"{folder}/{type(strategy).__name__}.ckpt"
+        trainer.save_checkpoint(path)
+        saved.append(torch.load(path, weights_only=True)["state_dict"])
+    assert_same(*saved)
+    assert saved[0]._metadata == saved[1]._metadata
+    fit(layered(), 4, WithoutFrozen(), steps=2, max_epochs=2, ckpt_path=path)
+    _, trainer = fit(layered(), 4, OnRank0(), steps=2)
+    with pytest.raises(
+        ValueError, match=r"checkpoint\['state_dict'\]\['first.bias'\] is a shard on rank 0 or on rank 1"
+    ):
+        trainer.save_checkpoint(path)
+
+
+@pytest.mark.ci
+def test_what_the_module_itself_puts_into_a_checkpoint_is_whole(tmp_path):
+    run_processes(4, save_own_choice, str(tmp_path), timeout=60)
+
+
+class SeesBuffers(Callback):
+    """Saves in the middle of an epoch, and keeps the buffers of then, or of when training begins."""
+
+    def __init__(self, path=None):
+        self.path = path
+
+    def look(self, trainer, pl_module):
+        self.buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
+
+    on_train_start = look
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 1 and self.path is not None:
+            self.look(trainer, pl_module)
+            trainer.save_checkpoint(self.path)
+
+
+def save_buffers(rank, path):
+    saves, loads = SeesBuffers(path), SeesBuffers()
+    fit(layered(save_distributed_checkpoint=True), 2, Normalized(), callbacks=[saves])
+    fit(layered(), 2, Normalized(), callbacks=[loads], ckpt_path=path)
+    return saves.buffers, loads.buffers
+
+
+def test_a_folder_has_the_buffers_of_rank_0(tmp_path):
+    (expected, loaded), (others, loaded_there) = run_processes(2, save_buffers, str(tmp_path / "a"))
+    assert not torch.equal(others["norm.running_mean"], expected["norm.running_mean"])
+    assert_same(loaded, expected)
+    assert_same(loaded_there, expected)
 
 
 class Places(TorchCheckpointIO):

@@ -31,7 +31,17 @@ from lightning_dp.strategies.layered_sgd import parameter_watch
 from lightning_dp.strategies.layered_sgd.host_communicator import Communicator
 from tests.ranks import RankError, logged, run_cases, run_processes
 from tests.strategies.layered_fsdp.modules import fit, layered, snapshot, whole
-from tests.strategies.layered_fsdp.user_cases import CASES, Manual, Normalized, Teacher, Tied, options_of
+from tests.strategies.layered_fsdp.user_cases import (
+    CASES,
+    Manual,
+    ManualNamed,
+    Named,
+    Normalized,
+    Teacher,
+    Tie,
+    Tied,
+    options_of,
+)
 from tests.strategies.layered_sgd.late_sums import sum_late
 from tests.strategies.layered_sgd.staged import is_watched
 from tests.strategies.modules import CLASSES, FEATURES, Net, assert_same, data, optimizers, trainer
@@ -70,6 +80,18 @@ def test_equals_ddp():
 @pytest.mark.slow
 def test_equals_ddp_with_units_given_and_by_size():
     run_cases(4, compare_with_ddp, CASES)
+
+
+def name_parts_twice(rank):
+    for make, wraps in ((Named, [None, [Tie]]), (ManualNamed, [None])):
+        expected = snapshot(*fit(DDPStrategy(find_unused_parameters=True), 4, make()))
+        for wrap in wraps:
+            assert_same(snapshot(*fit(layered(2, wrap=wrap), 4, make())), expected)
+
+
+@pytest.mark.ci
+def test_a_part_may_have_several_names_and_a_tie_of_its_own():
+    run_processes(4, name_parts_twice)
 
 
 class Uses(Callback):
@@ -929,6 +951,7 @@ def refuse(rank):
         (layered(), Renormalized(), {}, r"table has max_norm=1\.0"),
         (layered(wrap=[nn.LSTM]), Net(), {}, "finds no part of Net"),
         (layered(), Tied(), {}, "shares a parameter"),
+        (layered(wrap=[nn.Sequential]), Named(), {}, "finds 'left', which shares a parameter"),
         (layered(), Bare(), {}, "scale belongs to a Bare"),
         (layered(), Net(), {"callbacks": [Memonger()]}, "frees the parameters"),
         (layered(), Net(), {"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging copies the module"),

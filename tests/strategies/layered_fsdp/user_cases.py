@@ -402,6 +402,60 @@ class Transformer(Net):
         return data(4, 2)
 
 
+class Tie(nn.Module):
+    """Two layers with one weight. All its uses are in this part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.other.weight = self.one.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.other(torch.tanh(self.one(x))))
+
+
+class Named(Net):
+    """Two parts have the same layer, a third one has a second name, and all are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tie = Tie().double()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double()
+        self.left = nn.Sequential(self.shared, nn.Tanh(), nn.Linear(8, 8).double())
+        self.right = nn.Sequential(nn.Sequential(self.shared, nn.Tanh()), self.inner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.tie(torch.tanh(self.first(x)))
+        return self.last(torch.tanh(self.left(x) + self.right(x) + self.inner(x)))
+
+
+class Whole(nn.Module):
+    """Has a parameter of its own beside its parts."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.scale = nn.Parameter(torch.ones(8, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x)) * self.scale
+
+
+class ManualNamed(Manual):
+    """With manual optimization, a part of another one has a name before it, and two have the same layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).double()
+        self.whole = Whole(self.inner)
+        self.left = nn.Sequential(self.shared, nn.Tanh())
+        self.right = nn.Sequential(nn.Sequential(self.shared, nn.Tanh()), nn.Linear(8, 8).double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(self.left(x) + self.right(x) + self.whole(x) + self.inner(x))
+
+
 CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "manual": (Manual, {}),
     "manual with a metric": (ManualMetric, {}),
