@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import sys
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -417,18 +418,25 @@ def hold(run_dir, connection):
         connection.recv()
 
 
-def test_a_folder_has_one_run_at_a_time(tmp_path):
+@contextmanager
+def forked(function, run_dir):
+    """Run ``function`` with one end of a pipe in another process, and yield the other end. The process is killed."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    other = context.Process(target=hold, args=(tmp_path, theirs))
+    other = context.Process(target=function, args=(run_dir, theirs))
     other.start()
     try:
-        assert ours.recv() == "held"
-        with pytest.raises(ValueError, match=r"hydra\.run\.dir: .* is in use by a run"), alone_in(tmp_path):
-            pass
+        yield ours
     finally:
         other.kill()
         other.join()
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path):
+    with forked(hold, tmp_path) as other:
+        assert other.recv() == "held"
+        with pytest.raises(ValueError, match=r"hydra\.run\.dir: .* is in use by a run"), alone_in(tmp_path):
+            pass
     with alone_in(tmp_path):
         assert [path.name for path in tmp_path.rglob("*")] == [".hydra", "lock"]
 
@@ -444,20 +452,14 @@ def hold_late(run_dir, connection):
 
 
 def test_a_folder_has_one_run_though_another_one_has_just_ended(tmp_path):
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    other = context.Process(target=hold_late, args=(tmp_path, theirs))
-    with alone_in(tmp_path):
-        other.start()
-        assert ours.recv() == "opened"
-    try:
-        ours.send("go on")
-        assert ours.recv() == "held"
+    with ExitStack() as stack:
+        with alone_in(tmp_path):
+            other = stack.enter_context(forked(hold_late, tmp_path))
+            assert other.recv() == "opened"
+        other.send("go on")
+        assert other.recv() == "held"
         with pytest.raises(ValueError, match=r"hydra\.run\.dir: .* is in use by a run"), alone_in(tmp_path):
             pass
-    finally:
-        other.kill()
-        other.join()
 
 
 @pytest.mark.parametrize("requested", ["last", "best"])
