@@ -184,6 +184,22 @@ class HybridFitState(SharedOnDeepcopy):
             for layer in (self.head.head, *self.head.linears):
                 vars(layer)["forward"] = partial(_refuse_shard, name)
 
+    @contextmanager
+    def marked(self) -> Iterator[None]:
+        """Let the module have one parameter more within the context, in which DDP wraps it: the mark of the head.
+
+        With ``find_unused_parameters`` DDP leaves out what a backward does not reach, once that has reached the first
+        of DDP's parameters. Without the mark, one that reaches the head alone would leave the trunk's gradients of
+        earlier batches unreduced, or end the next backward in an error.
+        """
+        name, parameter = "mark_of_the_head", self.head.parameters[0]
+        self.passes.mark = nn.Parameter(parameter.new_zeros(()))
+        self._module.register_parameter(name, self.passes.mark)
+        try:
+            yield
+        finally:
+            delattr(self._module, name)
+
     # --- Steps ---
 
     @contextmanager
