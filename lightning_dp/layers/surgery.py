@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -142,3 +144,17 @@ def _require_replaceable(name: str, module: nn.Module, kinds: Collection[type[nn
 
 def _refuse(action: str, name: str, kind: str, why: str) -> NoReturn:
     raise ValueError(f"cannot {action} layer {name!r}, a {kind}: {why}")
+
+
+@contextmanager
+def local_statistics(model: nn.Module) -> Iterator[None]:
+    """Let the batch norm layers of ``model``, SyncBatchNorm too, use this rank's batch alone within the context."""
+    with ExitStack() as undo:
+        for part in model.modules():
+            if isinstance(part, nn.SyncBatchNorm):
+                part.forward = partial(nn.BatchNorm2d.forward, part)  # type: ignore[method-assign]
+                undo.callback(delattr, part, "forward")
+            elif isinstance(part, GlobalBatchNorm) and part.is_global:
+                part.is_global = False
+                undo.callback(setattr, part, "is_global", True)
+        yield

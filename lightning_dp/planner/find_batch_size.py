@@ -9,19 +9,19 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lightning_dp._lightning import FRAMEWORK, Callback, DDPStrategy, LightningModule, require_own_trainer
 from lightning_dp._private.lightning_names import before_batch_transfer
 from lightning_dp._private.torch_names import TorchDispatchMode, release_reducer
+from lightning_dp.layers.surgery import local_statistics
 from lightning_dp.planner.convolutions.measure import measure_time_s, num_bytes, unless_out_of_memory
 from lightning_dp.planner.convolutions.measured_plans import num_times, resized
 from lightning_dp.planner.formulas import require_count
@@ -261,7 +261,7 @@ def alone(module: LightningModule, world_size: int = 1) -> Iterator[None]:
     if world_size > 1:
         stand_ins["all_gather"] = repeated
     with unchanged(module), unchanged_parameters(module), torch.enable_grad(), ExitStack() as stack:
-        _use_own_statistics(module, stack)
+        stack.enter_context(local_statistics(module))  # other ranks may be out of memory
         for name, stand_in in stand_ins.items():
             setattr(module, name, stand_in)
             stack.callback(delattr, module, name)
@@ -317,17 +317,6 @@ def _idle(getter: Callable[..., Any]) -> Callable[..., Any]:
         return [_Idle(one) for one in found] if isinstance(found, list) else _Idle(found)
 
     return get
-
-
-def _use_own_statistics(module: nn.Module, undo: ExitStack) -> None:
-    """Keep batch norm layers from gathering statistics of other ranks, which may be out of memory."""
-    for part in module.modules():
-        if isinstance(part, nn.SyncBatchNorm):
-            part.forward = partial(nn.BatchNorm2d.forward, part)  # type: ignore[method-assign]
-            undo.callback(delattr, part, "forward")
-        elif getattr(part, "is_global", False) is True:
-            part.is_global = False  # type: ignore[assignment]
-            undo.callback(setattr, part, "is_global", True)
 
 
 # The fastest batch size that fits on every rank, by trial, and without a hang if it does not fit on one of them.

@@ -43,6 +43,7 @@ from lightning_dp._private.torch_names import (
 from lightning_dp.collectives.all_to_all import Channel, make_host_group
 from lightning_dp.collectives.groups import OnStage, destroy_group, unbound_default_group
 from lightning_dp.collectives.point_to_point import peer_error
+from lightning_dp.layers.surgery import local_statistics
 from lightning_dp.losses import LastLayer, ShardedForward
 from lightning_dp.strategies.base import is_a
 from lightning_dp.strategies.krizhevsky_hybrid import checks
@@ -182,6 +183,22 @@ class HybridFitState(SharedOnDeepcopy):
             log.warning(f"{when} rank {channel.rank} holds only its local shard of {name!r}. {remedy}")
             for layer in (self.head.head, *self.head.linears):
                 vars(layer)["forward"] = partial(_refuse_shard, name)
+
+    @contextmanager
+    def marked(self) -> Iterator[None]:
+        """Let the module have one parameter more within the context, in which DDP wraps it: the mark of the head.
+
+        With ``find_unused_parameters`` DDP leaves out what a backward does not reach, once that has reached the first
+        of DDP's parameters. Without the mark, one that reaches the head alone would leave the trunk's gradients of
+        earlier batches unreduced, or end the next backward in an error.
+        """
+        name, parameter = "mark_of_the_head", self.head.parameters[0]
+        self.passes.mark = nn.Parameter(parameter.new_zeros(()))
+        self._module.register_parameter(name, self.passes.mark)
+        try:
+            yield
+        finally:
+            delattr(self._module, name)
 
     # --- Steps ---
 
@@ -436,7 +453,8 @@ class HybridFitState(SharedOnDeepcopy):
         others = {name: p for name, p in module.named_parameters() if p.requires_grad and not self.head.owns(p)}
         probing = partial(nothing_recorded, module)
         self._forget_old_gradients()
-        with no_counting(module, passes.channel.world_size):
+        # All ranks have the samples of all. In statistics of all ranks, each would count K times.
+        with no_counting(module, passes.channel.world_size), local_statistics(module):
             return passes.step(
                 features, arguments, head_step, update, others=others, only_factor=only_factor, probing=probing, **scale
             )

@@ -70,6 +70,7 @@ class HeadPasses(SharedOnDeepcopy):
 
     Attributes:
         gradient_memory: see `ParameterGradients`.
+        mark: a number with a gradient of 0 wherever a result of the head has one. None: nobody looks at it.
     """
 
     def __init__(self, head: ShardedHead, scheme: Scheme, channel: Channel, num_passes: int | None = None) -> None:
@@ -81,6 +82,7 @@ class HeadPasses(SharedOnDeepcopy):
         self.num_steps = 0  # calls of `step`
         self.num_training_steps = 0
         self.gradient_memory: dict[Tensor, Tensor] = {}
+        self.mark: nn.Parameter | None = None
         self._results: list[Any] = []  # nodes of the graph: what this training step has got from the head
         self._after_trunk: AfterTrunk | None = None  # of this training step, until a call of the head takes it
         self._first_factor: Tensor | None = None  # of the loss of the first step, until the ranks compare it
@@ -216,6 +218,8 @@ class HeadPasses(SharedOnDeepcopy):
 
     def _remembered(self, result: Tensor) -> Tensor:
         if result.grad_fn is not None:
+            if self.mark is not None:
+                result = _Marked.apply(result, self.mark)
             self._results.append(result.grad_fn)
         return result
 
@@ -457,6 +461,19 @@ class _PartialGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return ctx.micro_batch.part_or_sum(gradients[0]), None
+
+
+class _Marked(torch.autograd.Function):
+    """Identity, in place. Backward also gives ``mark`` a gradient of 0."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, mark: Tensor) -> Tensor:
+        ctx.mark_dirty(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], gradients[0].new_zeros(())
 
 
 # --- The head's parameters get their gradients after the trunk's.

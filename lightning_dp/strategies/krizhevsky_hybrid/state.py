@@ -25,7 +25,13 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from lightning_dp._lightning import LightningModule
-from lightning_dp._private.torch_names import has_forward_hooks, tree_leaves, tree_map_only, version_of
+from lightning_dp._private.torch_names import (
+    ddp_ignored_names,
+    has_forward_hooks,
+    tree_leaves,
+    tree_map_only,
+    version_of,
+)
 from lightning_dp.losses import LastLayer
 from lightning_dp.strategies.krizhevsky_hybrid.head import (
     ShardedHead,
@@ -256,16 +262,16 @@ def memory_of(tensor: Tensor) -> tuple[int, torch.Size] | None:
 
 def require_one_trunk(module: LightningModule, head: ShardedHead) -> None:
     """Raise RuntimeError if the trunk's parameters differ between ranks. All ranks must call it."""
+    ignored = ddp_ignored_names(module)  # the head's, and those that the user lets each rank have of its own
     # Sums differ in their last bits between kinds of processors, so they are compared with a tolerance.
-    trunk = [p.detach().double().abs().sum() for p in module.parameters() if not head.owns(p)]
+    trunk = [p.detach().double().abs().sum() for name, p in module.named_parameters() if name not in ignored]
     sums = head.control.all_gather("checksums", torch.stack(trunk)) if trunk else torch.zeros(1)
     if not torch.allclose(sums, sums[:1].expand_as(sums), rtol=1e-6, equal_nan=True):
         raise RuntimeError(
             "the trunk's parameters are not the same on all ranks. Something in the module changes or skips their "
             "gradients depending on this rank's part of the head, as torch.nn.utils.clip_grad_norm_ does; use "
             "self.clip_gradients(optimizer, gradient_clip_val=...), or Trainer(gradient_clip_val=...). Or a backward "
-            "of manual optimization leaves parameters out, so that DDP does not reduce the others; use "
-            "find_unused_parameters=True"
+            "leaves parameters out, so that DDP does not reduce the others; use find_unused_parameters=True"
         )
 
 

@@ -65,7 +65,8 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
     - ``setup``, ``teardown``: shard the head for a run of ``fit``, and leave the module whole, also if set-up fails.
     - ``model_to_device``, ``tensor_init_context``: the head is sharded before it moves to a device.
-    - ``configure_ddp``: DDP refuses a module whose trunk is frozen.
+    - ``configure_ddp``: DDP refuses a module whose trunk is frozen. Where it looks for unused parameters, it must see
+      that a backward has reached the head; see `HybridFitState.marked`.
     - ``training_step``, ``backward``, ``validation_step``: calls of the head are collective here. The first adds
       unfrozen parameters of the trunk to the reduction; see `BaseStrategy`.
     - ``on_validation_start``: gathers the head if no callback has done it. As ``training_step``, takes the buffers of
@@ -91,6 +92,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         checks.check_options(self._options, ddp_kwargs)
         super().__init__(**ddp_kwargs)
         self._fitting: HybridFitState | None = None  # from set-up to teardown
+        self._finds_unused = bool(ddp_kwargs.get("find_unused_parameters"))
         self._syncs_buffers = all(ddp_kwargs.get(name, True) for name in ("broadcast_buffers", "forward_sync_buffers"))
         self._restores_after_setup = False
         self._bytes_sent: dict[str, int] = {}  # by the last run of fit
@@ -166,9 +168,16 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         trunk = [(name, p) for name, p in module.named_parameters() if not fitting.head.owns(p)]
         self._reduced = ReducedParameters(module, fitting.head.parameters)
         if any(p.requires_grad for _, p in trunk):
-            super().configure_ddp()
+            with fitting.marked() if self._finds_unused else nullcontext():
+                super().configure_ddp()
         else:  # DDP refuses a module without any gradient to reduce, but the ranks must still start from equal values
             self._take_from_rank_0([*trunk, *module.named_buffers()])
+
+    @override
+    def _wrap_again(self, reduced: ReducedParameters, names: list[str], keep_hooks: bool = True) -> None:
+        is_wrapped = isinstance(self.model, DistributedDataParallel)  # else `configure_ddp` is called
+        with self._fitting.marked() if self._fitting and is_wrapped and self._finds_unused else nullcontext():
+            super()._wrap_again(reduced, names, keep_hooks)
 
     def _take_from_rank_0(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Give parameters and buffers of the module the values of rank 0, but not those that DDP is told to ignore."""

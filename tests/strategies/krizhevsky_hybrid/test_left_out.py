@@ -1,4 +1,4 @@
-"""A loss that leaves out, on one rank, what the head has returned."""
+"""A loss that leaves out, on one rank, what the head has returned; or, on all, the trunk."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from lightning_dp import KrizhevskyHybridStrategy
 from tests.ranks import run_processes
-from tests.strategies.krizhevsky_hybrid.modules import HybridNet, StepNet, batches, fit_with
+from tests.strategies.krizhevsky_hybrid.modules import HybridNet, Result, StepNet, all_batches, batches, fit_with
+from tests.strategies.modules import assert_same
 
 
 class LeavesLogitsOut:
@@ -42,6 +44,58 @@ class AccuracyBeside(StepNet):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.correct = (self(batch[0]).argmax(1) == batch[1]).sum()
         return super().training_step(batch, batch_idx)
+
+
+class Alternates(HybridNet):
+    """Every other batch trains the head alone. Accumulation ends with such a batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        features = self.trunk(batch[0])
+        return self.cost(self.head(features.detach() if batch_idx % 2 else features), batch[1])
+
+
+class AlternatesStep(StepNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        features = self.trunk(batch[0])
+        return self.head_step(features.detach() if batch_idx % 2 else features, batch[1])
+
+
+class TrainsHeadFirst(StepNet):
+    """The trunk joins in epoch 1, and one layer of it, which was frozen, in epoch 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.trunk[0].requires_grad_(self.current_epoch > 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.set_grad_enabled(self.current_epoch != 0):
+            features = self.trunk(batch[0])
+        if self.current_epoch == 2 and batch_idx % 2:
+            features = features.detach()
+        return self.head_step(features, batch[1])
+
+
+HEAD_ALONE = (Alternates, AlternatesStep, TrainsHeadFirst)
+OPTIONS = {"accumulate_grad_batches": 2, "max_epochs": 3}
+
+
+def _train_head_alone(rank: int) -> list[Result]:
+    def make() -> KrizhevskyHybridStrategy:
+        return KrizhevskyHybridStrategy(scheme="c", find_unused_parameters=True)
+
+    return [fit_with(batches(rank, 2), make(), 2, net, OPTIONS) for net in HEAD_ALONE]
+
+
+@pytest.mark.ci
+def test_a_batch_may_train_the_head_alone():
+    of_ranks = run_processes(2, _train_head_alone)
+    for index, net in enumerate(HEAD_ALONE):
+        expected = fit_with(all_batches(2), "auto", 1, net, OPTIONS)
+        for of_rank in of_ranks:
+            assert_same(of_rank[index], expected, 1e-10)
 
 
 def _train(rank: int, net: type[HybridNet]) -> None:

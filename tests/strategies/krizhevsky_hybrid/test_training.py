@@ -387,6 +387,34 @@ def test_global_batch_norm_in_the_trunk():
         assert_same(state, dict(module.state_dict()), 1e-9)
 
 
+class NormedFeaturesNet(StepNet):
+    """Batch norm in ``head_step``, where each rank has the samples of all."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.norm = nn.BatchNorm1d(6, affine=False).double()
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        return super().head_step(self.norm(features), target)
+
+
+def _norm_in_head_step(rank: int) -> dict[str, Tensor]:
+    warnings.simplefilter("ignore", PossibleUserWarning)  # advice on logging
+    module, callback = NormedFeaturesNet(), AdaptiveGlobalBatchNorm(global_phase="always")
+    trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, callbacks=[callback]).fit(
+        module, batches(rank, 2)
+    )
+    return dict(module.state_dict())
+
+
+@pytest.mark.ci
+def test_global_batch_norm_in_head_step_counts_each_sample_once():
+    module = NormedFeaturesNet()
+    trainer("auto", 1).fit(module, all_batches(2))
+    for state in run_processes(2, _norm_in_head_step):
+        assert_same(state, dict(module.state_dict()), 1e-10)
+
+
 class RandomNet(StepNet):
     """Its cost draws random numbers, and calls the head twice."""
 

@@ -205,3 +205,27 @@ def test_a_frozen_trunk_keeps_what_ddp_is_told_to_ignore():
     assert of_ddp[0]["own"].sum() == 0 != of_ddp[1]["own"].sum()
     for actual, expected in zip(run_processes(2, _with_ignored, KrizhevskyHybridStrategy()), of_ddp, strict=True):
         assert_same(actual, expected, 1e-10)
+
+
+class OwnLayer(HybridNet):
+    """Each rank trains a layer of its own, which DDP is told to ignore."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.nn.Linear(6, 6).double()
+        ignore_in_ddp(self, ["own.weight", "own.bias"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.cost(self(self.own(batch[0])), batch[1])
+
+
+def _with_own_layer(rank: int, strategy: Any) -> Result:
+    return run(strategy, 2, OwnLayer, batches(rank, 2, STEPS))
+
+
+@pytest.mark.ci
+def test_parameters_that_ddp_is_told_to_ignore_may_differ_between_ranks():
+    of_ddp = run_processes(2, _with_own_layer, "ddp")
+    assert not torch.equal(of_ddp[0]["own.bias"], of_ddp[1]["own.bias"])
+    for actual, expected in zip(run_processes(2, _with_own_layer, KrizhevskyHybridStrategy()), of_ddp, strict=True):
+        assert_same(actual, expected, 1e-10)
