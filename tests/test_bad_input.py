@@ -80,6 +80,10 @@ def recipe(arguments: str, says: str, given: Callable[[Path], object] = lambda f
 
 
 AGBN = "callbacks=agbn callbacks.adaptive_global_batch_norm"
+PLATEAU = (
+    "optim=sgd_multistep ~optim.scheduler.milestones ~optim.scheduler.gamma"
+    " optim.scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"
+)
 RECIPES = [
     # Hydra's own errors.
     ("strategy=nope", "Could not find 'strategy/nope' ... ddp, krizhevsky_hybrid, layered_fsdp, layered_sgd"),
@@ -215,6 +219,8 @@ RECIPES = [
     ("test=best optimized_metric=val/loss", "optimized_metric=val/loss ... write optimized_mode=min"),
     ("test=best optimized_metric=test/acc", "not optimized_metric=test/acc; use val/acc"),
     ("test=best data=synthetic data.num_val=0", "no images are held out for validation"),
+    (f"{PLATEAU} data=synthetic data.num_val=0", "ReduceLROnPlateau needs val/loss ... no images are held out"),
+    (f"{PLATEAU} trainer.limit_val_batches=0", "ReduceLROnPlateau needs val/loss ... trainer.limit_val_batches=0"),
     ("test=best callbacks=none", "test=best needs checkpoints"),
     ("test=best debug=fast_dev_run", "test=best needs checkpoints"),
     ("test=false optimized_metric=test/acc", "optimized_metric=test/acc is not measured with test=false"),

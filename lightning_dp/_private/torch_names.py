@@ -419,6 +419,14 @@ def sequence_number(node: Any) -> int:
     return node._sequence_nr()
 
 
+def forget_used_parameters(model: DistributedDataParallel) -> None:
+    """Let ``model`` forget which parameters have had gradients in backward passes without a forward of its own.
+
+    With ``find_unused_parameters`` it would expect a gradient of each of them in its first step.
+    """
+    model.reducer._reset_state()
+
+
 def release_reducer(model: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
     """Make ``model`` give up its reducer, which takes its hooks off the parameters; return its user's comm hooks."""
     model._remove_autograd_hooks()

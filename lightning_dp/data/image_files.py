@@ -84,6 +84,8 @@ class FilesInFolder:
 
 log = logging.getLogger(__name__)
 
+MAX_BROKEN_IN_A_ROW = 100  # training images that are tried after a broken one
+
 
 @dataclass(eq=False, repr=False)
 class _Encoded(Dataset[Any]):
@@ -116,8 +118,8 @@ class ImageFiles(_Encoded):
         training: a batch must not become smaller because of a broken file.
         decoder: see `lightning_dp.data.jpeg.open_image`.
         skip_broken: what happens to a file that cannot be decoded. False raises `BrokenImageError` with its name. True
-            logs a warning, and marks it in ``broken``. A training batch then has another of its images twice, so that
-            its size stays the same; an evaluation batch has one image less.
+            logs a warning, and marks it in ``broken``. In training the next image of the data set takes its place,
+            with its crop, so that batches do not depend on the number of ranks; an evaluation batch has one image less.
         num_workers: of the loader, to measure the speed of each.
     """
 
@@ -138,17 +140,14 @@ class ImageFiles(_Encoded):
         size = batch.image_size or self.image_size
         images = torch.empty(len(batch.indices), size, size, 3, dtype=torch.uint8)
         crops = crops_of(batch, self.crop)
-        intact = []
+        intact: list[int] = []
         for place, index in enumerate(batch.indices):
-            try:
-                images[place] = self._read(index, size, crops, batch.start + place)
-                intact.append(place)
-            except BrokenImageError as error:
-                self._mark_broken(index, error)
-        labels = self.labels.index_select(0, torch.tensor(batch.indices, dtype=torch.int64))
-        if len(intact) < len(batch.indices):
-            kept = self._kept(intact, len(batch.indices))
-            images, labels = images[kept], labels[kept]
+            found = self._intact(index, size, crops, batch.start + place)
+            if found is not None:
+                images[len(intact)] = found[1]
+                intact.append(found[0])
+        images = images[: len(intact)]
+        labels = self.labels.index_select(0, torch.tensor(intact, dtype=torch.int64))
         self._count(len(batch.indices), time.perf_counter() - start_s)
         return images.permute(0, 3, 1, 2), labels
 
@@ -164,6 +163,24 @@ class ImageFiles(_Encoded):
         num_images, seconds = self._speed.clone().unbind(1)
         busy = seconds > 0
         return float((num_images[busy] / seconds[busy]).sum()) if busy.any() else None
+
+    def _intact(self, index: int, size: int, crops: RandomCrops | None, place: int) -> tuple[int, Tensor] | None:
+        """Return an image and its number: the next one of the data set for a broken one, or None in evaluation.
+
+        The next one of the batch would depend on which images of it this rank reads.
+        """
+        tried = 1 + (min(MAX_BROKEN_IN_A_ROW, len(self) - 1) if self.training else 0)
+        for number in (n % len(self) for n in range(index, index + tried)):
+            try:
+                return number, self._read(number, size, crops, place)
+            except BrokenImageError as error:
+                self._mark_broken(number, error)
+        if not self.training:
+            return None
+        raise BrokenImageError(
+            f"{self.source.name(index)} cannot be decoded, nor any of the {tried - 1} images after it; the warnings "
+            "say why; check data.root, or replace them"
+        )
 
     def _read(self, index: int, size: int, crops: RandomCrops | None, place: int) -> Tensor:
         """Return one image, (size, size, 3) uint8."""
@@ -182,17 +199,6 @@ class ImageFiles(_Encoded):
         if not self.broken[index]:
             log.warning("%s; it is skipped", message)
         self.broken[index] = True
-
-    def _kept(self, intact: list[int], num_images: int) -> Tensor:
-        """Return the places in the batch of the images that are used instead of all."""
-        if not self.training:
-            return torch.tensor(intact, dtype=torch.int64)
-        if not intact:
-            raise BrokenImageError(
-                f"none of the {num_images} images of a training batch in {self.source.root} can be decoded"
-            )
-        repeated = [intact[n % len(intact)] for n in range(num_images - len(intact))]
-        return torch.tensor(sorted(intact + repeated), dtype=torch.int64)
 
     def _count(self, num_images: int, seconds: float) -> None:
         worker = get_worker_info()

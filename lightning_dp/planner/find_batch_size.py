@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from lightning_dp._lightning import FRAMEWORK, Callback, DDPStrategy, LightningModule, require_own_trainer
+from lightning_dp._lightning import FRAMEWORK, Callback, LightningModule, require_own_trainer
 from lightning_dp._private.lightning_names import before_batch_transfer
-from lightning_dp._private.torch_names import TorchDispatchMode, release_reducer
+from lightning_dp._private.torch_names import TorchDispatchMode, forget_used_parameters
 from lightning_dp.layers.surgery import local_statistics
 from lightning_dp.planner.convolutions.measure import measure_time_s, num_bytes, unless_out_of_memory
 from lightning_dp.planner.convolutions.measured_plans import num_times, resized
@@ -143,7 +143,8 @@ class FindBatchSize(Callback):
             reserved = torch.empty(optimizer_bytes, dtype=torch.uint8, device=device)
             self.trials = try_batch_sizes(step, sizes, device, repeats=self._repeats)
             del step, reserved  # the step holds the batch
-        _forget_used_parameters(trainer.strategy)
+        if isinstance(trainer.strategy.model, DistributedDataParallel):
+            forget_used_parameters(trainer.strategy.model)  # those that the first step does not use may be among them
         self._set_batch_size(trainer, f"the fastest\n{self.trials.table()}")
 
     def _set_batch_size(self, trainer: Any, why: str) -> None:
@@ -160,20 +161,6 @@ class FindBatchSize(Callback):
                 hparams["batch_size"] = data.batch_size
         if trainer.is_global_zero:
             log.info(f"FindBatchSize: {self.trials.batch_size} images per rank, {why}")
-
-
-def _forget_used_parameters(strategy: Any) -> None:
-    """Wrap the module in a new DDP if it looks for unused parameters.
-
-    The present one has noted which parameters the trials used. It would expect their gradients in the first step, and
-    fail if another branch runs there.
-    """
-    wrapped = strategy.model
-    is_noted = isinstance(wrapped, DistributedDataParallel) and wrapped.find_unused_parameters
-    if is_noted and type(strategy) is DDPStrategy:  # those of this package have hooks in theirs
-        release_reducer(wrapped)
-        strategy.model = wrapped.module
-        strategy.configure_ddp()
 
 
 class _Step:

@@ -112,13 +112,19 @@ def _exchange_s(device: torch.device | str, repeats: int) -> float:
     def compute() -> None:
         matrix.matmul(matrix)
 
-    def compute_and_exchange() -> None:
-        compute()
+    def exchange() -> None:
         channel.all_gather("probe", message)
 
     # Both are short, so that more of them cost little, and a busy machine spreads them.
-    both_s = _shared_time_s(compute_and_exchange, None, device, 16 * repeats)
-    return max(0.0, both_s - _shared_time_s(compute, None, device, 16 * repeats))
+    return _added_s(compute, (compute, exchange), device, 16 * repeats)
+
+
+def _added_s(
+    alone: Callable[[], object], both: Sequence[Callable[[], object]], device: torch.device | str, repeats: int
+) -> float:
+    """Return how much longer ``both`` take in turn than the one of them that is given as ``alone``."""
+    both_s = _shared_time_s(lambda: [call() for call in both], None, device, repeats)
+    return max(0.0, both_s - _shared_time_s(alone, None, device, repeats))
 
 
 def _shared_time_s(
@@ -208,12 +214,7 @@ def _compress_s(
         dist.all_reduce(message)
         message.item()  # the host of a GPU would go on
 
-    def compress_and_meet() -> None:
-        compress()
-        meet()
-
-    both_s = _shared_time_s(compress_and_meet, None, device, repeats)
-    return max(0.0, both_s - _shared_time_s(meet, None, device, repeats))
+    return _added_s(meet, (compress, meet), device, repeats)
 
 
 class _Loopback(Transport):

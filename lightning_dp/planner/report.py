@@ -329,13 +329,7 @@ def make_diagnosis(
     is_alone = size == 1
     workload = profile.workload()
     names = ["ddp"] if is_alone else _methods_for(workload, network, size)
-    has_plan = [name for name in names if overrides_of(name, profile, size)]
-    if method is not None and method not in has_plan:
-        remedy = ". On one rank no other is predicted: give Diagnose(network=..., world_size=...)" if is_alone else ""
-        raise ValueError(f"there is no plan for method={method!r}; use one of {', '.join(has_plan)}{remedy}")
-    # Layered FSDP is for models that do not fit on a device, which is not known here.
-    exact = [name for name in has_plan if METHODS[name].is_exact and METHODS[name].family != "layered_fsdp"]
-    usable = exact if method is None else [method]
+    usable = _usable(names, method, profile, size)
     is_present_job = (is_probed or is_alone) and size == profile.world_size
     least_error = 0.0
     if is_present_job and (is_alone or profile.strategy == "DDPStrategy"):  # the simulated step was measured
@@ -355,6 +349,23 @@ def make_diagnosis(
     rows = tuple(sorted(predictions, key=lambda p: -p.time.images_per_s))
     gain = larger_batch_gain(plan, network, size)
     return Diagnosis(profile, None if is_alone else network, size, rows, plan, advice, now, is_present_job, gain)
+
+
+def _usable(names: Sequence[str], method: str | None, profile: StepProfile, world_size: int) -> list[str]:
+    """Return the methods that a plan may choose among: ``method``, or those that compute what DDP computes.
+
+    Raises:
+        ValueError: the job or the recipes do not have the method.
+    """
+    has_plan = [name for name in names if overrides_of(name, profile, world_size)]
+    if method is None:
+        # Layered FSDP is for models that do not fit on a device, which is not known here.
+        return [name for name in has_plan if METHODS[name].is_exact and METHODS[name].family != "layered_fsdp"]
+    if method not in has_plan:
+        is_alone = world_size == 1
+        remedy = ". On one rank no other is predicted: give Diagnose(network=..., world_size=...)" if is_alone else ""
+        raise ValueError(f"there is no plan for method={method!r}; use one of {', '.join(has_plan)}{remedy}")
+    return [method]
 
 
 def _with_rest(workload: Workload, profile: StepProfile, network: Network) -> tuple[Workload, float]:

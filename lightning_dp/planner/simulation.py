@@ -155,6 +155,8 @@ class _Job:
             self._reduce_in_layers(ready)
         else:
             self._reduce_at_once(ready)
+        for lane in range(len(self._last)):
+            self._add(lane, self.workload.rest_s)
 
     def _add(self, lane: int, duration_s: float, after: Sequence[int] = ()) -> int:
         """Add compute to a rank's program, which runs in the order in which its parts are added."""
@@ -274,7 +276,7 @@ class _Job:
             duration_s = all_reduce_s(self.buckets[place], self.method, self.network, self.world_size)
             reduced.append(self._send(place, duration_s, ready[place]))
         for lane in range(len(self._last)):
-            self._add(lane, self.workload.update_s + self.workload.rest_s, reduced)
+            self._add(lane, self.workload.update_s, reduced)
 
     def _reduce_in_layers(self, ready: list[list[int]]) -> None:
         """Layered SGD: reduce in groups, all-reduce between them, broadcast in groups (Algorithm 3).
@@ -304,12 +306,10 @@ class _Job:
                     arrived[place][lane] = [last]
         if is_step:
             self._arrived = arrived
-            for lane in range(len(self._last)):
-                self._add(lane, self.workload.rest_s)
             return
         for lane in range(len(self._last)):
             awaited = [task for bucket in arrived for task in bucket[lane]]
-            self._add(lane, sum(map(self._update_s, self.buckets)) + self.workload.rest_s, awaited)
+            self._add(lane, sum(map(self._update_s, self.buckets)), awaited)
 
     def _add_head(self) -> None:
         """Add the passes through the sharded head (arXiv 1404.5997, section 4)."""

@@ -41,7 +41,7 @@ from lightning_dp.runs.command_line import (
 )
 from lightning_dp.runs.hydra_versions import instantiate
 from lightning_dp.runs.resume import require_unused
-from lightning_dp.runs.train import build, configure_logging, leaving_no_groups
+from lightning_dp.runs.train import build, configure_logging, leaving_nothing
 from lightning_dp.runs.validation import Config, check_arguments, naming_keys, resolved, validate
 
 
@@ -153,7 +153,7 @@ def measure(config: Config, logging_config: Config | None) -> str:
     """Train on this rank for as long as the callback measures, and return the diagnosis."""
     configure_logging(logging_config)
     callback: Diagnose = instantiate(config["plan"], config["run_dir"])
-    with leaving_no_groups():
+    with leaving_nothing():
         run_steps(config, callback)
     return str(callback.diagnosis or f"there is no plan: {callback.why_none}")
 
@@ -258,7 +258,7 @@ def time_steps(configs: Mapping[str, Config], logging_config: Config | None) -> 
     """Train each configuration in turn on this rank, `ROUNDS` times; return the seconds of a step in each round."""
     configure_logging(logging_config)
     times: dict[str, list[float]] = {name: [] for name in configs}
-    with leaving_no_groups():
+    with leaving_nothing():
         for name, config in ROUNDS * list(configs.items()):
             clock = StepClock()
             run_steps(config, clock)

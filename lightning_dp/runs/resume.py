@@ -89,6 +89,7 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
         if config["test"] == "best":
             _require_best_is_known(path, config)
         if requested not in OF_A_RUN and (found := differences(path, config)):
+            _require_schedule_goes_on(path, found, config)
             log.warning("%s is of a run with %s", path, _named(found))
             if kept := _in_state(found, path):
                 log.warning("optimizer and schedule go on with their values in the checkpoint: %s", _named(kept))
@@ -138,12 +139,32 @@ def _require_same(requested: str, path: Path, config: Config) -> None:
     """Raise ValueError if a checkpoint is that of another configuration, or the best one not that of all epochs."""
     found = differences(path, config)
     if found:
+        _require_schedule_goes_on(path, found, config)
         raise ValueError(
             f"ckpt_path={requested}: {path} is of a run with {_named(found)}; give the same options, or continue it "
             f"all the same with ckpt_path={path}"
         )
     if requested == "best":
         _require_best_of_all(path)
+
+
+def _require_schedule_goes_on(path: Path, found: list[str], config: Config) -> None:
+    """Raise ValueError for a run with more epochs than the schedule in its checkpoint, which Lightning loads.
+
+    Where other values that count steps differ as well, such as the batch size, `Classifier.on_train_start` does so.
+    """
+    trainer, model = config["trainer"], config["model"]
+    counted = {text.partition("=")[0] for text in found if text.startswith(("data.", "trainer."))}
+    is_ours = model["_target_"].startswith("lightning_dp.") and isinstance(model.get("scheduler"), dict)
+    if not config["train"] or counted != {"trainer.max_epochs"} or trainer.get("max_steps", -1) != -1 or not is_ours:
+        return
+    now, before = (each["trainer"].get("max_epochs") or 0 for each in (config, _configuration(path)))
+    has_end = any("total_steps" in state for state in read_checkpoint(path).get("lr_schedulers", ()))
+    if now > before and has_end and model["scheduler"].get("total_steps") is None:
+        raise ValueError(
+            f"trainer.max_epochs={now}: the run of {path} has {before}, and its schedule "
+            f"{model['scheduler']['_target_']} ends with them; keep trainer.max_epochs={before}, or start a new run"
+        )
 
 
 def _require_best_of_all(path: Path) -> None:

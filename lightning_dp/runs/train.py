@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging.config
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -108,11 +109,11 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
     if is_first:
         Path(config["run_dir"], CURVES).unlink(missing_ok=True)  # the sign of a run that has ended
     trainer, model, data = build(config, loggers=make_loggers(config, rows))
-    for logger in trainer.loggers:
-        # The whole configuration, so that loggers can compare the runs of a sweep.
-        logger.log_hyperparams(config)
     metrics: dict[str, Any] = {}
-    with leaving_no_groups():
+    with leaving_nothing():
+        for logger in trainer.loggers:
+            # The whole configuration, so that loggers can compare the runs of a sweep.
+            logger.log_hyperparams(config)
         if config["train"]:
             with naming_another_model(config["ckpt_path"]):
                 trainer.fit(model, datamodule=data, ckpt_path=config["ckpt_path"])
@@ -135,16 +136,21 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
 
 
 @contextmanager
-def leaving_no_groups() -> Iterator[None]:
-    """Destroy the process group at the end: the next job of a sweep may run in this process.
+def leaving_nothing() -> Iterator[None]:
+    """End the process group and the run of Weights & Biases: the next job of a sweep may run in this process.
 
-    Runs inside share it. A second group would find the addresses of the first one.
+    Runs inside share the group. A second one would find the addresses of the first.
     """
+    exit_code = 1
     try:
         yield
+        exit_code = 0
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        wandb: Any = sys.modules.get("wandb")
+        if getattr(wandb, "run", None) is not None:  # the logger of the next job would take it for its own
+            wandb.finish(exit_code=exit_code)
 
 
 def first_rows(config: Config) -> list[dict[str, str]]:

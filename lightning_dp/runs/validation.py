@@ -505,7 +505,7 @@ def check_together(config: Config) -> None:
         )
     if config["test"] == "best":
         _check_best(trainer, metric, config["data"])
-    _check_schedule(trainer, config["model"])
+    _check_schedule(trainer, config["model"], config["data"])
     if not config["test"] and metric is not None and metric.startswith("test/"):
         raise ValueError(f"optimized_metric={metric} is not measured with test=false; use val/acc, or null")
 
@@ -542,10 +542,8 @@ def _check_best(trainer: Config, metric: str | None, data: Config) -> None:
         raise ValueError(
             f"test=best needs a metric that is measured during training, not optimized_metric={metric}; use val/acc"
         )
-    if is_of_validation(metric) and 0 in (data.get("val_size"), data.get("num_val")):
-        raise ValueError(f"test=best needs optimized_metric={metric}, but no images are held out for validation")
-    if is_of_validation(metric) and trainer.get("limit_val_batches") == 0:
-        raise ValueError(f"test=best needs optimized_metric={metric}; trainer.limit_val_batches=0 leaves it out")
+    if is_of_validation(metric):
+        _require_validation(f"test=best needs optimized_metric={metric}", trainer, data)
     every, epochs = trainer.get("check_val_every_n_epoch") or 1, trainer.get("max_epochs") or 0
     if is_of_validation(metric) and 0 < epochs < every:
         raise ValueError(
@@ -556,9 +554,20 @@ def _check_best(trainer: Config, metric: str | None, data: Config) -> None:
         raise ValueError("test=best needs checkpoints; leave enable_checkpointing and fast_dev_run as they are")
 
 
-def _check_schedule(trainer: Config, model: Config) -> None:
-    """Raise ValueError for a training without end whose schedule must know its end."""
+def _require_validation(use: str, trainer: Config, data: Config) -> None:
+    """Raise ValueError if nothing is validated. ``use`` says what for."""
+    if 0 in (data.get("val_size"), data.get("num_val")):
+        raise ValueError(f"{use}, but no images are held out for validation")
+    if trainer.get("limit_val_batches") == 0:
+        raise ValueError(f"{use}; trainer.limit_val_batches=0 leaves it out")
+
+
+def _check_schedule(trainer: Config, model: Config, data: Config) -> None:
+    """Raise ValueError for a schedule without what it must know: the end of training, or a metric."""
     scheduler = model.get("scheduler")
+    target = scheduler.get("_target_") if isinstance(scheduler, dict) else None
+    if target == "torch.optim.lr_scheduler.ReduceLROnPlateau" and model["_target_"].startswith("lightning_dp."):
+        _require_validation("ReduceLROnPlateau needs val/loss or val/acc", trainer, data)
     endless = trainer.get("max_epochs") == -1 and trainer.get("max_steps", -1) == -1
     if endless and isinstance(scheduler, dict) and "total_steps" in _parameters(scheduler["_target_"]):
         raise ValueError(

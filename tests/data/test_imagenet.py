@@ -211,19 +211,28 @@ def test_broken_files_are_skipped_and_counted(tmp_path, num_workers, caplog):
         assert len(caplog.records) == 4, "one warning for each file"
 
 
-def test_a_skipped_training_image_is_replaced_by_another_of_its_batch(tmp_path):
+def test_batches_with_skipped_images_do_not_depend_on_the_number_of_ranks(tmp_path):
+    broken = break_files(write_imagenet(tmp_path, 4, 2), 3)
+    expected = batches(files(tmp_path, skip_broken=True))
+    for world_size in (2, 3, 6):
+        dataset = files(tmp_path, skip_broken=True)
+        assert same(batches(dataset, world_size), expected)
+        assert set(map(str, broken)) & set(dataset.broken_files()), "not vacuous"
+
+
+def test_the_next_image_takes_the_place_of_a_skipped_one(tmp_path):
     broken = break_files(write_imagenet(tmp_path, 2, 1), 1)
     dataset = files(tmp_path, skip_broken=True)
     images, labels = dataset[BatchSlice([5, 0, 3], 0, 3, seed=1)]
     whole, _ = dataset[BatchSlice([5, 1, 3], 0, 3, seed=1)]
-    assert labels.tolist() == [2, 2, 1]
-    assert torch.equal(images, whole[[0, 0, 2]])
+    assert labels.tolist() == [2, 0, 1]
+    assert torch.equal(images, whole), "with the crop of that place"
     assert dataset.broken_files() == [str(broken[0])]
 
 
-def test_a_training_batch_without_an_intact_image_is_an_error(tmp_path):
-    break_files(write_imagenet(tmp_path, 2, 1), 2)
-    with pytest.raises(BrokenImageError, match="none of the 2 images of a training batch"):
+def test_a_training_set_without_an_intact_image_is_an_error(tmp_path):
+    break_files(write_imagenet(tmp_path, 1, 1), 3)
+    with pytest.raises(BrokenImageError, match=r"nor any of the 2 images after it; .*data.root"):
         files(tmp_path, skip_broken=True)[BatchSlice([0, 1], 0, 2, seed=1)]
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import torchmetrics.metric
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import LambdaLR, MultiStepLR, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, MultiStepLR, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dp._lightning import Callback, DDPStrategy, Trainer
@@ -182,6 +182,23 @@ def test_schedules_count_what_they_should_and_checkpoints_hold_plain_values(tmp_
     checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
     assert checkpoint["hyper_parameters"]["num_classes"] == CLASSES
     assert set(checkpoint["state_dict"]) == {f"model.{name}" for name in model.model.state_dict()}
+
+
+@pytest.mark.parametrize(("mode", "metric"), [("min", "val/loss"), ("max", "val/acc")])
+@pytest.mark.parametrize(("interval", "every"), [("epoch", 1), ("step", 1), ("epoch", 2)])
+def test_a_plateau_is_one_of_the_validations(interval, every, mode, metric):
+    seen = []
+
+    class Watched(ReduceLROnPlateau):
+        def step(self, metrics, epoch=None):
+            seen.append((run.current_epoch, metrics == run.callback_metrics[metric]))
+            super().step(metrics)
+
+    images = DataLoader([batch(4, seed) for seed in range(3)], batch_size=None)
+    model = classifier(scheduler=partial(Watched, mode=mode, patience=0), interval=interval)
+    run = trainer(max_epochs=4, check_val_every_n_epoch=every)
+    run.fit(model, images, images)
+    assert seen == [(epoch, True) for epoch in range(4) if (epoch + 1) % every == 0]
 
 
 def fit_with_a_schedule(interval: str = "epoch", data: Any = None, **end: int) -> list[int]:

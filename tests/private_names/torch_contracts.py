@@ -141,6 +141,20 @@ def check_a_released_reducer_reduces_nothing() -> None:
     in_one_process(check)
 
 
+@contract(dist.Reducer, "_reset_state")
+def check_a_reducer_does_not_expect_gradients_of_what_was_used_without_it() -> None:
+    def check() -> None:
+        module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        module.forward = lambda x: module[0](x)  # type: ignore[method-assign]
+        model = DistributedDataParallel(module, find_unused_parameters=True)
+        module[1](torch.ones(1, 2)).sum().backward()
+        module.zero_grad()
+        torch_names.forget_used_parameters(model)
+        model(torch.ones(1, 2)).sum().backward()
+
+    in_one_process(check)
+
+
 @contract(DistributedDataParallel, "_comm_hooks")
 def check_a_released_reducer_hands_over_its_communication_hook() -> None:
     def check() -> None:

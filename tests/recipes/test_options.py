@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from omegaconf import OmegaConf
@@ -119,6 +123,31 @@ def test_the_logger_of_a_module_is_the_chosen_one(tmp_path):
 @pytest.mark.parametrize("loggers", ["csv", "tensorboard", "[csv,tensorboard]", "[wandb,mlflow]"])
 def test_loggers_are_chosen_by_name_one_or_several(loggers, tmp_path):
     assert set(composed(tmp_path, f"logger={loggers}")["logger"]) == set(loggers.strip("[]").split(","))
+
+
+@pytest.mark.ci
+def test_each_job_of_a_sweep_has_a_run_of_weights_and_biases(tmp_path, monkeypatch):
+    """Lightning's logger takes the run that is on in this process, as that of the job before would be."""
+    wandb, runs, statuses = Mock(run=None), [], []
+
+    def init(**given):
+        runs.append(given)
+        wandb.run = Mock()
+        return wandb.run
+
+    def finish(exit_code):
+        statuses.append(exit_code)
+        wandb.run = None
+
+    wandb.init, wandb.finish = init, finish
+    monkeypatch.setattr("pytorch_lightning.loggers.wandb._WANDB_AVAILABLE", True)
+    for name in ("wandb", "wandb.sdk.lib", "wandb.wandb_run"):
+        monkeypatch.setitem(sys.modules, name, wandb if name == "wandb" else Mock(Run=Path, RunDisabled=Path))
+    for job, model in enumerate(("alexnet", "resnet20")):  # the images are too small for AlexNet
+        with pytest.raises(RuntimeError) if model == "alexnet" else nullcontext():
+            train(tiny(tmp_path / str(job), "logger=wandb", f"model={model}", "trainer.max_epochs=1", "test=false"))
+    assert [(run["group"], run["dir"]) for run in runs] == [("tiny", f"{tmp_path}/{job}") for job in range(2)]
+    assert statuses == [1, 0]
 
 
 @pytest.mark.ci

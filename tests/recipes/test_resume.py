@@ -381,6 +381,22 @@ def test_a_damaged_checkpoint_of_another_run_does_not_stop_this_one(tmp_path):
     assert find_checkpoint(tiny(runs / "new", "ckpt_path=last")) == mine
 
 
+def test_more_epochs_than_the_schedule_has_are_refused_before_the_run_folder_changes(tmp_path):
+    """Where other options count the steps as well, the module says so when it knows the data."""
+    train(tiny(tmp_path, "trainer.max_epochs=1", "test=false"))
+
+    def longer(path, *options):
+        return find_checkpoint(tiny(tmp_path, "trainer.max_epochs=2", f"ckpt_path={path}", *options))
+
+    for path in ("last", last(tmp_path)):
+        with pytest.raises(ValueError, match=r"trainer.max_epochs=2: .*OneCycleLR ends.*keep trainer.max_epochs=1"):
+            longer(path)
+    allowed = ("data.batch_size=32", "trainer.max_steps=3", "+optim.scheduler.total_steps=6")
+    for option in allowed:
+        assert longer(last(tmp_path), option)
+    assert longer(last(tmp_path), "train=false")
+
+
 def test_what_differs_is_said_where_it_is_continued_on_purpose(tmp_path, caplog):
     other = save_as(tiny(tmp_path / "other", "seed=7"))
     find_checkpoint(tiny(tmp_path / "new", f"ckpt_path={other}"))

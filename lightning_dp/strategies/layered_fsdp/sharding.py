@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
 from lightning_dp._lightning import LightningModule
@@ -408,7 +409,8 @@ def shard_like(parameter: Tensor | None, value: Any) -> Any:
 def loading_whole_values(module: nn.Module) -> Iterator[None]:
     """Let ``load_state_dict`` of ``module`` take whole values within the context. Each part keeps its shards of them.
 
-    The part itself, because a hook or a ``load_state_dict`` of the user's may give the values their names.
+    The part itself, because a hook or a ``load_state_dict`` of the user's may give the values their names, or compute
+    with several of them. What these copy to a parameter themselves is whole, too.
     """
 
     def shard_own(part: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
@@ -417,6 +419,7 @@ def loading_whole_values(module: nn.Module) -> Iterator[None]:
                 state[name] = shard_like(parameter, state[name])
 
     with ExitStack() as undo:
+        undo.enter_context(implicit_replication())
         for part in module.modules():
             undo.callback(part.register_load_state_dict_pre_hook(shard_own).remove)
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -56,7 +55,6 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     parameter_names,
     shard,
     shard_added,
-    shard_like,
     sharded_units,
     whole_optimizer_state,
     whole_values,
@@ -582,10 +580,5 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         # `on_load_checkpoint` may have changed it. A folder's is loaded already, by `load_checkpoint`.
         if "state_dict" in checkpoint:
-            module = self.lightning_module
-            own = dict(module.named_parameters(remove_duplicate=False))  # a file has each name of a shared one
-            values = copy.copy(checkpoint["state_dict"])  # with the versions of the layers
-            for name, value in checkpoint["state_dict"].items():
-                values[name] = shard_like(own.get(name), value)
-            with loading_whole_values(module):  # those that the module knows by another name
-                module.load_state_dict(values, strict=strict)
+            with loading_whole_values(self.lightning_module):
+                self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)

@@ -83,6 +83,33 @@ class OldNames(Net):
         return {old(name): value for name, value in super().state_dict(*args, **kwargs).items()}
 
 
+class Merged(Net):
+    """Its checkpoints keep a change of a weight beside the weight, as those of LoRA do, and a hook adds it."""
+
+    def __init__(self):
+        super().__init__("adamw")
+        self.register_load_state_dict_pre_hook(self.merge)
+
+    def state_dict(self, *args, **kwargs):
+        return {**super().state_dict(*args, **kwargs), "change": torch.full((8, 8), 2.0)}
+
+    @staticmethod
+    def merge(module, state, *args):
+        state["shared.weight"] = state["shared.weight"] * state.pop("change")
+
+
+class Copied(Net):
+    """It copies each value to its parameter itself."""
+
+    def __init__(self):
+        super().__init__("adamw")
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        own = self.state_dict()
+        for name, value in state_dict.items():
+            own[name].copy_(value)
+
+
 MODULES = {
     "other order": OtherOrder,
     "others' order": OthersOrder,
@@ -91,6 +118,8 @@ MODULES = {
     "partly used": PartlyUsed,
     "prefixed": Prefixed,
     "old names": OldNames,
+    "merged": Merged,
+    "copied": Copied,
 }
 IN_FOLDERS = ["other order", "partly used"]
 
