@@ -78,10 +78,10 @@ class Postponement:
         if reason is not None:
             self._warn_at_once(reason)
         else:
-            self._watch_for_early_uses()
+            self._warn_of_early_uses()
         return reason is None
 
-    def _watch_for_early_uses(self) -> None:
+    def _warn_of_early_uses(self) -> None:
         """Warn of a function that waits for sums in step after step. A rare one, such as for a log, costs little."""
         user = self._updates.early_user
         self._updates.early_user = None

@@ -101,8 +101,8 @@ class Training:
 def num_intercepted(monkeypatch) -> list[int]:
     """Grows by one for each function that the watch intercepts."""
     calls: list[int] = []
-    prepare = ParameterWatch.prepare
-    monkeypatch.setattr(ParameterWatch, "prepare", lambda *args: (calls.append(1), prepare(*args))[1])
+    before_call = ParameterWatch.before_call
+    monkeypatch.setattr(ParameterWatch, "before_call", lambda *args: (calls.append(1), before_call(*args))[1])
     return calls
 
 
