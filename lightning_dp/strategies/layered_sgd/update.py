@@ -487,14 +487,19 @@ class PendingUpdate:
         return sorted((staged for part in parts for staged in part), key=lambda staged: staged.place)
 
     def step(self, part: list[Staged]) -> None:
-        """Update the parameters of ``part``."""
+        """Update the parameters of ``part`` by their staged gradients, also those that were zeroed since."""
         by_group: dict[int, list[Tensor]] = {}
         for staged in part:
             by_group.setdefault(staged.group, []).append(staged.parameter)
         stepping = shallow_copy_of(self.optimizer)
         stepping.param_groups = [{**self._groups[index], "params": each} for index, each in by_group.items()]
         stepping.state = self._state
-        with _with_staged_gradients(part):
+        with ExitStack() as undo:
+            for staged in part:
+                present = staged.parameter.grad
+                if present is not staged.gradient:
+                    undo.callback(setattr, staged.parameter, "grad", present)
+                    staged.parameter.grad = staged.gradient
             if self._step is not None:
                 self._step(stepping)
             else:
@@ -505,18 +510,6 @@ def _wait_for(buckets: Iterable[GradientSum | None]) -> None:
     for bucket in buckets:
         if bucket is not None:
             bucket.wait()
-
-
-@contextmanager
-def _with_staged_gradients(part: Iterable[Staged]) -> Iterator[None]:
-    """Within the context, give the parameters their staged gradients, also those that were zeroed since."""
-    with ExitStack() as undo:
-        for each in part:
-            present = each.parameter.grad
-            if present is not each.gradient:
-                undo.callback(setattr, each.parameter, "grad", present)
-                each.parameter.grad = each.gradient
-        yield
 
 
 def as_after_backward(device_type: str) -> ExitStack:
