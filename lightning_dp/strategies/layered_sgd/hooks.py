@@ -134,7 +134,7 @@ class PostponedUpdates(_Base):
         if self._reduction is None or self._postponement is None:
             return super().training_step(*args, **kwargs)
         self._reduction.before_forward()
-        with self._postponement.training_step():
+        with self._reduction.updates.running_forward(finish=self._postponement.ends_before_forward()):
             return super().training_step(*args, **kwargs)
 
     @override
@@ -174,7 +174,7 @@ class PostponedUpdates(_Base):
             step_at_once(optimizer, lambda: output, model, **kwargs)
 
         by_bucket = postponement.goes_by_bucket and not kwargs
-        if by_bucket and not postponement.clips:
+        if by_bucket and not self.lightning_module.trainer.gradient_clip_val:
             updates.stage(optimizer)
         else:
             updates.stage(optimizer, postponement.with_present_clipping(step), by_bucket)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +110,6 @@ class Postponement:
         )
         return False
 
-    @property
-    def clips(self) -> bool:
-        """Whether the Trainer clips gradients, by their norm or value."""
-        return bool(self._trainer.gradient_clip_val)
-
     def with_present_clipping(self, step: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
         """Return ``step`` with the clipping that the Trainer has now. Callbacks may change it before ``step`` runs."""
         trainer = self._trainer
@@ -141,14 +135,12 @@ class Postponement:
         with without_torch_function():
             return len({p.data_ptr() for p in self._parameters}) < len(self._parameters)
 
-    @contextmanager
-    def training_step(self) -> Iterator[None]:
-        """Run a training step within the context, after the updates that must come before it."""
+    def ends_before_forward(self) -> bool:
+        """Return whether the whole update must be applied before the forward that begins now. Ask before each one."""
         if not self._before_forward and not self._of_shards and self._has_equal_addresses():
             self._look_for_shared_memory()
         on_compile_start(self._on_compile_start)  # again, for `torch.compiler.reset` drops it
-        with self._updates.running_forward(finish=self._before_forward):
-            yield
+        return self._before_forward
 
     def _on_compile_start(self, *_: Any) -> None:  # later versions of torch pass an argument
         """Dynamo is about to trace a function. It must find plain parameters, now and in every later step."""

@@ -185,20 +185,17 @@ class UpdateQueue:
 
     # The next forward, or another use: the update is applied.
 
-    def begin_forward(self) -> None:
-        """Note that the forward begins. Call it after the updates that must come before the forward."""
-        with self.lock:  # another thread may use a suspect meanwhile
-            suspects = list(self._stale_uses.suspects)
-            self._watch.remove(parameter for parameter in suspects if parameter not in self._by_parameter)
-            self._stale_uses.begin_forward()
-
     @contextmanager
     def running_forward(self, finish: bool) -> Iterator[None]:
         """Run a training step within the context, after the updates that must come before it. ``finish``: all must."""
         # One that cannot be split by bucket must be applied to all its parameters in one step.
         if finish or not all(update.by_bucket for update in self._updates):
             self.finish()
-        self.begin_forward()
+        # A parameter that is up to date now cannot be used too early in this forward.
+        with self.lock:  # another thread may use a suspect meanwhile
+            suspects = list(self._stale_uses.suspects)
+            self._watch.remove(parameter for parameter in suspects if parameter not in self._by_parameter)
+            self._stale_uses.begin_forward()
         self.is_in_training_step = True
         try:
             yield
