@@ -236,15 +236,14 @@ class Communicator:
         choice: Choice | None = None
         if self._order_group is not None and self.compressed is None:
             choice = self._choose(self._order_group)
-        if bucket.start_inter_group():
+        if bucket.reduce_inter_group():
             self._to_finish.put(bucket)
         else:
             self._settle(bucket)
         return choice
 
     def _settle(self, bucket: BucketReduction) -> None:
-        bucket.finish_inter_group()
-        bucket.start_broadcast()
+        bucket.settle()
         with self._changed:
             self._begun.remove(bucket)
             self._changed.notify_all()
@@ -369,24 +368,27 @@ class BucketReduction:
         if self._on_stage is not None:
             self._on_stage(INTRA_GROUP_REDUCE, start_s, time.perf_counter())
 
-    def start_inter_group(self) -> bool:
-        """Begin to sum this rank's shard over the groups. Return whether messages are still under way."""
+    def reduce_inter_group(self) -> bool:
+        """Sum this rank's shard over the groups, if it carries one.
+
+        Return whether messages are still under way: a compressed sum only begins here, and `settle` ends it.
+        """
         self._inter_group_since_s = time.perf_counter()
         with self._named("between"):
             self._rest = self._collective.inter_group_all_reduce(self._payload)
         return self._rest is not None
 
-    def finish_inter_group(self) -> None:
-        """Wait until this rank's shard is summed; nothing to do for a rank that carries none."""
+    def settle(self) -> None:
+        """Wait until this rank's shard is summed, and start the broadcast of the sum within the group.
+
+        The broadcast is not awaited: the next bucket's all-reduce runs meanwhile.
+        """
         if self._rest is not None:
             with self._named("between"):
                 complete(self._rest)
             self._rest = None
         if self._on_stage is not None:
             self._on_stage(INTER_GROUP_ALL_REDUCE, self._inter_group_since_s, time.perf_counter())
-
-    def start_broadcast(self) -> None:
-        """Start the broadcast of the sum within the group. Not awaited: the next bucket's all-reduce runs meanwhile."""
         start_s = time.perf_counter()
         works = self._collective.intra_group_broadcast(self._payload)
         self._works = [*works]
