@@ -130,15 +130,13 @@ class Postponement:
         if shared is not None:
             self._stop_within_forward(f"{shared[0]} and {shared[1]} share memory")
 
-    def _has_equal_addresses(self) -> bool:
-        """Return whether two parameters begin at the same address: they were tied by ``p.data = q.data`` since."""
-        with without_torch_function():
-            return len({p.data_ptr() for p in self._parameters}) < len(self._parameters)
-
     def ends_before_forward(self) -> bool:
         """Return whether the whole update must be applied before the forward that begins now. Ask before each one."""
-        if not self._before_forward and not self._of_shards and self._has_equal_addresses():
-            self._look_for_shared_memory()
+        if not self._before_forward and not self._of_shards:
+            with without_torch_function():
+                addresses = {p.data_ptr() for p in self._parameters}
+            if len(addresses) < len(self._parameters):  # two were tied by ``p.data = q.data`` since
+                self._look_for_shared_memory()
         on_compile_start(self._on_compile_start)  # again, for `torch.compiler.reset` drops it
         return self._before_forward
 
