@@ -27,7 +27,10 @@ log = logging.getLogger(__name__)
 
 
 class Reduction(Protocol):
-    """Sums gradients in the background, and keeps the updates that wait for them."""
+    """Sums gradients in the background, and keeps the updates that wait for them.
+
+    It is a `LayeredReduction` of DDP's buckets, or a `ShardReduction` of FSDP2's shards.
+    """
 
     compressed: CompressedAllReduce | None
     updates: UpdateQueue

@@ -396,7 +396,8 @@ class PendingUpdate:
 
     Args:
         optimizer: the optimizer. It is not changed; a shallow copy of it takes the step.
-        sums: the bucket that carries each parameter's gradient. Must not change afterwards.
+        sums: the bucket that carries each parameter's gradient, on the host a `BucketReduction`. Must not change
+            afterwards.
         step: performs the step of the copy that it is given. None: the optimizer's own, below its hooks: it has none,
             and a hook that is registered later would not have seen this step if it had not been postponed.
         by_bucket: the step may update some parameters before others, so the buckets are applied as they arrive and are
