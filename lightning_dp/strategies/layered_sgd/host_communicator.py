@@ -150,6 +150,7 @@ class Communicator:
                 dist.destroy_process_group(self._order_group)
 
     def _run(self) -> None:
+        """Take one bucket after the other through the stages, or up to its last messages. The first thread's work."""
         if self._stream is not None:
             # The thread starts on device 0. On other ranks its first call would create a context there, which takes
             # about half a gigabyte of that GPU's memory.
@@ -157,7 +158,22 @@ class Communicator:
         choice: Choice | None = None
         try:
             while (bucket := self._next(choice)) is not None:
-                choice = self._begin(bucket)
+                with self._changed:
+                    self._begun.append(bucket)
+                    self._changed.wait_for(lambda: len(self._begun) <= MAX_BEGUN or self._failed)
+                    if self._failed is not None:
+                        raise self._failed
+                bucket.reduce_intra_group()
+                choice = None
+                # The ranks agree on the next bucket during this one's inter-group all-reduce. If they agreed after it,
+                # the link would be idle for a round trip. A compressed one is under way when `_next` asks, which may
+                # then have more to choose from.
+                if self._order_group is not None and self.compressed is None:
+                    choice = self._choose(self._order_group)
+                if bucket.reduce_inter_group():
+                    self._to_finish.put(bucket)
+                else:
+                    self._settle(bucket)
                 del bucket  # its buffer may be of the size of the model
         except BaseException as error:
             self._fail(error)
@@ -221,26 +237,6 @@ class Communicator:
             return int(index)
 
         return wait
-
-    def _begin(self, bucket: BucketReduction) -> Choice | None:
-        """Take ``bucket`` through the stages, or up to its last messages; return the choice of the next one."""
-        with self._changed:
-            self._begun.append(bucket)
-            self._changed.wait_for(lambda: len(self._begun) <= MAX_BEGUN or self._failed)
-            if self._failed is not None:
-                raise self._failed
-        bucket.reduce_intra_group()
-        # The ranks agree on the next bucket during this one's inter-group all-reduce. If they agreed after it, the
-        # link would be idle for a round trip. A compressed one is under way when `_next` asks, which may then have more
-        # to choose from.
-        choice: Choice | None = None
-        if self._order_group is not None and self.compressed is None:
-            choice = self._choose(self._order_group)
-        if bucket.reduce_inter_group():
-            self._to_finish.put(bucket)
-        else:
-            self._settle(bucket)
-        return choice
 
     def _settle(self, bucket: BucketReduction) -> None:
         bucket.settle()
