@@ -130,9 +130,8 @@ class _Communicator:
     def submit(self, index: int, buffer: Tensor, parameters: Sequence[Tensor]) -> BucketReduction:
         reduction = BucketReduction(index, buffer, cast(Any, _Collective(self.have_arrived)))
         reduction.reduce_intra_group()
-        reduction.start_inter_group()
-        reduction.finish_inter_group()
-        reduction.start_broadcast()
+        reduction.reduce_inter_group()
+        reduction.settle()
         return reduction
 
     def release(self) -> None:

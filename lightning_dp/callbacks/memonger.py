@@ -19,7 +19,7 @@ from lightning_dp.recompute import (
     apply_recompute,
     check_budget,
     check_policy,
-    plan_profile,
+    make_plan,
 )
 from lightning_dp.recompute.policies import Sublinear
 
@@ -119,7 +119,7 @@ class Memonger(Callback):
             self._handle.policy = Sublinear()
             self._profiler = self._handle.start_profiling()
         elif self._profiler is not None and self._profiler.operations:  # none: that step was left out
-            self.plan = plan_profile(self._profiler, self.budget_bytes)
+            self.plan = make_plan(self._profiler.operations, self._profiler.forward_s, self.budget_bytes)
             self._profiler = None
             self._handle.policy = self.plan
             if trainer.is_global_zero:

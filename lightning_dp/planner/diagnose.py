@@ -33,7 +33,7 @@ from lightning_dp.planner.probe import probe_compressors, probe_network
 from lightning_dp.planner.report import WITH_PLAN, Diagnosis, make_diagnosis
 from lightning_dp.planner.simulation import METHODS
 from lightning_dp.planner.workload import LayerProfile, Recomputation, StepProfile
-from lightning_dp.recompute import Profiler, RecomputeHandle, plan_profile
+from lightning_dp.recompute import Profiler, RecomputeHandle, make_plan
 from lightning_dp.recompute.apply import require_recomputable
 from lightning_dp.recompute.policies import Sublinear
 from lightning_dp.recompute.profile import synchronize
@@ -625,7 +625,8 @@ class RecomputeTimes:
             return None
         for share in SHARES:
             try:
-                plan = plan_profile(self._profiler, max(1, round(share * plain_bytes)), TIME_LIMIT_S)
+                budget_bytes = max(1, round(share * plain_bytes))
+                plan = make_plan(operations, self._profiler.forward_s, budget_bytes, TIME_LIMIT_S)
             except (ValueError, ModuleNotFoundError) as error:  # it holds too little; SciPy is not installed
                 self.why_not = str(error)
                 continue

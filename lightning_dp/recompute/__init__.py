@@ -2,7 +2,7 @@
 
 from lightning_dp.recompute.activations import ActivationRow, ActivationTable, activation_bytes
 from lightning_dp.recompute.apply import RecomputeHandle, apply_recompute, check_budget, check_policy
-from lightning_dp.recompute.plan import RecomputePlan, plan_profile, plan_recompute
+from lightning_dp.recompute.plan import RecomputePlan, make_plan, plan_recompute
 from lightning_dp.recompute.policies import Policy
 from lightning_dp.recompute.profile import Profiler
 
@@ -17,6 +17,6 @@ __all__ = [
     "apply_recompute",
     "check_budget",
     "check_policy",
-    "plan_profile",
+    "make_plan",
     "plan_recompute",
 ]

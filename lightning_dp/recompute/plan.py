@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_dp.recompute.apply import apply_recompute, check_budget
 from lightning_dp.recompute.operators import Kind
 from lightning_dp.recompute.policies import Cheap, Policy
-from lightning_dp.recompute.profile import Operation, Profiler
+from lightning_dp.recompute.profile import Operation
 from lightning_dp.recompute.solvers import solve_graph
 from lightning_dp.trial_run import unchanged, unchanged_parameters
 
@@ -164,18 +164,13 @@ def plan_recompute(
                 getattr(model, method)(*arguments)
     finally:
         handle.remove()
-    return plan_profile(profiler, budget_bytes, time_limit_s)
-
-
-def plan_profile(profiler: Profiler, budget_bytes: int, time_limit_s: float = 8.0) -> RecomputePlan:
-    """Return the plan of least time for what was measured; see `plan_recompute`."""
     return make_plan(profiler.operations, profiler.forward_s, budget_bytes, time_limit_s)
 
 
 def make_plan(
     operations: Sequence[Operation], forward_s: float, budget_bytes: int, time_limit_s: float = 8.0
 ) -> RecomputePlan:
-    """Return the plan of least time for these operations; see `plan_recompute`."""
+    """Return the plan of least time for operations that a `Profiler` has measured; see `plan_recompute`."""
     operations = list(operations)
     plain_bytes = sum(operation.num_bytes for operation in operations if operation.uses)
     solution = solve_graph(operations, budget_bytes, time_limit_s)

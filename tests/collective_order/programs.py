@@ -185,8 +185,8 @@ def _forward_and_backward(
     target = torch.randn(4, program.widths[-1], dtype=torch.float64, generator=generator)
     if reduction is not None:
         reduction.before_forward()
-        reduction.updates.begin_forward()
-    loss = (model(x, step, rank) - target).square().mean()
+    with nullcontext() if reduction is None else reduction.updates.running_forward(finish=False):
+        loss = (model(x, step, rank) - target).square().mean()
     _metric(program, "forward")
     if reduction is not None:
         reduction.updates.begin_backward(loss)

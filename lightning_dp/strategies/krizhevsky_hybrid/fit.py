@@ -429,11 +429,12 @@ class HybridFitState(SharedOnDeepcopy):
                 bound = inspect.BoundArguments(signature, {first: x, **others})
                 return head_step(*bound.args, **bound.kwargs)
 
-            return self._step(features, arguments, of_pass)
+            return self._run_head_step(features, arguments, of_pass)
 
         return run
 
-    def _step(self, features: Tensor, arguments: dict[str, Any], head_step: HeadStep) -> Tensor:
+    def _run_head_step(self, features: Tensor, arguments: dict[str, Any], head_step: HeadStep) -> Tensor:
+        """Run ``head_step`` by `HeadPasses.step`, as the options and the precision plugin want it."""
         module, passes, plugin = self._module, self.passes, self._strategy.precision_plugin
         update = self._update_head if self._options.variable_batch else None
         only_factor: float | None = None

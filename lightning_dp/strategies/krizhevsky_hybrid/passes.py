@@ -600,7 +600,7 @@ class _HandOut(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         _require_first_derivative()
         is_kept = keeps_graph()
-        result: StepResult = take(ctx, "result", is_kept)
+        result: StepResult = take_once(ctx, "result", is_kept)
         factor = gradients[0] / result.loss_scale
         ctx.check_factor(factor)
         (features_gradient,) = _multiplied([result.features_gradient], factor, is_kept)
@@ -666,7 +666,7 @@ class _LocalBatch(torch.autograd.Function):
         _require_first_derivative()
         passes, plan, sums = ctx.passes, ctx.plan, ctx.sums
         is_kept = keeps_graph()
-        graphs = take(ctx, "graphs", is_kept)
+        graphs = take_once(ctx, "graphs", is_kept)
         feature_grads = FeatureGradients(passes.exchange)
         sums.forget()  # those of an earlier backward, if nobody has asked for them
         bounds = passes.head.output_bounds
@@ -716,7 +716,7 @@ class FeatureGradients:
             part: the pass.
             is_partial: whether the sum over ranks is K times the gradient. If not, every rank has the whole.
         """
-        self._finish()
+        self._finish_previous()
         begin, end = part.place_of(self._exchange.rank)
         if gradient is None:
             self._arrived.append(end - begin)
@@ -727,20 +727,20 @@ class FeatureGradients:
 
     def finish(self) -> Tensor | None:
         """Return the gradient of this rank's own features, (n, *), or None if no pass has one."""
-        self._finish()
+        self._finish_previous()
         some = next((rows for rows in self._arrived if isinstance(rows, Tensor)), None)
         if some is None:
             return None
         shape = some.shape[1:]
         return torch.cat([some.new_zeros(rows, *shape) if isinstance(rows, int) else rows for rows in self._arrived])
 
-    def _finish(self) -> None:
+    def _finish_previous(self) -> None:
         if self._in_flight is not None:
             self._arrived.append(self._in_flight())
             self._in_flight = None
 
 
-def take(ctx: Any, name: str, is_kept: bool) -> Any:
+def take_once(ctx: Any, name: str, is_kept: bool) -> Any:
     """Return ``ctx.name``. Unless ``is_kept``, drop it, so that its memory is freed as early as possible.
 
     Raises:

@@ -27,7 +27,10 @@ log = logging.getLogger(__name__)
 
 
 class Reduction(Protocol):
-    """Sums gradients in the background, and keeps the updates that wait for them."""
+    """Sums gradients in the background, and keeps the updates that wait for them.
+
+    It is a `LayeredReduction` of DDP's buckets, or a `ShardReduction` of FSDP2's shards.
+    """
 
     compressed: CompressedAllReduce | None
     updates: UpdateQueue
@@ -134,7 +137,7 @@ class PostponedUpdates(_Base):
         if self._reduction is None or self._postponement is None:
             return super().training_step(*args, **kwargs)
         self._reduction.before_forward()
-        with self._postponement.training_step():
+        with self._reduction.updates.running_forward(finish=self._postponement.ends_before_forward()):
             return super().training_step(*args, **kwargs)
 
     @override
@@ -174,7 +177,7 @@ class PostponedUpdates(_Base):
             step_at_once(optimizer, lambda: output, model, **kwargs)
 
         by_bucket = postponement.goes_by_bucket and not kwargs
-        if by_bucket and not postponement.clips:
+        if by_bucket and not self.lightning_module.trainer.gradient_clip_val:
             updates.stage(optimizer)
         else:
             updates.stage(optimizer, postponement.with_present_clipping(step), by_bucket)

@@ -150,6 +150,7 @@ class Communicator:
                 dist.destroy_process_group(self._order_group)
 
     def _run(self) -> None:
+        """Take one bucket after the other through the stages, or up to its last messages. The first thread's work."""
         if self._stream is not None:
             # The thread starts on device 0. On other ranks its first call would create a context there, which takes
             # about half a gigabyte of that GPU's memory.
@@ -157,7 +158,22 @@ class Communicator:
         choice: Choice | None = None
         try:
             while (bucket := self._next(choice)) is not None:
-                choice = self._begin(bucket)
+                with self._changed:
+                    self._begun.append(bucket)
+                    self._changed.wait_for(lambda: len(self._begun) <= MAX_BEGUN or self._failed)
+                    if self._failed is not None:
+                        raise self._failed
+                bucket.reduce_intra_group()
+                choice = None
+                # The ranks agree on the next bucket during this one's inter-group all-reduce. If they agreed after it,
+                # the link would be idle for a round trip. A compressed one is under way when `_next` asks, which may
+                # then have more to choose from.
+                if self._order_group is not None and self.compressed is None:
+                    choice = self._choose(self._order_group)
+                if bucket.reduce_inter_group():
+                    self._to_finish.put(bucket)
+                else:
+                    self._settle(bucket)
                 del bucket  # its buffer may be of the size of the model
         except BaseException as error:
             self._fail(error)
@@ -222,29 +238,8 @@ class Communicator:
 
         return wait
 
-    def _begin(self, bucket: BucketReduction) -> Choice | None:
-        """Take ``bucket`` through the stages, or up to its last messages; return the choice of the next one."""
-        with self._changed:
-            self._begun.append(bucket)
-            self._changed.wait_for(lambda: len(self._begun) <= MAX_BEGUN or self._failed)
-            if self._failed is not None:
-                raise self._failed
-        bucket.reduce_intra_group()
-        # The ranks agree on the next bucket during this one's inter-group all-reduce. If they agreed after it, the
-        # link would be idle for a round trip. A compressed one is under way when `_next` asks, which may then have more
-        # to choose from.
-        choice: Choice | None = None
-        if self._order_group is not None and self.compressed is None:
-            choice = self._choose(self._order_group)
-        if bucket.start_inter_group():
-            self._to_finish.put(bucket)
-        else:
-            self._settle(bucket)
-        return choice
-
     def _settle(self, bucket: BucketReduction) -> None:
-        bucket.finish_inter_group()
-        bucket.start_broadcast()
+        bucket.settle()
         with self._changed:
             self._begun.remove(bucket)
             self._changed.notify_all()
@@ -369,24 +364,27 @@ class BucketReduction:
         if self._on_stage is not None:
             self._on_stage(INTRA_GROUP_REDUCE, start_s, time.perf_counter())
 
-    def start_inter_group(self) -> bool:
-        """Begin to sum this rank's shard over the groups. Return whether messages are still under way."""
+    def reduce_inter_group(self) -> bool:
+        """Sum this rank's shard over the groups, if it carries one.
+
+        Return whether messages are still under way: a compressed sum only begins here, and `settle` ends it.
+        """
         self._inter_group_since_s = time.perf_counter()
         with self._named("between"):
             self._rest = self._collective.inter_group_all_reduce(self._payload)
         return self._rest is not None
 
-    def finish_inter_group(self) -> None:
-        """Wait until this rank's shard is summed; nothing to do for a rank that carries none."""
+    def settle(self) -> None:
+        """Wait until this rank's shard is summed, and start the broadcast of the sum within the group.
+
+        The broadcast is not awaited: the next bucket's all-reduce runs meanwhile.
+        """
         if self._rest is not None:
             with self._named("between"):
                 complete(self._rest)
             self._rest = None
         if self._on_stage is not None:
             self._on_stage(INTER_GROUP_ALL_REDUCE, self._inter_group_since_s, time.perf_counter())
-
-    def start_broadcast(self) -> None:
-        """Start the broadcast of the sum within the group. Not awaited: the next bucket's all-reduce runs meanwhile."""
         start_s = time.perf_counter()
         works = self._collective.intra_group_broadcast(self._payload)
         self._works = [*works]

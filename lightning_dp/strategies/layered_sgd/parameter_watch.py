@@ -93,8 +93,8 @@ class ParameterWatch:
             if issubclass(kind, _Watched):
                 parameter.__class__ = kind.plain
 
-    def prepare(self, func: Any, parameters: list[Tensor]) -> None:
-        """Do what must be done before ``func`` is called with these watched parameters."""
+    def before_call(self, func: Any, parameters: list[Tensor]) -> None:
+        """Tell of the use before ``func`` is called with these watched parameters, if it uses a value or gradient."""
         if not _is_harmless(func):
             for parameter in parameters:
                 self._before_use(parameter)
@@ -113,7 +113,7 @@ class _Watched:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         parameters = _watched_in(args, kwargs)
-        cls.watch.prepare(func, parameters)
+        cls.watch.before_call(func, parameters)
         # A parameter may still be watched, for example if only its shape was read. Without the watch during the call,
         # this method does not call itself again.
         still_watched = [parameter for parameter in parameters if isinstance(parameter, _Watched)]
@@ -148,7 +148,7 @@ class _Watched:
 
     def _plainly(self, act: Callable[[Any], Any]) -> Any:
         parameter: Any = self
-        self.watch.prepare(act, [parameter])
+        self.watch.before_call(act, [parameter])
         with _unwatched([parameter]):
             return act(parameter)
 
@@ -160,7 +160,7 @@ def _watched_slot(slot: Any) -> property:
     """
 
     def get(parameter: Any) -> Tensor:
-        parameter.watch.prepare(get, [parameter])
+        parameter.watch.before_call(get, [parameter])
         local: Tensor = slot.__get__(parameter)
         return local
 

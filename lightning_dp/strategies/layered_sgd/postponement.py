@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +77,10 @@ class Postponement:
         if reason is not None:
             self._warn_at_once(reason)
         else:
-            self._watch_for_early_uses()
+            self._warn_of_early_uses()
         return reason is None
 
-    def _watch_for_early_uses(self) -> None:
+    def _warn_of_early_uses(self) -> None:
         """Warn of a function that waits for sums in step after step. A rare one, such as for a log, costs little."""
         user = self._updates.early_user
         self._updates.early_user = None
@@ -111,11 +110,6 @@ class Postponement:
         )
         return False
 
-    @property
-    def clips(self) -> bool:
-        """Whether the Trainer clips gradients, by their norm or value."""
-        return bool(self._trainer.gradient_clip_val)
-
     def with_present_clipping(self, step: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
         """Return ``step`` with the clipping that the Trainer has now. Callbacks may change it before ``step`` runs."""
         trainer = self._trainer
@@ -136,19 +130,15 @@ class Postponement:
         if shared is not None:
             self._stop_within_forward(f"{shared[0]} and {shared[1]} share memory")
 
-    def _has_equal_addresses(self) -> bool:
-        """Return whether two parameters begin at the same address: they were tied by ``p.data = q.data`` since."""
-        with without_torch_function():
-            return len({p.data_ptr() for p in self._parameters}) < len(self._parameters)
-
-    @contextmanager
-    def training_step(self) -> Iterator[None]:
-        """Run a training step within the context, after the updates that must come before it."""
-        if not self._before_forward and not self._of_shards and self._has_equal_addresses():
-            self._look_for_shared_memory()
+    def ends_before_forward(self) -> bool:
+        """Return whether the whole update must be applied before the forward that begins now. Ask before each one."""
+        if not self._before_forward and not self._of_shards:
+            with without_torch_function():
+                addresses = {p.data_ptr() for p in self._parameters}
+            if len(addresses) < len(self._parameters):  # two were tied by ``p.data = q.data`` since
+                self._look_for_shared_memory()
         on_compile_start(self._on_compile_start)  # again, for `torch.compiler.reset` drops it
-        with self._updates.running_forward(finish=self._before_forward):
-            yield
+        return self._before_forward
 
     def _on_compile_start(self, *_: Any) -> None:  # later versions of torch pass an argument
         """Dynamo is about to trace a function. It must find plain parameters, now and in every later step."""

@@ -19,7 +19,7 @@ class LayeredReduction:
     """Sums gradient buckets in the background, and keeps the updates that wait for them. Independent of Lightning.
 
     Args:
-        communicator: sums the buckets; closed by `close`.
+        communicator: `Communicator` in host memory, `DeviceCommunicator` on GPUs; closed by `close`.
         world_size: number of ranks that the gradients are averaged over.
         module: the module that is trained.
 

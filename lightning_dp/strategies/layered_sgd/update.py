@@ -185,20 +185,17 @@ class UpdateQueue:
 
     # The next forward, or another use: the update is applied.
 
-    def begin_forward(self) -> None:
-        """Note that the forward begins. Call it after the updates that must come before the forward."""
-        with self.lock:  # another thread may use a suspect meanwhile
-            suspects = list(self._stale_uses.suspects)
-            self._watch.remove(parameter for parameter in suspects if parameter not in self._by_parameter)
-            self._stale_uses.begin_forward()
-
     @contextmanager
     def running_forward(self, finish: bool) -> Iterator[None]:
         """Run a training step within the context, after the updates that must come before it. ``finish``: all must."""
         # One that cannot be split by bucket must be applied to all its parameters in one step.
         if finish or not all(update.by_bucket for update in self._updates):
             self.finish()
-        self.begin_forward()
+        # A parameter that is up to date now cannot be used too early in this forward.
+        with self.lock:  # another thread may use a suspect meanwhile
+            suspects = list(self._stale_uses.suspects)
+            self._watch.remove(parameter for parameter in suspects if parameter not in self._by_parameter)
+            self._stale_uses.begin_forward()
         self.is_in_training_step = True
         try:
             yield
@@ -399,7 +396,8 @@ class PendingUpdate:
 
     Args:
         optimizer: the optimizer. It is not changed; a shallow copy of it takes the step.
-        sums: the bucket that carries each parameter's gradient. Must not change afterwards.
+        sums: the bucket that carries each parameter's gradient, on the host a `BucketReduction`. Must not change
+            afterwards.
         step: performs the step of the copy that it is given. None: the optimizer's own, below its hooks: it has none,
             and a hook that is registered later would not have seen this step if it had not been postponed.
         by_bucket: the step may update some parameters before others, so the buckets are applied as they arrive and are
@@ -487,14 +485,19 @@ class PendingUpdate:
         return sorted((staged for part in parts for staged in part), key=lambda staged: staged.place)
 
     def step(self, part: list[Staged]) -> None:
-        """Update the parameters of ``part``."""
+        """Update the parameters of ``part`` by their staged gradients, also those that were zeroed since."""
         by_group: dict[int, list[Tensor]] = {}
         for staged in part:
             by_group.setdefault(staged.group, []).append(staged.parameter)
         stepping = shallow_copy_of(self.optimizer)
         stepping.param_groups = [{**self._groups[index], "params": each} for index, each in by_group.items()]
         stepping.state = self._state
-        with _with_staged_gradients(part):
+        with ExitStack() as undo:
+            for staged in part:
+                present = staged.parameter.grad
+                if present is not staged.gradient:
+                    undo.callback(setattr, staged.parameter, "grad", present)
+                    staged.parameter.grad = staged.gradient
             if self._step is not None:
                 self._step(stepping)
             else:
@@ -505,18 +508,6 @@ def _wait_for(buckets: Iterable[GradientSum | None]) -> None:
     for bucket in buckets:
         if bucket is not None:
             bucket.wait()
-
-
-@contextmanager
-def _with_staged_gradients(part: Iterable[Staged]) -> Iterator[None]:
-    """Within the context, give the parameters their staged gradients, also those that were zeroed since."""
-    with ExitStack() as undo:
-        for each in part:
-            present = each.parameter.grad
-            if present is not each.gradient:
-                undo.callback(setattr, each.parameter, "grad", present)
-                each.parameter.grad = each.gradient
-        yield
 
 
 def as_after_backward(device_type: str) -> ExitStack:

@@ -39,9 +39,8 @@ def delivered(buffer: torch.Tensor) -> BucketReduction:
     """Return the sum of a bucket that `wait` has still to copy back to its buffer."""
     bucket = BucketReduction(0, buffer, NoCollective(), on_host=True)
     bucket.reduce_intra_group()
-    bucket.start_inter_group()
-    bucket.finish_inter_group()
-    bucket.start_broadcast()
+    bucket.reduce_inter_group()
+    bucket.settle()
     return bucket
 
 

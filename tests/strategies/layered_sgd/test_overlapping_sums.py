@@ -140,9 +140,8 @@ def test_a_failure_elsewhere_does_not_reach_a_sum_that_has_settled():
     # One thread may fail what it takes for unfinished while the other settles it, and somebody waits already.
     bucket = BucketReduction(0, torch.tensor(3.0), Passing())
     bucket.reduce_intra_group()
-    bucket.start_inter_group()
-    bucket.finish_inter_group()
-    bucket.start_broadcast()
+    bucket.reduce_inter_group()
+    bucket.settle()
     bucket.fail(RuntimeError("Connection closed by peer"))
     bucket.wait()
     assert bucket.stage is Stage.DELIVERED

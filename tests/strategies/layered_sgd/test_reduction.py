@@ -90,7 +90,12 @@ class Training:
         self.reduction.release()
         before_step()
         self.reduction.updates.stage(self.optimizer)
-        self.reduction.updates.begin_forward()
+        self.begin_forward()
+
+    def begin_forward(self) -> None:
+        """Do what the strategy does before the forward."""
+        with self.reduction.updates.running_forward(finish=False):
+            pass
 
     @property
     def num_watched(self) -> int:
@@ -101,8 +106,8 @@ class Training:
 def num_intercepted(monkeypatch) -> list[int]:
     """Grows by one for each function that the watch intercepts."""
     calls: list[int] = []
-    prepare = ParameterWatch.prepare
-    monkeypatch.setattr(ParameterWatch, "prepare", lambda *args: (calls.append(1), prepare(*args))[1])
+    before_call = ParameterWatch.before_call
+    monkeypatch.setattr(ParameterWatch, "before_call", lambda *args: (calls.append(1), before_call(*args))[1])
     return calls
 
 
@@ -184,7 +189,7 @@ def test_nothing_stays_watched_after_a_forward_that_used_less_than_all():
     training.stage(have_arrived=True)
     training.layers[0](torch.ones(1, 3, requires_grad=True) * 2)
     assert training.num_watched > 0
-    training.reduction.updates.begin_forward()
+    training.begin_forward()
     assert training.num_watched == 0
 
 
@@ -196,7 +201,7 @@ def test_a_pending_update_outlives_the_suspicion_of_an_earlier_one():
     x = torch.ones(1, 3, requires_grad=True) * 2
     training.layers[0](x)  # the others are suspects now
     training.reduction.updates.stage(other)
-    training.reduction.updates.begin_forward()
+    training.begin_forward()
     assert training.num_watched == 2 * NUM_LAYERS
     with torch._C.DisableTorchFunctionSubclass():
         before = training.layers[5].weight.detach().clone()
