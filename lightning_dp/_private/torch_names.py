@@ -340,6 +340,14 @@ def without_modes() -> Iterator[None]:
         set_tracing_state(tracing_state)
 
 
+def may_change_saved_tensors() -> bool:
+    """Return whether `torch.autograd.graph.allow_mutation_on_saved_tensors` is in force.
+
+    Its dispatch mode copies a tensor that backward needs before an operator changes it.
+    """
+    return bool(torch.autograd.graph._allow_mutation_on_saved_tensors_enabled)
+
+
 def on_compile_start(callback: Callable[..., None]) -> Callable[[], None]:
     """Call ``callback`` before Dynamo traces a function; return a function that stops that.
 

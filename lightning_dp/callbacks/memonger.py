@@ -121,7 +121,7 @@ class Memonger(Callback):
         elif self._profiler is not None and self._profiler.operations:  # none: that step was left out
             self.plan = make_plan(self._profiler.operations, self._profiler.forward_s, self.budget_bytes)
             self._profiler = None
-            self._handle.policy = self.plan
+            self._handle.adopt(self.plan)
             if trainer.is_global_zero:
                 added = self.plan.recompute_s / max(self.plan.forward_s, 1e-9)
                 log.info(

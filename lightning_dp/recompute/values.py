@@ -87,7 +87,7 @@ class Value:
         """An operator is about to change the memory: keep what it holds now, if it is needed."""
         self._weak = None
         saved = self.saved
-        if saved is not None and saved.tensor is not None and not saved.is_own:
+        if saved is not None and saved.tensor is not None and not saved.is_own and saved.is_as_read:
             saved.hold(copy_of(saved.get()))
 
 
@@ -135,6 +135,11 @@ class Saved:
         self._version = version_of(tensor)
         self.is_own = True
 
+    @property
+    def is_as_read(self) -> bool:
+        """Whether nobody has changed the tensor unseen, as layered SGD updates parameters; `get` raises then."""
+        return self.tensor is not None and version_of(self.tensor) == self._version
+
     def get(self) -> Tensor:
         """Return the tensor.
 
@@ -151,7 +156,7 @@ class Saved:
                 "backward recomputes from it. FSDP frees parameters so: use a strategy that keeps them, or "
                 "torch.utils.checkpoint in place of recomputation"
             )
-        if version_of(tensor) != self._version:
+        if not self.is_as_read:
             raise RuntimeError(
                 f"a tensor of shape {list(tensor.shape)} was modified by an inplace operation between forward and "
                 f"backward, or by another thread: it is at version {version_of(tensor)}, expected version "

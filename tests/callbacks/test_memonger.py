@@ -237,6 +237,27 @@ def test_a_budget_is_planned_anew_when_other_parts_are_trained():
     assert whole[1] <= 60_000
 
 
+class Alternating(Net):
+    """Trains two models in turn, as a coder and the prior of its codes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Sequential(nn.Flatten(), nn.Linear(432, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, 5))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.other(x), y) if batch_idx % 2 else self.loss(batch)
+
+
+def test_a_plan_stays_when_the_next_step_runs_other_parts_than_the_measured_one():
+    pytest.importorskip("scipy")
+    plain, recorder = Recorder(), Recorder()
+    for callbacks in ([plain], [Memonger("budget", budget_bytes=60_000), recorder]):
+        torch.manual_seed(11)
+        fit(1, *callbacks, net=Alternating(), loader=loader(6), strategy="auto")
+    assert differing(recorder.state, plain.state) == []
+
+
 class FailsInSecondStep(pl.Callback):
     def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 1:

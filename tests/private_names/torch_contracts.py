@@ -375,6 +375,13 @@ def check_the_next_number_lies_between_nodes_before_and_after() -> None:
     assert before < following <= torch_names.sequence_number((x + 1).grad_fn)
 
 
+@contract(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled")
+def check_a_step_knows_whether_saved_tensors_may_change() -> None:
+    assert torch_names.may_change_saved_tensors() is False
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        assert torch_names.may_change_saved_tensors() is True
+
+
 class Passing(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

@@ -16,6 +16,7 @@ from lightning_dp._private.torch_names import (
     file_of,
     has_any_step_hooks,
     is_in_backward,
+    may_change_saved_tensors,
     on_compile_start,
     step_function,
     without_torch_function,
@@ -212,6 +213,8 @@ def why_step_is_not_postponed(optimizer: Optimizer, precision_plugin: Any = None
         return f"{name}.step, which somebody has replaced,"
     if has_any_step_hooks(optimizer):
         return f"a hook before or after {name}.step"
+    if may_change_saved_tensors():  # a postponed step runs under no mode, and backward would get the new weights
+        return f"{name}.step within torch.autograd.graph.allow_mutation_on_saved_tensors"
     if precision_plugin is not None and not type(precision_plugin).__module__.startswith(FRAMEWORK + "."):
         return f"{type(precision_plugin).__name__}.optimizer_step"
     return None

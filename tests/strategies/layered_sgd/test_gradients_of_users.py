@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.ranks import run_cases
 from tests.strategies.layered_sgd.user_cases import Case, Manual, compare_on_a_slow_network
@@ -144,6 +145,22 @@ class TwoLossesOnOneGraph(Manual):
         last.step()
 
 
+class ChangesSavedTensors(TwoLossesOnOneGraph):
+    """Backward of the second loss reads weights that the first step has changed, and gets them as they were."""
+
+    def training_step(self, batch, batch_idx):
+        first, last = self.optimizers()
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            x = torch.tanh(self.first(batch[0]))
+            logits = self.last(x)
+            last.zero_grad()
+            self.manual_backward(F.cross_entropy(logits, batch[1]), retain_graph=True)
+            last.step()
+            first.zero_grad()
+            self.manual_backward(logits.square().mean())
+            first.step()
+
+
 CASES: dict[str, Case] = {
     "gradients are never zeroed": (NeverZeroed, (), {}),
     "zeroed every second batch": (ZeroedEverySecond, (), {}),
@@ -157,6 +174,7 @@ CASES: dict[str, Case] = {
     "read in inference mode": (ReadsGradientsInInferenceMode, (), {"gradient_clip_val": 0.1}),
     "an accumulator that is zeroed": (ZeroesAccumulator, (), {}),
     "a backward of one's own": (OwnBackward, (), {}),
+    "saved tensors that change": (ChangesSavedTensors, (), {"ddp": {"find_unused_parameters": True}}),
     "two losses on one graph": (TwoLossesOnOneGraph, (), {"ddp": {"find_unused_parameters": True}}),
 }  # fmt: skip
 
