@@ -126,6 +126,7 @@ def worker(job: Job) -> dict[str, Any]:
         "inter": vars(measured.network.inter),
         "intra": vars(measured.network.intra),
         "overhead_s": measured.network.overhead_s,
+        "direct_bytes_per_s": measured.network.direct_bytes_per_s,
         "diagnosis_s": took_s,
     }
 

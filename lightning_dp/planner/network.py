@@ -69,6 +69,8 @@ class Network:
             tree), or ``"auto"``, the faster of the two.
         overhead_s: time that a message of an exchange takes a rank itself, to start it and to take the one that comes
             back: the overhead of the LogP model (Culler et al. 1993). 0: none was measured.
+        direct_bytes_per_s: of a node's NIC, per direction, when each node sends to all others at once. Then some links
+            wait while the queues of others are full, so that it is less than in a ring. 0: none was measured.
     """
 
     inter: Link
@@ -76,10 +78,12 @@ class Network:
     ranks_per_node: int = 1
     all_reduce: str = "ring"
     overhead_s: float = 0.0
+    direct_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         require_count("ranks_per_node", self.ranks_per_node)
         require_not_negative("overhead_s", self.overhead_s)
+        require_not_negative("direct_bytes_per_s", self.direct_bytes_per_s)
         if self.all_reduce not in ALL_REDUCES:
             raise ValueError(f"all_reduce={self.all_reduce!r} must be one of {', '.join(map(repr, ALL_REDUCES))}")
 
@@ -139,7 +143,8 @@ class Network:
             return 0.0
         sent = 2 * (num_nodes - 1) / num_nodes * num_bytes
         num_steps = num_rounds if num_nodes == 2 else 2 * num_rounds
-        return num_steps * self.inter.latency_s + sent / self.inter.bytes_per_s
+        bytes_per_s = self.direct_bytes_per_s if num_nodes > 2 else 0.0
+        return num_steps * self.inter.latency_s + sent / (bytes_per_s or self.inter.bytes_per_s)
 
     def intra_group_s(self, num_bytes: float, world_size: int, communicator: str = "leader") -> float:
         """Return the time of layered SGD's reduce, or of its broadcast, within a node (lines 6 and 9)."""

@@ -15,7 +15,7 @@ from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.collectives.compression.compressors import make_compressor
 from lightning_dp.collectives.compression.layout import BucketShard, ParameterTable, whole_shard
 from lightning_dp.collectives.compression.options import Compression
-from lightning_dp.collectives.compression.wire import Transport
+from lightning_dp.collectives.compression.wire import Transport, complete
 from lightning_dp.collectives.groups import all_gather, create_groups, destroy_group, resolve_group
 from lightning_dp.collectives.point_to_point import Transfer
 from lightning_dp.planner.convolutions.measure import measure_time_s
@@ -59,23 +59,24 @@ def probe_network(
             "number on each node"
         )
     bounds = (4 * num_elements, 4 * num_elements) if num_elements else (64 * SMALLEST_BYTES, LARGEST_BYTES)
-    all_ranks = _measure(None, bounds, device, repeats)
+    all_ranks, largest_bytes = _measure(None, bounds, device, repeats)
     overhead_s = _exchange_s(device, repeats) / (world_size - 1)
+    direct_bytes_per_s = _direct_bytes_per_s(range(0, world_size, per_node), largest_bytes, all_ranks, device, repeats)
     if per_node in (1, world_size):
-        return Network(all_ranks, all_ranks, per_node, overhead_s=overhead_s)
+        return Network(all_ranks, all_ranks, per_node, "ring", overhead_s, direct_bytes_per_s)
     nodes = [range(first, first + per_node) for first in range(0, world_size, per_node)]
     own = create_groups(nodes, dist.get_rank())
-    inner = _measure(own, bounds, device, repeats)
+    inner, _ = _measure(own, bounds, device, repeats)
     destroy_group(own)
     # The nodes must agree on one network: that with the slowest of their links.
     latency_s, seconds_per_byte = largest_of_ranks([inner.latency_s, 1 / inner.bytes_per_s], torch.device(device))
-    return Network(all_ranks, Link(latency_s, 1 / seconds_per_byte), per_node, overhead_s=overhead_s)
+    return Network(all_ranks, Link(latency_s, 1 / seconds_per_byte), per_node, "ring", overhead_s, direct_bytes_per_s)
 
 
 def _measure(
     group: dist.ProcessGroup | None, bounds: tuple[int, int], device: torch.device | str, repeats: int
-) -> Link:
-    """Return the link of a ring over ``group``. All its ranks get the same."""
+) -> tuple[Link, int]:
+    """Return the link of a ring over ``group``, and the bytes of the largest message. All its ranks get the same."""
     size = dist.get_world_size(group)
     steps = 2 * (size - 1)  # messages one after the other, each with one of as many parts as there are ranks
 
@@ -87,10 +88,34 @@ def _measure(
     while (largest_s := message_s(num_bytes)) * steps < LONG_ENOUGH_S and num_bytes < largest_bytes:
         num_bytes = min(4 * num_bytes, largest_bytes)
     try:
-        return Link.fit([SMALLEST_BYTES / size, num_bytes / size], [smallest_s, largest_s])
+        return Link.fit([SMALLEST_BYTES / size, num_bytes / size], [smallest_s, largest_s]), num_bytes
     except ValueError:
         # On a busy machine a large message may be as fast as a small one: then the large one tells all.
-        return Link(largest_s, num_bytes / size / largest_s)
+        return Link(largest_s, num_bytes / size / largest_s), num_bytes
+
+
+def _direct_bytes_per_s(
+    carriers: Sequence[int], num_bytes: int, ring: Link, device: torch.device | str, repeats: int
+) -> float:
+    """Return how fast a NIC is in sums as compressors make them, of ``num_bytes``, over one rank of each node.
+
+    Two nodes swap all they have, as in a ring, so nothing is measured: 0. All ranks must call it, and get the same.
+    """
+    num_nodes = len(carriers)
+    if num_nodes <= 2:
+        return 0.0
+    group = create_groups([carriers], dist.get_rank(), backend="gloo")
+    seconds = 0.0
+    if group is not None:
+        wire = Transport(group)
+        gradients = torch.zeros(num_bytes // 4)  # they travel from host memory, whatever the device
+        seconds = measure_time_s(
+            lambda: complete(wire.all_reduce(gradients, gradients.dtype, gradients.dtype)), repeats=repeats
+        )
+        destroy_group(group)
+    (seconds,) = largest_of_ranks([seconds], torch.device(device))
+    sent = 2 * (num_nodes - 1) / num_nodes * num_bytes
+    return min(ring.bytes_per_s, sent / seconds)
 
 
 def _all_reduce_s(group: dist.ProcessGroup | None, num_bytes: int, device: torch.device | str, repeats: int) -> float:

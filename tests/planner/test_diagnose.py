@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dp import KrizhevskyHybridStrategy, LayeredSGDStrategy
 from lightning_dp.callbacks import StepTimer
+from lightning_dp.collectives.compression.wire import Transport
 from lightning_dp.collectives.hierarchical import HierarchicalAllReduce
 from lightning_dp.planner import Diagnose, Link, Network, diagnose, probe_network
 from lightning_dp.planner.diagnose import WARM_UP, require_whole_model
@@ -283,6 +284,34 @@ def test_two_ranks_measure_their_network_and_agree_on_it():
     assert not any(name.startswith("layered_sgd") for name in methods)
     assert results[0][2] == results[1][2]
     assert results[0][2].num_nodes(2) == 2
+    assert results[0][2].direct_bytes_per_s == 0, "two nodes swap all they have"
+
+
+def probe_where_direct_messages_wait(rank):
+    dist.init_process_group("gloo")
+    whole = probe_network(ranks_per_node=1, repeats=1, num_elements=10_000)
+    start, sizes = Transport.start, []
+
+    def waiting(self, outgoing, incoming):
+        sizes.append(self.num_ranks)
+        time.sleep(0.05)  # what is measured, and not for synchronisation
+        return start(self, outgoing, incoming)
+
+    Transport.start = waiting
+    pairs = probe_network(ranks_per_node=2, repeats=1, num_elements=10_000)
+    alone = probe_network(ranks_per_node=1, repeats=1, num_elements=10_000)
+    return whole, pairs, alone, set(sizes)
+
+
+def test_three_nodes_or_more_measure_direct_messages_too():
+    results = run_processes(4, probe_where_direct_messages_wait)
+    for whole, pairs, alone, sizes in results:
+        assert 0 < whole.direct_bytes_per_s <= whole.inter.bytes_per_s
+        assert pairs.direct_bytes_per_s == 0, "two nodes"
+        # 40 kB in four parts, of which each rank sends 6, in two exchanges, each of which waits.
+        assert alone.direct_bytes_per_s <= 60_000 / 0.1
+        assert sizes == {4}
+        assert (whole, pairs, alone) == results[0][:3]
 
 
 def fit_on_what_counts_as_a_gpu(rank):

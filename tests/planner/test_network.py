@@ -55,6 +55,13 @@ def test_an_exchange_takes_as_long_as_its_messages_take_the_rank_or_the_link():
     assert network.exchange_s(1e3, 1) == network.small_exchange_s(1) == 0
 
 
+def test_compressed_sums_of_three_nodes_or_more_are_as_fast_as_direct_messages():
+    network = Network(Link(0.0, 125e6), FAST, direct_bytes_per_s=100e6)
+    assert network.compressed_all_reduce_s(3e6, 3) == pytest.approx(4e6 / 100e6)
+    assert network.compressed_all_reduce_s(3e6, 2) == pytest.approx(3e6 / 125e6), "two swap all they have"
+    assert network.inter_group_all_reduce_s(3e6, 3) == pytest.approx(4e6 / 125e6), "a ring"
+
+
 def test_intra_group_stages():
     network = Network(GIGABIT, FAST, ranks_per_node=4)
     assert network.intra_group_s(1e9, 8) == pytest.approx(2e-5 + 0.1)
@@ -81,6 +88,7 @@ def test_a_link_is_fitted_to_measured_times():
         (lambda: Link.fit([1, 1], [2.0, 1.0]), ValueError, "give two different sizes"),
         (lambda: Network(GIGABIT, FAST, 0), ValueError, "ranks_per_node=0"),
         (lambda: Network(GIGABIT, FAST, overhead_s=-1.0), ValueError, "overhead_s=-1.0"),
+        (lambda: Network(GIGABIT, FAST, direct_bytes_per_s=-1.0), ValueError, "direct_bytes_per_s=-1.0"),
         (lambda: Network(GIGABIT, FAST, all_reduce="star"), ValueError, "all_reduce='star' must be one of 'ring'"),
         (lambda: Network(GIGABIT, FAST, 4).num_nodes(6), ValueError, "world_size=6 is not a multiple of ranks_per"),
     ],
