@@ -191,6 +191,16 @@ def test_a_model_that_cannot_be_built_here_costs_the_bytes_only(sweep, caplog, m
     assert not caplog.records, "nothing was built"
 
 
+def test_bytes_are_counted_if_the_data_is_where_the_job_was_started(sweep, caplog):
+    for place in sweep.glob("*/.hydra"):
+        config = OmegaConf.load(place / "config.yaml")
+        config.where = "${hydra:runtime.cwd}/data"
+        OmegaConf.save(config, place / "config.yaml")
+        OmegaConf.save({"hydra": {"runtime": {"cwd": "/home"}}}, place / "hydra.yaml")
+    read_sweep(sweep, "val/acc")
+    assert not caplog.records
+
+
 def num_bytes(tmp_path, *overrides, share=0.0):
     return bytes_per_step(composed(tmp_path, "trainer=cpu", *overrides), share)
 
