@@ -36,6 +36,7 @@ class Classifier(LightningModule):
             them, as in He et al. 2015.
         scheduler: makes a learning rate schedule from an optimizer. If it has an argument ``total_steps`` that is not
             set, that is set to the number of optimizer steps, or of epochs, of the whole fit: what ``interval`` counts.
+            ``ReduceLROnPlateau`` looks at ``val/loss``, so its ``interval`` is ``"epoch"``.
         interval: what the schedule counts, ``"step"`` or ``"epoch"``.
         label_smoothing: label smoothing of the training loss, 0 to 1. The other losses are not smoothed.
         channels_last: use the channels-last memory format for weights and images. On CPU, ResNet-20 then trains 1.2 to
@@ -122,7 +123,8 @@ class Classifier(LightningModule):
         if "total_steps" in arguments and given.get("total_steps") is None:
             fill["total_steps"] = self._planned_steps = self._schedule_steps()
         scheduler = self.scheduler(optimizer, **fill)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+        schedule = {"scheduler": scheduler, "interval": self.interval, "monitor": "val/loss"}  # for ReduceLROnPlateau
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def _schedule_steps(self) -> int:
         """Return how often Lightning steps the schedule in the whole fit: as often as ``interval`` passes."""
