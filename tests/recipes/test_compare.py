@@ -178,6 +178,14 @@ def test_of_a_loss_the_lower_value_is_the_better_one(tmp_path):
     assert [first.time_to(0.7), second.time_to(0.7)] == [20, 20]
 
 
+def test_a_later_test_of_other_weights_is_not_the_result_of_a_job(sweep):
+    """With ``train=false ckpt_path=best`` in the folder of one job. Lightning logs it with step 0."""
+    before = [each.accuracy for each in read_sweep(sweep, "val/acc")]
+    with open(sweep / "0" / "metrics.csv", "a") as file:
+        file.write(",0,0,0.99,,,\n")
+    assert [each.accuracy for each in read_sweep(sweep, "val/acc")] == before
+
+
 @pytest.mark.ci
 def test_a_model_that_cannot_be_built_here_costs_the_bytes_only(sweep, caplog, monkeypatch, capsys):
     for path in sweep.glob("*/.hydra/config.yaml"):
