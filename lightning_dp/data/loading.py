@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -87,7 +87,7 @@ class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
     """
 
     def __init__(
-        self, images: Tensor, labels: Tensor, mean: tuple[float, ...], std: tuple[float, ...], augment: bool = False
+        self, images: Tensor, labels: Tensor, mean: Sequence[float], std: Sequence[float], augment: bool = False
     ) -> None:
         assert images.dtype == torch.uint8, images.dtype
         assert len(images) == len(labels), (len(images), len(labels))
@@ -240,12 +240,12 @@ def crop_and_flip(images: Tensor, drawn: CropAndFlip) -> Tensor:
     return padded.flatten(2).gather(2, pixels.expand(-1, channels, -1)).view(images.shape)
 
 
-def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """Return ``(images / 255 - mean) / std`` for each channel, from uint8 (N, C, H, W) to float32 (N, C, H, W).
 
     The memory format and the device are those of ``images``.
     """
-    scale, shift = _scale_and_shift(mean, std, images.device)
+    scale, shift = _scale_and_shift(tuple(mean), tuple(std), images.device)  # a subclass may have lists
     return images.float().mul_(scale).sub_(shift)
 
 

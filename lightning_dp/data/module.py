@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -39,8 +39,8 @@ class ImageDataModule(LightningDataModule):
 
     num_classes: int
     image_shape: tuple[int, int, int]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    mean: Sequence[float]
+    std: Sequence[float]
     augment: bool = False
 
     def __init__(

@@ -323,6 +323,17 @@ def write_configuration(cfg: DictConfig) -> None:
         (folder / f"{name}.yaml").write_text(OmegaConf.to_yaml(node))
 
 
+def restore_hydra(run_dir: Path) -> None:
+    """Let ``${hydra:...}`` in the configuration of a run mean what it meant there, as in ``${hydra:runtime.cwd}/data``.
+
+    Until Hydra runs in this process. Does nothing where the run has left no ``.hydra/hydra.yaml``.
+    """
+    path = run_dir / ".hydra" / "hydra.yaml"
+    if path.is_file():
+        hydra_cfg = OmegaConf.load(path).hydra
+        OmegaConf.register_new_resolver("hydra", lambda key: OmegaConf.select(hydra_cfg, key), replace=True)
+
+
 def is_in_sweep() -> bool:
     """Return whether this job is one of a sweep."""
     return HydraConfig.get().mode == RunMode.MULTIRUN

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from lightning_dp.planner.plots import colors_of
-from lightning_dp.runs.command_line import argument_parser, message_of
+from lightning_dp.runs.command_line import argument_parser, message_of, restore_hydra
 from lightning_dp.runs.metrics import rows_of
 from lightning_dp.runs.resume import CURVES, METRICS, OF_A_RUN
 from lightning_dp.runs.traffic import bytes_per_step
@@ -48,7 +48,7 @@ class Job:
     Attributes:
         label: its overrides that other jobs of the sweep do not share, without the seed.
         finished: it came to its end.
-        accuracy: the last value of what the jobs are compared by; None if the job has not finished, or if it is NaN.
+        accuracy: what the jobs are compared by, at its last step; None if the job has not finished, or if it is NaN.
         images_per_s: training images per second, the mean over the epochs but the first, which warms up.
         global_share: share of the steps with global statistics; None without AGBN.
         num_bytes: bytes that a rank sends in a step, by calculation; None if `bytes_per_step` cannot say.
@@ -159,7 +159,9 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
         seconds, logged = sorted(values("time/train_s").items()), sorted(values(metric).items())
         shares = list(values("agbn/is_global").values())
         rates = list(values("time/images_per_s").values())
-        found = list(values(result).values()) if finished else []
+        found = values(result) if finished else {}
+        # A later test in the folder (train=false), of any weights, has step 0.
+        reached = found[max(found)] if found else math.nan
     path = folder / ".hydra" / "config.yaml"
     config: Any = OmegaConf.to_container(_load(path), resolve=False)
     with naming_damage(path):
@@ -171,7 +173,7 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
         label=label,
         finished=finished,
         # NaN has no place in an order, so that a median of it would be any value.
-        accuracy=found[-1] if found and not math.isnan(found[-1]) else None,
+        accuracy=None if math.isnan(reached) else reached,
         images_per_s=mean(rates[1:] or rates) if rates else None,
         global_share=share,
         num_bytes=_num_bytes(config, folder, share or 0.0) if count_bytes else None,
@@ -186,7 +188,8 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
 
 def _num_bytes(config: Any, folder: Path, global_share: float) -> float | None:
     try:
-        # The folder of a run comes from Hydra while it runs.
+        restore_hydra(folder)
+        # The folder of a run may have been moved since.
         resolved: Any = OmegaConf.to_container(OmegaConf.create(config | {"run_dir": str(folder)}), resolve=True)
         return bytes_per_step(resolved, global_share)
     except Exception as error:  # a model of the user's can raise any error, or is not importable here

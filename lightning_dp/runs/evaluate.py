@@ -22,7 +22,14 @@ from pytorch_lightning import seed_everything
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from lightning_dp.data.module import ImageDataModule
-from lightning_dp.runs.command_line import argument_parser, conf_folder, key_of, message_of, require_new_names
+from lightning_dp.runs.command_line import (
+    argument_parser,
+    conf_folder,
+    key_of,
+    message_of,
+    require_new_names,
+    restore_hydra,
+)
 from lightning_dp.runs.hydra_versions import VERSION_BASE
 from lightning_dp.runs.resume import OTHERS, naming_another_model, read_checkpoint, require_intact, run_folder
 from lightning_dp.runs.train import build
@@ -108,6 +115,7 @@ def config_of_run(checkpoint: Path, overrides: list[str]) -> DictConfig:
         raise FileNotFoundError(f"there is no {path}; leave the checkpoint in its run folder, or use --own")
     try:
         config = OmegaConf.load(path)
+        restore_hydra(run_dir)
     except Exception as error:  # of YAML or OmegaConf
         raise ValueError(f"{path} is damaged ({error}); give a configuration with --own") from error
     if not (isinstance(config, DictConfig) and all(OmegaConf.is_dict(config.get(key)) for key in READ)):

@@ -269,7 +269,7 @@ def draw_curves(run_dir: str | Path, file: str = CURVES) -> Path:
     if min((value for _, value in _named(series, "train", "loss")), default=0.0) > 0:
         loss.set_yscale("log")
     if tested := _named(series, "test", "acc"):
-        value = tested[-1][1]
+        _, value = max(tested, key=lambda each: each[0])  # later tests in the folder (train=false) have step 0
         label = f"test, at the end: {value:.4f}"
         accuracy.axhline(value, color=TEST_COLOR, linewidth=1, linestyle=":", label=label)
     if rates := [values for name, values in series.items() if name.startswith("lr-")]:

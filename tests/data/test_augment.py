@@ -49,3 +49,4 @@ def test_normalize_equals_its_formula():
     result = normalize(images, (0.25, 0.5), (0.5, 0.2))
     assert result.dtype == torch.float32
     torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(normalize(images, [0.25, 0.5], [0.5, 0.2]), result), "as a subclass of a user may have them"

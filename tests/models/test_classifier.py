@@ -156,6 +156,7 @@ def test_an_empty_training_batch_counts_nothing(label_smoothing):
         (partial(OneCycleLR, max_lr=0.1, pct_start=0.5, cycle_momentum=False), "step", None),
         (partial(MultiStepLR, milestones=[2, 5]), "step", [0.1, 0.1, 0.01, 0.01, 0.01, 0.001]),
         (partial(MultiStepLR, milestones=[1]), "epoch", [0.1] * 3 + [0.01] * 3),
+        (partial(ReduceLROnPlateau, patience=-1), "epoch", [0.1] * 3 + [0.01] * 3),  # after each look at val/loss
         (None, "step", [0.1] * 6),
     ],
 )

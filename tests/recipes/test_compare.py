@@ -178,6 +178,14 @@ def test_of_a_loss_the_lower_value_is_the_better_one(tmp_path):
     assert [first.time_to(0.7), second.time_to(0.7)] == [20, 20]
 
 
+def test_a_later_test_of_other_weights_is_not_the_result_of_a_job(sweep):
+    """With ``train=false ckpt_path=best`` in the folder of one job. Lightning logs it with step 0."""
+    before = [each.accuracy for each in read_sweep(sweep, "val/acc")]
+    with open(sweep / "0" / "metrics.csv", "a") as file:
+        file.write(",0,0,0.99,,,\n")
+    assert [each.accuracy for each in read_sweep(sweep, "val/acc")] == before
+
+
 @pytest.mark.ci
 def test_a_model_that_cannot_be_built_here_costs_the_bytes_only(sweep, caplog, monkeypatch, capsys):
     for path in sweep.glob("*/.hydra/config.yaml"):
@@ -189,6 +197,16 @@ def test_a_model_that_cannot_be_built_here_costs_the_bytes_only(sweep, caplog, m
     main()
     assert "| strategy=ddp | 2 | 0.8000 (0.7000 to 0.9000) |" in capsys.readouterr().out
     assert not caplog.records, "nothing was built"
+
+
+def test_bytes_are_counted_if_the_data_is_where_the_job_was_started(sweep, caplog):
+    for place in sweep.glob("*/.hydra"):
+        config = OmegaConf.load(place / "config.yaml")
+        config.where = "${hydra:runtime.cwd}/data"
+        OmegaConf.save(config, place / "config.yaml")
+        OmegaConf.save({"hydra": {"runtime": {"cwd": "/home"}}}, place / "hydra.yaml")
+    read_sweep(sweep, "val/acc")
+    assert not caplog.records
 
 
 def num_bytes(tmp_path, *overrides, share=0.0):

@@ -84,6 +84,19 @@ def test_loggers_may_name_what_only_a_run_knows(run_dir, tmp_path):
     assert evaluate(checkpoint, []).keys() == {"test/acc", "test/acc5", "test/loss"}
 
 
+@pytest.mark.ci
+def test_data_may_be_where_the_run_was_started(run_dir, tmp_path):
+    """``${hydra:runtime.cwd}/data``, as people write it. Only Hydra knows it, and it is not on in an evaluation."""
+    folder = tmp_path / "copy"
+    shutil.copytree(run_dir, folder)
+    config = OmegaConf.load(folder / ".hydra" / "config.yaml")
+    config.data.num_test = "${hydra:runtime.answer}"
+    OmegaConf.save(config, folder / ".hydra" / "config.yaml")
+    OmegaConf.save({"hydra": {"runtime": {"answer": 21}}}, folder / ".hydra" / "hydra.yaml")
+    checkpoint = Path("checkpoints", "last.ckpt")
+    assert evaluate(folder / checkpoint, []) == evaluate(run_dir / checkpoint, [])
+
+
 def test_a_checkpoint_without_a_run_folder_is_named():
     with pytest.raises(FileNotFoundError, match=r"there is no /\.hydra/config\.yaml; .* use --own"):
         config_of_run(Path("/last.ckpt"), [])
