@@ -28,7 +28,7 @@ def measure(monkeypatch):
 
         monkeypatch.setattr(dist, "get_world_size", lambda group: SIZE)
         monkeypatch.setattr(probe, "_all_reduce_s", all_reduce_s)
-        return probe._measure(None, bounds, "cpu", 1)
+        return probe._measure(None, bounds, "cpu", 1)[0]
 
     return measured
 
