@@ -127,8 +127,6 @@ def worker(job: Job) -> dict[str, Any]:
         "intra": vars(measured.network.intra),
         "overhead_s": measured.network.overhead_s,
         "direct_bytes_per_s": measured.network.direct_bytes_per_s,
-        "codec_s": measured.profile.codec_s,
-        "codec_wait_s": measured.profile.codec_wait_s,
         "diagnosis_s": took_s,
     }
 

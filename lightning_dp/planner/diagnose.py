@@ -29,7 +29,7 @@ from lightning_dp.layers import GlobalBatchNorm
 from lightning_dp.planner.convolutions.measure import num_bytes, tensors_of
 from lightning_dp.planner.formulas import require_count, require_positive
 from lightning_dp.planner.network import Network
-from lightning_dp.planner.probe import largest_of_ranks, probe_compressors, probe_network
+from lightning_dp.planner.probe import probe_compressors, probe_network
 from lightning_dp.planner.report import WITH_PLAN, Diagnosis, make_diagnosis
 from lightning_dp.planner.simulation import METHODS
 from lightning_dp.planner.workload import LayerProfile, Recomputation, StepProfile
@@ -304,7 +304,6 @@ class Diagnose(StepTimer):
         message_s = 0.0 if network is None else num_batches * math.log2(trainer.world_size) * network.inter.latency_s
         parts["load_s"] += min(wait_s, message_s)
         parts["exposed_communication_s"] += max(0.0, wait_s - message_s)
-        codec_s, codec_wait_s = self._codec_s(trainer, pl_module)
         return StepProfile(
             strategy=type(trainer.strategy).__name__,
             batch_size=self._batch_size,
@@ -322,8 +321,7 @@ class Diagnose(StepTimer):
             accumulate=num_batches,
             num_workers=getattr(trainer.train_dataloader, "num_workers", None),
             cores_per_rank=cores_per_rank,
-            codec_s=codec_s,
-            codec_wait_s=codec_wait_s,
+            codec_s=self._codec_s(trainer, pl_module),
             statistics_ranks=_statistics_ranks(pl_module),
             unmeasured=self._unmeasured(trainer, pl_module),
             **parts,
@@ -342,22 +340,12 @@ class Diagnose(StepTimer):
             found.append("the waits of SyncBatchNorm for statistics (AdaptiveGlobalBatchNorm's are measured)")
         return tuple(found)
 
-    def _codec_s(self, trainer: Any, pl_module: LightningModule) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the times of compressors if rows of theirs will be simulated, and of them the waits for cores.
-
-        All ranks measure at the same time, and then one alone.
-        """
+    def _codec_s(self, trainer: Any, pl_module: LightningModule) -> dict[str, float]:
+        """Return the times of compressors, if rows of theirs will be simulated. All ranks measure at the same time."""
         if (self._world_size or trainer.world_size) == 1:
-            return {}, {}
+            return {}
         shapes = [shape for layer in self._layers.profiles() for shape in layer.shapes]
-        if trainer.world_size == 1:
-            return probe_compressors(shapes), {}
-        device = torch.device(_host_or_gpu(pl_module))
-        together = probe_compressors(shapes, device=device)
-        alone = probe_compressors(shapes) if trainer.is_global_zero else {}
-        alone_s = largest_of_ranks([alone.get(name, 0.0) for name in together], device)  # the others wait here
-        waits = {name: max(0.0, both - one) for (name, both), one in zip(together.items(), alone_s, strict=True)}
-        return together, waits
+        return probe_compressors(shapes, device=_host_or_gpu(pl_module) if trainer.world_size > 1 else None)
 
     def _write(self, diagnosis: Diagnosis) -> None:
         if self._folder is None:

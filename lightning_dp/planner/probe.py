@@ -108,9 +108,7 @@ def _direct_bytes_per_s(
     seconds = 0.0
     if group is not None:
         wire = Transport(group)
-        gradients = torch.zeros(
-            num_bytes // 4, dtype=torch.float32
-        )  # they travel from host memory, whatever the device
+        gradients = torch.zeros(num_bytes // 4, dtype=torch.float32)  # in host memory, whatever the device
         seconds = measure_time_s(
             lambda: complete(wire.all_reduce(gradients, gradients.dtype, gradients.dtype)), repeats=repeats
         )

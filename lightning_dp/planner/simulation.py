@@ -304,9 +304,6 @@ class _Job:
                     last = self.schedule.add(intra_s, [between], stream, priority=priority)
                 for lane in lanes:
                     arrived[place][lane] = [last]
-            wait_s = self.workload.codec_wait_s.get(str(method.compression), 0.0) * self._part_of(self.buckets[place])
-            for lane in range(len(self._last)):
-                self._add_wait(lane, wait_s)
         if is_step:
             self._arrived = arrived
             return

@@ -123,8 +123,6 @@ class Workload:
         batch_norm_s: measured waits for global batch norm's statistics in one batch, whatever the method.
         codec_s: processor time in which a compressor encodes and decodes the gradients of a step, by its name in
             `Method.compression`. What is not there takes none.
-        codec_wait_s: of it, the time in which ranks that share cores wait for each other, and so do their training
-            threads, by the same names. Where each rank has cores of its own, compressors run beside the training.
         frozen_s: time of the forward before the first block, in layers that are not trained. It waits for no gradients.
         rest_s: what a step takes beyond all that is known of it, whatever the method.
     """
@@ -141,7 +139,6 @@ class Workload:
     accumulate: int = 1
     batch_norm_s: float = 0.0
     codec_s: Mapping[str, float] = field(default_factory=dict)
-    codec_wait_s: Mapping[str, float] = field(default_factory=dict)
     frozen_s: float = 0.0
     rest_s: float = 0.0
 
@@ -151,9 +148,8 @@ class Workload:
         require_count("num_batch_norms", self.num_batch_norms, least=0)
         for name in ("load_s", "update_s", "jitter", "batch_norm_s", "frozen_s", "rest_s"):
             require_not_negative(name, getattr(self, name))
-        for what in ("codec_s", "codec_wait_s"):
-            for name, seconds in getattr(self, what).items():
-                require_not_negative(f"{what}[{name!r}]", seconds)
+        for name, seconds in self.codec_s.items():
+            require_not_negative(f"codec_s[{name!r}]", seconds)
         if not self.blocks:
             raise ValueError("blocks=() is empty; give at least one block of layers, with its bytes and times")
 
@@ -320,7 +316,6 @@ class StepProfile:
         num_workers: processes of the loader, of each rank. None: it is no loader that has them.
         cores_per_rank: processor cores of the machine over its ranks; None if it is not known.
         codec_s: see `Workload.codec_s`.
-        codec_wait_s: see `Workload.codec_wait_s`.
         statistics_ranks: ranks that share batch norm's statistics; None: all of them.
         unmeasured: waits that no clock tells from compute, in which they are counted.
         frozen_part: of the forward, before the first of the layers.
@@ -345,7 +340,6 @@ class StepProfile:
     num_workers: int | None = 0
     cores_per_rank: float | None = None
     codec_s: Mapping[str, float] = field(default_factory=dict)
-    codec_wait_s: Mapping[str, float] = field(default_factory=dict)
     statistics_ranks: int | None = None
     unmeasured: tuple[str, ...] = ()
     frozen_part: float = 0.0
@@ -417,7 +411,6 @@ class StepProfile:
             accumulate=self.accumulate,
             batch_norm_s=self.batch_norm_s / self.accumulate,
             codec_s=self.codec_s,
-            codec_wait_s=self.codec_wait_s,
             frozen_s=frozen_s,
         )
 

@@ -280,8 +280,6 @@ def test_two_ranks_measure_their_network_and_agree_on_it():
     assert "ddp_global_batch_norm" not in methods, "the job has it, and so have all its rows"
     assert first.profile.cores_per_rank > 0
     assert set(first.profile.codec_s) == {"bf16", "int8", "power_sgd"}
-    assert first.profile.codec_wait_s == second.profile.codec_wait_s
-    assert all(0 <= first.profile.codec_wait_s[name] < both for name, both in first.profile.codec_s.items())
     assert first.is_present_job
     assert not any(name.startswith("layered_sgd") for name in methods)
     assert results[0][2] == results[1][2]

@@ -338,13 +338,3 @@ def test_recording_and_compressing_are_counted_for_each_batch_and_once_per_step(
         compressed = simulate(workload, NETWORK, 2, "layered_sgd_step_int8").step_s
         free = simulate(replace(workload, codec_s={}), NETWORK, 2, "layered_sgd_step_int8").step_s
         assert compressed - free == pytest.approx(0.006)
-
-
-def test_training_threads_wait_where_ranks_that_share_cores_compress():
-    workload = replace(test_rows.ONE_BLOCK, load_s=10.0)  # longer than all that runs beside it
-    waiting = replace(workload, codec_wait_s={"int8": 0.004})
-    for method, wait_s in {"layered_sgd_step_int8": 0.004, "layered_sgd_step": 0.0, "ddp": 0.0}.items():
-        with_wait, without = (simulate(each, NETWORK, 2, method).step_s for each in (waiting, workload))
-        assert with_wait - without == pytest.approx(wait_s), method
-    with pytest.raises(ValueError, match=r"codec_wait_s\['int8'\]=-1.0"):
-        replace(workload, codec_wait_s={"int8": -1.0})
