@@ -252,6 +252,7 @@ def list_train(root: Path) -> tuple[Listing, list[str]]:
 
     Raises:
         FileNotFoundError: there is no such folder, or no image in it.
+        ValueError: images are beside class folders.
     """
     folder = root / "train"
     _require_folder(folder, root)
@@ -269,7 +270,8 @@ def list_val(root: Path, classes: Sequence[str], label_file: Path | None = None)
 
     Raises:
         FileNotFoundError: there is no such folder, no image in it, or no label file for images without class folders.
-        ValueError: a class is not among ``classes``, or the label file does not fit the images.
+        ValueError: a class is not among ``classes``, images are beside class folders, or the label file does not fit
+            the images.
     """
     folder = root / "val"
     _require_folder(folder, root)
@@ -349,6 +351,9 @@ def _devkit_classes(meta: Path) -> dict[int, str]:
 
 
 def _list_classes(root: Path, folder: Path, present: Sequence[str], classes: Sequence[str]) -> Listing:
+    loose = min((name for name in os.listdir(folder) if name.lower().endswith(SUFFIXES)), default=None)
+    if loose is not None:  # a script that sorts images by class may have stopped halfway
+        raise ValueError(f"{folder / loose} is beside the class folders, and would be left out; move it into its class")
     number_of = {name: number for number, name in enumerate(classes)}
     names: list[str] = []
     labels: list[int] = []
