@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +31,8 @@ class ImageNet(ImageDataModule):
 
     A loader's batch is (n, 3, H, W) uint8, and images are normalized on the device: workers then send a quarter of the
     bytes, and do not convert them. The training step of a Trainer with this data module gets float32.
+
+    A callback may set ``image_size``, ``eval_image_size`` and ``crop``. Loaders that are made afterwards have them.
 
     Args:
         root: folder with ``train/CLASS/*.JPEG`` and with ``val/CLASS/*.JPEG``, or ``val/*.JPEG`` and a label file.
@@ -93,9 +96,9 @@ class ImageNet(ImageDataModule):
         self.root = Path(root).expanduser()  # as torchvision does
         self.num_classes = num_classes
         self.image_size = image_size
-        self.start_image_size = image_size if start_image_size is None else start_image_size
+        self.start_image_size = start_image_size
         self.resize_between = (begin, end)
-        self.eval_image_size = image_size if eval_image_size is None else eval_image_size
+        self.eval_image_size = eval_image_size
         self.image_shape = (3, image_size, image_size)
         self.crop = crop
         self.on_broken = on_broken
@@ -139,16 +142,17 @@ class ImageNet(ImageDataModule):
         Raises:
             ValueError: the size changes, and the Trainer has no number of epochs.
         """
-        if self.start_image_size == self.image_size:
+        start, end = self.start_image_size, self.image_size
+        if start is None or start == end:
             return None
         epochs = None if self.trainer is None else self.trainer.max_epochs
         if epochs is None or epochs < 1:
             raise ValueError(
-                f"start_image_size={self.start_image_size} needs to know the number of epochs, but "
+                f"start_image_size={start} needs to know the number of epochs, but "
                 f"max_epochs={epochs}; set trainer.max_epochs, or start_image_size=null"
             )
         first, last = (share * epochs for share in self.resize_between)
-        return lambda epoch: image_size_at(epoch, first, last, self.start_image_size, self.image_size)
+        return lambda epoch: image_size_at(epoch, first, last, start, end)
 
     def broken_files(self) -> list[str]:
         """Return the files that were skipped so far, because they cannot be decoded. Of this rank only."""
@@ -190,19 +194,26 @@ class ImageNet(ImageDataModule):
         """Return the encoded images of a split, from the first part of what `read_train` returns for it."""
         return FilesInFolder(self.root, images)
 
+    def _size_of(self, split: str) -> int:
+        """Return the size of images, at the end of training if they grow."""
+        return self.image_size if split == "train" else self.eval_image_size or self.image_size
+
     def _dataset(self, split: str, augment: bool) -> Dataset[Any]:
+        training = split == "train"
+        size, crop = self._size_of(split), self.crop if training else None
         if split not in self._datasets:
-            training = split == "train"
             images, labels = self._splits[split]
-            size = self.image_size if training else self.eval_image_size
-            encoded = (self._source(images), labels, size, self.crop if training else None)
+            encoded = (self._source(images), labels, size, crop)
             decoder = resolve_decoder(self.decoder)
             if decoder == "dali":
                 self._datasets[split] = EncodedFiles(*encoded, split)
             else:
                 skips = self.on_broken == "skip"
                 self._datasets[split] = ImageFiles(*encoded, training, decoder, skips, self.num_workers)
-        return self._datasets[split]
+        # Kept for what it counts. A callback may have set other options since, and older loaders keep theirs.
+        dataset = self._datasets[split] = copy(self._datasets[split])
+        dataset.image_size, dataset.crop = size, crop
+        return dataset
 
 
 def image_size_at(epoch: int, first: float, last: float, start_size: int, end_size: int) -> int:
@@ -241,6 +252,7 @@ def list_train(root: Path) -> tuple[Listing, list[str]]:
 
     Raises:
         FileNotFoundError: there is no such folder, or no image in it.
+        ValueError: images are beside class folders.
     """
     folder = root / "train"
     _require_folder(folder, root)
@@ -258,7 +270,8 @@ def list_val(root: Path, classes: Sequence[str], label_file: Path | None = None)
 
     Raises:
         FileNotFoundError: there is no such folder, no image in it, or no label file for images without class folders.
-        ValueError: a class is not among ``classes``, or the label file does not fit the images.
+        ValueError: a class is not among ``classes``, images are beside class folders, or the label file does not fit
+            the images.
     """
     folder = root / "val"
     _require_folder(folder, root)
@@ -338,6 +351,9 @@ def _devkit_classes(meta: Path) -> dict[int, str]:
 
 
 def _list_classes(root: Path, folder: Path, present: Sequence[str], classes: Sequence[str]) -> Listing:
+    loose = min((name for name in os.listdir(folder) if name.lower().endswith(SUFFIXES)), default=None)
+    if loose is not None:  # a script that sorts images by class may have stopped halfway
+        raise ValueError(f"{folder / loose} is beside the class folders, and would be left out; move it into its class")
     number_of = {name: number for number, name in enumerate(classes)}
     names: list[str] = []
     labels: list[int] = []

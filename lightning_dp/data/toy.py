@@ -159,7 +159,7 @@ class SyntheticImageNet(ImageNet):
         return (None, train), (None, val)
 
     def _dataset(self, split: str, augment: bool) -> Dataset[Any]:
-        return RepeatedPixels(self._splits[split][1], self.image_size if split == "train" else self.eval_image_size)
+        return RepeatedPixels(self._splits[split][1], self._size_of(split))
 
 
 class RepeatedPixels(Dataset[tuple[Tensor, Tensor]]):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_dp._lightning import LightningModule, Trainer
+from lightning_dp._lightning import Callback, LightningModule, Trainer
 from lightning_dp.data import ImageNet, SyntheticImageNet, smoke_data
 from lightning_dp.data.image_files import FilesInFolder, ImageFiles
 from lightning_dp.data.imagenet import image_size_at
@@ -159,6 +159,32 @@ def test_training_images_grow(root, num_workers):
     module = ImageNet(root, **{**options, "num_workers": num_workers})
     trainer(max_epochs=4, limit_val_batches=0).fit(model, datamodule=module)
     assert [size for _, size in model.seen] == [32] * 8 + [64] * 4 + [96] * 4
+
+
+class Enlarges(Callback):
+    """Progressive resizing by hand: other options of the data module, and its loaders made again."""
+
+    def on_train_epoch_end(self, trainer, pl_module) -> None:
+        trainer.datamodule.image_size = 48
+
+
+def test_loaders_have_what_the_module_has_when_they_are_made(root):
+    model, module = Sums(), ImageNet(root, **OPTIONS)
+    runner = trainer(max_epochs=3, limit_val_batches=0, reload_dataloaders_every_n_epochs=1, callbacks=[Enlarges()])
+    runner.fit(model, datamodule=module)
+    assert [size for _, size in model.seen] == [32] * 4 + [48] * 8
+    module.crop = None
+    sizes = {}
+    for size in (None, 64, 96):
+        module.eval_image_size = size
+        sizes[size] = module.val_dataloader()
+    assert {size: next(iter(loader))[0].shape[2] for size, loader in sizes.items()} == {None: 48, 64: 64, 96: 96}
+    cropped = next(iter(module.train_dataloader()))[0]
+    assert torch.equal(cropped, next(iter(module.train_dataloader()))[0])
+    plain = ImageNet(root, **{**OPTIONS, "image_size": 48}, crop=None)
+    plain.setup("fit")
+    plain.trainer = runner
+    assert torch.equal(cropped, next(iter(plain.train_dataloader()))[0])
 
 
 def test_sizes_in_between_are_multiples_of_32():

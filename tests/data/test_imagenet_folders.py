@@ -111,3 +111,11 @@ def test_a_folder_that_is_not_imagenet_is_refused_with_the_remedy(tmp_path):
         FileNotFoundError, match=r"no file with its labels; put one of ILSVRC2012_devkit.*or set val_labels"
     ):
         list_val(tmp_path, CLASSES)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_images_that_were_not_moved_into_their_class_are_not_left_out(tmp_path, split):
+    write_imagenet(tmp_path, 2, 1)
+    (tmp_path / split / "1.JPEG").touch()
+    with pytest.raises(ValueError, match=r"1\.JPEG is beside the class folders, and would be left out; move it"):
+        list_val(tmp_path, list_train(tmp_path)[1])
