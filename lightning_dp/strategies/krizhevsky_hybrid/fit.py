@@ -354,8 +354,8 @@ class HybridFitState(SharedOnDeepcopy):
         """Give the parameters their whole shapes within the context, for Lightning's summary, and no values."""
         head = self.head
 
-        def of_its_shape(features: Tensor) -> Tensor:
-            return head.by_rows(lambda x: x.new_zeros(len(x), head.output_bounds[-1][1]), features)
+        def of_its_shape(input: Tensor) -> Tensor:
+            return head.by_rows(lambda x: x.new_zeros(len(x), head.output_bounds[-1][1]), input)
 
         shards = {p: p.data for p in head.parameters}
         with head.forwarding_to(of_its_shape if self._gathered is None else self._gathered.forward):
@@ -573,8 +573,8 @@ class _OutsideSteps(ShardedForward, SharedOnDeepcopy):
     def __init__(self, current_head: Callable[[], GatheredHead]) -> None:
         self._current_head = current_head
 
-    def __call__(self, features: Tensor) -> Tensor:
-        return self._current_head().forward(features)
+    def __call__(self, input: Tensor) -> Tensor:
+        return self._current_head().forward(input)
 
     def last_layer(self, features: Tensor) -> LastLayer | None:
         """See `ShardedForward`."""

@@ -186,7 +186,10 @@ class ShardedHead(SharedOnDeepcopy):
         return compute(features.flatten(0, -2)).unflatten(0, features.shape[:-1])
 
     def forwarding_to(self, function: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
-        """Let ``head(x)`` call ``function(x)`` within the context. Hooks of the head run as usual. May be nested."""
+        """Let ``head(x)`` call ``function(x)`` within the context. Hooks of the head run as usual. May be nested.
+
+        ``function`` names its argument ``input``, as nn.Linear and nn.Sequential do: modules call ``head(input=x)``.
+        """
         return replaced(self.head, "forward", function)
 
     def _require_rows(self, x: Tensor) -> None:
@@ -489,14 +492,14 @@ def refused_inner_calls(head: ShardedHead) -> Iterator[None]:
         yield
 
 
-def _refuse_local_shard(head: ShardedHead, layer: nn.Linear, path: str, x: Tensor) -> Tensor:
+def _refuse_local_shard(head: ShardedHead, layer: nn.Linear, path: str, input: Tensor) -> Tensor:
     """Stand for the forward of ``layer`` within ``head``: raise, unless ``layer`` has another weight, a whole one.
 
     The gathered head puts one there while it computes. A copy of the layer alone has a local shard.
     """
     is_whole = layer.weight.shape == (layer.out_features, layer.in_features)
     if is_whole and not head.owns(layer.weight):
-        return F.linear(x, layer.weight, layer.bias)
+        return F.linear(input, layer.weight, layer.bias)
     raise RuntimeError(
         f"{path!r} was called by itself on rank {head.channel.rank}, which during fit holds only its local shard of "
         f"it. Call the whole head {head.name!r}, or shard this layer alone (head={path!r}), so that the other layers "

@@ -102,11 +102,11 @@ class HeadPasses(SharedOnDeepcopy):
             total.update(channel.bytes_sent)
         return dict(total)
 
-    def forward_local_batch(self, features: Tensor) -> Tensor:
+    def forward_local_batch(self, input: Tensor) -> Tensor:
         """Return the logits (n, *, C) for the features (n, *) of this rank's samples. n may differ, and may be 0."""
         self.num_calls += 1
-        require_features(features, f"the argument of {self.head.name!r}")
-        return self.head.by_rows(self._forward_rows, features)
+        require_features(input, f"the argument of {self.head.name!r}")
+        return self.head.by_rows(self._forward_rows, input)
 
     def _forward_rows(self, features: Tensor) -> Tensor:
         sizes, seed = self.exchange.exchange_batch_sizes(features, needs_seed=self.head.draws_random_numbers)
@@ -364,9 +364,9 @@ class MicroBatch(ShardedForward, SharedOnDeepcopy):
         self._has_partial_gradients = False
         self._gradients_before = self._gradients_now()
 
-    def __call__(self, features: Tensor) -> Tensor:
+    def __call__(self, input: Tensor) -> Tensor:
         """Return the logits (N, *, C) of all classes, for features (N, *) that are the same on all ranks."""
-        return self._head.by_rows(self._forward_rows, features)
+        return self._head.by_rows(self._forward_rows, input)
 
     def _forward_rows(self, features: Tensor) -> Tensor:
         logits = self._head.logits(self._entering(features), self._draw_seed(), self._sums)

@@ -340,10 +340,10 @@ class GatheredHead(SharedOnDeepcopy):
         """Return the whole value of one of the head's parameters."""
         return self._whole[parameter]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the head's output for x, (N, *) to (N, C), computed on this rank alone as before `fit`."""
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the head's output for an input (N, *), (N, C), computed on this rank alone as before `fit`."""
         if torch.jit.is_tracing():  # it cannot record a functional_call
-            return self._through(self._head.layers, x)
+            return self._through(self._head.layers, input)
         # Each layer once: torch does not put back what it has replaced under two names of a layer.
         values = {
             f"{path}.{name}": self._in_graph(p)
@@ -352,7 +352,7 @@ class GatheredHead(SharedOnDeepcopy):
         }
         # This calls the head's own forward with other values for its parameters. The parameters themselves keep their
         # shard, and hooks within the head see whole activations.
-        return functional_call(self._caller, values, (x,), tie_weights=False)
+        return functional_call(self._caller, values, (input,), tie_weights=False)
 
     def last_layer(self, features: Tensor) -> LastLayer | None:
         """See `ShardedForward`. All classes are those of this rank."""
@@ -552,7 +552,7 @@ class StateDictHooks(SharedOnDeepcopy):
         return duplicate
 
 
-def _refuse_copy(name: str, *_: Any) -> Tensor:
+def _refuse_copy(name: str, *_: Any, **__: Any) -> Tensor:
     raise RuntimeError(
         f"this copy of {name!r} was made during fit, when the rank held only its local shard of it. Copy it before "
         "fit, in validation, or after all ranks have called trainer.strategy.gather_head()"

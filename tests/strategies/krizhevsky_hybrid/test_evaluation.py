@@ -424,3 +424,40 @@ def test_a_head_that_applies_a_layer_twice():
     trainer("auto", 1, max_epochs=2).fit(expected, all_batches(2, STEPS), all_batches(1))
     for validated in run_processes(2, _repeated):
         torch.testing.assert_close(validated, expected.validated, rtol=1e-9, atol=1e-12)
+
+
+class Keyword(Validated):
+    """Passes the head its argument by the name that nn.Linear and nn.Sequential give it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = X  # a summary of the model calls it, too
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(input=self.trunk(x))
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        return self.cost(self.head(input=features), target)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) if batch_idx % 2 else self.cost(self(batch[0]), batch[1])
+
+
+def _keyword(rank: int) -> list[list[Tensor]]:
+    seen = []
+    for evaluation in ("gathered", "sharded"):
+        module = Keyword()
+        strategy = KrizhevskyHybridStrategy(evaluation=evaluation)
+        runner = trainer(strategy, 2, use_distributed_sampler=False, enable_model_summary=True)
+        runner.fit(module, batches(rank, 2, steps=STEPS), all_batches(1))
+        seen.append(module.validated)
+    return seen
+
+
+@pytest.mark.ci
+def test_a_head_that_is_called_with_its_argument_by_name():
+    expected = Keyword()
+    trainer("auto", 1).fit(expected, all_batches(2, steps=STEPS), all_batches(1))
+    for of_rank in run_processes(2, _keyword):
+        for validated in of_rank:
+            torch.testing.assert_close(validated, expected.validated, rtol=1e-9, atol=1e-12)
