@@ -40,7 +40,8 @@ def probe_network(
 
     The links are those that a ring all-reduce would need to take as long. With several nodes, an all-reduce over all
     ranks gives the NIC's, and one within each node the inner link. An exchange of a few bytes between all ranks gives
-    the overhead of its messages, of which the hybrid and global batch norm make many. All ranks return the same.
+    the overhead of its messages, of which the hybrid and global batch norm make many. Between three nodes or more, sums
+    in direct messages, as compressors make them, are timed as well. All ranks return the same.
 
     Args:
         device: of the messages; CUDA for NCCL.

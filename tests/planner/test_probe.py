@@ -97,7 +97,7 @@ def measure_beside_a_slow_rank(rank):
     compress = probe._Loopback.start
 
     def slowly(self, outgoing, incoming):
-        time.sleep(0.05 * rank)
+        time.sleep(0.1 * rank)  # far more than a pause of a busy machine
         return compress(self, outgoing, incoming)
 
     probe._Loopback.start = slowly
