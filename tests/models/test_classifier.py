@@ -280,6 +280,18 @@ def test_channels_last_changes_the_layout_and_not_the_result():
     assert fast.model.conv1.weight.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("num_classes", [3, CLASSES + 1])
+def test_a_network_with_another_number_of_classes_is_refused_before_the_first_step(num_classes):
+    """torchmetrics would say that sizes of tensors differ, and without a validation only in the test."""
+    images = DataLoader([batch(4, 1)], batch_size=None)
+    for sanity in (0, 2):
+        model = Classifier(classifier().model, num_classes, SGD_PARTIAL)
+        run = trainer(num_sanity_val_steps=sanity)
+        with pytest.raises(ValueError, match=f"returns 7 logits per image, and num_classes={num_classes}; give the"):
+            run.fit(model, images, images)
+        assert run.global_step == 0
+
+
 def test_few_classes_have_no_top_5_and_a_wrong_interval_is_refused():
     assert Classifier(nn.Linear(2, 3), 3, SGD_PARTIAL).test_acc5 is None
     with pytest.raises(ValueError, match="interval='batch'"):
