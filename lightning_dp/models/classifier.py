@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -19,6 +20,8 @@ from lightning_dp._lightning import LightningModule
 from lightning_dp.losses import sharded_binary_cross_entropy, sharded_cross_entropy
 
 Batch = tuple[Tensor, Tensor]
+
+NEVER = sys.maxsize  # epochs between two steps of a schedule that Lightning is to save, but not to step
 
 
 class Classifier(LightningModule):
@@ -39,7 +42,8 @@ class Classifier(LightningModule):
         scheduler: makes a learning rate schedule from an optimizer. If it has an argument ``total_steps`` that is not
             set, that is set to the number of optimizer steps, or of epochs, of the whole fit: what ``interval`` counts.
             ``ReduceLROnPlateau`` gets ``val/loss`` (with ``mode="max"`` ``val/acc``) of each validation, at the end of
-            its epoch, whatever ``interval`` is.
+            its epoch, whatever ``interval`` is. With the Trainer's ``check_val_every_n_epoch=None``, where validations
+            count batches over epochs, it gets it when each ends: in `on_validation_epoch_end`.
         interval: what the schedule counts, ``"step"`` or ``"epoch"``.
         label_smoothing: label smoothing of the training loss, 0 to 1. The other losses are not smoothed.
         channels_last: use the channels-last memory format for weights and images. On CPU, ResNet-20 then trains 1.2 to
@@ -131,7 +135,7 @@ class Classifier(LightningModule):
         schedule: dict[str, Any] = {"scheduler": scheduler, "interval": self.interval}
         if isinstance(scheduler, ReduceLROnPlateau):
             metric = "val/acc" if scheduler.mode == "max" else "val/loss"
-            every = self.trainer.check_val_every_n_epoch or 1
+            every = self.trainer.check_val_every_n_epoch or NEVER
             schedule |= {"monitor": metric, "interval": "epoch", "frequency": every}
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
@@ -165,6 +169,18 @@ class Classifier(LightningModule):
                     f"this training after {self._planned_steps}; this schedule cannot be extended on resume: "
                     "keep the original max_epochs, or start a new run"
                 )
+
+    def on_validation_epoch_end(self) -> None:
+        """Step a plateau schedule whose validations do not end with epochs. Lightning steps one at ends of epochs only.
+
+        Before checkpoints of this validation are written: they have the schedule that it has led to.
+        """
+        if self.trainer.state.fn != "fit" or self.trainer.sanity_checking:
+            return
+        for each in self.trainer.lr_scheduler_configs:
+            if isinstance(each.scheduler, ReduceLROnPlateau) and each.frequency == NEVER:
+                assert each.monitor is not None
+                self.lr_scheduler_step(each.scheduler, self.trainer.callback_metrics[each.monitor])
 
     def _evaluate(self, batch: Batch, metrics: dict[str, Metric]) -> None:
         x, y = batch

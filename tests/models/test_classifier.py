@@ -202,6 +202,36 @@ def test_a_plateau_is_one_of_the_validations(interval, every, mode, metric):
     assert seen == [(epoch, True) for epoch in range(4) if (epoch + 1) % every == 0]
 
 
+@pytest.mark.parametrize("every", [2, 4])
+@pytest.mark.parametrize("sanity", [0, 1])
+def test_a_plateau_is_one_of_validations_that_count_batches_over_epochs(tmp_path, every, sanity):
+    """Of three batches in an epoch. A checkpoint of a validation has the plateau's state after it."""
+    seen, validated = [], []
+
+    class Watched(ReduceLROnPlateau):
+        def step(self, metrics, epoch=None):
+            seen.append((run.global_step, metrics.item()))
+            super().step(metrics)
+
+    class Save(Callback):
+        def on_validation_end(self, run: Trainer, *_: Any) -> None:
+            if not run.sanity_checking and run.state.fn == "fit":
+                validated.append((run.global_step, run.callback_metrics["val/loss"].item()))
+                run.save_checkpoint(tmp_path / "last.ckpt")
+
+    images = DataLoader([batch(4, seed) for seed in range(3)], batch_size=None)
+    model = classifier(scheduler=partial(Watched, patience=0))
+    options = {"check_val_every_n_epoch": None, "val_check_interval": every, "num_sanity_val_steps": sanity}
+    run = trainer(max_epochs=4, callbacks=[Save()], **options)
+    run.fit(model, images, images)
+    assert seen == validated
+    assert [step for step, _ in seen] == list(range(every, 13, every))
+    (state,) = torch.load(tmp_path / "last.ckpt", weights_only=True)["lr_schedulers"]
+    assert state["last_epoch"] == len(seen)
+    run.validate(model, images, verbose=False)
+    assert len(seen) == 12 // every
+
+
 def fit_with_a_schedule(interval: str = "epoch", data: Any = None, **end: int) -> list[int]:
     """Fit with three batches, two in a step, and return what the schedule was told."""
     told = []
