@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dp._lightning import Callback, DDPStrategy, Trainer
 from lightning_dp.models import Classifier, resnet20
+from lightning_dp.optim import polynomial_with_warmup
 from tests.ranks import run_processes
 
 CLASSES = 7
@@ -252,6 +253,22 @@ def fit_with_a_schedule(interval: str = "epoch", data: Any = None, **end: int) -
 def test_a_schedule_of_epochs_ends_with_the_last_one(end):
     """It is told how many epochs there are: with the number of steps it would still be at its beginning."""
     assert fit_with_a_schedule(**end) == [4]
+
+
+def test_a_warm_up_counts_steps_of_the_optimizer_and_not_the_batches_of_an_accumulation():
+    seen = []
+
+    class Watched(SGD):
+        def step(self, closure=None):
+            seen.append(self.param_groups[0]["lr"])
+            return super().step(closure)
+
+    schedule = partial(polynomial_with_warmup, warmup=0.25, power=1.0)
+    model = classifier(scheduler=schedule, interval="step")
+    model.optimizer = partial(Watched, lr=0.1)
+    images = DataLoader([batch(4, seed) for seed in range(4)], batch_size=None)
+    trainer(max_epochs=4, accumulate_grad_batches=2).fit(model, images, images)
+    assert seen == pytest.approx([0.0, 0.05, *(0.1 * (1 - n / 6) for n in range(6))])  # eight steps of 16 batches
 
 
 class Endless(IterableDataset):
