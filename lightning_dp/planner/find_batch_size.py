@@ -27,7 +27,7 @@ from lightning_dp.planner.convolutions.measure import measure_time_s, num_bytes,
 from lightning_dp.planner.convolutions.measured_plans import num_times, resized
 from lightning_dp.planner.formulas import require_count
 from lightning_dp.planner.probe import largest_of_ranks
-from lightning_dp.trial_run import GENERATORS, unchanged, unchanged_parameters
+from lightning_dp.trial_run import generators_of, unchanged, unchanged_parameters
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +175,9 @@ class _Step:
         self._trainer, self._module = trainer, module
         combined = importlib.import_module(f"{FRAMEWORK}.utilities").CombinedLoader
         loaders = combined(trainer.datamodule.train_dataloader(), "max_size_cycle")
-        with unchanged([each for loader in loaders.flattened for each in _generators(loader)]):  # training draws, too
+        with unchanged(
+            [each for loader in loaders.flattened for each in generators_of(loader).values()]
+        ):  # training draws, too
             batch, _, _ = next(iter(loaders))
         self._present_size = trainer.datamodule.batch_size // (trainer.world_size if is_global else 1)
         self.largest_size = min(map(self._largest_size, loaders.flattened))
@@ -217,14 +219,6 @@ class _Step:
         if self._takes_iterator:  # of batches with their numbers and that of the loader; a step may take several
             return (repeat((batch, 0, 0)),)
         return (batch, 0) if self._takes_index else (batch,)
-
-
-def _generators(loader: Any) -> list[Any]:
-    """Return the random number generators of a loader, its samplers and its dataset."""
-    batches = getattr(loader, "batch_sampler", None)
-    parts = [loader, batches, *(getattr(part, "sampler", None) for part in (loader, batches))]
-    parts.append(getattr(loader, "dataset", None))
-    return [each for part in parts for each in getattr(part, "__dict__", {}).values() if isinstance(each, GENERATORS)]
 
 
 class _RefuseCollectives(TorchDispatchMode):

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pytorch_lightning import Callback, LightningDataModule, LightningModule
@@ -142,6 +143,21 @@ class JitterData(LightningDataModule):
 
     def test_dataloader(self) -> DataLoader[Any]:
         return DataLoader(Jitter(21), 16)
+
+
+class GeneratorData(JitterData):
+    """Shuffled by a generator of the loader's own, which also seeds the workers."""
+
+    def __init__(self, num_workers: int = 0, with_numpy: bool = False) -> None:
+        super().__init__(num_workers)
+        self.with_numpy = with_numpy
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(3)
+        loader = DataLoader(Jitter(48), 16, shuffle=True, num_workers=self.num_workers, generator=generator)
+        if self.with_numpy:
+            loader.dataset.drawn = np.random.default_rng(0)
+        return loader
 
 
 class TwoOptimizers(LightningModule):
