@@ -22,7 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.callbacks import ModelCheckpoint, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from pytorch_lightning.callbacks import (
+    BackboneFinetuning,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 from pytorch_lightning.utilities import CombinedLoader
 
@@ -520,6 +526,10 @@ class ContinuesAfterCheckpoint(Callback):
         """Correct the loop. Called by Lightning when the checkpoint has been loaded."""
         self._has_trained = True
         begin_next_epoch(trainer)
+        for each in trainer.callbacks:  # type: ignore[attr-defined]
+            # Lightning restores the parameter groups that it has added, and leaves their parameters frozen.
+            if isinstance(each, BackboneFinetuning) and trainer.current_epoch > each.unfreeze_backbone_at_epoch:
+                each.make_trainable(pl_module.backbone)
         # The epoch does not tell that it stopped in the first one, nor the reason that another rank had one.
         running = EarlyStoppingReason.NOT_STOPPED
         if any(each.stopped_epoch > 0 or each.stopping_reason != running for each in trainer.early_stopping_callbacks):

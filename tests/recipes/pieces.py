@@ -188,3 +188,18 @@ class TwoOptimizers(LightningModule):
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test/acc", -self.loss(batch))
+
+
+class WithBackbone(LightningModule):
+    """For BackboneFinetuning: an optimizer of the rest, to which the callback adds the backbone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = torch.nn.Sequential(torch.nn.Linear(192, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU())
+        self.rest = torch.nn.Linear(8, 10)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.rest.parameters(), lr=0.1, momentum=0.9)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self.rest(self.backbone(batch[0].flatten(1))), batch[1])

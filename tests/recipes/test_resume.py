@@ -217,6 +217,24 @@ def test_what_no_checkpoint_holds_is_warned_of_where_a_run_continues(tmp_path, c
     assert "DataLoader.generator" not in found
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("end", [1, 2, 3])
+def test_a_backbone_that_was_unfrozen_is_trained_where_a_run_continues(tmp_path, end):
+    """Before, in and after the epoch that unfreezes it. Lightning leaves it frozen."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    finetuning = {"_target_": "pytorch_lightning.callbacks.BackboneFinetuning", "unfreeze_backbone_at_epoch": 1}
+    for run_dir, *options in (
+        (whole, "trainer.max_epochs=4"),
+        (cut, f"trainer.max_epochs={end}"),
+        (cut, "trainer.max_epochs=4", f"ckpt_path={last(cut)}"),
+    ):
+        config = own_loop(run_dir, "test=false", *options) | {
+            "model": {"_target_": "tests.recipes.pieces.WithBackbone"}
+        }
+        train(config | {"callbacks": config["callbacks"] | {"finetuning": finetuning}})
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
+
+
 def warned_of(rank, run_dir, *options):
     """Two ranks, whose loaders keep a generator."""
     handler = logging.handlers.BufferingHandler(1000)
