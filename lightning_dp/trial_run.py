@@ -20,6 +20,19 @@ GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.G
 """Classes of random number generators."""
 
 
+def generators_of(loader: Any) -> dict[str, Any]:
+    """Return the random number generators that a loader, its samplers and its dataset keep, by owner and name."""
+    batches = getattr(loader, "batch_sampler", None)
+    parts = [loader, batches, *(getattr(part, "sampler", None) for part in (loader, batches))]
+    parts.append(getattr(loader, "dataset", None))
+    return {
+        f"{type(part).__name__}.{name}": value
+        for part in parts
+        for name, value in getattr(part, "__dict__", {}).items()
+        if isinstance(value, GENERATORS)
+    }
+
+
 @contextmanager
 def unchanged(module: nn.Module | list[Any]) -> Iterator[None]:
     """Put back afterwards what a run of ``module`` changes: all but its parameters and their gradients.

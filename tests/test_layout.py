@@ -27,7 +27,7 @@ ALLOWED = {
     "strategies": {"_lightning", "_private", "collectives", "layers", "losses", "recompute", "trial_run"},
     "callbacks": {"_lightning", "_private", "collectives", "layers", "recompute"},
     "launch": set(),
-    "runs": {"_private", "callbacks", "data", "launch", "planner", "strategies"},
+    "runs": {"_private", "callbacks", "data", "launch", "planner", "strategies", "trial_run"},
     "_lightning": set(),
     "__init__": {"_lightning", "strategies", "callbacks"},
 }

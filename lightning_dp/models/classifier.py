@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -20,6 +21,8 @@ from lightning_dp.losses import sharded_binary_cross_entropy, sharded_cross_entr
 
 Batch = tuple[Tensor, Tensor]
 
+NEVER = sys.maxsize  # epochs between two steps of a schedule that Lightning is to save, but not to step
+
 
 class Classifier(LightningModule):
     """Cross-entropy, accuracy, optimizer and schedule for a network that maps images to logits.
@@ -31,14 +34,16 @@ class Classifier(LightningModule):
 
     Args:
         model: maps images (N, C, H, W) to logits (N, num_classes).
-        num_classes: number of classes.
+        num_classes: number of classes. A network with another number of logits raises ValueError in its first batch,
+            before the first step.
         optimizer: makes an optimizer from parameters, for example ``functools.partial(torch.optim.SGD, lr=0.1)``. It
             gets all parameters in one group unless ``parameter_groups`` is given, so weight decay applies to all of
             them, as in He et al. 2015.
         scheduler: makes a learning rate schedule from an optimizer. If it has an argument ``total_steps`` that is not
             set, that is set to the number of optimizer steps, or of epochs, of the whole fit: what ``interval`` counts.
             ``ReduceLROnPlateau`` gets ``val/loss`` (with ``mode="max"`` ``val/acc``) of each validation, at the end of
-            its epoch, whatever ``interval`` is.
+            its epoch, whatever ``interval`` is. With the Trainer's ``check_val_every_n_epoch=None``, where validations
+            count batches over epochs, it gets it when each ends: in `on_validation_epoch_end`.
         interval: what the schedule counts, ``"step"`` or ``"epoch"``.
         label_smoothing: label smoothing of the training loss, 0 to 1. The other losses are not smoothed.
         channels_last: use the channels-last memory format for weights and images. On CPU, ResNet-20 then trains 1.2 to
@@ -67,6 +72,7 @@ class Classifier(LightningModule):
         self.save_hyperparameters("num_classes", "interval", "label_smoothing", "channels_last")
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.model = model.to(memory_format=self.memory_format)  # type: ignore[call-overload]
+        self.num_classes = num_classes
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.interval = interval
@@ -91,6 +97,7 @@ class Classifier(LightningModule):
         """Return the mean loss over this rank's images (N, C, H, W) and labels (N,)."""
         x, y = batch
         logits = self(x)
+        _require_classes(logits.shape[1], self.num_classes)
         loss = self.compute_loss(logits, y, _reduction_of(y), self.label_smoothing)
         self.train_loss.update(loss.detach(), len(y))
         if len(y) > 0:
@@ -128,7 +135,7 @@ class Classifier(LightningModule):
         schedule: dict[str, Any] = {"scheduler": scheduler, "interval": self.interval}
         if isinstance(scheduler, ReduceLROnPlateau):
             metric = "val/acc" if scheduler.mode == "max" else "val/loss"
-            every = self.trainer.check_val_every_n_epoch or 1
+            every = self.trainer.check_val_every_n_epoch or NEVER
             schedule |= {"monitor": metric, "interval": "epoch", "frequency": every}
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
@@ -163,9 +170,22 @@ class Classifier(LightningModule):
                     "keep the original max_epochs, or start a new run"
                 )
 
+    def on_validation_epoch_end(self) -> None:
+        """Step a plateau schedule whose validations do not end with epochs. Lightning steps one at ends of epochs only.
+
+        Before checkpoints of this validation are written: they have the schedule that it has led to.
+        """
+        if self.trainer.state.fn != "fit" or self.trainer.sanity_checking:
+            return
+        for each in self.trainer.lr_scheduler_configs:
+            if isinstance(each.scheduler, ReduceLROnPlateau) and each.frequency == NEVER:
+                assert each.monitor is not None
+                self.lr_scheduler_step(each.scheduler, self.trainer.callback_metrics[each.monitor])
+
     def _evaluate(self, batch: Batch, metrics: dict[str, Metric]) -> None:
         x, y = batch
         logits = self(x)
+        _require_classes(logits.shape[1], self.num_classes)
         for metric in metrics.values():
             if isinstance(metric, MeanLoss):
                 metric.update(self.compute_loss(logits, y, _reduction_of(y)), len(y))
@@ -219,6 +239,15 @@ def _reduction_of(target: Tensor) -> Literal["mean", "sum"]:
     return "mean" if len(target) > 0 else "sum"
 
 
+def _require_classes(num_logits: int, num_classes: int) -> None:
+    """Raise ValueError for another number of logits: top-5 accuracy would fail in the test, after the training."""
+    if num_logits != num_classes:
+        raise ValueError(
+            f"the network returns {num_logits} logits per image, and num_classes={num_classes}; give the network and "
+            "the classifier the same number of classes"
+        )
+
+
 def _accuracy(num_classes: int, top_k: int = 1) -> Metric:
     # Validating the arguments would make every step wait for the device.
     return MulticlassAccuracy(num_classes, average="micro", top_k=top_k, validate_args=False)
@@ -253,7 +282,8 @@ class SplitClassifier(Classifier):
             its logits from all ranks, which the loss alone does not need.
 
     Raises:
-        ValueError: the model lacks ``trunk`` or ``head``, the loss is unknown, or it is logistic and to be smoothed.
+        ValueError: the model lacks ``trunk`` or ``head``, its head ends with an ``nn.Linear`` of another number of
+            classes, the loss is unknown, or it is logistic and to be smoothed.
     """
 
     def __init__(
@@ -275,6 +305,10 @@ class SplitClassifier(Classifier):
                 f"{type(model).__name__} has no submodule {' and no '.join(lacking)}; wrap its two parts in "
                 "lightning_dp.models.TrunkAndHead(trunk, head), or use Classifier"
             )
+        # The losses of a sharded head never see all logits, so that a wrong number would train.
+        last = model.head[-1] if isinstance(model.head, nn.Sequential) and len(model.head) > 0 else model.head
+        if type(last) is nn.Linear:
+            _require_classes(last.out_features, num_classes)
         if loss not in LOSSES:
             raise ValueError(f"loss={loss!r} must be one of {', '.join(map(repr, LOSSES))}")
         if loss == "logistic" and label_smoothing:
@@ -286,7 +320,7 @@ class SplitClassifier(Classifier):
             model, num_classes, optimizer, scheduler, interval, label_smoothing, channels_last, parameter_groups
         )
         self.save_hyperparameters("loss", "train_accuracy")
-        self.num_classes, self.loss, self.train_accuracy = num_classes, loss, train_accuracy
+        self.loss, self.train_accuracy = loss, train_accuracy
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the mean loss over this rank's images (N, C, H, W) and labels (N,)."""
@@ -301,6 +335,7 @@ class SplitClassifier(Classifier):
         # A subclass may have a loss of its own, which is computed from the logits.
         if self.train_accuracy or type(self).compute_loss is not SplitClassifier.compute_loss:
             logits = self.model.head(features)
+            _require_classes(logits.shape[1], self.num_classes)
             loss = self.compute_loss(logits, target, _reduction_of(target), self.label_smoothing)
             if self.train_accuracy and len(target) > 0:
                 self.train_acc.update(logits.detach(), target)

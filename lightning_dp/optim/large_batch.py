@@ -107,7 +107,8 @@ def multistep_with_warmup(
 
     Args:
         optimizer: the optimizer.
-        total_steps: number of optimizer steps of the whole training.
+        total_steps: number of optimizer steps of the whole training, not of batches: with gradient accumulation over N
+            batches, a step is one of N of them.
         warmup: length of the warm-up, as a fraction of ``total_steps``.
         start_lr: learning rate of the first step. Groups with a smaller rate keep it during the warm-up.
         milestones: fractions of ``total_steps``, ascending, between 0 and 1.
@@ -138,7 +139,8 @@ def polynomial_with_warmup(
 
     Args:
         optimizer: the optimizer.
-        total_steps: number of optimizer steps of the whole training.
+        total_steps: number of optimizer steps of the whole training, not of batches: with gradient accumulation over N
+            batches, a step is one of N of them.
         warmup: length of the warm-up, as a fraction of ``total_steps``.
         start_lr: learning rate at the beginning of the warm-up.
         power: exponent of the fall.

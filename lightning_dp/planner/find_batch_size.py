@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from lightning_dp.planner.convolutions.measure import measure_time_s, num_bytes,
 from lightning_dp.planner.convolutions.measured_plans import num_times, resized
 from lightning_dp.planner.formulas import require_count
 from lightning_dp.planner.probe import largest_of_ranks
-from lightning_dp.trial_run import GENERATORS, unchanged, unchanged_parameters
+from lightning_dp.trial_run import generators_of, unchanged, unchanged_parameters
 
 log = logging.getLogger(__name__)
 
@@ -174,17 +175,21 @@ class _Step:
         self._trainer, self._module = trainer, module
         combined = importlib.import_module(f"{FRAMEWORK}.utilities").CombinedLoader
         loaders = combined(trainer.datamodule.train_dataloader(), "max_size_cycle")
-        with unchanged([each for loader in loaders.flattened for each in _generators(loader)]):  # training draws, too
+        with unchanged(
+            [each for loader in loaders.flattened for each in generators_of(loader).values()]
+        ):  # training draws, too
             batch, _, _ = next(iter(loaders))
         self._present_size = trainer.datamodule.batch_size // (trainer.world_size if is_global else 1)
         self.largest_size = min(map(self._largest_size, loaders.flattened))
-        # As the training loop does it.
-        batch = trainer.precision_plugin.convert_input(batch)
-        self._batch = trainer.strategy.batch_to_device(before_batch_transfer(module, batch))
         self._is_checked = trainer.world_size == 1
-        # As the training loop does it, too.
-        signatures = importlib.import_module(f"{FRAMEWORK}.utilities.signature_utils")
-        self._takes_index = signatures.is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        # What follows is as the training loop does it.
+        takes = importlib.import_module(f"{FRAMEWORK}.utilities.signature_utils").is_param_in_hook_signature
+        self._takes_iterator = takes(module.training_step, "dataloader_iter", explicit=True)
+        self._takes_index = takes(module.training_step, "batch_idx", min_args=2)
+        if not self._takes_iterator:  # else the step itself moves what it takes
+            batch = trainer.precision_plugin.convert_input(batch)
+            batch = trainer.strategy.batch_to_device(before_batch_transfer(module, batch))
+        self._batch = batch
 
     def _largest_size(self, loader: Any) -> float:
         dataset, loaded = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
@@ -199,7 +204,7 @@ class _Step:
         with nullcontext() if self._is_checked else _RefuseCollectives():
             batch = resized(self._batch, batch_size, self._present_size)
             with self._trainer.precision_plugin.train_step_context():  # autocast, if training will have it
-                output = module.training_step(*((batch, 0) if self._takes_index else (batch,)))
+                output = module.training_step(*self._arguments(batch))
             if module.automatic_optimization:
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if loss is None:
@@ -210,13 +215,10 @@ class _Step:
                 loss.backward()
         self._is_checked = True
 
-
-def _generators(loader: Any) -> list[Any]:
-    """Return the random number generators of a loader, its samplers and its dataset."""
-    batches = getattr(loader, "batch_sampler", None)
-    parts = [loader, batches, *(getattr(part, "sampler", None) for part in (loader, batches))]
-    parts.append(getattr(loader, "dataset", None))
-    return [each for part in parts for each in getattr(part, "__dict__", {}).values() if isinstance(each, GENERATORS)]
+    def _arguments(self, batch: Any) -> tuple[Any, ...]:
+        if self._takes_iterator:  # of batches with their numbers and that of the loader; a step may take several
+            return (repeat((batch, 0, 0)),)
+        return (batch, 0) if self._takes_index else (batch,)
 
 
 class _RefuseCollectives(TorchDispatchMode):

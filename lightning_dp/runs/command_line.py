@@ -22,6 +22,7 @@ from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.utils import setup_globals
 from hydra.errors import HydraException, OverrideParseException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
@@ -323,15 +324,34 @@ def write_configuration(cfg: DictConfig) -> None:
         (folder / f"{name}.yaml").write_text(OmegaConf.to_yaml(node))
 
 
-def restore_hydra(run_dir: Path) -> None:
-    """Let ``${hydra:...}`` in the configuration of a run mean what it meant there, as in ``${hydra:runtime.cwd}/data``.
+@contextmanager
+def hydra_of(run_dir: Path) -> Iterator[None]:
+    """Let ``${hydra:...}`` mean within the context what it meant in a run, as in ``${hydra:runtime.cwd}/data``.
 
-    Until Hydra runs in this process. Does nothing where the run has left no ``.hydra/hydra.yaml``.
+    Does nothing where the run has left no ``.hydra/hydra.yaml``.
+
+    Raises:
+        ValueError: that file is damaged.
     """
     path = run_dir / ".hydra" / "hydra.yaml"
-    if path.is_file():
+    if not path.is_file():
+        yield
+        return
+    try:
         hydra_cfg = OmegaConf.load(path).hydra
-        OmegaConf.register_new_resolver("hydra", lambda key: OmegaConf.select(hydra_cfg, key), replace=True)
+    except Exception as error:  # of YAML or OmegaConf
+        raise ValueError(
+            f"{path} is damaged ({error}); remove it if the configuration has no ${{hydra:...}}"
+        ) from error
+    # Left in place, it would answer for a program that Hydra has started, and for the next run without this file.
+    is_hydras = OmegaConf.has_resolver("hydra")
+    OmegaConf.register_new_resolver("hydra", lambda key: OmegaConf.select(hydra_cfg, key), replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.clear_resolver("hydra")
+        if is_hydras:
+            setup_globals()
 
 
 def is_in_sweep() -> bool:

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from lightning_dp.planner.plots import colors_of
-from lightning_dp.runs.command_line import argument_parser, message_of, restore_hydra
+from lightning_dp.runs.command_line import argument_parser, hydra_of, message_of
 from lightning_dp.runs.metrics import rows_of
 from lightning_dp.runs.resume import CURVES, METRICS, OF_A_RUN
 from lightning_dp.runs.traffic import bytes_per_step
@@ -188,9 +188,9 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
 
 def _num_bytes(config: Any, folder: Path, global_share: float) -> float | None:
     try:
-        restore_hydra(folder)
-        # The folder of a run may have been moved since.
-        resolved: Any = OmegaConf.to_container(OmegaConf.create(config | {"run_dir": str(folder)}), resolve=True)
+        with hydra_of(folder):
+            # The folder of a run may have been moved since.
+            resolved: Any = OmegaConf.to_container(OmegaConf.create(config | {"run_dir": str(folder)}), resolve=True)
         return bytes_per_step(resolved, global_share)
     except Exception as error:  # a model of the user's can raise any error, or is not importable here
         log.warning("bytes are not counted: the model of %s cannot be built (%s)", folder, message_of(error))

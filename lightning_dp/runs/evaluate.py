@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -25,10 +26,10 @@ from lightning_dp.data.module import ImageDataModule
 from lightning_dp.runs.command_line import (
     argument_parser,
     conf_folder,
+    hydra_of,
     key_of,
     message_of,
     require_new_names,
-    restore_hydra,
 )
 from lightning_dp.runs.hydra_versions import VERSION_BASE
 from lightning_dp.runs.resume import OTHERS, naming_another_model, read_checkpoint, require_intact, run_folder
@@ -66,8 +67,8 @@ def evaluate(
         raise ValueError(f"--config-dir {config_dir} has no effect on the configuration in a run folder; add --own")
     if own and (unread := [text for text in overrides if is_unread(key_of(text))]):
         log.warning(f"without effect, because a test is on one device and without callbacks: {', '.join(unread)}")
-    cfg = own_config(overrides, config_dir) if own else config_of_run(checkpoint, overrides)
-    config = on_one_device(cfg)
+    with nullcontext() if own else hydra_of(run_folder(checkpoint)):
+        config = on_one_device(own_config(overrides, config_dir) if own else config_of_run(checkpoint, overrides))
     check_top_level_types(config)
     for path, node in targets({key: config[key] for key in READ}):
         check_arguments(path, node)
@@ -115,7 +116,6 @@ def config_of_run(checkpoint: Path, overrides: list[str]) -> DictConfig:
         raise FileNotFoundError(f"there is no {path}; leave the checkpoint in its run folder, or use --own")
     try:
         config = OmegaConf.load(path)
-        restore_hydra(run_dir)
     except Exception as error:  # of YAML or OmegaConf
         raise ValueError(f"{path} is damaged ({error}); give a configuration with --own") from error
     if not (isinstance(config, DictConfig) and all(OmegaConf.is_dict(config.get(key)) for key in READ)):

@@ -22,13 +22,21 @@ from typing import Any
 import numpy as np
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from pytorch_lightning.callbacks import (
+    BackboneFinetuning,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
+from pytorch_lightning.utilities import CombinedLoader
 
 from lightning_dp._private.lightning_names import begin_next_epoch, restart_loader
 from lightning_dp.data.loading import derive_seed
 from lightning_dp.runs.validation import Config, is_of_validation
 from lightning_dp.strategies.complete_files import existing
+from lightning_dp.trial_run import generators_of
 
 log = logging.getLogger("train")
 
@@ -397,10 +405,23 @@ class SeedEachEpoch(Callback):
 
     A checkpoint does not hold the state of these generators. With this callback, a run that continues from the end of
     an epoch draws what the uninterrupted run draws, for example in dropout.
+
+    On one rank it also puts the states of the training loaders' own generators into checkpoints, as of
+    ``DataLoader(generator=...)``. On several each rank may have another state, and a checkpoint is that of one.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
+        self._own: dict[str, torch.Generator] = {}  # those that are put into checkpoints
+        self._saved: dict[str, torch.Tensor] = {}  # of the checkpoint that this run continues from
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps. Called by Lightning."""
+        return {name: generator.get_state() for name, generator in self._own.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the states until the loaders have been made. Called by Lightning."""
+        self._saved = state_dict
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Seed the generators before the loader is made, for epoch 0 also in a run that continues.
@@ -412,7 +433,13 @@ class SeedEachEpoch(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the iterator of a run that continues be made again: it was made for epoch 0. Seed before each loader."""
+        found = _own_generators(trainer)
+        is_kept = trainer.world_size == 1 and not trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+        self._own = {name: each for name, each in found.items() if is_kept and isinstance(each, torch.Generator)}
         if trainer.current_epoch > 0:
+            for name in self._own.keys() & self._saved.keys():
+                self._own[name].set_state(self._saved[name])
+            _warn_of_what_starts_over(trainer, sorted(found.keys() - (self._own.keys() & self._saved.keys())))
             self._seed_generators(trainer.current_epoch)
             restart_loader(trainer, trainer.current_epoch)
         # With reload_dataloaders_every_n_epochs, what makes the loader of an epoch draws, and so do its workers. No
@@ -442,6 +469,28 @@ class SeedEachEpoch(Callback):
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
+
+
+def _own_generators(trainer: Any) -> dict[str, Any]:
+    """Return the generators of the training loaders. Without those that each epoch's workers have a new copy of."""
+    found: dict[str, Any] = {}
+    for number, loader in enumerate(CombinedLoader(trainer.train_dataloader).flattened):
+        is_copied = getattr(loader, "num_workers", 0) > 0 and not getattr(loader, "persistent_workers", False)
+        of_dataset = getattr(getattr(loader, "dataset", None), "__dict__", {}) if is_copied else {}
+        for name, generator in generators_of(loader).items():
+            if not any(generator is value for value in of_dataset.values()):
+                found[f"{name} of training loader {number}" if number else name] = generator
+    return found
+
+
+def _warn_of_what_starts_over(trainer: Trainer, generators: list[str]) -> None:
+    """Warn once, on rank 0, of what the checkpoint does not hold: a continued run may end with other weights."""
+    lost = [f"{name} begins from its seed" for name in generators]
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelPruning):
+            lost.append(f"{type(callback).__name__} has no masks until it prunes again")
+    if lost and trainer.is_global_zero:
+        log.warning("this run may differ from one that was not interrupted: %s", "; ".join(lost))
 
 
 class ContinuesAfterCheckpoint(Callback):
@@ -477,6 +526,10 @@ class ContinuesAfterCheckpoint(Callback):
         """Correct the loop. Called by Lightning when the checkpoint has been loaded."""
         self._has_trained = True
         begin_next_epoch(trainer)
+        for each in trainer.callbacks:  # type: ignore[attr-defined]
+            # Lightning restores the parameter groups that it has added, and leaves their parameters frozen.
+            if isinstance(each, BackboneFinetuning) and trainer.current_epoch > each.unfreeze_backbone_at_epoch:
+                each.make_trainable(pl_module.backbone)
         # The epoch does not tell that it stopped in the first one, nor the reason that another rank had one.
         running = EarlyStoppingReason.NOT_STOPPED
         if any(each.stopped_epoch > 0 or each.stopping_reason != running for each in trainer.early_stopping_callbacks):

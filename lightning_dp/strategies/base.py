@@ -18,7 +18,12 @@ from lightning_dp._lightning import DDPStrategy
 from lightning_dp._private.lightning_names import is_compiled_by_lightning, wrap_in_ddp
 from lightning_dp._private.torch_names import is_compiled, local_part, without_torch_function
 from lightning_dp.collectives.point_to_point import naming_backend_errors
-from lightning_dp.strategies.complete_files import naming_checkpoint, write_complete_files
+from lightning_dp.strategies.complete_files import (
+    is_plain_file,
+    naming_checkpoint,
+    require_file,
+    write_complete_files,
+)
 from lightning_dp.strategies.unfreezing import ReducedParameters
 
 log = logging.getLogger(__name__)
@@ -36,7 +41,7 @@ class BaseStrategy(DDPStrategy):
       it from the job and say nothing where the Trainer's is another one.
     - ``setup``: refuses a module that an earlier fit has left sharded. Lets `CompleteFiles` write checkpoints: one that
       was complete stays until the next one is.
-    - ``load_checkpoint``: an error names the checkpoint that is read.
+    - ``load_checkpoint``: an error names the checkpoint that is read, and what to do with a folder.
     - ``on_train_batch_start``, ``pre_backward``, ``teardown``: gradients of parameters that become trainable while
       fitting are reduced, too; see `ReducedParameters`.
 
@@ -89,6 +94,8 @@ class BaseStrategy(DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if is_plain_file(self.checkpoint_io, checkpoint_path):
+            require_file(checkpoint_path)
         with naming_checkpoint(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
 

@@ -37,6 +37,11 @@ class CompleteFiles(TorchCheckpointIO):
         else:
             super().save_checkpoint(checkpoint, path, storage_options)
 
+    @override
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        require_file(path)
+        return super().load_checkpoint(path, *args, **kwargs)
+
 
 def write_complete_files(strategy: Any) -> None:
     """Let a strategy of Lightning write checkpoints by `CompleteFiles`, unless the user has chosen another plugin."""
@@ -47,6 +52,15 @@ def write_complete_files(strategy: Any) -> None:
 def is_plain_file(checkpoint_io: Any, path: Any) -> bool:
     """Return whether a plugin keeps the checkpoint as an ordinary local file, which we may then read by ourselves."""
     return type(checkpoint_io) in (TorchCheckpointIO, CompleteFiles) and "://" not in str(path)
+
+
+def require_file(path: Any) -> None:
+    """Raise ValueError if a checkpoint is a folder. Python says of one only that it is no file."""
+    if "://" not in str(path) and Path(path).expanduser().is_dir():
+        raise ValueError(
+            f"{path} is a folder, as of a sharded checkpoint, and this strategy loads files; make a file of it with "
+            "lightning_dp.strategies.consolidate_checkpoint"
+        )
 
 
 def write_file(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:

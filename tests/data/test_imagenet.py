@@ -179,6 +179,8 @@ def test_loaders_have_what_the_module_has_when_they_are_made(root):
         module.eval_image_size = size
         sizes[size] = module.val_dataloader()
     assert {size: next(iter(loader))[0].shape[2] for size, loader in sizes.items()} == {None: 48, 64: 64, 96: 96}
+    first, last = (vars(sizes[size].dataset) for size in (None, 96))
+    assert all(first[name] is last[name] for name in ("source", "labels", "broken", "_speed")), "not a list was copied"
     cropped = next(iter(module.train_dataloader()))[0]
     assert torch.equal(cropped, next(iter(module.train_dataloader()))[0])
     plain = ImageNet(root, **{**OPTIONS, "image_size": 48}, crop=None)

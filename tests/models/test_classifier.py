@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dp._lightning import Callback, DDPStrategy, Trainer
 from lightning_dp.models import Classifier, resnet20
+from lightning_dp.optim import polynomial_with_warmup
 from tests.ranks import run_processes
 
 CLASSES = 7
@@ -202,6 +203,36 @@ def test_a_plateau_is_one_of_the_validations(interval, every, mode, metric):
     assert seen == [(epoch, True) for epoch in range(4) if (epoch + 1) % every == 0]
 
 
+@pytest.mark.parametrize("every", [2, 4])
+@pytest.mark.parametrize("sanity", [0, 1])
+def test_a_plateau_is_one_of_validations_that_count_batches_over_epochs(tmp_path, every, sanity):
+    """Of three batches in an epoch. A checkpoint of a validation has the plateau's state after it."""
+    seen, validated = [], []
+
+    class Watched(ReduceLROnPlateau):
+        def step(self, metrics, epoch=None):
+            seen.append((run.global_step, metrics.item()))
+            super().step(metrics)
+
+    class Save(Callback):
+        def on_validation_end(self, run: Trainer, *_: Any) -> None:
+            if not run.sanity_checking and run.state.fn == "fit":
+                validated.append((run.global_step, run.callback_metrics["val/loss"].item()))
+                run.save_checkpoint(tmp_path / "last.ckpt")
+
+    images = DataLoader([batch(4, seed) for seed in range(3)], batch_size=None)
+    model = classifier(scheduler=partial(Watched, patience=0))
+    options = {"check_val_every_n_epoch": None, "val_check_interval": every, "num_sanity_val_steps": sanity}
+    run = trainer(max_epochs=4, callbacks=[Save()], **options)
+    run.fit(model, images, images)
+    assert seen == validated
+    assert [step for step, _ in seen] == list(range(every, 13, every))
+    (state,) = torch.load(tmp_path / "last.ckpt", weights_only=True)["lr_schedulers"]
+    assert state["last_epoch"] == len(seen)
+    run.validate(model, images, verbose=False)
+    assert len(seen) == 12 // every
+
+
 def fit_with_a_schedule(interval: str = "epoch", data: Any = None, **end: int) -> list[int]:
     """Fit with three batches, two in a step, and return what the schedule was told."""
     told = []
@@ -222,6 +253,22 @@ def fit_with_a_schedule(interval: str = "epoch", data: Any = None, **end: int) -
 def test_a_schedule_of_epochs_ends_with_the_last_one(end):
     """It is told how many epochs there are: with the number of steps it would still be at its beginning."""
     assert fit_with_a_schedule(**end) == [4]
+
+
+def test_a_warm_up_counts_steps_of_the_optimizer_and_not_the_batches_of_an_accumulation():
+    seen = []
+
+    class Watched(SGD):
+        def step(self, closure=None):
+            seen.append(self.param_groups[0]["lr"])
+            return super().step(closure)
+
+    schedule = partial(polynomial_with_warmup, warmup=0.25, power=1.0)
+    model = classifier(scheduler=schedule, interval="step")
+    model.optimizer = partial(Watched, lr=0.1)
+    images = DataLoader([batch(4, seed) for seed in range(4)], batch_size=None)
+    trainer(max_epochs=4, accumulate_grad_batches=2).fit(model, images, images)
+    assert seen == pytest.approx([0.0, 0.05, *(0.1 * (1 - n / 6) for n in range(6))])  # eight steps of 16 batches
 
 
 class Endless(IterableDataset):
@@ -278,6 +325,18 @@ def test_channels_last_changes_the_layout_and_not_the_result():
     torch.testing.assert_close(fast(x), plain(x), rtol=1e-4, atol=1e-4)
     assert layouts == [True]
     assert fast.model.conv1.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("num_classes", [3, CLASSES + 1])
+def test_a_network_with_another_number_of_classes_is_refused_before_the_first_step(num_classes):
+    """torchmetrics would say that sizes of tensors differ, and without a validation only in the test."""
+    images = DataLoader([batch(4, 1)], batch_size=None)
+    for sanity in (0, 2):
+        model = Classifier(classifier().model, num_classes, SGD_PARTIAL)
+        run = trainer(num_sanity_val_steps=sanity)
+        with pytest.raises(ValueError, match=f"returns 7 logits per image, and num_classes={num_classes}; give the"):
+            run.fit(model, images, images)
+        assert run.global_step == 0
 
 
 def test_few_classes_have_no_top_5_and_a_wrong_interval_is_refused():

@@ -52,6 +52,17 @@ def logistic_by_hand(logits: Tensor, y: Tensor) -> Tensor:
     return of_target + others
 
 
+def test_a_head_with_another_number_of_classes_is_refused():
+    """Its losses do not see all logits, so a whole epoch would be trained before the first validation fails."""
+    message = "returns 7 logits per image, and num_classes=9; give the"
+    with pytest.raises(ValueError, match=message):
+        SplitClassifier(network(), 9, SGD_PARTIAL)
+    hidden = TrunkAndHead(network().trunk, nn.Sequential(network().head, nn.Identity()))
+    for options in ({"train_accuracy": True}, {}):
+        with pytest.raises(ValueError, match=message):
+            fit(SplitClassifier(hidden, 9, SGD_PARTIAL, **options), [batch(4, 1)])
+
+
 @pytest.mark.parametrize("loss", ["logistic", "cross_entropy"])
 def test_the_loss_is_the_mean_over_images_of_the_named_loss(loss):
     model = split(loss=loss)

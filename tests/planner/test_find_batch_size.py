@@ -280,6 +280,22 @@ class Rows(pl.LightningModule):
 rows: list[tuple[int, ...]] = []
 
 
+class TakesIterator(Rows):
+    """Fetches its batches itself, two in a step."""
+
+    def training_step(self, dataloader_iter):
+        batches = [batch for batch, _, _ in (next(dataloader_iter), next(dataloader_iter))]
+        return super().training_step([x for batch in batches for x in batch], 0)
+
+
+def test_a_step_that_takes_the_iterator_of_the_loader_is_tried_with_one():
+    rows.clear()
+    finder = FindBatchSize((4, 8), repeats=1)
+    trainer = fit(TakesIterator(nn.Linear(6, 2)), Loaders(64, 1), finder)
+    assert trainer.global_step == 64 // (2 * finder.trials.batch_size)
+    assert set(rows) == {(4, 4), (8, 8)}
+
+
 def test_a_loader_with_larger_batches_has_them_in_the_trials_too():
     rows.clear()
     data = Loaders(64, 1, 3)

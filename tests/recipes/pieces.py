@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pytorch_lightning import Callback, LightningDataModule, LightningModule
@@ -144,6 +145,21 @@ class JitterData(LightningDataModule):
         return DataLoader(Jitter(21), 16)
 
 
+class GeneratorData(JitterData):
+    """Shuffled by a generator of the loader's own, which also seeds the workers."""
+
+    def __init__(self, num_workers: int = 0, with_numpy: bool = False) -> None:
+        super().__init__(num_workers)
+        self.with_numpy = with_numpy
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(3)
+        loader = DataLoader(Jitter(48), 16, shuffle=True, num_workers=self.num_workers, generator=generator)
+        if self.with_numpy:
+            loader.dataset.drawn = np.random.default_rng(0)
+        return loader
+
+
 class TwoOptimizers(LightningModule):
     """Manual optimization, and a logger that is used directly."""
 
@@ -172,3 +188,18 @@ class TwoOptimizers(LightningModule):
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test/acc", -self.loss(batch))
+
+
+class WithBackbone(LightningModule):
+    """For BackboneFinetuning: an optimizer of the rest, to which the callback adds the backbone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = torch.nn.Sequential(torch.nn.Linear(192, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU())
+        self.rest = torch.nn.Linear(8, 10)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.rest.parameters(), lr=0.1, momentum=0.9)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self.rest(self.backbone(batch[0].flatten(1))), batch[1])

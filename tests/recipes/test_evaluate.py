@@ -3,17 +3,20 @@ from __future__ import annotations
 import pickle
 import shutil
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import setup_globals
 from omegaconf import OmegaConf
 from pytorch_lightning import LightningDataModule
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from lightning_dp.models import Classifier
-from lightning_dp.runs.command_line import message_of
+from lightning_dp.runs.command_line import hydra_of, message_of
 from lightning_dp.runs.evaluate import check_weights, config_of_run, evaluate, main
 from tests.recipes.conftest import TINY, metrics
 from tests.recipes.in_process import tiny, train
@@ -95,6 +98,28 @@ def test_data_may_be_where_the_run_was_started(run_dir, tmp_path):
     OmegaConf.save({"hydra": {"runtime": {"answer": 21}}}, folder / ".hydra" / "hydra.yaml")
     checkpoint = Path("checkpoints", "last.ckpt")
     assert evaluate(folder / checkpoint, []) == evaluate(run_dir / checkpoint, [])
+
+
+@pytest.mark.parametrize("is_hydra_on", [True, False])
+def test_what_hydra_answers_is_as_before_when_a_run_has_been_read(tmp_path, is_hydra_on, monkeypatch):
+    """A program that Hydra has started reads ``${hydra:...}`` later, too, and so may the next run."""
+    (tmp_path / ".hydra").mkdir()
+    OmegaConf.save({"hydra": {"job": {"name": "of the run"}}}, tmp_path / ".hydra" / "hydra.yaml")
+    config = OmegaConf.create({"name": "${hydra:job.name}"})
+    monkeypatch.setattr(HydraConfig, "get", lambda: OmegaConf.create({"job": {"name": "of Hydra"}}))
+    OmegaConf.clear_resolver("hydra")
+    if is_hydra_on:
+        setup_globals()
+    with suppress(KeyError), hydra_of(tmp_path):
+        assert config.name == "of the run"
+        raise KeyError
+    with hydra_of(tmp_path / "without"):
+        assert OmegaConf.has_resolver("hydra") == is_hydra_on
+        assert not is_hydra_on or config.name == "of Hydra"
+    setup_globals()
+    (tmp_path / ".hydra" / "hydra.yaml").write_text("hydra: [")
+    with pytest.raises(ValueError, match=r"hydra\.yaml is damaged (.|\n)*; remove it if"), hydra_of(tmp_path):
+        pass
 
 
 def test_a_checkpoint_without_a_run_folder_is_named():

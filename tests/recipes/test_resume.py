@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
+import logging.handlers
 import multiprocessing
 import os
 import resource
@@ -182,6 +183,73 @@ def test_a_checkpoint_of_the_last_batch_of_an_epoch_continues_with_the_images_of
         every = "+callbacks.checkpoint.every_n_train_steps=6"
         train(own_loop(run_dir, every, "test=false", *options) | {"data": data})
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_with_a_generator_of_its_own_goes_on_where_it_was(tmp_path, num_workers, caplog):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    data = {"_target_": "tests.recipes.pieces.GeneratorData", "num_workers": num_workers}
+    for run_dir, *options in (
+        (whole, "trainer.max_epochs=3"),
+        (cut, "trainer.max_epochs=1"),
+        (cut, "trainer.max_epochs=3", f"ckpt_path={last(cut)}"),
+    ):
+        train(own_loop(run_dir, "test=false", *options) | {"data": data})
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
+    assert "may differ" not in caplog.text
+
+
+@pytest.mark.ci
+def test_what_no_checkpoint_holds_is_warned_of_where_a_run_continues(tmp_path, caplog):
+    data = {"_target_": "tests.recipes.pieces.GeneratorData", "with_numpy": True}
+    pruning = {"_target_": "pytorch_lightning.callbacks.ModelPruning", "pruning_fn": "l1_unstructured", "amount": 0.5}
+    for run_dir, *options in (
+        (tmp_path, "trainer.max_epochs=1"),
+        (tmp_path, "trainer.max_epochs=2", f"ckpt_path={last(tmp_path)}"),
+    ):
+        assert "may differ" not in caplog.text
+        config = own_loop(run_dir, "test=false", *options) | {"data": data}
+        config["callbacks"]["pruning"] = pruning
+        train(config)
+    (found,) = [record.message for record in caplog.records if "may differ" in record.message]
+    assert "Jitter.drawn begins from its seed; ModelPruning has no masks until it prunes again" in found
+    assert "DataLoader.generator" not in found
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("end", [1, 2, 3])
+def test_a_backbone_that_was_unfrozen_is_trained_where_a_run_continues(tmp_path, end):
+    """Before, in and after the epoch that unfreezes it. Lightning leaves it frozen."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    finetuning = {"_target_": "pytorch_lightning.callbacks.BackboneFinetuning", "unfreeze_backbone_at_epoch": 1}
+    for run_dir, *options in (
+        (whole, "trainer.max_epochs=4"),
+        (cut, f"trainer.max_epochs={end}"),
+        (cut, "trainer.max_epochs=4", f"ckpt_path={last(cut)}"),
+    ):
+        config = own_loop(run_dir, "test=false", *options) | {
+            "model": {"_target_": "tests.recipes.pieces.WithBackbone"}
+        }
+        train(config | {"callbacks": config["callbacks"] | {"finetuning": finetuning}})
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
+
+
+def warned_of(rank, run_dir, *options):
+    """Two ranks, whose loaders keep a generator."""
+    handler = logging.handlers.BufferingHandler(1000)
+    logging.getLogger("train").addHandler(handler)
+    config = own_loop(run_dir, "test=false", "trainer.devices=2", *options)
+    train(config | {"data": {"_target_": "tests.recipes.pieces.GeneratorData"}})
+    return [record.getMessage() for record in handler.buffer if "may differ" in record.getMessage()]
+
+
+@pytest.mark.ci
+def test_generators_of_several_ranks_are_warned_of(tmp_path):
+    assert run_processes(2, warned_of, tmp_path, "trainer.max_epochs=1") == [[], []]
+    (found,), others = run_processes(2, warned_of, tmp_path, "trainer.max_epochs=2", f"ckpt_path={last(tmp_path)}")
+    assert "DataLoader.generator begins from its seed" in found
+    assert others == []
 
 
 class Draws(Callback):

@@ -10,6 +10,7 @@ import pytest
 from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_dp import KrizhevskyHybridStrategy, LayeredSGDStrategy
+from lightning_dp.strategies.complete_files import CompleteFiles
 from tests.ranks import run_processes
 from tests.strategies.krizhevsky_hybrid.modules import HybridNet, batches
 from tests.strategies.modules import trainer
@@ -45,3 +46,22 @@ def test_a_path_may_begin_with_the_home_folder(tmp_path):
     run_processes(2, _at_home, str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} >= {f"{name}.ckpt" for name in STRATEGIES}
     assert not Path("~").exists()
+
+
+def _from_a_folder(rank: int, folder: str) -> None:
+    warnings.simplefilter("ignore")
+    for name in ("layered_sgd", "hybrid", "sharded"):
+        runner = trainer(STRATEGIES[name](), 2, max_epochs=1, use_distributed_sampler=False)
+        with pytest.raises(
+            ValueError, match=r"folder, as of a sharded .* make a file of it with .*\.consolidate_chec"
+        ) as error:
+            runner.fit(HybridNet(), batches(rank, 2, steps=2), ckpt_path=folder)
+        assert "is it complete" not in "".join(getattr(error.value, "__notes__", ()))
+
+
+def test_a_folder_that_the_strategy_does_not_read_is_an_error_with_a_remedy(tmp_path):
+    """Python's is that it is a directory. It may be one of FSDP2, or of any other sharded strategy."""
+    (tmp_path / "meta.pt").touch()
+    run_processes(2, _from_a_folder, str(tmp_path))
+    with pytest.raises(ValueError, match="make a file of it"):
+        CompleteFiles().load_checkpoint(tmp_path)

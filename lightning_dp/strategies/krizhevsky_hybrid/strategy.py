@@ -290,7 +290,8 @@ class KrizhevskyHybridStrategy(BaseStrategy):
                     parts = (self.global_rank, self.world_size)
                     self._fitting.begin_loading_shards()
                 return files.load_folder(Path(checkpoint_path), *parts, weights_only)
-            if is_fit and complete_files.is_plain_file(self.checkpoint_io, checkpoint_path):
+            is_folder = Path(checkpoint_path).is_dir()  # of FSDP2
+            if is_fit and not is_folder and complete_files.is_plain_file(self.checkpoint_io, checkpoint_path):
                 return files.map_file(checkpoint_path, weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only)
 

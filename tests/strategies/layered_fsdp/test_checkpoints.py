@@ -13,6 +13,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 
 from lightning_dp import LayeredSGDStrategy
+from lightning_dp.strategies import consolidate_checkpoint
 from lightning_dp.strategies.layered_sgd import update
 from tests.ranks import run_cases, run_processes
 from tests.strategies.layered_fsdp.modules import fit, layered, snapshot, whole
@@ -259,6 +260,39 @@ def resume_finetuning(rank, folder):
 @pytest.mark.ci
 def test_groups_that_finetuning_has_added_are_resumed(tmp_path):
     run_processes(4, resume_finetuning, str(tmp_path))
+
+
+def write_folders(rank, folder):
+    """Snapshots after two epochs, and the folders after one."""
+    torch.set_num_threads(1)
+    found = {}
+    for module in (OtherOrder, OthersOrder):
+        _, trainer = fit(layered(save_distributed_checkpoint=True), 2, module(), max_epochs=1)
+        trainer.save_checkpoint(f"{folder}/{module.__name__}")
+        found[module.__name__] = snapshot(*fit(layered(), 2, module(), max_epochs=2))
+    return found
+
+
+def continue_from_files(rank, folder, expected):
+    torch.set_num_threads(1)
+    for make in (lambda: LayeredSGDStrategy(1), DDPStrategy):
+        for module in (OtherOrder, OthersOrder):
+            path = f"{folder}/{module.__name__}.ckpt"
+            found = snapshot(*fit(make(), 2, module(), max_epochs=2, ckpt_path=path))
+            assert_same(found, expected[module.__name__])
+
+
+@pytest.mark.ci
+def test_any_strategy_continues_from_a_folder_that_was_made_a_file(tmp_path):
+    expected, _ = run_processes(2, write_folders, str(tmp_path))
+    for name in expected:
+        with pytest.raises(ValueError, match="if you trust it, use weights_only=False"):
+            consolidate_checkpoint(tmp_path / name, tmp_path / f"{name}.ckpt")
+        consolidate_checkpoint(tmp_path / name, tmp_path / f"{name}.ckpt", weights_only=False)
+        with pytest.raises(ValueError, match="exists; remove it"):
+            consolidate_checkpoint(tmp_path / name, tmp_path / f"{name}.ckpt", weights_only=False)
+    run_processes(2, continue_from_files, str(tmp_path), expected)
+    assert {path.name for path in tmp_path.iterdir()} == {*expected, *(f"{name}.ckpt" for name in expected)}
 
 
 class Average(Callback):
