@@ -189,7 +189,8 @@ def _check_model(config: Config) -> None:
 def _check_data(data: Any, config: Config, world_size: int) -> None:
     """Raise an error if the data cannot be used. Download it if requested."""
     _require_kind(type(data), LightningDataModule, "data", config["data"])
-    if config["test"] and type(data).test_dataloader is LightningDataModule.test_dataloader:
+    # Of the object: `LightningDataModule.from_datasets` gives its loaders to that, and not to a class.
+    if config["test"] and getattr(data.test_dataloader, "__func__", None) is LightningDataModule.test_dataloader:
         raise ValueError(f"{type(data).__name__} has no test_dataloader; use test=false")
     if isinstance(data, ImageDataModule):
         num_classes = config["model"].get("num_classes", data.num_classes)
