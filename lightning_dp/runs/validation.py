@@ -108,7 +108,7 @@ def validate(config: Config) -> int:
             logging.disable(logging.INFO)
             # In a SLURM job with one task, whose processes we start, Lightning would ask for as many tasks as devices.
             alone = {"devices": 1, "num_nodes": 1, "strategy": "auto"} if external_rank() is None else {}
-            instantiate(trainer | alone, logger=False, _convert_="all")
+            made = instantiate(trainer | alone, logger=False, _convert_="all")
         for group, kind in (("callbacks", Callback), ("logger", Logger)):
             for name, node in config[group].items():
                 if node is not None:
@@ -117,7 +117,7 @@ def validate(config: Config) -> int:
         _check_optimizer(config)
         _check_model(config)
         with naming_keys("data", config):
-            _check_data(instantiate(config["data"]), config, num_processes * trainer["num_nodes"])
+            _check_data(instantiate(config["data"]), config, num_processes * trainer["num_nodes"], made)
         return num_processes
 
 
@@ -186,8 +186,8 @@ def _check_model(config: Config) -> None:
             find_head(module, config["strategy"].get("head", "head"))
 
 
-def _check_data(data: Any, config: Config, world_size: int) -> None:
-    """Raise an error if the data cannot be used. Download it if requested."""
+def _check_data(data: Any, config: Config, world_size: int, trainer: Any) -> None:
+    """Raise an error if the data cannot be used. Download it if requested. ``trainer`` is one for this process."""
     _require_kind(type(data), LightningDataModule, "data", config["data"])
     # Of the object: `LightningDataModule.from_datasets` gives its loaders to that, and not to a class.
     if config["test"] and getattr(data.test_dataloader, "__func__", None) is LightningDataModule.test_dataloader:
@@ -202,6 +202,7 @@ def _check_data(data: Any, config: Config, world_size: int) -> None:
         data.check(world_size)
     if external_rank() is None:
         # Before any rank starts: no rank waits for a download, and a download that fails starts no rank.
+        data.trainer = trainer  # which a data module may ask, for example for its folder
         data.prepare_data()
 
 
