@@ -421,14 +421,18 @@ def check_top_level(config: DictConfig, *also_read: str) -> None:
         config: the whole configuration.
         also_read: keys that this recipe reads, and not all do.
     """
-    node = OmegaConf.to_container(config, resolve=False)
-    interpolated = {name for text in _strings(node) for name in re.findall(r"[{:]\s*(\w+)", text)}
-    read = READ_BY_RECIPES | {*also_read} | interpolated
+    read = READ_BY_RECIPES | {*also_read} | interpolated_keys(config)
     for key in map(str, config):
         if key not in read:
             similar = difflib.get_close_matches(key, sorted(READ_BY_RECIPES), n=1)
             remedy = f"did you mean {similar[0]}?" if similar else f"there are {', '.join(sorted(READ_BY_RECIPES))}"
             raise ValueError(f"nothing reads the key {key!s}; {remedy}")
+
+
+def interpolated_keys(config: Any) -> set[str]:
+    """Return the keys of the top level that interpolations in a configuration read, and other words in these."""
+    texts = _strings(OmegaConf.to_container(config, resolve=False))
+    return {name for text in texts for name in re.findall(r"[{:]\s*(\w+)", text)}
 
 
 def check_given_optim(config: DictConfig, given: Sequence[str]) -> None:
