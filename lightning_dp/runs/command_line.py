@@ -34,7 +34,7 @@ from lightning_dp.launch import LaunchError, environment_restored, external_rank
 from lightning_dp.planner.report import read_plan
 from lightning_dp.runs.hydra_versions import MAIN_OPTIONS
 from lightning_dp.runs.resume import OF_A_RUN
-from lightning_dp.runs.validation import Config, check_given_optim, resolved, with_keys
+from lightning_dp.runs.validation import Config, check_given_optim, interpolated_keys, resolved, with_keys
 
 log = logging.getLogger("train")
 
@@ -368,7 +368,9 @@ def resolved_command(cfg: DictConfig, *also_read: str) -> Config:
     """Return a command's configuration as `resolved` does. Raise ValueError also for an option that has no effect."""
     check_mode()
     check_config_folders()
-    config = resolved(cfg, *also_read)
+    # The name of the run folder may have keys of the user's. Of other ranks of a launcher, it is replaced.
+    of_hydra = map(str, cfg) if external_rank() else interpolated_keys(HydraConfig.get())
+    config = resolved(cfg, *also_read, *of_hydra)
     check_given_optim(cfg, [*given_keys(), *added_to_optim(cfg)])
     return config
 

@@ -17,7 +17,19 @@ MAIN_OPTIONS = VERSION_BASE if _ANY_TARGET is None else {**VERSION_BASE, "execut
 
 
 def instantiate(config: Any, *positional: Any, **arguments: Any) -> Any:
-    """Build the object that ``config`` describes, as `hydra.utils.instantiate` does."""
+    """Build the object that ``config`` describes, as `hydra.utils.instantiate` does.
+
+    A ``_partial_``, such as a schedule, gets lists and dicts of Python: torch takes no others for a list of rates.
+    """
     if _ANY_TARGET is not None:
         arguments["_execution_whitelist_"] = _ANY_TARGET
-    return hydra.utils.instantiate(config, *positional, **arguments)
+    return hydra.utils.instantiate(_with_plain_partials(config), *positional, **arguments)
+
+
+def _with_plain_partials(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_with_plain_partials(value) for value in node]
+    if not isinstance(node, dict):
+        return node
+    inner = {key: _with_plain_partials(value) for key, value in node.items()}
+    return {"_convert_": "all", **inner} if inner.get("_partial_") else inner

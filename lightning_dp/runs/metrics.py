@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, takewhile
@@ -66,10 +67,15 @@ class MetricsFile(Logger):
         """The run folder."""
         return str(self._folder)
 
+    @property
+    def log_dir(self) -> str:
+        """The run folder, by the name that Lightning's loggers of files have for it."""
+        return str(self._folder)
+
     @rank_zero_only
     def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
-        """Add to the hyperparameters, and write them."""
-        self._hyperparameters |= dict(params)
+        """Add to the hyperparameters, and write them. Like those of Lightning, they may be a Namespace."""
+        self._hyperparameters |= vars(params) if isinstance(params, Namespace) else dict(params)
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._writes_hyperparameters:
             (self._folder / "hparams.yaml").write_text(OmegaConf.to_yaml(_as_yaml(self._hyperparameters)))

@@ -210,7 +210,7 @@ def verify(config: Config, num_processes: int) -> str:
     """Run steps of the present configuration and of the planned one, and return a table of their times."""
     plan = read_plan(Path(config["run_dir"], PLAN_FILE))
     overrides = [*without(HydraConfig.get().overrides.task, plan["overrides"]), *plan["overrides"]]
-    planned = resolved(compose("plan", overrides), "plan", "verify")
+    planned = resolved(compose("plan", overrides), *config)  # the keys of the command, which were checked
     validate(planned)
     sides = {PRESENT: config, PLANNED: planned}
     times = launch(time_steps, sides, job_logging(), num_processes=num_processes)

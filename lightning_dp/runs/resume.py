@@ -24,6 +24,7 @@ import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import (
     BackboneFinetuning,
+    LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
@@ -521,6 +522,12 @@ class ContinuesAfterCheckpoint(Callback):
                 f"rank {trainer.global_rank} would continue after {steps} steps, but rank 0 after {first}: all "
                 "machines must see one run folder; name one that they share with hydra.run.dir=FOLDER"
             )
+        if self._checkpoint is not None:
+            # The optimizer's state has the rate that was found. After a search at the start, Lightning has forgotten
+            # all of the checkpoint but the weights, and would begin with epoch 0.
+            of: Any = trainer
+            search = LearningRateFinder.on_fit_start
+            of.callbacks = [each for each in of.callbacks if type(each).on_fit_start is not search]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Correct the loop. Called by Lightning when the checkpoint has been loaded."""

@@ -108,7 +108,7 @@ def validate(config: Config) -> int:
             logging.disable(logging.INFO)
             # In a SLURM job with one task, whose processes we start, Lightning would ask for as many tasks as devices.
             alone = {"devices": 1, "num_nodes": 1, "strategy": "auto"} if external_rank() is None else {}
-            instantiate(trainer | alone, logger=False, _convert_="all")
+            made = instantiate(trainer | alone, logger=False, _convert_="all")
         for group, kind in (("callbacks", Callback), ("logger", Logger)):
             for name, node in config[group].items():
                 if node is not None:
@@ -117,7 +117,7 @@ def validate(config: Config) -> int:
         _check_optimizer(config)
         _check_model(config)
         with naming_keys("data", config):
-            _check_data(instantiate(config["data"]), config, num_processes * trainer["num_nodes"])
+            _check_data(instantiate(config["data"]), config, num_processes * trainer["num_nodes"], made)
         return num_processes
 
 
@@ -186,10 +186,11 @@ def _check_model(config: Config) -> None:
             find_head(module, config["strategy"].get("head", "head"))
 
 
-def _check_data(data: Any, config: Config, world_size: int) -> None:
-    """Raise an error if the data cannot be used. Download it if requested."""
+def _check_data(data: Any, config: Config, world_size: int, trainer: Any) -> None:
+    """Raise an error if the data cannot be used. Download it if requested. ``trainer`` is one for this process."""
     _require_kind(type(data), LightningDataModule, "data", config["data"])
-    if config["test"] and type(data).test_dataloader is LightningDataModule.test_dataloader:
+    # Of the object: `LightningDataModule.from_datasets` gives its loaders to that, and not to a class.
+    if config["test"] and getattr(data.test_dataloader, "__func__", None) is LightningDataModule.test_dataloader:
         raise ValueError(f"{type(data).__name__} has no test_dataloader; use test=false")
     if isinstance(data, ImageDataModule):
         num_classes = config["model"].get("num_classes", data.num_classes)
@@ -201,6 +202,7 @@ def _check_data(data: Any, config: Config, world_size: int) -> None:
         data.check(world_size)
     if external_rank() is None:
         # Before any rank starts: no rank waits for a download, and a download that fails starts no rank.
+        data.trainer = trainer  # which a data module may ask, for example for its folder
         data.prepare_data()
 
 
@@ -419,14 +421,18 @@ def check_top_level(config: DictConfig, *also_read: str) -> None:
         config: the whole configuration.
         also_read: keys that this recipe reads, and not all do.
     """
-    node = OmegaConf.to_container(config, resolve=False)
-    interpolated = {name for text in _strings(node) for name in re.findall(r"[{:]\s*(\w+)", text)}
-    read = READ_BY_RECIPES | {*also_read} | interpolated
+    read = READ_BY_RECIPES | {*also_read} | interpolated_keys(config)
     for key in map(str, config):
         if key not in read:
             similar = difflib.get_close_matches(key, sorted(READ_BY_RECIPES), n=1)
             remedy = f"did you mean {similar[0]}?" if similar else f"there are {', '.join(sorted(READ_BY_RECIPES))}"
             raise ValueError(f"nothing reads the key {key!s}; {remedy}")
+
+
+def interpolated_keys(config: Any) -> set[str]:
+    """Return the keys of the top level that interpolations in a configuration read, and other words in these."""
+    texts = _strings(OmegaConf.to_container(config, resolve=False))
+    return {name for text in texts for name in re.findall(r"[{:]\s*(\w+)", text)}
 
 
 def check_given_optim(config: DictConfig, given: Sequence[str]) -> None:

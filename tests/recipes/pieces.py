@@ -104,6 +104,13 @@ class OwnData(LightningDataModule):
         return [DataLoader(Named(21), self.batch_size), DataLoader(Named(5), self.batch_size)]
 
 
+class Prepared(OwnData):
+    """Writes to the folder of its Trainer before it is loaded."""
+
+    def prepare_data(self) -> None:
+        Path(self.trainer.default_root_dir, "prepared").touch()
+
+
 class NoTest(LightningDataModule):
     """A data module without test images."""
 

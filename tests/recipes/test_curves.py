@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 import torch
 
@@ -72,6 +74,13 @@ def test_a_tensor_that_a_module_logs_directly_is_a_number(tmp_path):
     file.log_metrics({"own": torch.tensor(0.5)}, step=3)
     assert metrics.rows_of(tmp_path) == [{"own": "0.5", "step": "3"}]
     assert draw_curves(tmp_path).exists()
+
+
+def test_a_module_finds_its_folder_and_logs_hyperparameters_as_with_lightnings_loggers(tmp_path):
+    logger = metrics.MetricsFile(str(tmp_path))
+    assert logger.log_dir == str(tmp_path)
+    logger.log_hyperparams(Namespace(width=3))
+    assert (tmp_path / "hparams.yaml").read_text() == "width: 3\n"
 
 
 def test_a_text_that_a_module_logs_directly_is_not_drawn(tmp_path):

@@ -96,6 +96,13 @@ def test_a_run_that_sigterm_ends_has_not_ended_well(monkeypatch, capsys):
     assert "ended by SIGTERM" in capsys.readouterr().err
 
 
+@pytest.mark.ci
+def test_a_key_that_names_the_run_folder_is_read(fail):
+    folder = "hydra.run.dir=runs/${name}/${tag}"
+    assert "trainer.max_epochs=0" in fail("+tag=mine", folder, "trainer.max_epochs=0")
+    assert "nothing reads the key tags" in fail("+tag=mine", "+tags=mine", folder)
+
+
 def write_as_another_rank(rank, folder, name):
     """Run a job that writes a file to its run folder, as rank 1 of a launcher; return its folder and what it says."""
     tempfile.tempdir = folder

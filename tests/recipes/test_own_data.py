@@ -71,6 +71,24 @@ def test_what_it_lacks_is_named(tmp_path):
         validate(own(tmp_path, "Kill", after_steps=1))
 
 
+def test_it_may_ask_its_trainer_when_it_prepares_itself(tmp_path):
+    """That is done before any process of the run, and so before there is the Trainer of one."""
+    validate(own(tmp_path, "Prepared", batch_size=8))
+    assert (tmp_path / "prepared").exists()
+
+
+@pytest.mark.ci
+def test_the_loaders_may_be_made_from_datasets(tmp_path):
+    """Then they are those of the object, and its class has none."""
+    make = "pytorch_lightning.LightningDataModule.from_datasets"
+    images = {"_target_": "tests.recipes.pieces.Named", "length": 20}
+    config = own(tmp_path) | {"data": {"_target_": make, "train_dataset": images, "val_dataset": images}}
+    with pytest.raises(ValueError, match="LightningDataModule has no test_dataloader; use test=false"):
+        validate(config)
+    config["data"]["test_dataset"] = images
+    assert validate(config) == 1
+
+
 @pytest.mark.parametrize(
     ("path", "name"),
     [("data", "LightningDataModule"), ("callbacks.other", "Callback"), ("model", "LightningModule")],

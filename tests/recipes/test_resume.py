@@ -21,6 +21,7 @@ from pytorch_lightning import Callback
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.trainer.connectors import signal_connector
 
+from lightning_dp.models import Classifier
 from lightning_dp.runs import train as training
 from lightning_dp.runs.command_line import arguments_of_rank, named_run_dir
 from lightning_dp.runs.metrics import rows_before
@@ -283,6 +284,31 @@ class DrawingModule(TwoOptimizers):
 
     def on_train_epoch_end(self):
         torch.rand(2)
+
+
+class OfRate(Classifier):
+    """Has a rate that Lightning's search sets."""
+
+    lr = 0.1
+
+
+@pytest.mark.ci
+def test_the_rate_is_not_searched_again_where_a_run_continues(tmp_path):
+    """Lightning's search would leave the weights of the checkpoint, and epoch 0."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for run_dir, *options in (
+        (whole, "trainer.max_epochs=3"),
+        (cut, "trainer.max_epochs=1"),
+        (cut, "trainer.max_epochs=3", f"ckpt_path={last(cut)}"),
+    ):
+        config = tiny(run_dir, "optim=sgd_multistep", "data.batch_size=2", "data.shape=[3,8,8]", *options)
+        config["model"]["_target_"] = f"{__name__}.OfRate"
+        search = {"_target_": "pytorch_lightning.callbacks.LearningRateFinder", "num_training_steps": 15}
+        config["callbacks"]["search"] = search
+        train(config)
+    assert completed_steps(last(cut)) == completed_steps(last(whole))
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
+    assert {row["lr-SGD"] for row in metrics(whole) if row["lr-SGD"]} != {"0.1"}, "another rate was found"
 
 
 @pytest.mark.ci

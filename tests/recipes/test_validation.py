@@ -217,6 +217,14 @@ def test_an_error_of_an_object_names_the_keys(tmp_path):
     )
 
 
+def test_a_schedule_may_have_a_list_of_rates(tmp_path):
+    """torch takes a list of OmegaConf for one rate of all groups, and fails where it counts with it."""
+    config = composed(tmp_path, "trainer=cpu", "optim.scheduler.max_lr=[0.1]")
+    validate(config)
+    made = instantiate(config["model"]["scheduler"])(torch.optim.SGD([torch.zeros(1)], 0.1), total_steps=10)
+    assert made.optimizer.param_groups[0]["max_lr"] == 0.1
+
+
 def test_a_slurm_job_with_one_task_may_start_several_processes(tmp_path, monkeypatch):
     for name, value in {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_NAME": "submitit"}.items():
         monkeypatch.setenv(name, value)
