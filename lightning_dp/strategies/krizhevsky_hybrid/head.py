@@ -402,7 +402,7 @@ def divisible_layers(module: nn.Module, name: str) -> list[tuple[str, nn.Module]
     Raises:
         ValueError: a layer cannot be sharded over ranks, or is not what its class says, or there is no nn.Linear.
     """
-    layers = list(_walk(module, name))
+    layers = list(layers_of(module, name))
     before_linear = True
     for path, layer in layers:
         if type(layer) is nn.Linear:
@@ -434,11 +434,12 @@ def _remedy(module: nn.Module, name: str, layer: nn.Module) -> str:
     )
 
 
-def _walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+def layers_of(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield path and module of each part of ``module`` that is no nn.Sequential, in order."""
     if type(module) is nn.Sequential:
         for child_name, child in child_entries(module):
             assert child is not None
-            yield from _walk(child, f"{name}.{child_name}")
+            yield from layers_of(child, f"{name}.{child_name}")
     else:
         yield name, module
 
