@@ -37,7 +37,13 @@ from lightning_dp.strategies.base import (
     overlapping_parameters,
 )
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import SCHEMES, Scheme
-from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, divisible_layers, replaced, require_whole_layer
+from lightning_dp.strategies.krizhevsky_hybrid.head import (
+    ShardedHead,
+    divisible_layers,
+    layers_of,
+    replaced,
+    require_whole_layer,
+)
 from lightning_dp.trial_run import unchanged
 
 log = logging.getLogger(__name__)
@@ -230,15 +236,17 @@ def _check_variable_batch(module: LightningModule, precision: Any, head_name: st
 
 
 def require_unchanged(module: nn.Module, head: ShardedHead) -> None:
-    """Raise RuntimeError if the head is not the one of set-up: the strategy would go on with the old parameters."""
-    try:
-        now = list(module.get_submodule(head.name).parameters())
-    except AttributeError:
-        now = []
-    if any(p is not before for p, before in zip_longest(now, head.parameters)):
+    """Raise RuntimeError if the head is not the one of set-up: the strategy would go on with the old layers."""
+    now: nn.Module | None = None
+    with suppress(AttributeError):
+        now = module.get_submodule(head.name)
+    layers = [layer for _, layer in layers_of(head.head, head.name)]
+    is_other = now is not head.head or layers != head.layers
+    if is_other or any(p is not before for p, before in zip_longest(head.head.parameters(), head.parameters)):
         raise RuntimeError(
             f"{head.name} was changed after set-up, and the sharded head would not notice; change its layers and "
-            "parameters in __init__, setup or configure_model, or between two runs of fit"
+            "parameters in __init__, setup or configure_model, or between two runs of fit. The p of a dropout may "
+            "change at any time"
         )
 
 

@@ -106,6 +106,25 @@ class ShardedHead(SharedOnDeepcopy):
         begin, end = self._bounds_of_parameter[parameter][self.channel.rank]
         return whole[begin:end]
 
+    @property
+    def has_computed_weights(self) -> bool:
+        """Whether `torch.func.functional_call` has put tensors in the place of parameters.
+
+        Several passes, calls, and code outside of the head may share the graph that has computed them.
+        """
+        return not all(self.owns(p) for layer in self.linears for p in layer.parameters())
+
+    def shard_of(self, layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
+        """Return this rank's weight and bias of ``layer``. `torch.func.functional_call` may put whole tensors there."""
+
+        def own(value: Tensor) -> Tensor:
+            if self.owns(value) or len(value) != layer.out_features:
+                return value
+            begin, end = self._bounds[layer][self.channel.rank]
+            return value[begin:end]
+
+        return own(layer.weight), None if layer.bias is None else own(layer.bias)
+
     def names_in(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the head's parameters by their names in ``module``. A shared one appears under each of its names."""
         named = module.named_parameters(remove_duplicate=False)
@@ -172,7 +191,7 @@ class ShardedHead(SharedOnDeepcopy):
                     if seed is not None:
                         for generator in generators(x.device):
                             generator.manual_seed(seed + 1 + self.channel.rank)
-                x = gradients.linear(x, layer) if gradients else F.linear(x, layer.weight, layer.bias)
+                x = (gradients.linear if gradients else F.linear)(x, *self.shard_of(layer))
                 bounds = self._bounds[layer]
         return x, bounds
 
@@ -402,7 +421,7 @@ def divisible_layers(module: nn.Module, name: str) -> list[tuple[str, nn.Module]
     Raises:
         ValueError: a layer cannot be sharded over ranks, or is not what its class says, or there is no nn.Linear.
     """
-    layers = list(_walk(module, name))
+    layers = list(layers_of(module, name))
     before_linear = True
     for path, layer in layers:
         if type(layer) is nn.Linear:
@@ -434,11 +453,12 @@ def _remedy(module: nn.Module, name: str, layer: nn.Module) -> str:
     )
 
 
-def _walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+def layers_of(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield path and module of each part of ``module`` that is no nn.Sequential, in order."""
     if type(module) is nn.Sequential:
         for child_name, child in child_entries(module):
             assert child is not None
-            yield from _walk(child, f"{name}.{child_name}")
+            yield from layers_of(child, f"{name}.{child_name}")
     else:
         yield name, module
 
@@ -624,15 +644,15 @@ class ParameterGradients:
         self.add(parameter_grads)
         return feature_grads
 
-    def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
-        """Apply ``layer`` to x, (N, in) to (N, out). In `collect`, this object receives the weight's gradient.
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Apply a layer to x, (N, in) to (N, out). In `collect`, this object receives the weight's gradient.
 
         Autograd receives the bias's, which is small.
         """
         # Autocast chooses dtypes within F.linear and keeps 16-bit copies of the weights, so autograd must see it.
         if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
-            return F.linear(x, layer.weight, layer.bias)
-        return _Linear.apply(x, layer.weight, layer.bias, self)
+            return F.linear(x, weight, bias)
+        return _Linear.apply(x, weight, bias, self)
 
     def receives(self, weight: Tensor) -> bool:
         """Return whether the gradient of ``weight`` is to be added to its total now.

@@ -382,7 +382,8 @@ class MicroBatch(ShardedForward, SharedOnDeepcopy):
         channel, bounds = self._head.channel, self._head.output_bounds
         first = bounds[channel.rank][0]
         all_gather = partial(channel.all_gather, "loss")
-        return LastLayer(x, last.weight, last.bias, first, bounds[-1][1], all_gather, self._sums, is_of_pass=True)
+        weight, bias = self._head.shard_of(last)
+        return LastLayer(x, weight, bias, first, bounds[-1][1], all_gather, self._sums, is_of_pass=True)
 
     def backward(self, loss: Tensor) -> tuple[Tensor | None, bool]:
         """Run the pass's own backward. Return the features' gradient, and whether it is to be summed over ranks.
@@ -657,6 +658,7 @@ class _LocalBatch(torch.autograd.Function):
             # The logits travel to the ranks that have the samples, while the next pass is computed.
             arriving.append(passes.exchange.to_owners(own.detach(), part, bounds))
         ctx.passes, ctx.plan, ctx.after_trunk, ctx.sums = passes, plan, after_trunk, sums
+        ctx.shares_graph = passes.head.has_computed_weights
         ctx.graphs = graphs if with_graph else None
         return torch.cat([finish() for finish in arriving])
 
@@ -673,7 +675,7 @@ class _LocalBatch(torch.autograd.Function):
         arriving = prefetch_one(lambda part: passes.exchange.from_owners(gradients[0], part, bounds), plan)
         for (part, own_grads), (x, own) in zip(arriving, graphs, strict=True):
             with passes.recorded():
-                x_grads = sums.collect(own, x, own_grads, retain_graph=is_kept)
+                x_grads = sums.collect(own, x, own_grads, retain_graph=is_kept or ctx.shares_graph)
             feature_grads.send_back(x_grads, part)
             if part is plan[-1]:
                 sums.compute_next()  # the rest can hide other messages

@@ -346,8 +346,9 @@ class GatheredHead(SharedOnDeepcopy):
             return self._through(self._head.layers, input)
         # Each layer once: torch does not put back what it has replaced under two names of a layer.
         values = {
-            f"{path}.{name}": self._in_graph(p)
+            f"{path}.{name}": self._in_graph(p, layer)
             for path, layer in self._caller.named_modules()
+            if isinstance(layer, nn.Linear)
             for name, p in layer.named_parameters(recurse=False)
         }
         # This calls the head's own forward with other values for its parameters. The parameters themselves keep their
@@ -372,10 +373,21 @@ class GatheredHead(SharedOnDeepcopy):
         return x
 
     def _weight_and_bias(self, layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
-        return self._in_graph(layer.weight), None if layer.bias is None else self._in_graph(layer.bias)
+        return self._in_graph(layer.weight, layer), None if layer.bias is None else self._in_graph(layer.bias, layer)
 
-    def _in_graph(self, parameter: Tensor) -> Tensor:
-        """Return the whole value as a function of the shard, so that ``backward()`` leaves gradients in ``.grad``."""
+    def _in_graph(self, parameter: Tensor, layer: nn.Linear) -> Tensor:
+        """Return the whole value as a function of the shard, so that ``backward()`` leaves gradients in ``.grad``.
+
+        What `torch.func.functional_call` has put in a parameter's place is whole already.
+        """
+        if not self._head.owns(parameter):
+            if len(parameter) != layer.out_features:
+                raise RuntimeError(
+                    f"a layer of {self._head.name!r} got a tensor of {len(parameter)} rows, and it has "
+                    f"{layer.out_features}: its parameters hold only this rank's local shard during fit. Outside of a "
+                    "training step, pass whole tensors to functional_call, as state_dict() returns them in validation"
+                )
+            return parameter
         if not torch.is_grad_enabled() or torch.jit.is_tracing():
             return self._whole[parameter]
         begin, end = self._head.bounds_of(parameter)[self._head.channel.rank]

@@ -20,7 +20,7 @@ def layer() -> nn.Linear:
 
 def backward(sums: ParameterGradients, one: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     x = x.clone().requires_grad_()
-    loss = sums.linear(x, one).square().sum() + one.weight.sum()  # a penalty goes by way of autograd
+    loss = sums.linear(x, one.weight, one.bias).square().sum() + one.weight.sum()  # a penalty goes by way of autograd
     return sums.collect(loss, x)
 
 
@@ -67,10 +67,10 @@ def test_frozen_layers():
     one = layer().requires_grad_(False)
     sums = ParameterGradients([one.weight, one.bias])
     x = PASSES[0].clone().requires_grad_()
-    torch.autograd.grad(sums.linear(x, one).sum(), x)
+    torch.autograd.grad(sums.linear(x, one.weight, one.bias).sum(), x)
     assert sums.take() == [None, None]
     with torch.no_grad():
-        torch.testing.assert_close(sums.linear(x, one), one(x))
+        torch.testing.assert_close(sums.linear(x, one.weight, one.bias), one(x))
 
 
 def test_a_backward_within_that_of_a_pass_adds_nothing():
@@ -83,7 +83,7 @@ def test_a_backward_within_that_of_a_pass_adds_nothing():
         return output.tanh().sum()
 
     x = PASSES[0].clone().requires_grad_()
-    of_x = sums.collect(loss(lambda x: sums.linear(x, one), x), x)
+    of_x = sums.collect(loss(lambda x: sums.linear(x, one.weight, one.bias), x), x)
     expected = torch.autograd.grad(loss(plain, x), [x, *plain.parameters()])
     for actual, one_of_plain in zip([of_x, *sums.take()], expected, strict=True):
         torch.testing.assert_close(actual, one_of_plain, rtol=1e-12, atol=1e-12)
@@ -110,7 +110,7 @@ def test_a_gradient_of_the_output_that_a_hook_changes_in_place_is_an_error():
     x = PASSES[0].clone().requires_grad_()
     other = x.sum(1, keepdim=True).expand(-1, 5) * 1
     other.register_hook(lambda gradient: gradient.mul_(-1))
-    sums.collect((sums.linear(x, one) + other).square().sum(), x)
+    sums.collect((sums.linear(x, one.weight, one.bias) + other).square().sum(), x)
     with pytest.raises(RuntimeError, match="gradient of the output of a linear layer in the head was modified by an"):
         sums.take()
 
@@ -125,7 +125,7 @@ def test_in_any_other_backward_autograd_has_the_gradients_of_any_order():
         return [*gradients, *torch.autograd.grad(total, [x, *parameters], allow_unused=True)]
 
     x = PASSES[0].clone().requires_grad_()
-    ours = penalty(lambda x: sums.linear(x, one), x, list(one.parameters()))
+    ours = penalty(lambda x: sums.linear(x, one.weight, one.bias), x, list(one.parameters()))
     for actual, expected in zip(ours, penalty(plain, x, list(plain.parameters())), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     assert sums.take() == [None, None]

@@ -139,8 +139,23 @@ def parametrize_head(module: pl.LightningModule) -> None:
     parametrize.register_parametrization(module.head, "weight", Doubled())
 
 
+def replace_activation(module: pl.LightningModule) -> None:
+    module.head[2] = nn.ReLU()
+
+
+def append_activation(module: pl.LightningModule) -> None:
+    module.head.append(nn.Tanh())
+
+
+def wrap_head(module: pl.LightningModule) -> None:
+    module.head = nn.Sequential(module.head, nn.Tanh())
+
+
 CHANGES: dict[Callable[[Any], None], type[HybridNet]] = {
     replace_head: OneLayer,
+    replace_activation: HybridNet,
+    append_activation: HybridNet,
+    wrap_head: HybridNet,
     replace_weight: HybridNet,
     prune_head: OneLayer,
     parametrize_head: OneLayer,
@@ -167,7 +182,7 @@ def _changed(rank: int) -> dict[str, str]:
 
 
 @pytest.mark.ci
-def test_new_parameters_of_the_head_after_set_up():
+def test_new_parameters_and_layers_of_the_head_after_set_up():
     for said in run_processes(2, _changed):
         for change in CHANGES:
             assert said[change.__name__].startswith("head was changed after set-up"), said[change.__name__]
