@@ -93,6 +93,7 @@ class Tape(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._location = Location(model, segment_ends)
+        self._state = set(storages_in([*model.parameters(), *model.buffers()]))
         self._policy = policy
         self._profiler = profiler
         self._memories: _Memories = WeakKeyDictionary()
@@ -115,6 +116,7 @@ class Tape(TorchDispatchMode):
                 yield
         finally:
             self._memories = WeakKeyDictionary()
+            self._state.clear()
             self._planned.clear()
 
     # What runs, operator by operator.
@@ -168,7 +170,7 @@ class Tape(TorchDispatchMode):
             return None
         if changed and (changed[0] != 0 or self._find(args[0]) is None):
             return None  # a buffer, which must not change a second time, or an operator that changes another argument
-        if self._is_copy_of_state(func, args, kwargs):
+        if self._is_copy_of_state(func, args, kwargs) or (kind is not Kind.VIEW and self._is_target(args, kwargs)):
             return None
         inputs: dict[Value, None] = {}
         owned: list[Saved] = []
@@ -190,6 +192,16 @@ class Tape(TorchDispatchMode):
             return False
         original = self._find(args[0])
         return original is None or root_of(original).call is None
+
+    def _is_target(self, args: Any, kwargs: Any) -> bool:
+        """Return whether parameters or buffers are read without a graph, as by a teacher that computes targets.
+
+        Autograd keeps the targets alone, so a hook may move the teacher before backward. What is small is copied.
+        """
+        tensors = list(tensors_in([args, kwargs]))
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return False
+        return any(tensor.untyped_storage() in self._state and not is_small(tensor) for tensor in tensors)
 
     def _with_values(self, argument: Any, inputs: dict[Value, None], owned: list[Saved]) -> Any:
         """Return ``argument`` with values in place of tensors.

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -114,6 +115,40 @@ def test_a_buffer_that_changes_between_forward_and_backward_is_refused_as_in_pla
         model.norm.running_mean.add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
+
+
+def halve(tensor: Tensor) -> None:
+    with torch.no_grad():
+        tensor.mul_(0.5)
+
+
+@pytest.mark.parametrize("change", [halve, lambda tensor: tensor.data.mul_(0.5)], ids=["in place", "by data"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_targets_stay_when_what_they_were_computed_from_moves_before_backward(policy, change):
+    """As Lightning's ``on_before_zero_grad`` moves a teacher, prototypes and centers."""
+
+    def forward(model: Model, x: Tensor) -> Tensor:
+        student = model.first(x)
+        with torch.no_grad():
+            target = torch.sigmoid(model.last(x))
+        prototypes = F.normalize(model.prototypes, dim=1)
+        return F.mse_loss(student, target) + (student @ prototypes.t()).sin().mean() + (student * (x - model.center))
+
+    def gradients(policy: str | None) -> list[Tensor]:
+        model = Model(forward)
+        model.last.requires_grad_(False)
+        model.prototypes = nn.Parameter(numbers(1, 16, 16), requires_grad=False)
+        model.register_buffer("center", numbers(2, 64, 16))
+        if policy:
+            apply_recompute(model, policy)
+        loss = model(numbers(0, 64, 16)).sum()
+        for moved in (model.last.weight, model.prototypes, model.center):
+            change(moved)
+        loss.backward()
+        return [parameter.grad for parameter in model.first.parameters()]
+
+    for plain, found in zip(gradients(None), gradients(policy), strict=True):
+        assert torch.equal(plain, found)
 
 
 def test_a_model_on_a_device_without_autocast_works():
