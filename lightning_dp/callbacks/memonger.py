@@ -34,8 +34,8 @@ class Memonger(Callback):
     numbers are bitwise those of training without the callback: `lightning_dp.recompute` runs single operators again,
     and no Python code of the model. So batch norm moves its running statistics once a step, global batch norm gathers
     once, and no strategy sees another read of the parameters. Any precision and accumulation may be used, and any
-    strategy but layered FSDP, which frees parameters, and the hybrid with ``variable_batch``, which updates weights
-    before backward has used them.
+    strategy but layered FSDP and others that free parameters after the forward (FSDP2 with ``reshard_after_forward``),
+    and the hybrid with ``variable_batch``, which updates weights before backward has used them.
 
     The callback records ``training_step`` for the time of ``fit``.
 
