@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache, partial
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -396,7 +398,22 @@ def declare_no_unseen_changes() -> None:
     what this forward computes, as it does outside.
     """
     if not torch.compiler.is_compiling():
+        _DECLARED.add(sys._getframe(1).f_code)
         torch._C._set_fwd_grad_enabled(True)  # PyTorch itself puts the old value back at the end of the forward
+
+
+_DECLARED: set[CodeType] = set()
+
+
+def is_in_declared_forward() -> bool:
+    """Return whether this code runs in a forward that has called `declare_no_unseen_changes`.
+
+    There gradients are off, as under ``torch.no_grad()``, and all the same the result may have a graph.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _DECLARED:
+        frame = frame.f_back
+    return frame is not None
 
 
 def backward_number() -> int:

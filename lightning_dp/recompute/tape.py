@@ -37,6 +37,7 @@ from lightning_dp._private.torch_names import (
     TorchDispatchMode,
     detach_with_version,
     is_in_backward,
+    is_in_declared_forward,
     is_in_function_forward,
     is_in_operator,
     mutated_arguments,
@@ -199,9 +200,10 @@ class Tape(TorchDispatchMode):
         Autograd keeps the targets alone, so a hook may move the teacher before backward. What is small is copied.
         """
         tensors = list(tensors_in([args, kwargs]))
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        if not any(tensor.untyped_storage() in self._state and not is_small(tensor) for tensor in tensors):
             return False
-        return any(tensor.untyped_storage() in self._state and not is_small(tensor) for tensor in tensors)
+        has_graph = any(tensor.requires_grad for tensor in tensors)
+        return not (has_graph and (torch.is_grad_enabled() or is_in_declared_forward()))
 
     def _with_values(self, argument: Any, inputs: dict[Value, None], owned: list[Saved]) -> Any:
         """Return ``argument`` with values in place of tensors.
