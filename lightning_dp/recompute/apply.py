@@ -119,7 +119,7 @@ class RecomputeHandle:
         elif is_unchecked:
             profiler = Profiler()
         tape = Tape(policy, self._model, ends, profiler)
-        with tape.recording():
+        with tape.recording([args, kwargs]):
             result = function(*args, **kwargs)
         if tape.met_compiled:
             raise ValueError(

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -94,10 +94,10 @@ class Tape(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._location = Location(model, segment_ends)
-        self._state = set(storages_in([*model.parameters(), *model.buffers()]))
         self._policy = policy
         self._profiler = profiler
         self._memories: _Memories = WeakKeyDictionary()
+        self._outside: WeakSet[UntypedStorage] = WeakSet()  # there before, and none of the arguments
         self._number = 0
         self._pause = _Pause()
         self._planned: list[Saved] = []  # what a plan keeps, until autograd has it
@@ -109,15 +109,16 @@ class Tape(TorchDispatchMode):
         """Whether a function that `torch.compile` made was called, which then runs without being compiled."""
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record what runs inside."""
+    def recording(self, arguments: Any) -> Iterator[None]:
+        """Record what runs inside: a method with these arguments."""
+        self._memories.update((storage, {}) for storage in storages_in(arguments))
         try:
             with self._location.followed(), saved_tensors_hooks(self._pack, self._unpack), self:
                 self.met_compiled = False  # entering the mode asks, too
                 yield
         finally:
             self._memories = WeakKeyDictionary()
-            self._state.clear()
+            self._outside.clear()
             self._planned.clear()
 
     # What runs, operator by operator.
@@ -133,6 +134,7 @@ class Tape(TorchDispatchMode):
         kind = kind_of(func)
         key = self._location.next_key(func)
         keeps = self._policy.keeps(kind, key)
+        self._outside.update(at for at in storages_in([args, kwargs]) if at not in self._memories)
         is_kept = keeps or kind is Kind.FIXED or (kind is not Kind.VIEW and is_in_function_forward())
         call = None if is_kept else self._make_call(func, kind, args, kwargs)
         profiler = self._profiler
@@ -195,15 +197,20 @@ class Tape(TorchDispatchMode):
         return original is None or root_of(original).call is None
 
     def _is_target(self, args: Any, kwargs: Any) -> bool:
-        """Return whether parameters or buffers are read without a graph, as by a teacher that computes targets.
+        """Return whether tensors from outside are read without a graph, as by a teacher that computes targets.
 
-        Autograd keeps the targets alone, so a hook may move the teacher before backward. What is small is copied.
+        Autograd keeps the targets alone, so a hook may move the teacher before backward, wherever it is kept. The
+        arguments of the recorded method stay as they are, and `_with_values` copies what is small.
         """
         tensors = list(tensors_in([args, kwargs]))
-        if not any(tensor.untyped_storage() in self._state and not is_small(tensor) for tensor in tensors):
+        if not any(tensor.untyped_storage() in self._outside and not self._is_copied(tensor) for tensor in tensors):
             return False
         has_graph = any(tensor.requires_grad for tensor in tensors)
         return not (has_graph and (torch.is_grad_enabled() or is_in_declared_forward()))
+
+    def _is_copied(self, tensor: Tensor) -> bool:
+        value = self._find(tensor)
+        return is_small(tensor) if value is None else value.is_small or value.is_state
 
     def _with_values(self, argument: Any, inputs: dict[Value, None], owned: list[Saved]) -> Any:
         """Return ``argument`` with values in place of tensors.
@@ -214,6 +221,9 @@ class Tape(TorchDispatchMode):
             value = self._find(argument)
             if value is None:
                 value = self._enter(Value(argument, version_of(argument), self._location.segment), argument)
+            if value.is_small and argument.requires_grad and argument.is_leaf and not torch.is_grad_enabled():
+                argument = copy_of(argument)  # of a teacher, say; autograd may have the original
+                value = Value(argument, version_of(argument), self._location.segment)
             if value.is_small or value.is_state:
                 # Computing it again would bring in what it was computed from, which may be large.
                 saved = value.save()

@@ -125,25 +125,53 @@ def halve(tensor: Tensor) -> None:
 @pytest.mark.parametrize("change", [halve, lambda tensor: tensor.data.mul_(0.5)], ids=["in place", "by data"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_targets_stay_when_what_they_were_computed_from_moves_before_backward(policy, change):
-    """As Lightning's ``on_before_zero_grad`` moves a teacher, prototypes and centers."""
+    """As Lightning's ``on_before_zero_grad`` moves a teacher, prototypes and centers, in the module or elsewhere."""
 
     def forward(model: Model, x: Tensor) -> Tensor:
         student = model.first(x)
         with torch.no_grad():
-            target = torch.sigmoid(model.last(x))
+            target = torch.sigmoid(model.teacher[0](x))
+            scaled = torch.sigmoid(x * model.scale)
         prototypes = F.normalize(model.prototypes, dim=1)
-        return F.mse_loss(student, target) + (student @ prototypes.t()).sin().mean() + (student * (x - model.center))
+        loss = F.mse_loss(student, target) + (student @ prototypes.t()).sin().mean() + (student * scaled).mean()
+        return loss + (student * (x - model.center))
 
-    def gradients(policy: str | None) -> list[Tensor]:
+    def gradients(policy: str | None, is_elsewhere: bool) -> list[Tensor]:
         model = Model(forward)
-        model.last.requires_grad_(False)
-        model.prototypes = nn.Parameter(numbers(1, 16, 16), requires_grad=False)
-        model.register_buffer("center", numbers(2, 64, 16))
+        model.scale = nn.Parameter(numbers(3, 16))  # it may be trained elsewhere
+        prototypes, center, teacher = numbers(1, 16, 16), numbers(2, 64, 16), model.last
+        if is_elsewhere:
+            model.last = nn.Identity()  # a list of modules, and plain attributes, are no parts of the model
+            model.teacher, model.prototypes, model.center = [teacher], prototypes, center
+        else:
+            model.teacher = nn.ModuleList([teacher.requires_grad_(False)])
+            model.prototypes = nn.Parameter(prototypes, requires_grad=False)
+            model.register_buffer("center", center)
         if policy:
             apply_recompute(model, policy)
         loss = model(numbers(0, 64, 16)).sum()
-        for moved in (model.last.weight, model.prototypes, model.center):
+        for moved in (*teacher.parameters(), model.scale, model.prototypes, model.center):
             change(moved)
+        loss.backward()
+        return [parameter.grad for parameter in model.first.parameters()]
+
+    for is_elsewhere in (False, True):
+        for plain, found in zip(gradients(None, is_elsewhere), gradients(policy, is_elsewhere), strict=True):
+            assert torch.equal(plain, found)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_center_may_move_in_the_forward_and_again_before_backward(policy):
+    def gradients(policy: str | None) -> list[Tensor]:
+        def forward(model: Model, x: Tensor) -> Tensor:
+            halve(center)
+            return model.first(x) * (x - center)
+
+        model, center = Model(forward), numbers(2, 2, 16)[0]
+        if policy:
+            apply_recompute(model, policy)
+        loss = model(numbers(0, 64, 16)).sum()
+        halve(center)
         loss.backward()
         return [parameter.grad for parameter in model.first.parameters()]
 
