@@ -103,6 +103,8 @@ def sharded_cross_entropy(
     if margin is not None:
         layer = _of_unit_features(layer)
     _require_fitting(layer, target, weight)
+    if weight is not None:  # NumPy's are of 64 bits, and gradients cannot be scattered into those of another dtype
+        weight = weight.to(torch.promote_types(_product_dtype(layer.weight), torch.float32))
     counts = target.long() != ignore_index  # in 8 bits without a sign, class 156 would be -100
     _require_classes(target, counts, layer.num_classes)
     target = torch.where(counts, target.long(), 0)

@@ -431,6 +431,19 @@ def test_losses_of_16_bit_logits_have_32(chunk_bytes):
     torch.testing.assert_close(actual, expected, rtol=0.01, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64])
+@pytest.mark.parametrize("chunk_bytes", [1, 10**6])
+def test_weights_of_classes_have_any_dtype(dtype, chunk_bytes):
+    """Those that NumPy has computed are of 64 bits, and their sum may be too large for 16."""
+    gradients = []
+    weight = torch.arange(10_000, 10_000 + CLASSES)
+    for given, chunk in ((weight.to(dtype), chunk_bytes), (weight.to(dtype).float(), 10**6)):
+        head, options = linear().float(), {"label_smoothing": 0.1, "weight": given}
+        sharded_cross_entropy(head, X.float(), TARGET, chunk_bytes=chunk, **options).backward()
+        gradients.append(head.weight.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_a_batch_without_samples(reduction):
     options: dict[str, Any] = {"label_smoothing": 0.1, "reduction": reduction}

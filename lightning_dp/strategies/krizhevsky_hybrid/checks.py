@@ -325,6 +325,7 @@ def no_counting(module: LightningModule, world_size: int) -> Iterator[None]:
         if "log" not in vars(module):  # otherwise the user has replaced it
             # A method, because torch.compile would take a new function for new code.
             undo.enter_context(replaced(module, "log", MethodType(_log_no_sum, module)))
+        undo.enter_context(replaced(module, "all_gather", MethodType(_all_gather_nothing, module)))
         found = {id(metric): (name, metric) for name, metric in _metrics(module)}  # one made within: next time
         for name, metric in found.values():
             # Asked at the update, and not afterwards: it may be reset by then.
@@ -386,6 +387,14 @@ def _modules_in(value: Any, seen: set[int]) -> Iterator[nn.Module]:
                 yield from _modules_in(each, seen)
     elif hasattr(value, "__dict__"):  # such as a dataclass; no deeper, because everything may be behind it
         yield from (each for each in vars(value).values() if isinstance(each, nn.Module))
+
+
+def _all_gather_nothing(module: LightningModule, *_: Any, **__: Any) -> Any:
+    """Take the place of ``module.all_gather``, and raise ValueError: a loss would have each negative K times."""
+    raise ValueError(
+        f"self.all_gather(...) is called {_EVERY_SAMPLE}, so each would be there {module.trainer.world_size} times. "
+        "Leave it out there, or do without head_step: call the head and self.all_gather in training_step"
+    )
 
 
 def _log_no_sum(module: LightningModule, *args: Any, **kwargs: Any) -> None:

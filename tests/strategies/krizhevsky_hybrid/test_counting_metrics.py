@@ -21,7 +21,7 @@ from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp.strategies.krizhevsky_hybrid import checks
 from lightning_dp.strategies.krizhevsky_hybrid.checks import no_counting
 from tests.ranks import run_processes
-from tests.strategies.krizhevsky_hybrid.modules import StepNet, all_batches, batches, fit_with
+from tests.strategies.krizhevsky_hybrid.modules import HybridNet, StepNet, all_batches, batches, fit_with
 from tests.strategies.modules import CLASSES, assert_same, trainer
 
 
@@ -164,6 +164,18 @@ class LogsDictionary(StepNet):
         return super().head_step(features, target)
 
 
+class Contrasts(StepNet):
+    """Its negatives are the samples of all ranks."""
+
+    def cost(self, logits: Tensor, target: Tensor) -> Tensor:
+        negatives = self.all_gather(logits).flatten(0, -2)  # without gradients
+        return torch.logsumexp(logits @ negatives.T, 1).mean()
+
+
+class ContrastsInStep(Contrasts):
+    training_step = HybridNet.training_step
+
+
 class LogsMean(LogsSum):
     """Logs the mean in head_step, and a sum in training_step."""
 
@@ -221,6 +233,18 @@ def test_what_counts_each_sample_once_per_rank_is_refused():
         for text, (_, message) in zip(counting, REFUSED, strict=True):
             assert message in text
         assert all("self.log('n', ..., reduce_fx=" in text and "counted 2 times" in text for text in logging)
+
+
+def _contrasting(rank: int) -> None:
+    with pytest.raises(ValueError, match=r"self.all_gather\(...\) is called within head_step.* be there 2 times"):
+        fit_with(batches(rank, 2), KrizhevskyHybridStrategy(), 2, Contrasts, {})
+    fitted = [fit_with(batches(rank, 2), s, 2, ContrastsInStep, {}) for s in (KrizhevskyHybridStrategy(), "ddp")]
+    assert_same(*fitted, 1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_gather")  # which Lightning calls
+def test_samples_that_head_step_gathers_would_be_there_once_per_rank():
+    run_processes(2, _contrasting)
 
 
 def _interrupted(net: StepNet) -> None:
