@@ -201,8 +201,9 @@ class ImageNet(ImageDataModule):
     def _dataset(self, split: str, augment: bool) -> Dataset[Any]:
         training = split == "train"
         size, crop = self._size_of(split), self.crop if training else None
-        if split not in self._datasets:
-            images, labels = self._splits[split]
+        images, labels = self._splits[split]
+        # A subclass may have read other images since, as for another fold of a cross-validation.
+        if split not in self._datasets or self._datasets[split].labels is not labels:
             encoded = (self._source(images), labels, size, crop)
             decoder = resolve_decoder(self.decoder)
             if decoder == "dali":
