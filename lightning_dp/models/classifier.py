@@ -48,7 +48,8 @@ class Classifier(LightningModule):
         interval: what the schedule counts, ``"step"`` or ``"epoch"``.
         label_smoothing: label smoothing of the training loss, 0 to 1. The other losses are not smoothed.
         channels_last: use the channels-last memory format for weights and images. On CPU, ResNet-20 then trains 1.2 to
-            1.4 times as many images per second (batches of 32 to 128 on one and two cores).
+            1.4 times as many images per second (batches of 32 to 128 on one and two cores). Inputs without four
+            dimensions keep their layout.
         parameter_groups: makes the optimizer's parameter groups from the network, for example
             ``functools.partial(lightning_dp.optim.trunk_and_head_groups, ...)``.
     """
@@ -195,7 +196,7 @@ class Classifier(LightningModule):
         self._log(metrics)
 
     def _laid_out(self, x: Tensor) -> Tensor:
-        return x.contiguous(memory_format=self.memory_format)
+        return x.contiguous(memory_format=self.memory_format) if x.ndim == 4 else x
 
     def _log_training(self, loss: Tensor, metrics: dict[str, Metric]) -> None:
         # The progress bar shows the loss of this rank and step, so that no step waits for a reduction.

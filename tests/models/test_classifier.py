@@ -349,6 +349,17 @@ def test_channels_last_changes_the_layout_and_not_the_result():
     assert fast.model.conv1.weight.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("shape", [(12,), (3, 8), (3, 4, 4, 4)])
+def test_inputs_that_are_no_images_keep_their_layout(shape):
+    """torch has the channels-last format for four dimensions only."""
+    x, y = torch.randn(6, *shape), torch.arange(6)
+    model = Classifier(nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), CLASSES)), CLASSES, SGD_PARTIAL)
+    images = DataLoader([(x, y)], batch_size=None)
+    run = trainer()
+    run.fit(model, images, images)
+    assert torch.equal(model(x), model.model(x))
+
+
 @pytest.mark.parametrize("num_classes", [3, CLASSES + 1])
 def test_a_network_with_another_number_of_classes_is_refused_before_the_first_step(num_classes):
     """torchmetrics would say that sizes of tensors differ, and without a validation only in the test."""
