@@ -189,6 +189,13 @@ def test_loaders_have_what_the_module_has_when_they_are_made(root):
     assert torch.equal(cropped, next(iter(plain.train_dataloader()))[0])
 
 
+def test_images_that_a_trainer_has_tested_can_be_read_by_hand(root):
+    """The Trainer makes its loader in inference mode, in which torch makes tensors that cannot change outside of it."""
+    module = ImageNet(root, **OPTIONS)
+    trainer(max_epochs=1).test(Sums(), module, verbose=False)
+    assert sum(len(labels) for _, labels in module.test_dataloader()) == 9
+
+
 class Folds(ImageNet):
     """Other training images are held out in each fold, as for cross-validation."""
 
