@@ -129,9 +129,11 @@ class ImageFiles(_Encoded):
     num_workers: int = 0
 
     def __post_init__(self) -> None:
-        self.broken = torch.zeros(len(self.source), dtype=torch.bool).share_memory_()
-        # One row for each worker: images, and seconds spent on them. Only that worker writes to it.
-        self._speed = torch.zeros(max(1, self.num_workers), 2, dtype=torch.float64).share_memory_()
+        # A Trainer makes loaders of a test in inference mode, and its tensors cannot change outside of that.
+        with torch.inference_mode(False):
+            self.broken = torch.zeros(len(self.source), dtype=torch.bool).share_memory_()
+            # One row for each worker: images, and seconds spent on them. Only that worker writes to it.
+            self._speed = torch.zeros(max(1, self.num_workers), 2, dtype=torch.float64).share_memory_()
 
     def __getitem__(self, batch: BatchSlice) -> tuple[Tensor, Tensor]:
         """Return images (n, 3, H, W) uint8 in the channels-last memory format, and labels (n,) int64."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, Literal
@@ -201,8 +201,9 @@ class ImageNet(ImageDataModule):
     def _dataset(self, split: str, augment: bool) -> Dataset[Any]:
         training = split == "train"
         size, crop = self._size_of(split), self.crop if training else None
-        if split not in self._datasets:
-            images, labels = self._splits[split]
+        images, labels = self._splits[split]
+        # A subclass may have read other images since, as for another fold of a cross-validation.
+        if split not in self._datasets or self._datasets[split].labels is not labels:
             encoded = (self._source(images), labels, size, crop)
             decoder = resolve_decoder(self.decoder)
             if decoder == "dali":
@@ -303,7 +304,7 @@ def read_labels(path: Path, names: Sequence[str], classes: Sequence[str]) -> lis
     - A line for each image, in any order, with its name and its class: a name or, counted from 0, a number
       (``ILSVRC2012_val_00000001.JPEG 65``). Kaggle's ``LOC_val_solution.csv`` is of this form.
 
-    Numbers are names of classes if the file has no others.
+    Numbers are names of classes if the file has no others. The name of a class may have spaces.
 
     Raises:
         ValueError: an image has no label, or a label is not among ``classes``.
@@ -313,7 +314,7 @@ def read_labels(path: Path, names: Sequence[str], classes: Sequence[str]) -> lis
         text = path.read_text()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text file with labels ({error}); replace it, or set val_labels") from error
-    lines = [line.replace(",", " ").split() for line in text.splitlines() if line.strip()]
+    lines = [_words(line, number_of) for line in text.splitlines() if line.strip()]
     in_order = all(len(line) == 1 for line in lines)
     if in_order:
         if len(lines) != len(names):
@@ -336,6 +337,15 @@ def read_labels(path: Path, names: Sequence[str], classes: Sequence[str]) -> lis
     if unknown is not None:
         raise ValueError(f"{path} has a class {unknown}, which is not one of the {len(classes)} classes in train")
     return [number_of[text] for text in found]
+
+
+def _words(line: str, classes: Container[str]) -> list[str]:
+    """Return the words of a line of a label file. The name of a class is one word, also with spaces in it."""
+    words = line.replace(",", " ").split()
+    if " ".join(words) in classes:
+        return [" ".join(words)]
+    rest = " ".join(words[1:])
+    return [words[0], rest] if rest in classes else words
 
 
 def _devkit_classes(meta: Path) -> dict[int, str]:

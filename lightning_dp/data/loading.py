@@ -84,13 +84,19 @@ class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
         mean: mean of each channel, for pixels from 0 to 1.
         std: standard deviation of each channel, for pixels from 0 to 1.
         augment: crop and flip at random (`crop_and_flip`).
+
+    Raises:
+        ValueError: the images are not a tensor of uint8, or not as many as the labels.
     """
 
     def __init__(
         self, images: Tensor, labels: Tensor, mean: Sequence[float], std: Sequence[float], augment: bool = False
     ) -> None:
-        assert images.dtype == torch.uint8, images.dtype
-        assert len(images) == len(labels), (len(images), len(labels))
+        if images.dtype != torch.uint8 or len(images) != len(labels):
+            raise ValueError(
+                f"{len(images)} images, a {type(images).__name__} of {images.dtype}, with {len(labels)} labels must be "
+                "a tensor of torch.uint8, 0 to 255, with a label each; make it one in read_train and read_test"
+            )
         self.images = images
         self.labels = labels
         self.mean = mean

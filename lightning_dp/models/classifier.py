@@ -30,7 +30,8 @@ class Classifier(LightningModule):
     It logs once per epoch ``train/loss``, ``train/acc``, ``val/loss``, ``val/acc``, ``test/loss``, ``test/acc`` and,
     with more than five classes, ``test/acc5``. Each is exact on any number of ranks. Every rank keeps sums and counts,
     which are reduced at the end of the epoch, so each image counts once whatever the batch sizes are, and an empty
-    batch counts nothing. No step waits for the metrics of another rank.
+    batch counts nothing. No step waits for the metrics of another rank. Labels may be soft, (N, num_classes), as MixUp
+    makes them: accuracy takes the class with the largest share.
 
     Args:
         model: maps images (N, C, H, W) to logits (N, num_classes).
@@ -47,7 +48,8 @@ class Classifier(LightningModule):
         interval: what the schedule counts, ``"step"`` or ``"epoch"``.
         label_smoothing: label smoothing of the training loss, 0 to 1. The other losses are not smoothed.
         channels_last: use the channels-last memory format for weights and images. On CPU, ResNet-20 then trains 1.2 to
-            1.4 times as many images per second (batches of 32 to 128 on one and two cores).
+            1.4 times as many images per second (batches of 32 to 128 on one and two cores). Inputs without four
+            dimensions keep their layout.
         parameter_groups: makes the optimizer's parameter groups from the network, for example
             ``functools.partial(lightning_dp.optim.trunk_and_head_groups, ...)``.
     """
@@ -101,7 +103,7 @@ class Classifier(LightningModule):
         loss = self.compute_loss(logits, y, _reduction_of(y), self.label_smoothing)
         self.train_loss.update(loss.detach(), len(y))
         if len(y) > 0:
-            self.train_acc.update(logits.detach(), y)
+            self.train_acc.update(logits.detach(), _class_of(y))
         self._log_training(loss, {"train/loss": self.train_loss, "train/acc": self.train_acc})
         return loss
 
@@ -190,11 +192,11 @@ class Classifier(LightningModule):
             if isinstance(metric, MeanLoss):
                 metric.update(self.compute_loss(logits, y, _reduction_of(y)), len(y))
             elif len(y) > 0:  # the metrics of torchmetrics do not accept an empty batch
-                metric.update(logits, y)
+                metric.update(logits, _class_of(y))
         self._log(metrics)
 
     def _laid_out(self, x: Tensor) -> Tensor:
-        return x.contiguous(memory_format=self.memory_format)
+        return x.contiguous(memory_format=self.memory_format) if x.ndim == 4 else x
 
     def _log_training(self, loss: Tensor, metrics: dict[str, Metric]) -> None:
         # The progress bar shows the loss of this rank and step, so that no step waits for a reduction.
@@ -237,6 +239,11 @@ class MeanLoss(Metric):
 def _reduction_of(target: Tensor) -> Literal["mean", "sum"]:
     """Return how a loss over the images of a batch is reduced. The mean over none is NaN, and the sum is 0."""
     return "mean" if len(target) > 0 else "sum"
+
+
+def _class_of(target: Tensor) -> Tensor:
+    """Return the class of each image, (N,): of soft labels, (N, num_classes), the one with the largest share."""
+    return target.argmax(1) if target.ndim > 1 else target
 
 
 def _require_classes(num_logits: int, num_classes: int) -> None:
@@ -338,7 +345,7 @@ class SplitClassifier(Classifier):
             _require_classes(logits.shape[1], self.num_classes)
             loss = self.compute_loss(logits, target, _reduction_of(target), self.label_smoothing)
             if self.train_accuracy and len(target) > 0:
-                self.train_acc.update(logits.detach(), target)
+                self.train_acc.update(logits.detach(), _class_of(target))
         elif self.loss == "cross_entropy":
             reduction = _reduction_of(target)
             loss = sharded_cross_entropy(self.model.head, features, target, self.label_smoothing, reduction=reduction)
@@ -355,6 +362,6 @@ class SplitClassifier(Classifier):
             return super().compute_loss(logits, target, reduction, label_smoothing)
         # In the logits' precision, and at least in 32 bits: the sum runs over N x num_classes numbers.
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        is_target = F.one_hot(target, self.num_classes).to(dtype)
-        total = F.binary_cross_entropy_with_logits(logits, is_target, reduction="sum")
+        shares = target if target.ndim > 1 else F.one_hot(target, self.num_classes)
+        total = F.binary_cross_entropy_with_logits(logits, shares.to(dtype), reduction="sum")
         return total / len(target) if reduction == "mean" else total

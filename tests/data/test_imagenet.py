@@ -189,6 +189,37 @@ def test_loaders_have_what_the_module_has_when_they_are_made(root):
     assert torch.equal(cropped, next(iter(plain.train_dataloader()))[0])
 
 
+def test_images_that_a_trainer_has_tested_can_be_read_by_hand(root):
+    """The Trainer makes its loader in inference mode, in which torch makes tensors that cannot change outside of it."""
+    module = ImageNet(root, **OPTIONS)
+    trainer(max_epochs=1).test(Sums(), module, verbose=False)
+    assert sum(len(labels) for _, labels in module.test_dataloader()) == 9
+
+
+class Folds(ImageNet):
+    """Other training images are held out in each fold, as for cross-validation."""
+
+    fold = 0
+
+    def read_train(self):
+        (names, labels), _ = super().read_train()
+        held = torch.arange(len(labels)) % 3 == self.fold
+        return (names[~held.numpy()], labels[~held]), (names[held.numpy()], labels[held])
+
+
+def test_images_of_a_later_setup_take_the_place_of_those_before(root):
+    module = Folds(root, **OPTIONS, crop=None)
+    (names, labels), _ = ImageNet(root, **OPTIONS).read_train()
+    for fold in range(3):
+        module.fold = fold
+        module.setup("fit")
+        held = np.arange(len(labels)) % 3 == fold
+        whole = ImageFiles(FilesInFolder(root, names[held]), labels[torch.from_numpy(held)], SIZE)
+        found = [torch.cat(parts) for parts in zip(*module.val_dataloader(), strict=True)]
+        assert same([found], [list(whole[BatchSlice(list(range(len(whole))), 0, len(whole), seed=0)])])
+        assert sum(len(part) for _, part in module.train_dataloader()) == len(labels) - len(whole) - 4
+
+
 def test_sizes_in_between_are_multiples_of_32():
     assert [image_size_at(epoch, 11, 13, 160, 192) for epoch in range(16)] == [160] * 12 + [192] * 4
     assert [image_size_at(epoch, 2, 6, 128, 256) for epoch in range(8)] == [128, 128, 128, 160, 192, 224, 256, 256]

@@ -91,6 +91,17 @@ def test_numbers_are_the_names_of_folders_that_have_such_names(tmp_path, line):
     assert read_labels(tmp_path / "labels.txt", names, classes) == [2, 1, 0]
 
 
+@pytest.mark.parametrize("line", ["{image} {name}", "{image},{name}", "{image} {name} 1 2 3 4", "{name}"])
+def test_a_class_may_have_spaces_in_its_name(tmp_path, line):
+    """Another class may have the first word of it as its name."""
+    classes = ["apple", "apple pie", "pie"]
+    labels = ["apple pie", "pie", "apple"] if "1" not in line else ["pie", "pie", "apple"]
+    text = "\n".join(line.format(image=f"{place}.jpg", name=name) for place, name in enumerate(labels))
+    (tmp_path / "labels.txt").write_text(text)
+    found = read_labels(tmp_path / "labels.txt", [f"{place}.jpg" for place in range(3)], classes)
+    assert found == [classes.index(name) for name in labels]
+
+
 def test_a_label_file_may_be_elsewhere(tmp_path):
     images = flatten_val(write_imagenet(tmp_path / "images", 1, 2))
     caffe(tmp_path, images)

@@ -133,3 +133,19 @@ def test_holdout_keeps_the_proportions(size):
     counts = labels[held].bincount(minlength=10)
     assert counts.max() - counts.min() <= 1
     assert not torch.equal(held, stratified_holdout(labels, size, seed=1)[1]) or size in (0, 400)
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (torch.rand(4, 3, 8, 8), "4 images, a Tensor of torch.float32, with 4 labels must be a tensor of torch.uint8"),
+        (
+            torch.zeros(4, 3, 8, 8).byte().numpy(),
+            "4 images, a ndarray of uint8, with 4 labels must be a tensor of torch.uint8",
+        ),
+        (torch.zeros(3, 3, 8, 8).byte(), "3 images.* with 4 labels must be .* with a label each; .* in read_train"),
+    ],
+)
+def test_what_a_subclass_may_read_by_mistake_is_named(images, message):
+    with pytest.raises(ValueError, match=message):
+        ImageDataset(images, torch.arange(4), (0.5,), (0.5,))

@@ -106,6 +106,28 @@ def test_the_training_loss_is_weighted_by_batch_size_and_alone_is_smoothed():
     assert {"train/acc", "val/acc"} <= set(logged)
 
 
+def test_accuracy_with_soft_labels_is_that_of_their_largest_share():
+    """MixUp and CutMix make such labels, of which torchmetrics counted each as wrong."""
+    model = classifier()
+    model.optimizer = partial(SGD, lr=0.0)
+    x, y = batch(40, 1)
+    soft = 0.7 * F.one_hot(y, CLASSES) + 0.3 * F.one_hot(y.roll(1), CLASSES)
+    images = DataLoader([(x, soft)], batch_size=None)
+    run = trainer()
+    run.fit(model, images, images)
+    with torch.no_grad():
+        model.train()
+        trained = (model(x).argmax(1) == y).double().mean().item()
+        model.eval()
+        logits = model(x)
+    logged = {name: value.item() for name, value in run.callback_metrics.items()} | run.test(model, images)[0]
+    assert trained > 0
+    assert logged["train/acc"] == pytest.approx(trained)
+    assert logged["test/acc"] == pytest.approx((logits.argmax(1) == y).double().mean().item())
+    assert logged["test/acc5"] == pytest.approx((logits.topk(5).indices == y[:, None]).any(1).double().mean().item())
+    assert logged["test/loss"] == pytest.approx(F.cross_entropy(logits, soft).item())
+
+
 def test_what_a_fit_has_counted_that_failed_is_not_in_the_next_one():
     class Fails(Callback):
         def on_before_backward(self, run: Trainer, *_: Any) -> None:
@@ -325,6 +347,17 @@ def test_channels_last_changes_the_layout_and_not_the_result():
     torch.testing.assert_close(fast(x), plain(x), rtol=1e-4, atol=1e-4)
     assert layouts == [True]
     assert fast.model.conv1.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("shape", [(12,), (3, 8), (3, 4, 4, 4)])
+def test_inputs_that_are_no_images_keep_their_layout(shape):
+    """torch has the channels-last format for four dimensions only."""
+    x, y = torch.randn(6, *shape), torch.arange(6)
+    model = Classifier(nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), CLASSES)), CLASSES, SGD_PARTIAL)
+    images = DataLoader([(x, y)], batch_size=None)
+    run = trainer()
+    run.fit(model, images, images)
+    assert torch.equal(model(x), model.model(x))
 
 
 @pytest.mark.parametrize("num_classes", [3, CLASSES + 1])

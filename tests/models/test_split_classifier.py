@@ -70,6 +70,10 @@ def test_the_loss_is_the_mean_over_images_of_the_named_loss(loss):
     expected = logistic_by_hand(logits, y) if loss == "logistic" else F.cross_entropy(logits, y, reduction="none")
     torch.testing.assert_close(model.compute_loss(logits, y), expected.mean(), rtol=1e-12, atol=0)
     torch.testing.assert_close(model.compute_loss(logits, y, reduction="sum"), expected.sum(), rtol=1e-12, atol=0)
+    soft = 0.7 * F.one_hot(y, CLASSES) + 0.3 * F.one_hot(y.roll(1), CLASSES).double()
+    by_hand = F.cross_entropy if loss == "cross_entropy" else F.binary_cross_entropy_with_logits
+    total = by_hand(logits, soft, reduction="sum")
+    torch.testing.assert_close(model.compute_loss(logits, soft), total / 6, rtol=1e-12, atol=0)
 
 
 def test_the_logistic_loss_of_16_bit_logits_is_summed_in_32_bits():
