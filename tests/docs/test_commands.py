@@ -86,8 +86,8 @@ NOT_RUN = {
 
 
 def bare(command: str) -> str:
-    """Return the command without the environment variables that it sets."""
-    return re.sub(r"^(\w+=\S+ )+", "", command)
+    """Return the command without the environment variables and the priority that it sets."""
+    return re.sub(r"^(\w+=\S+ )+|^chrt -r 1 ", "", command)
 
 
 def commands_of(text: str) -> list[str]:
