@@ -102,9 +102,7 @@ def sharded_cross_entropy(
         return F.cross_entropy(logits, target, None if weight is None else weight.to(logits.dtype), **options)
     if margin is not None:
         layer = _of_unit_features(layer)
-    _require_fitting(layer, target, weight)
-    if weight is not None:  # NumPy's are of 64 bits, and gradients cannot be scattered into those of another dtype
-        weight = weight.to(torch.promote_types(_product_dtype(layer.weight), torch.float32))
+    weight = _fitting_weight(layer, target, weight)
     counts = target.long() != ignore_index  # in 8 bits without a sign, class 156 would be -100
     _require_classes(target, counts, layer.num_classes)
     target = torch.where(counts, target.long(), 0)
@@ -309,13 +307,19 @@ def _require_one_dtype(layer: LastLayer) -> None:
         raise ValueError(f"the features are {x.dtype}, and the last layer's weight is {weight.dtype}; convert one")
 
 
-def _require_fitting(layer: LastLayer, target: Tensor, weight: Tensor | None) -> None:
-    """Raise ValueError unless there is a target for each sample, a weight for each class, and one dtype."""
+def _fitting_weight(layer: LastLayer, target: Tensor, weight: Tensor | None) -> Tensor | None:
+    """Return ``weight`` in the loss's dtype.
+
+    Raises:
+        ValueError: there is not a target for each sample, a weight for each class, and one dtype of the layer.
+    """
     _require_one_dtype(layer)
     _require_a_row_each(target, layer)
     num_classes = layer.num_classes
     if weight is not None and weight.shape != (num_classes,):
         raise ValueError(f"weight has shape {tuple(weight.shape)}; pass one of shape ({num_classes},), for each class")
+    # NumPy's are of 64 bits, and gradients cannot be scattered into those of another dtype.
+    return None if weight is None else weight.to(torch.promote_types(_product_dtype(layer.weight), torch.float32))
 
 
 def _require_sampling(sample_rate: float, label_smoothing: float) -> None:
