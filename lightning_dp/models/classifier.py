@@ -243,7 +243,7 @@ def _reduction_of(target: Tensor) -> Literal["mean", "sum"]:
 
 def _class_of(target: Tensor) -> Tensor:
     """Return the class of each image, (N,): of soft labels, (N, num_classes), the one with the largest share."""
-    return target.argmax(1) if target.ndim > 1 else target
+    return target.argmax(1) if target.is_floating_point() else target
 
 
 def _require_classes(num_logits: int, num_classes: int) -> None:
@@ -362,6 +362,6 @@ class SplitClassifier(Classifier):
             return super().compute_loss(logits, target, reduction, label_smoothing)
         # In the logits' precision, and at least in 32 bits: the sum runs over N x num_classes numbers.
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        shares = target if target.ndim > 1 else F.one_hot(target, self.num_classes)
+        shares = target if target.is_floating_point() else F.one_hot(target, self.num_classes)
         total = F.binary_cross_entropy_with_logits(logits, shares.to(dtype), reduction="sum")
         return total / len(target) if reduction == "mean" else total

@@ -106,6 +106,16 @@ def test_the_training_loss_is_weighted_by_batch_size_and_alone_is_smoothed():
     assert {"train/acc", "val/acc"} <= set(logged)
 
 
+def test_accuracy_of_a_class_for_each_pixel_is_by_pixel():
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 3, 6, 6), torch.randint(CLASSES, (4, 6, 6))
+    net = nn.Conv2d(3, CLASSES, 1)
+    (logged,) = trainer().test(
+        Classifier(net, CLASSES, partial(SGD, lr=0.1)), DataLoader([(x, y)], batch_size=None), verbose=False
+    )
+    assert logged["test/acc"] == pytest.approx((net(x).argmax(1) == y).double().mean().item())
+
+
 def test_accuracy_with_soft_labels_is_that_of_their_largest_share():
     """MixUp and CutMix make such labels, of which torchmetrics counted each as wrong."""
     model = classifier()
