@@ -175,9 +175,8 @@ class _Step:
         self._trainer, self._module = trainer, module
         combined = importlib.import_module(f"{FRAMEWORK}.utilities").CombinedLoader
         loaders = combined(trainer.datamodule.train_dataloader(), "max_size_cycle")
-        with unchanged(
-            [each for loader in loaders.flattened for each in generators_of(loader).values()]
-        ):  # training draws, too
+        generators = [each for loader in loaders.flattened for each in generators_of(loader).values()]
+        with unchanged(generators):  # training draws, too
             batch, _, _ = next(iter(loaders))
         self._present_size = trainer.datamodule.batch_size // (trainer.world_size if is_global else 1)
         self.largest_size = min(map(self._largest_size, loaders.flattened))

@@ -37,6 +37,7 @@ from lightning_dp._private.lightning_names import begin_next_epoch, restart_load
 from lightning_dp.data.loading import derive_seed
 from lightning_dp.runs.validation import Config, is_of_validation
 from lightning_dp.strategies.complete_files import existing
+from lightning_dp.strategies.consolidate import REST
 from lightning_dp.trial_run import generators_of
 
 log = logging.getLogger("train")
@@ -258,8 +259,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         ValueError: the file is no checkpoint of Lightning.
     """
     # A sharded checkpoint is a folder. A file in it has what all ranks share: the hybrid's, or PyTorch's of FSDP2.
-    is_of_fsdp = (path / "meta.pt").exists()
-    file = path / ("meta.pt" if is_of_fsdp else "checkpoint.ckpt") if path.is_dir() else path
+    is_of_fsdp = (path / REST).exists()
+    file = path / (REST if is_of_fsdp else "checkpoint.ckpt") if path.is_dir() else path
     try:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # an unpickler can raise any error for bytes that are not a pickle

@@ -51,6 +51,12 @@ def last(run_dir):
     return run_dir / "checkpoints" / "last.ckpt"
 
 
+def continued(whole, cut, end=1, epochs=3):
+    """Return folder and options of a whole run, of one that ends with epoch ``end``, and of its continuation."""
+    rest = f"trainer.max_epochs={epochs}"
+    return [(whole, rest), (cut, f"trainer.max_epochs={end}"), (cut, rest, f"ckpt_path={last(cut)}")]
+
+
 def weights(run_dir):
     return torch.load(last(run_dir), weights_only=True)["state_dict"]
 
@@ -176,11 +182,7 @@ def test_a_checkpoint_of_the_last_batch_of_an_epoch_continues_with_the_images_of
     """Three batches make six steps of two optimizers. Lightning counts that epoch as ended, and does not warn."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     data = {"_target_": "tests.recipes.pieces.JitterData", "num_workers": 2}
-    for run_dir, *options in (
-        (whole, "trainer.max_epochs=3"),
-        (cut, "trainer.max_epochs=1"),
-        (cut, "trainer.max_epochs=3", f"ckpt_path={last(cut)}"),
-    ):
+    for run_dir, *options in continued(whole, cut):
         every = "+callbacks.checkpoint.every_n_train_steps=6"
         train(own_loop(run_dir, every, "test=false", *options) | {"data": data})
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
@@ -191,11 +193,7 @@ def test_a_checkpoint_of_the_last_batch_of_an_epoch_continues_with_the_images_of
 def test_a_loader_with_a_generator_of_its_own_goes_on_where_it_was(tmp_path, num_workers, caplog):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     data = {"_target_": "tests.recipes.pieces.GeneratorData", "num_workers": num_workers}
-    for run_dir, *options in (
-        (whole, "trainer.max_epochs=3"),
-        (cut, "trainer.max_epochs=1"),
-        (cut, "trainer.max_epochs=3", f"ckpt_path={last(cut)}"),
-    ):
+    for run_dir, *options in continued(whole, cut):
         train(own_loop(run_dir, "test=false", *options) | {"data": data})
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
     assert "may differ" not in caplog.text
@@ -224,11 +222,7 @@ def test_a_backbone_that_was_unfrozen_is_trained_where_a_run_continues(tmp_path,
     """Before, in and after the epoch that unfreezes it. Lightning leaves it frozen."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     finetuning = {"_target_": "pytorch_lightning.callbacks.BackboneFinetuning", "unfreeze_backbone_at_epoch": 1}
-    for run_dir, *options in (
-        (whole, "trainer.max_epochs=4"),
-        (cut, f"trainer.max_epochs={end}"),
-        (cut, "trainer.max_epochs=4", f"ckpt_path={last(cut)}"),
-    ):
+    for run_dir, *options in continued(whole, cut, end, epochs=4):
         config = own_loop(run_dir, "test=false", *options) | {
             "model": {"_target_": "tests.recipes.pieces.WithBackbone"}
         }
@@ -265,11 +259,7 @@ def test_what_a_callback_draws_when_an_epoch_begins_leaves_the_order_of_the_imag
     """The loader, which may be made again, begins the epoch after the callback's turn, also in a continued run."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     data = {"_target_": "tests.recipes.pieces.JitterData", "num_workers": num_workers}
-    for run_dir, *options in (
-        (whole, "trainer.max_epochs=2"),
-        (cut, "trainer.max_epochs=1"),
-        (cut, "trainer.max_epochs=2", f"ckpt_path={last(cut)}"),
-    ):
+    for run_dir, *options in continued(whole, cut, epochs=2):
         config = own_loop(run_dir, *options, f"+trainer.reload_dataloaders_every_n_epochs={reload}") | {"data": data}
         config["callbacks"]["draws"] = {"_target_": f"{__name__}.Draws"}
         train(config)
@@ -296,11 +286,7 @@ class OfRate(Classifier):
 def test_the_rate_is_not_searched_again_where_a_run_continues(tmp_path):
     """Lightning's search would leave the weights of the checkpoint, and epoch 0."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    for run_dir, *options in (
-        (whole, "trainer.max_epochs=3"),
-        (cut, "trainer.max_epochs=1"),
-        (cut, "trainer.max_epochs=3", f"ckpt_path={last(cut)}"),
-    ):
+    for run_dir, *options in continued(whole, cut):
         config = tiny(run_dir, "optim=sgd_multistep", "data.batch_size=2", "data.shape=[3,8,8]", *options)
         config["model"]["_target_"] = f"{__name__}.OfRate"
         search = {"_target_": "pytorch_lightning.callbacks.LearningRateFinder", "num_training_steps": 15}
@@ -314,11 +300,7 @@ def test_the_rate_is_not_searched_again_where_a_run_continues(tmp_path):
 @pytest.mark.ci
 def test_what_a_module_draws_between_epochs_leaves_the_images_of_a_loader_that_is_made_again(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    for run_dir, *options in (
-        (whole, "trainer.max_epochs=3"),
-        (cut, "trainer.max_epochs=1"),
-        (cut, "trainer.max_epochs=3", f"ckpt_path={last(cut)}"),
-    ):
+    for run_dir, *options in continued(whole, cut):
         config = own_loop(run_dir, *options, "+trainer.reload_dataloaders_every_n_epochs=1")
         train(config | {"model": {"_target_": f"{__name__}.DrawingModule"}})
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
