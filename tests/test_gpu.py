@@ -16,16 +16,24 @@ import pytest
 import torch
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_dp import AdaptiveGlobalBatchNorm, KrizhevskyHybridStrategy, LayeredSGDStrategy, Memonger, StepTimer
+from lightning_dp import (
+    AdaptiveGlobalBatchNorm,
+    KrizhevskyHybridStrategy,
+    LayeredFSDPStrategy,
+    LayeredSGDStrategy,
+    Memonger,
+    StepTimer,
+)
 from lightning_dp.collectives import RingState, ring_all_reduce_hook
 from lightning_dp.data import Synthetic
 from tests.callbacks.training import alone, fit
 from tests.collectives.test_comm_hooks import network, oracle, shard
 from tests.collectives.test_ring_in_lightning import RegisterRing
 from tests.ranks import run_processes
-from tests.strategies.krizhevsky_hybrid.modules import HybridNet
+from tests.strategies.krizhevsky_hybrid.modules import HybridNet, StepNet
+from tests.strategies.layered_fsdp.modules import whole
 from tests.strategies.modules import Net, data, trainer
 
 PACKAGE = str(Path(__file__).parents[1] / "lightning_dp")
@@ -94,6 +102,69 @@ def test_training_with_all_callbacks_equals_one_process_on_the_concatenated_batc
         assert_close(state, alone(place.world_size))
 
 
+# --- what only a GPU has of Lightning: "16-mixed", with a scaler of the loss ---
+
+
+class HalfHeadNet(StepNet):
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.float()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, target = batch
+        return self.head_step(self.trunk(x.float()), target)
+
+
+def train_in_16_bits(rank: int, place: Place) -> list[dict[str, Tensor]]:
+    """Return the parameters of DDP, of layered SGD with each overlap, of the hybrid, and of DDP for the hybrid."""
+    strategies = [(make, Net().float()) for make in STRATEGIES.values()]
+    strategies += [(KrizhevskyHybridStrategy, HalfHeadNet()), (DDPStrategy, HalfHeadNet())]
+    results = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for make, module in strategies:
+            own = trainer(
+                make(process_group_backend=place.backend), place.world_size, precision="16-mixed", **place.options
+            )
+            own.fit(module, data(place.world_size, 8))
+            results.append({name: p.detach().cpu() for name, p in module.named_parameters()})
+    return results
+
+
+@everywhere
+def test_training_in_16_bits_is_that_of_ddp(place):
+    for ddp, step, load, hybrid, ddp_of_hybrid in place.run(train_in_16_bits):
+        for found in (step, load):
+            for name, value in ddp.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+        for name, value in ddp_of_hybrid.items():
+            torch.testing.assert_close(hybrid[name], value, rtol=0.02, atol=0.005)
+
+
+# --- layered FSDP ---
+
+
+def train_sharded(rank: int, place: Place) -> list[dict[str, Tensor]]:
+    strategies: list[Any] = [DDPStrategy(process_group_backend=place.backend)]
+    for overlap in ("step", "load"):
+        strategies.append(LayeredFSDPStrategy(1, overlap, wrap=[nn.Linear], process_group_backend=place.backend))
+    results = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for made in strategies:
+            module = Net()
+            trainer(made, place.world_size, **place.options).fit(module, data(place.world_size, 8))
+            results.append({name: whole(p).cpu() for name, p in module.named_parameters()})
+    return results
+
+
+@everywhere
+def test_layered_fsdp_equals_ddp(place):
+    for ddp, *others in place.run(train_sharded):
+        for found in others:
+            assert_close(found, ddp)
+
+
 # --- the ring hook ---
 
 
@@ -158,7 +229,8 @@ class Watched(StepTimer):
         self._record: list[Any] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 12 and pl_module.device.type == "cuda":  # DDP reads its timers in the first ten steps
+        # DDP reads its timers in the first ten steps, and the hybrid compares the ranks in steps 1, 2, 4, 8 and 16.
+        if batch_idx == 17 and pl_module.device.type == "cuda":
             self._record = self._recorder.__enter__()
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
@@ -166,7 +238,7 @@ class Watched(StepTimer):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if batch_idx == 18 and pl_module.device.type == "cuda":
+        if batch_idx == 24 and pl_module.device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
             self._recorder.__exit__(None, None, None)
             found = [w for w in self._record if "synchronizing CUDA operation" in str(w.message)]

@@ -109,6 +109,14 @@ class LayeredSGDStrategy(PostponedUpdates, BaseStrategy):
                 self._warn_of_single_group()
                 self._compression_checkpoint.restore(None)
 
+    @override
+    def _setup_model(self, model: Any) -> DistributedDataParallel:
+        # On the current stream, and not on a new one as in Lightning, which prepares for CUDA graphs. DDP accumulates
+        # gradients on the stream on which it is made. Where a gradient has left its bucket, because somebody has read
+        # or set it, DDP copies it back on that stream and frees it. Another stream, on which the gradient was
+        # allocated, would then get its memory before it is copied.
+        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **ddp_options(self))
+
     def _start(self, trainer: Any, model: DistributedDataParallel, module: Any) -> None:
         name = type(self).__name__
         check_layers(module, name)

@@ -191,7 +191,6 @@ def compare_on_gpus(rank, world_size, backend, communicator_device, one_device):
         return snapshot(*fit(strategy, world_size, **options))
 
     expected = fit_on_gpus(DDPStrategy(process_group_backend=backend))
-    assert expected["first.weight"].is_cuda
     for overlap in OVERLAPS:
         for communicator in COMMUNICATORS:
             strategy = layered(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import warnings
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -115,10 +116,10 @@ class Program(pl.LightningModule):
         return None
 
 
-def fit(strategy: Any, seed: int) -> dict[str, torch.Tensor]:
-    """Run a program; return parameters, state and all that was read."""
+def fit(strategy: Any, seed: int, **place: Any) -> dict[str, torch.Tensor]:
+    """Run a program; return parameters, state and all that was read. ``place``: options of the Trainer."""
     module, reader = Program(seed), Reader(seed)
-    options: dict[str, Any] = {"callbacks": [reader], "max_epochs": 2}
+    options: dict[str, Any] = {"callbacks": [reader], "max_epochs": 2, **place}
     if module.automatic_optimization:
         options["accumulate_grad_batches"] = module.random.choice([1, 2, 3])
         options["gradient_clip_val"] = module.random.choice([None, None, 0.1])
@@ -151,6 +152,27 @@ def run_programs(rank: int, seeds: range, mutate: bool = False) -> int:
 
 def test_12_random_programs():
     assert min(run_processes(2, run_programs, range(12))) >= 3, "a backward pass has several buckets"
+
+
+def run_programs_on_gpu(rank: int, seeds: range) -> None:
+    # With `foreach`, its default on GPUs, SGD with nesterov adds the momentum to the gradients that the user has.
+    torch.optim.SGD.__init__ = partialmethod(torch.optim.SGD.__init__, foreach=False)
+    place = {"accelerator": "cuda", "num_nodes": 2}
+    options = {"find_unused_parameters": True, "bucket_cap_mb": 400 / 2**20, "process_group_backend": "gloo"}
+    for seed in seeds:
+        expected = fit(DDPStrategy(**options), seed, **place)
+        for overlap, device in (("step", "cpu"), ("load", "cpu"), ("step", "gpu")):
+            layered = LayeredSGDStrategy(1, overlap=overlap, communicator_device=device, **options)
+            try:
+                assert_same(fit(layered, seed, **place), expected)
+            except Exception as error:
+                raise AssertionError(f"seed {seed}, {overlap}, {device}: {error}") from error
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_12_random_programs_on_one_gpu():
+    run_processes(2, run_programs_on_gpu, range(12), num_nodes=2)
 
 
 @pytest.mark.ci
