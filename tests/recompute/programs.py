@@ -237,10 +237,10 @@ class Outcome(NamedTuple):
     copies_gaps: bool
 
 
-def inputs_of(seed: int) -> tuple[Tensor, Tensor]:
+def inputs_of(seed: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """Return a leaf, and a view of it or of what was computed from it: strided, at an offset, transposed, or whole."""
     draw = random.Random(f"input {seed}")
-    leaf = torch.randn(2 * ROWS, 2 * ROWS, generator=torch.Generator().manual_seed(seed))
+    leaf = torch.randn(2 * ROWS, 2 * ROWS, generator=torch.Generator().manual_seed(seed)).to(device)
     leaf.requires_grad_(draw.random() < 0.3)
     base = leaf * 0.5 if leaf.requires_grad else leaf
     x = draw.choice(
@@ -315,10 +315,10 @@ def step(program: Program, policy: str | Policy | None, is_measured: bool) -> Ou
         policy: of recomputation, if any.
         is_measured: whether bytes are counted, by a mode under which everything runs. It sees no other thread.
     """
-    seed = program.seed
+    seed, device = program.seed, program.weights[0].device
     if policy is not None:
         apply_recompute(program, policy)
-    leaf, x = inputs_of(seed)
+    leaf, x = inputs_of(seed, device)
     leaves = [*program.parameters(), *([leaf] if leaf.requires_grad else [])]
     version = version_of(x)
     torch.manual_seed(seed)
@@ -330,14 +330,15 @@ def step(program: Program, policy: str | Policy | None, is_measured: bool) -> Ou
             gradients = differentiate(seed, losses, leaves)
     except RuntimeError as error:
         return str(error)
-    tensors = [*losses, *gradients, *program.buffers(), x, torch.get_rng_state()]
+    random_state = torch.cuda.get_rng_state() if device.type == "cuda" else torch.get_rng_state()
+    tensors = [*losses, *gradients, *program.buffers(), x, random_state]
     found = [tensor.detach() for tensor in tensors]
     has_gaps = (ROWS - 1) * x.stride(0) + (COLUMNS - 1) * x.stride(1) >= ROWS * COLUMNS
     copies_gaps = has_gaps and version_of(x) > version
     return Outcome(found, kept_bytes, operators.peak_bytes, operators.recompute_bytes, copies_gaps)
 
 
-def valid(seed: int, is_measured: bool) -> tuple[frozenset[int], Outcome]:
+def valid(seed: int, is_measured: bool, device: str = "cpu") -> tuple[frozenset[int], Outcome]:
     """Return the steps that plain training must leave out to be valid, and its outcome without them.
 
     PyTorch refuses a change in place of what backward needs. Changes are left out in a random order until it does not.
@@ -345,7 +346,7 @@ def valid(seed: int, is_measured: bool) -> tuple[frozenset[int], Outcome]:
     draw = random.Random(f"valid {seed}")
     skipped: frozenset[int] = frozenset()
     while True:
-        program = Program(seed, skipped)
+        program = Program(seed, skipped).to(device)
         outcome = step(program, None, is_measured)
         if not isinstance(outcome, str):
             return skipped, outcome
@@ -358,12 +359,12 @@ DRAWN = "drawn"
 """The solver of a plan at random, which promises nothing about memory."""
 
 
-def plan_of(seed: int, skipped: frozenset[int]) -> RecomputePlan:
+def plan_of(seed: int, skipped: frozenset[int], device: str = "cpu") -> RecomputePlan:
     """Return a plan of the program: a third of them made for a budget, the others drawn at random."""
-    program = Program(seed, skipped)
+    program = Program(seed, skipped).to(device)
     profiler = apply_recompute(program).start_profiling()
     torch.manual_seed(seed)
-    program(inputs_of(seed)[1])
+    program(inputs_of(seed, device)[1])
     draw = random.Random(f"plan {seed}")
     operations = profiler.operations
     for operation in operations:

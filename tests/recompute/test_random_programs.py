@@ -17,17 +17,17 @@ SMALL_BYTES = 1024
 POLICIES = ("cheap", "sublinear", "budget")
 
 
-def check(seed: int, policies: tuple[str, ...]) -> tuple[int, list[str]]:
+def check(seed: int, policies: tuple[str, ...], device: str = "cpu") -> tuple[int, list[str]]:
     """Run one program. Return how many policies refuse it, because of a change by another thread, and what holds more.
 
     The bounds of memory are those of docs/methods/memonger.md.
     """
-    is_measured = seed % 2 == 0 and "thread" not in backward_of(seed)
-    skipped, plain = valid(seed, is_measured)
+    is_measured = device == "cpu" and seed % 2 == 0 and "thread" not in backward_of(seed)
+    skipped, plain = valid(seed, is_measured, device)
     num_refused, above = 0, []
     for policy in policies:
-        chosen = plan_of(seed, skipped) if policy == "budget" else policy
-        found = step(Program(seed, skipped), chosen, is_measured)
+        chosen = plan_of(seed, skipped, device) if policy == "budget" else policy
+        found = step(Program(seed, skipped).to(device), chosen, is_measured)
         if isinstance(found, str):
             assert "by another thread" in found, (seed, policy, found)
             num_refused += 1
