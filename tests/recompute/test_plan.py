@@ -178,6 +178,11 @@ def test_a_view_that_is_used_far_behind_keeps_what_it_is_a_view_of():
     assert found.peak_bytes == 12
 
 
+def test_a_plan_is_short_where_it_is_logged():
+    """`Memonger` names its policy in a log record."""
+    assert len(repr(plan_recompute(build("residual"), IMAGES, 10**9))) < 250
+
+
 def test_a_plan_is_saved_as_json_and_loaded(tmp_path):
     plan = plan_recompute(build("residual"), IMAGES, int(0.5 * plain_bytes("residual")))
     plan.save(tmp_path / "plan.json")
