@@ -45,7 +45,7 @@ class RecomputePlan(Policy):
     peak_bytes: int
     forward_s: float
     recompute_s: float
-    levels: dict[str, int]
+    levels: dict[str, int] = field(repr=False)
     operations: list[Operation] = field(repr=False)
 
     is_for_one_model = True

@@ -221,9 +221,6 @@ class Tape(TorchDispatchMode):
             value = self._find(argument)
             if value is None:
                 value = self._enter(Value(argument, version_of(argument), self._location.segment), argument)
-            if value.is_small and argument.requires_grad and argument.is_leaf and not torch.is_grad_enabled():
-                argument = copy_of(argument)  # of a teacher, say; autograd may have the original
-                value = Value(argument, version_of(argument), self._location.segment)
             if value.is_small or value.is_state:
                 # Computing it again would bring in what it was computed from, which may be large.
                 saved = value.save()

@@ -38,8 +38,8 @@ class Value:
         num_bytes: size of the tensor.
         position: in memory and at which version, see `position_of`.
         is_small: not worth an operator.
-        is_state: small and from outside, without gradient. It may be a running statistic, which batch norm moves
-            without a new version, so every reader copies it.
+        is_state: small, from outside and a leaf, so every reader copies it: a running statistic, which batch norm moves
+            without a new version, or a parameter that a hook clamps before backward, such as a scale of logits.
     """
 
     def __init__(self, tensor: Tensor, version: int, segment: int, call: Call | None = None, number: int = -1) -> None:
@@ -50,7 +50,7 @@ class Value:
         self.device_type = tensor.device.type
         self.is_small = is_small(tensor)
         is_view_of_state: bool = call is not None and call.kind is Kind.VIEW and call.inputs[0].is_state
-        self.is_state: bool = is_view_of_state or (number < 0 and _has_few_bytes(tensor) and not tensor.requires_grad)
+        self.is_state: bool = is_view_of_state or (number < 0 and _has_few_bytes(tensor) and tensor.is_leaf)
         self._weak: TensorWeakRef | None = TensorWeakRef(tensor)
         self._storage = ref(tensor.untyped_storage())
         self.position = position_of(tensor, version)

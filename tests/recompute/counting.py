@@ -99,6 +99,11 @@ def saved_bytes(model: nn.Module, loss_of: Any) -> int:
     return total
 
 
+def small_parameter_bytes(model: nn.Module) -> int:
+    """Return the bytes of the parameters that recomputation may copy: a hook may change them before backward."""
+    return sum(p.nbytes for p in model.parameters() if p.dim() <= 1 or p.nbytes <= 256)
+
+
 def recomputed(plain: Counter[str], other: Counter[str]) -> dict[str, int]:
     """Return how often backward of ``other`` runs an operator more than that of ``plain``, views aside."""
     found = {name: n - plain[name] for name, n in other.items() if n > plain[name]}

@@ -15,7 +15,7 @@ from torch import nn
 from lightning_dp.recompute import RecomputePlan, activation_bytes, apply_recompute, plan_recompute
 from lightning_dp.recompute.profile import Operation
 from lightning_dp.recompute.solvers import WINDOW, solve_graph
-from tests.recompute.counting import counted_step, differing, recomputed, state_of
+from tests.recompute.counting import counted_step, differing, recomputed, small_parameter_bytes, state_of
 from tests.recompute.models import batch, build, loss_of
 from tests.recompute.test_exact import train
 
@@ -47,7 +47,8 @@ def test_a_plan_keeps_its_budget_and_uses_it():
         model = build("residual")
         apply_recompute(model, plan)
         _, backward, kept_bytes, peak_bytes = counted_step(model, loss_of)
-        small_bytes = plain[2] - total  # statistics and logits, of which the plan does not speak
+        # Statistics, logits and copies of small parameters, of which the plan does not speak.
+        small_bytes = plain[2] - total + small_parameter_bytes(model)
         assert kept_bytes - small_bytes <= plan.peak_bytes <= share * total
         assert recomputed(plain[1], backward)
         # Not less than with the budget before: what a plan saves beyond its budget depends on the times it measured.
@@ -175,6 +176,11 @@ def test_a_view_that_is_used_far_behind_keeps_what_it_is_a_view_of():
     assert found is not None
     assert found.keeps[:4] == (True, False, False, False)
     assert found.peak_bytes == 12
+
+
+def test_a_plan_is_short_where_it_is_logged():
+    """`Memonger` names its policy in a log record."""
+    assert len(repr(plan_recompute(build("residual"), IMAGES, 10**9))) < 250
 
 
 def test_a_plan_is_saved_as_json_and_loaded(tmp_path):

@@ -160,6 +160,30 @@ def test_targets_stay_when_what_they_were_computed_from_moves_before_backward(po
             assert torch.equal(plain, found)
 
 
+@pytest.mark.parametrize("change", [halve, lambda tensor: tensor.data.mul_(0.5)], ids=["in place", "by data"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_small_parameter_that_plain_training_does_not_keep_may_change_before_backward(policy, change):
+    """As Lightning's ``on_before_zero_grad`` clamps the scale and the bias of the logits of CLIP and SigLIP."""
+
+    def forward(model: Model, x: Tensor) -> Tensor:
+        logits = torch.sigmoid(model.first(x) + model.bias) * model.scale.exp()
+        return F.gelu(model.norm(logits) + model.bias.view(1, 1)) * model.scale.exp()
+
+    def gradients(policy: str | None) -> list[Tensor]:
+        model = Model(forward)
+        model.bias, model.scale = nn.Parameter(torch.full((1,), 0.5)), nn.Parameter(torch.tensor(0.7))
+        if policy:
+            apply_recompute(model, policy)
+        loss = model(numbers(0, 64, 16)).square().sum()
+        for moved in (model.bias, model.scale):
+            change(moved)
+        loss.backward()
+        return [parameter.grad for parameter in (*model.first.parameters(), model.bias, model.scale)]
+
+    for plain, found in zip(gradients(None), gradients(policy), strict=True):
+        assert torch.equal(plain, found)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_center_may_move_in_the_forward_and_again_before_backward(policy):
     def gradients(policy: str | None) -> list[Tensor]:
