@@ -213,7 +213,8 @@ def own_optimizer_state(optimizer: Optimizer, state: State, head: ShardedHead) -
 def shard_state(optimizer: Optimizer, head: ShardedHead) -> None:
     """Cut the state of ``optimizer`` to the local shard, in place, where it is that of the whole head.
 
-    An optimizer that the module has built before `fit`, or has kept from an earlier one, has such a state.
+    An optimizer that the module has built before `fit`, or has kept from an earlier one, has such a state, and one that
+    has loaded the state of a checkpoint by hand.
     """
 
     def cut(value: Tensor, p: Tensor) -> Tensor:

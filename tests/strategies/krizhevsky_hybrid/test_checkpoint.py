@@ -359,6 +359,32 @@ def test_a_whole_checkpoint_can_be_loaded_while_fitting():
         assert_same(result, dict(StepNet().state_dict()), 0.0)
 
 
+class GoesBack(pl.Callback):
+    """Goes back to a checkpoint by hand, as after a spike of the loss."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            trainer.save_checkpoint(self.path)
+        if batch_idx == 3:
+            checkpoint = torch.load(self.path, weights_only=True)
+            pl_module.load_state_dict(checkpoint["state_dict"])
+            trainer.optimizers[0].load_state_dict(checkpoint["optimizer_states"][0])
+
+
+def _go_back(rank: int, path: str) -> Result:
+    return fit_with(batches(rank, 2), KrizhevskyHybridStrategy(), 2, StepNet, {"callbacks": [GoesBack(path)]})
+
+
+@pytest.mark.ci
+def test_weights_and_optimizer_of_a_checkpoint_can_be_loaded_by_hand(tmp_path):
+    expected = fit_with(all_batches(2), "auto", 1, StepNet, {"callbacks": [GoesBack(str(tmp_path / "one.ckpt"))]})
+    for result in run_processes(2, _go_back, str(tmp_path / "two.ckpt")):
+        assert_same(result, expected, 1e-9)
+
+
 class Listed(StepNet):
     """The same for parameters that it lists itself, past the hooks of `torch.nn.Module.state_dict`."""
 
