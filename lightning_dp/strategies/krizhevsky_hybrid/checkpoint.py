@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp._lightning import LightningModule
-from lightning_dp._private.torch_names import tree_map_only
+from lightning_dp._private.torch_names import tree_leaves, tree_map_only
 from lightning_dp.collectives.ring import chunk_bounds
 from lightning_dp.strategies.complete_files import existing, hidden_beside, remove, replace, save, write_file
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
@@ -213,11 +213,22 @@ def _split(
         for index, p, values in states_of_head(optimizer, state, head):
             own[index] = {key: value for key, value in values.items() if is_like(value, p.shape)}
             kept[index] = {key: value for key, value in values.items() if key not in own[index]}
+            _require_none_like(p, kept[index], optimizer)
         local["optimizer_states"].append(own)
         rest_of_optimizers.append(state | {"state": kept} if own else state)
     if "optimizer_states" in checkpoint:
         rest["optimizer_states"] = rest_of_optimizers
     return rest, local
+
+
+def _require_none_like(parameter: Tensor, kept: State, optimizer: Optimizer) -> None:
+    """Raise RuntimeError if ``kept``, which rank 0 alone writes, has tensors like ``parameter`` in lists or dicts."""
+    for key, value in kept.items():
+        if any(is_like(each, parameter.shape) for each in tree_leaves(value)):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} keeps {key!r} of the head's parameters in lists or dicts, of which a "
+                "sharded checkpoint would have rank 0's local shard alone; use state_dict_type='full'"
+            )
 
 
 def _require_known(

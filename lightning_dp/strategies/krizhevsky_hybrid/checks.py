@@ -298,7 +298,8 @@ def check_optimizer(optimizer: Optimizer, head: ShardedHead) -> None:
     log.warning(
         f"{kind.__name__} updates a shard of the head's weights on each rank, so it must be elementwise. If it takes "
         "norms of whole layers, as LARS and LAMB do, the result is wrong. States of another shape than the "
-        "parameter's, as 8-bit optimizers have, are saved of rank 0 only"
+        "parameter's, as 8-bit optimizers have, and those that its state_dict has outside of 'state', as wrappers may "
+        "have, are saved of rank 0 only"
     )
 
 

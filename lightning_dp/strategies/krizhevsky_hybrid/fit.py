@@ -101,6 +101,7 @@ class HybridFitState(SharedOnDeepcopy):
         self._gathered: GatheredHead | None = None  # until the next training step
         # Of each optimizer, how many trainable parameters its groups had when it was checked.
         self._checked: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
+        self._cut: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()  # of each optimizer, the state that was cut
         checks.check_module(module, module.trainer, options.head, options.variable_batch)
         # If anything in here raises, what was done is undone, the last first, and the user's module is as it was. Where
         # all goes well, `pop_all` keeps the callbacks for the end, when `succeed` has left nothing to restore.
@@ -137,8 +138,7 @@ class HybridFitState(SharedOnDeepcopy):
         # If set-up has failed on another rank, this call fails, while `fail` can still restore the module.
         self.head.control.all_gather("end of set-up", torch.zeros(1, device=self._device))
         self._parameters.keep()
-        for optimizer in self._strategy.optimizers:
-            shard_state(optimizer, self.head)
+        self._shard_states()
         if self._gathers:
             self._gather_now()
         self._stack.enter_context(GatherHead(self).installed(self._module))
@@ -210,6 +210,7 @@ class HybridFitState(SharedOnDeepcopy):
             ValueError: ``variable_batch`` is on, and ``head_step`` was not called.
         """
         self._check_optimizers()  # before head_step, which may update the head
+        self._shard_states()
         here = torch.zeros(1, dtype=torch.uint8)
         arriving = [torch.empty_like(here) for _ in range(self._places.world_size)]
         said = self._places.all_to_all("training step", [here] * len(arriving), arriving)  # see `meet`
@@ -506,6 +507,13 @@ class HybridFitState(SharedOnDeepcopy):
             if self._checked.get(optimizer) != sizes:
                 checks.check_optimizer(optimizer, self.head)
                 self._checked[optimizer] = sizes
+
+    def _shard_states(self) -> None:
+        """Cut what is the state of the whole head: of an optimizer that had one before `fit`, or has loaded one."""
+        for optimizer in self._strategy.optimizers:
+            if self._cut.get(optimizer) is not optimizer.state:  # load_state_dict makes a new dictionary
+                shard_state(optimizer, self.head)
+                self._cut[optimizer] = optimizer.state
 
 
 @contextmanager

@@ -190,7 +190,7 @@ def gather_parameters(head: ShardedHead) -> dict[Tensor, Tensor]:
 def gather_optimizer_state(optimizer: Optimizer, state: State, head: ShardedHead) -> State:
     """Return ``state``, a state_dict of ``optimizer``, in which the head's part is whole on rank 0."""
 
-    def gather(value: Any, p: Tensor) -> Any:
+    def gather(value: Tensor, p: Tensor) -> Tensor:
         return whole_on_rank_0(head, value, p) if is_like(value, p.shape) else value
 
     return convert_head(optimizer, state, head, gather)
@@ -202,7 +202,7 @@ def own_optimizer_state(optimizer: Optimizer, state: State, head: ShardedHead) -
     Everything is copied, because ``state`` may be mapped from a file that is replaced while the copy is in use.
     """
 
-    def cut(value: Any, p: Tensor) -> Any:
+    def cut(value: Tensor, p: Tensor) -> Tensor:
         return head.local_shard(value, p).clone() if is_like(value, head.whole_shape(p)) else value
 
     own = convert_head(optimizer, state, head, cut)
@@ -213,29 +213,42 @@ def own_optimizer_state(optimizer: Optimizer, state: State, head: ShardedHead) -
 def shard_state(optimizer: Optimizer, head: ShardedHead) -> None:
     """Cut the state of ``optimizer`` to the local shard, in place, where it is that of the whole head.
 
-    An optimizer that the module has built before `fit`, or has kept from an earlier one, has such a state.
+    An optimizer that the module has built before `fit`, or has kept from an earlier one, has such a state, and one that
+    has loaded the state of a checkpoint by hand.
     """
+
+    def cut(value: Tensor, p: Tensor) -> Tensor:
+        is_whole = is_like(value, head.whole_shape(p)) and not is_like(value, p.shape)
+        return head.local_shard(value, p).clone() if is_whole else value
+
     for p, values in optimizer.state.items():
-        for name, value in values.items() if head.owns(p) else ():
-            if is_like(value, head.whole_shape(p)) and not is_like(value, p.shape):
-                values[name] = head.local_shard(value, p).clone()
+        if head.owns(p):
+            values.update(_convert(values, p, cut))
 
 
 def make_whole(optimizer: Optimizer, head: ShardedHead) -> None:
     """Gather the state of ``optimizer`` in place, in host memory. All ranks must call it while the head is sharded."""
+
+    def gather(value: Tensor, p: Tensor) -> Tensor:
+        return whole_on_all_ranks(head, value, p, CPU) if is_like(value, p.shape) else value
+
     for p, values in optimizer.state.items():
-        for name, value in values.items() if head.owns(p) else ():
-            if is_like(value, p.shape):
-                values[name] = whole_on_all_ranks(head, value, p, CPU)
+        if head.owns(p):
+            values.update(_convert(values, p, gather))
 
 
-def convert_head(optimizer: Optimizer, state: State, head: ShardedHead, convert: Callable[[Any, Tensor], Any]) -> State:
-    """Return ``state``, a state_dict of ``optimizer``, with ``convert(value, parameter)`` for the head's values."""
-    converted = {
-        index: {name: convert(value, p) for name, value in values.items()}
-        for index, p, values in states_of_head(optimizer, state, head)
-    }
+def convert_head(
+    optimizer: Optimizer, state: State, head: ShardedHead, convert: Callable[[Tensor, Tensor], Tensor]
+) -> State:
+    """Return ``state``, a state_dict of ``optimizer``, with ``convert(value, parameter)`` for the head's tensors."""
+    converted = {index: _convert(values, p, convert) for index, p, values in states_of_head(optimizer, state, head)}
     return state | {"state": state["state"] | converted} if converted else state
+
+
+def _convert(values: State, p: Tensor, convert: Callable[[Tensor, Tensor], Tensor]) -> State:
+    """Return the values of ``p`` with ``convert(value, p)`` for each tensor, also for those in lists and dicts."""
+    converted: State = tree_map_only(Tensor, lambda value: convert(value, p), values)
+    return converted
 
 
 def states_of_head(optimizer: Optimizer, state: State, head: ShardedHead) -> Iterator[tuple[int, Tensor, State]]:

@@ -90,6 +90,68 @@ def _resume_on_two(rank: int, path: str, folder: str) -> Result:
     return snapshot(module, runner)
 
 
+class AggMo(torch.optim.Optimizer):
+    """Aggregated momentum (arXiv 1804.00325): a dictionary of buffers for each parameter."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1, betas: tuple[float, ...] = (0.0, 0.9)) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                buffers = self.state[p].setdefault("buffers", {beta: torch.zeros_like(p) for beta in group["betas"]})
+                for beta, buffer in buffers.items():
+                    p.sub_(buffer.mul_(beta).add_(p.grad), alpha=group["lr"] / len(buffers))
+        return loss
+
+
+class AggMoNet(StepNet):
+    """Keeps its optimizer from one run of fit to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = AggMo(self.parameters())
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
+def _nested(folder: str, strategy: Any, world_size: int, loader: DataLoader) -> list[Result]:
+    """Train for two epochs: with a checkpoint between them, and with the same module in two runs of fit."""
+    module, resumed, options = AggMoNet(), AggMoNet(), {"use_distributed_sampler": False}
+    trainer(strategy(), world_size, **options, **_saving(folder)).fit(module, loader)
+    path = Path(folder, f"step={STEPS}.ckpt")
+    trainer(strategy(), world_size, **options, max_epochs=2).fit(resumed, loader, ckpt_path=path)
+    trainer(strategy(), world_size, **options).fit(module, loader)
+    return [{name: p.detach() for name, p in each.named_parameters()} for each in (resumed, module)]
+
+
+def _nested_on_two(rank: int, folder: str) -> list[Result]:
+    return _nested(folder, lambda: KrizhevskyHybridStrategy(scheme="c"), 2, batches(rank, 2))
+
+
+@pytest.mark.ci
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_states_in_a_dictionary_are_those_of_the_head_too(tmp_path):
+    expected = _nested(str(tmp_path / "one"), lambda: "auto", 1, all_batches(2))
+    for results in run_processes(2, _nested_on_two, str(tmp_path / "two")):
+        for result, one in zip(results, expected, strict=True):
+            assert_same(result, one, 1e-9)
+
+
+def _nested_and_sharded(rank: int, folder: str) -> None:
+    with pytest.raises(RuntimeError, match="AggMo keeps 'buffers' of the head's parameters in lists or dicts"):
+        _nested(folder, lambda: KrizhevskyHybridStrategy(state_dict_type="sharded"), 2, batches(rank, 2))
+
+
+def test_a_sharded_checkpoint_has_no_states_in_a_dictionary(tmp_path):
+    run_processes(2, _nested_and_sharded, str(tmp_path))
+    assert not any(tmp_path.iterdir())
+
+
 class _Fails(StepNet):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if batch_idx == 3:
@@ -295,6 +357,32 @@ def _load_while_fitting(rank: int) -> Result:
 def test_a_whole_checkpoint_can_be_loaded_while_fitting():
     for result in run_processes(2, _load_while_fitting):
         assert_same(result, dict(StepNet().state_dict()), 0.0)
+
+
+class GoesBack(pl.Callback):
+    """Goes back to a checkpoint by hand, as after a spike of the loss."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            trainer.save_checkpoint(self.path)
+        if batch_idx == 3:
+            checkpoint = torch.load(self.path, weights_only=True)
+            pl_module.load_state_dict(checkpoint["state_dict"])
+            trainer.optimizers[0].load_state_dict(checkpoint["optimizer_states"][0])
+
+
+def _go_back(rank: int, path: str) -> Result:
+    return fit_with(batches(rank, 2), KrizhevskyHybridStrategy(), 2, StepNet, {"callbacks": [GoesBack(path)]})
+
+
+@pytest.mark.ci
+def test_weights_and_optimizer_of_a_checkpoint_can_be_loaded_by_hand(tmp_path):
+    expected = fit_with(all_batches(2), "auto", 1, StepNet, {"callbacks": [GoesBack(str(tmp_path / "one.ckpt"))]})
+    for result in run_processes(2, _go_back, str(tmp_path / "two.ckpt")):
+        assert_same(result, expected, 1e-9)
 
 
 class Listed(StepNet):
