@@ -189,6 +189,18 @@ def test_a_checkpoint_of_the_last_batch_of_an_epoch_continues_with_the_images_of
 
 
 @pytest.mark.ci
+def test_a_run_continues_twice_from_checkpoints_of_the_last_batches_of_epochs(tmp_path):
+    """Lightning would not count the epoch in between as started, and train it once more."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    every = ("+callbacks.checkpoint.every_n_train_steps=3", "optim=sgd_multistep")
+    train(tiny(whole, *every, "trainer.max_epochs=4"))
+    for end, checkpoint in ((1, "null"), (2, last(cut)), (4, last(cut))):
+        train(tiny(cut, *every, f"trainer.max_epochs={end}", f"ckpt_path={checkpoint}"))
+    assert metrics(cut) == metrics(whole)
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
+
+
+@pytest.mark.ci
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_loader_with_a_generator_of_its_own_goes_on_where_it_was(tmp_path, num_workers, caplog):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
