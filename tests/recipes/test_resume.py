@@ -310,6 +310,17 @@ def test_the_rate_is_not_searched_again_where_a_run_continues(tmp_path):
 
 
 @pytest.mark.ci
+def test_a_batch_size_is_not_searched_again_where_a_run_continues(tmp_path):
+    """Lightning would forget all of the checkpoint but the weights, and begin with epoch 0."""
+    train(tiny(tmp_path, "trainer.max_epochs=1"))
+    config = tiny(tmp_path, f"ckpt_path={last(tmp_path)}")
+    config["callbacks"]["search"] = {"_target_": "pytorch_lightning.callbacks.BatchSizeFinder", "max_val": 16}
+    config["trainer"]["strategy"] = "auto"  # the callback refuses those for several ranks
+    with pytest.raises(ValueError, match=r"last\.ckpt: BatchSizeFinder would search again.* set the batch size"):
+        train(config)
+
+
+@pytest.mark.ci
 def test_what_a_module_draws_between_epochs_leaves_the_images_of_a_loader_that_is_made_again(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for run_dir, *options in continued(whole, cut):
