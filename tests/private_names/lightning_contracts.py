@@ -175,21 +175,25 @@ STEPPED = "_batches_that_stepped"
 
 
 class Epochs(Callback):
-    """Notes epoch and step of each batch. Saves checkpoints in the last batch and at the end of the first epoch."""
+    """Notes epoch and step of each batch. Saves checkpoints in the last batch, at the end and after the first epoch."""
 
     def __init__(self, folder: str) -> None:
-        self.path, self.path_of_batch = f"{folder}/first.ckpt", f"{folder}/batch.ckpt"
+        self.path, self.of_batch, self.of_start = (f"{folder}/{name}.ckpt" for name in ("first", "batch", "start"))
         self.seen: list[tuple[int, int]] = []
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
         lightning_names.begin_next_epoch(trainer)
+
+    def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.of_start)
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         self.seen.append((trainer.current_epoch, trainer.global_step))
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 2:
-            trainer.save_checkpoint(self.path_of_batch)
+            trainer.save_checkpoint(self.of_batch)
 
     def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.current_epoch == 0:
@@ -212,8 +216,8 @@ class Net(LightningModule):
 @contract(Loop, "_restarting")
 def check_a_training_of_so_many_steps_continues_with_the_next_epoch() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        whole, continued, of_batch = Epochs(folder), Epochs(folder), Epochs(folder)
-        for epochs, path in ((whole, None), (continued, whole.path), (of_batch, whole.path_of_batch)):
+        whole, *others = (Epochs(folder) for _ in range(4))
+        for epochs, path in zip((whole, *others), (None, whole.path, whole.of_batch, whole.of_start), strict=True):
             made = trainer(max_steps=6, callbacks=[epochs])
             made.fit(Net(), torch.ones(2, 1, 1), ckpt_path=path)
             progress = made.fit_loop.epoch_progress.total
@@ -221,7 +225,7 @@ def check_a_training_of_so_many_steps_continues_with_the_next_epoch() -> None:
             assert made.fit_loop.epoch_loop._batches_that_stepped == 6
             assert made.fit_loop.epoch_loop.batch_progress.total.completed == 6
     assert whole.seen == [(0, 0), (0, 1), (1, 2), (1, 3), (2, 4), (2, 5)]
-    assert continued.seen == of_batch.seen == whole.seen[2:]
+    assert [each.seen for each in others] == 3 * [whole.seen[2:]]
 
 
 class Logging(Net):

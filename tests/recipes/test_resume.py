@@ -200,6 +200,30 @@ def test_a_run_continues_twice_from_checkpoints_of_the_last_batches_of_epochs(tm
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
 
 
+class SaveAtStart(Callback):
+    """Saves a checkpoint when the second epoch begins."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.ci
+def test_a_checkpoint_of_the_start_of_an_epoch_leaves_none_out(tmp_path):
+    """Lightning would take the batches of the epoch before for those of the one that has begun."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    path = whole / "checkpoints" / "start.ckpt"
+    config = tiny(whole, "trainer.max_epochs=3")
+    config["callbacks"]["save"] = {"_target_": f"{__name__}.SaveAtStart", "path": str(path)}
+    train(config)
+    train(tiny(cut, "trainer.max_epochs=3", f"ckpt_path={path}"))
+    assert completed_steps(last(cut)) == completed_steps(last(whole))
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_loader_with_a_generator_of_its_own_goes_on_where_it_was(tmp_path, num_workers, caplog):
