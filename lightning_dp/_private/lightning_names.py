@@ -90,19 +90,27 @@ def validates_by_clock(trainer: Any) -> bool:
 
 
 def begin_next_epoch(trainer: Any) -> None:
-    """Go on with the epoch after that of a checkpoint, if it was saved at the end of one. Call it in on_train_start.
+    """Go on with the epoch after that of a checkpoint, if it was saved within none. Call it in on_train_start.
 
     With ``max_steps``, Lightning would go through the epoch that has ended once more, without a batch. Then all later
-    epochs and steps had other numbers.
+    epochs and steps had other numbers. So it would with a checkpoint of on_train_epoch_start, and leave that epoch out.
+    Of a checkpoint of its last batch, Lightning has counted the epoch as completed, and would not count the next one as
+    started: a run that continues from that would repeat an epoch.
     """
     loop = trainer.fit_loop
-    if not loop.restarted_on_epoch_end:
+    epoch = loop.epoch_progress.current
+    if loop.restarted_on_epoch_end:
+        loop.epoch_progress.increment_completed()
+    elif epoch.completed != epoch.ready:
         return
-    loop.epoch_progress.increment_completed()
+    elif loop.restarted_mid_epoch:
+        loop.epoch_loop.batch_progress.increment_completed()
+        loop.epoch_loop._batches_that_stepped += 1
     loop.epoch_loop.restarting = False
     loop.epoch_loop.update_restart_stage()
     loop._restarting = False  # the property remains true with max_steps
-    loop.reset_restart_stage()
+    if not loop.restarted_on_epoch_start:  # whose epoch is counted as ready
+        loop.reset_restart_stage()
 
 
 def epoch_means(trainer: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import (
     BackboneFinetuning,
+    BatchSizeFinder,
     LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
@@ -512,7 +513,8 @@ class ContinuesAfterCheckpoint(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise ValueError if this rank continues from elsewhere than rank 0: its momentum and images would be others.
 
-        A machine that does not see the run folder finds no ``ckpt_path=last`` there, and would start.
+        A machine that does not see the run folder finds no ``ckpt_path=last`` there, and would start. Also raise it for
+        a search for the batch size, of which no checkpoint has the result.
         """
         if stage != "fit":
             return
@@ -529,6 +531,11 @@ class ContinuesAfterCheckpoint(Callback):
             of: Any = trainer
             search = LearningRateFinder.on_fit_start
             of.callbacks = [each for each in of.callbacks if type(each).on_fit_start is not search]
+            if any(type(each).on_fit_start is BatchSizeFinder.on_fit_start for each in of.callbacks):
+                raise ValueError(
+                    f"ckpt_path={self._checkpoint}: BatchSizeFinder would search again, and Lightning then begins with "
+                    "epoch 0; leave it out, and set the batch size that it has found"
+                )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Correct the loop. Called by Lightning when the checkpoint has been loaded."""

@@ -171,20 +171,29 @@ def check_the_broadcast_before_a_batch_can_be_replaced_and_drops_its_errors() ->
 
 
 Loop = importlib.import_module(FRAMEWORK + ".loops.loop")._Loop
+STEPPED = "_batches_that_stepped"
 
 
 class Epochs(Callback):
-    """Notes epoch and step of each batch, and saves a checkpoint at the end of the first epoch."""
+    """Notes epoch and step of each batch. Saves checkpoints in the last batch, at the end and after the first epoch."""
 
     def __init__(self, folder: str) -> None:
-        self.path = f"{folder}/first.ckpt"
+        self.path, self.of_batch, self.of_start = (f"{folder}/{name}.ckpt" for name in ("first", "batch", "start"))
         self.seen: list[tuple[int, int]] = []
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
         lightning_names.begin_next_epoch(trainer)
 
+    def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.of_start)
+
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         self.seen.append((trainer.current_epoch, trainer.global_step))
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.of_batch)
 
     def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.current_epoch == 0:
@@ -203,14 +212,20 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@contract(EpochLoop, STEPPED, lambda patch: patch.setattr(EpochLoop, STEPPED, property(), raising=False))
 @contract(Loop, "_restarting")
 def check_a_training_of_so_many_steps_continues_with_the_next_epoch() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        whole, continued = Epochs(folder), Epochs(folder)
-        for epochs, path in ((whole, None), (continued, whole.path)):
-            trainer(max_steps=6, callbacks=[epochs]).fit(Net(), torch.ones(2, 1, 1), ckpt_path=path)
+        whole, *others = (Epochs(folder) for _ in range(4))
+        for epochs, path in zip((whole, *others), (None, whole.path, whole.of_batch, whole.of_start), strict=True):
+            made = trainer(max_steps=6, callbacks=[epochs])
+            made.fit(Net(), torch.ones(2, 1, 1), ckpt_path=path)
+            progress = made.fit_loop.epoch_progress.total
+            assert (progress.ready, progress.started, progress.processed, progress.completed) == (3, 3, 3, 3)
+            assert made.fit_loop.epoch_loop._batches_that_stepped == 6
+            assert made.fit_loop.epoch_loop.batch_progress.total.completed == 6
     assert whole.seen == [(0, 0), (0, 1), (1, 2), (1, 3), (2, 4), (2, 5)]
-    assert continued.seen == whole.seen[2:]
+    assert [each.seen for each in others] == 3 * [whole.seen[2:]]
 
 
 class Logging(Net):

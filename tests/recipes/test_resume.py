@@ -189,6 +189,42 @@ def test_a_checkpoint_of_the_last_batch_of_an_epoch_continues_with_the_images_of
 
 
 @pytest.mark.ci
+def test_a_run_continues_twice_from_checkpoints_of_the_last_batches_of_epochs(tmp_path):
+    """Lightning would not count the epoch in between as started, and train it once more."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    every = ("+callbacks.checkpoint.every_n_train_steps=3", "optim=sgd_multistep")
+    train(tiny(whole, *every, "trainer.max_epochs=4"))
+    for end, checkpoint in ((1, "null"), (2, last(cut)), (4, last(cut))):
+        train(tiny(cut, *every, f"trainer.max_epochs={end}", f"ckpt_path={checkpoint}"))
+    assert metrics(cut) == metrics(whole)
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
+
+
+class SaveAtStart(Callback):
+    """Saves a checkpoint when the second epoch begins."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.ci
+def test_a_checkpoint_of_the_start_of_an_epoch_leaves_none_out(tmp_path):
+    """Lightning would take the batches of the epoch before for those of the one that has begun."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    path = whole / "checkpoints" / "start.ckpt"
+    config = tiny(whole, "trainer.max_epochs=3")
+    config["callbacks"]["save"] = {"_target_": f"{__name__}.SaveAtStart", "path": str(path)}
+    train(config)
+    train(tiny(cut, "trainer.max_epochs=3", f"ckpt_path={path}"))
+    assert completed_steps(last(cut)) == completed_steps(last(whole))
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
+
+
+@pytest.mark.ci
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_loader_with_a_generator_of_its_own_goes_on_where_it_was(tmp_path, num_workers, caplog):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -295,6 +331,17 @@ def test_the_rate_is_not_searched_again_where_a_run_continues(tmp_path):
     assert completed_steps(last(cut)) == completed_steps(last(whole))
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
     assert {row["lr-SGD"] for row in metrics(whole) if row["lr-SGD"]} != {"0.1"}, "another rate was found"
+
+
+@pytest.mark.ci
+def test_a_batch_size_is_not_searched_again_where_a_run_continues(tmp_path):
+    """Lightning would forget all of the checkpoint but the weights, and begin with epoch 0."""
+    train(tiny(tmp_path, "trainer.max_epochs=1"))
+    config = tiny(tmp_path, f"ckpt_path={last(tmp_path)}")
+    config["callbacks"]["search"] = {"_target_": "pytorch_lightning.callbacks.BatchSizeFinder", "max_val": 16}
+    config["trainer"]["strategy"] = "auto"  # the callback refuses those for several ranks
+    with pytest.raises(ValueError, match=r"last\.ckpt: BatchSizeFinder would search again.* set the batch size"):
+        train(config)
 
 
 @pytest.mark.ci
