@@ -52,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--shares", nargs="+", type=float, default=[0.25, 0.33, 0.4, 0.5, 0.7], help="of plain bytes")
     options.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     options.add_argument("--compile-shares", nargs="+", type=float, default=[0.2, 0.4, 0.6, 0.9])
+    options.add_argument("--bfloat16", action="store_true", help="compute in it, channels last")
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return options
 
@@ -60,6 +61,7 @@ def make_sides(options: argparse.Namespace, model: nn.Module, batch: int) -> tup
     """Return the sides that run here, and notes: promises of plans, and why a side does not run."""
     device = torch.device(options.device)
     x = torch.randn(batch, 3, options.image_size, options.image_size, device=device)
+    x = x.to(memory_format=torch.channels_last if options.bfloat16 else torch.preserve_format)
     target = torch.randint(1000, (batch,), device=device)
     notes: dict[str, Any] = {}
     sides: dict[str, Side] = {
@@ -97,6 +99,9 @@ def measure(options: argparse.Namespace, name: str, batch: int) -> dict[str, Any
     torch.manual_seed(0)
     device = torch.device(options.device)
     model = MODELS[name]().to(device)
+    Side.is_mixed = options.bfloat16
+    if options.bfloat16:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     sides, notes = make_sides(options, model, batch)
     for side in sides.values():
         side.step()  # libraries set themselves up

@@ -27,6 +27,9 @@ class Side:
         target: labels (N,).
     """
 
+    is_mixed = False
+    """Whether all sides compute in bfloat16, by autocast."""
+
     def __init__(self, model: nn.Module, x: Tensor, target: Tensor) -> None:
         self.model = model
         self.x = x
@@ -35,7 +38,12 @@ class Side:
     def step(self) -> None:
         """Compute the gradients once."""
         self.model.zero_grad(set_to_none=True)
-        torch.autograd.backward(F.cross_entropy(self.logits(), self.target))
+        with self._precision():
+            loss = F.cross_entropy(self.logits(), self.target)
+        torch.autograd.backward(loss)
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self.x.device.type, torch.bfloat16, enabled=self.is_mixed)
 
     def logits(self) -> Tensor:
         logits: Tensor = self.model(self.x)
@@ -43,7 +51,8 @@ class Side:
 
     def kept_bytes(self) -> int:
         """Return what is kept between forward and backward."""
-        return activation_bytes(self.model, self.x).total_bytes
+        with self._precision():
+            return activation_bytes(self.model, self.x).total_bytes
 
 
 class Recomputing(Side):

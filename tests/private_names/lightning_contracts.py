@@ -54,6 +54,11 @@ def check_a_module_is_wrapped_with_the_options_of_the_strategy() -> None:
         assert isinstance(wrapped, DistributedDataParallel)
         assert wrapped.module is module
         assert wrapped.find_unused_parameters
+        # Layered SGD overrides it.
+        strategy.model = LightningModule()
+        strategy._setup_model = lambda model: ("wrapped", type(model))
+        strategy.configure_ddp()
+        assert strategy.model == ("wrapped", LightningModule)
 
     in_one_process(check)
 
