@@ -210,6 +210,7 @@ class HybridFitState(SharedOnDeepcopy):
             ValueError: ``variable_batch`` is on, and ``head_step`` was not called.
         """
         self._check_optimizers()  # before head_step, which may update the head
+        self.head.cut_assigned()
         self._shard_states()
         here = torch.zeros(1, dtype=torch.uint8)
         arriving = [torch.empty_like(here) for _ in range(self._places.world_size)]
@@ -333,6 +334,7 @@ class HybridFitState(SharedOnDeepcopy):
             assert group is not None
             raise peer_error(group, "reach", 0 if dist.get_rank() else 1, error) from error
         self._places.all_gather("between training steps", torch.zeros(1, dtype=torch.uint8))
+        self.head.cut_assigned()
 
     def _current_head(self) -> GatheredHead:
         """Return the gathered head, or raise RuntimeError if there is none, or the shard has changed since."""

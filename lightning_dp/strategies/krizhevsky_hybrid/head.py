@@ -106,6 +106,17 @@ class ShardedHead(SharedOnDeepcopy):
         begin, end = self._bounds_of_parameter[parameter][self.channel.rank]
         return whole[begin:end]
 
+    def cut_assigned(self) -> None:
+        """Cut whole values that somebody has assigned meanwhile (``weight.data = whole``), as plain training has them.
+
+        Each rank would go on with all classes as if they were its own, and sums over ranks would count each K times.
+        """
+        for parameter, bounds in self._bounds_of_parameter.items():
+            if len(bounds) > 1 and len(parameter) == bounds[-1][1]:
+                own = self.local_shard(parameter.data, parameter)
+                if len(own) != len(parameter):  # one rank may have all rows, where there are few
+                    parameter.data = own.clone()
+
     @property
     def has_computed_weights(self) -> bool:
         """Whether `torch.func.functional_call` has put tensors in the place of parameters.
@@ -175,6 +186,7 @@ class ShardedHead(SharedOnDeepcopy):
         self, layers: Sequence[nn.Module], x: Tensor, seed: int | None, gradients: ParameterGradients | None
     ) -> tuple[Tensor, Bounds | None]:
         """Return the output of ``layers``, and each rank's columns of it, or None if every rank has all of it."""
+        self.cut_assigned()  # also what training_step has assigned
         bounds = None
         if self._changes_features:
             x = x.clone()  # the caller still needs the features

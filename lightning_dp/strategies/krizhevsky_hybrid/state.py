@@ -341,7 +341,8 @@ class GatheredHead(SharedOnDeepcopy):
             return False
         # `torch.jit.trace` would record the comparison, and warn of it.
         return torch.jit.is_tracing() or all(
-            torch.allclose(_sample_of(p), sample, rtol=0, atol=0, equal_nan=True) for p, sample in self._samples.items()
+            (now := _sample_of(p)).shape == sample.shape and torch.allclose(now, sample, rtol=0, atol=0, equal_nan=True)
+            for p, sample in self._samples.items()
         )
 
     @property

@@ -16,9 +16,9 @@ from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
 from lightning_dp.strategies.krizhevsky_hybrid.state import CPU, GatheredHead, ShardedParameters
 from tests.ranks import run_processes, run_threads
-from tests.strategies.krizhevsky_hybrid.modules import all_batches, batches
+from tests.strategies.krizhevsky_hybrid.modules import NamedNet, Result, all_batches, batches
 from tests.strategies.krizhevsky_hybrid.test_evaluation import AveragedForValidation, Validated, X
-from tests.strategies.modules import trainer
+from tests.strategies.modules import CLASSES, assert_same, snapshot, trainer
 
 
 class SampleAtStart(pl.Callback):
@@ -102,6 +102,48 @@ def test_weights_that_the_module_itself_puts_in_are_validated(evaluation):
         assert len(second) == len(first) + 1
         second.pop()
     torch.testing.assert_close(second, module.validated, rtol=1e-9, atol=1e-12)
+
+
+class Imprinted(NamedNet):
+    """Takes prototypes of the classes for the rows of its weight: all of them, as plain training has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, CLASSES, bias=False).double()
+        self.validated: list[Tensor] = []
+
+    def on_train_epoch_start(self) -> None:
+        generator = torch.Generator().manual_seed(self.current_epoch)
+        self.head.weight.data = torch.randn(CLASSES, 6, generator=generator, dtype=torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            self.head.weight.data = 0.1 * torch.arange(6.0 * CLASSES).double().view(CLASSES, 6)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(self(batch[0]))
+
+    def on_validation_start(self) -> None:
+        self.head.weight.data = self.head.weight.new_ones(CLASSES, 6)
+
+
+def _imprinted(rank: int | None, evaluation: Any = None) -> tuple[Result, list[Tensor]]:
+    module = Imprinted()
+    strategy = "auto" if rank is None else KrizhevskyHybridStrategy(evaluation=evaluation)
+    loader = all_batches(2, steps=3) if rank is None else batches(rank, 2, steps=3)
+    runner = trainer(strategy, 1 if rank is None else 2, use_distributed_sampler=False, max_epochs=2)
+    runner.fit(module, loader, _validation(2))
+    return snapshot(module, runner), module.validated
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("evaluation", ["gathered", "sharded"])
+def test_whole_values_that_are_assigned_to_the_data_of_a_parameter_are_those_of_plain_training(evaluation):
+    expected, expected_logits = _imprinted(None)
+    for values, logits in run_processes(2, _imprinted, evaluation):
+        assert_same(values, expected)
+        torch.testing.assert_close(logits, expected_logits, rtol=1e-9, atol=1e-12)
 
 
 class CopiesItself(pl.Callback):
