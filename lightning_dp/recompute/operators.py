@@ -87,12 +87,14 @@ def arguments_moved_unseen(func: Any) -> tuple[int, ...]:
 def arguments_to_keep(func: Any, args: Sequence[Any]) -> Sequence[Any]:
     """Return the arguments that running ``func`` again needs.
 
-    A batch norm in training does not read its running statistics, see `rerun`. In evaluation it needs copies: the same
-    layer in training moves them, and leaves their version as it is.
+    A batch norm needs copies of its running statistics: in training it moves them, and leaves their version as it is.
+    Its output in training does not depend on them. Without them there are none to move a second time (torch issue
+    #96136). But if it has no weight, their type is that in which it computes.
     """
     if not is_batch_norm(func):
         return args
-    copies = [None if statistic is None or args[5] else statistic.clone() for statistic in args[3:5]]
+    has_no_use = args[5] and args[1] is not None
+    copies = [None if statistic is None or has_no_use else statistic.clone() for statistic in args[3:5]]
     return [*args[:3], *copies, *args[5:]]
 
 
@@ -101,25 +103,21 @@ def rerun(func: Any, args: Sequence[Any], kwargs: dict[str, Any], statistics: Se
 
     Args:
         func: the operator.
-        args: of the first run, in the order of the operator's schema.
+        args: of the first run, as `arguments_to_keep` returns them, in the order of the operator's schema.
         kwargs: of the first run.
         statistics: mean and 1 / standard deviation that the first run of a batch norm returned, if they are there.
     """
     if not is_batch_norm(func):
         return func(*args, **kwargs)
-    x, weight, bias, _, _, is_training, *rest = args
-    if not is_training:
-        return func(*args, **kwargs)
+    x, weight, bias, _, _, is_training, *_ = args
     mean, invstd = statistics if len(statistics) == 2 else (None, None)
-    if mean is not None and invstd is not None and _has_affine_kernel(x, weight, bias):
+    if is_training and mean is not None and invstd is not None and _has_affine_kernel(x, weight, bias):
         # The statistics of the first run need not be computed again, which is most of the work. In evaluation, with
         # variance 1 and eps 0, the kernel computes (x - mean) * slope + offset with the same roundings.
         slope = invstd if weight is None else invstd * weight
         out, _, _ = torch.native_batch_norm(x, slope, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)
         return out, mean, invstd
-    # Without running statistics there are none to update a second time (torch issue #96136). The output in training
-    # does not depend on them.
-    return func(x, weight, bias, None, None, is_training, *rest, **kwargs)
+    return func(*args, **kwargs)
 
 
 def _has_affine_kernel(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dp.recompute.operators import Kind, is_batch_norm, rerun
+from lightning_dp.recompute.operators import Kind, arguments_to_keep, is_batch_norm, rerun
 from lightning_dp.recompute.values import Value, outputs_of, tensors_in
 
 
@@ -58,7 +58,7 @@ class Profiler:
         if is_batch_norm(func) and args[5]:
             # It is computed again from its statistics, which takes less time.
             statistics = [tensor for tensor in outputs_of(result)[1:3] if isinstance(tensor, Tensor)]
-            _, time_s = timed(rerun, (func, args, kwargs, statistics), {}, device)
+            _, time_s = timed(rerun, (func, arguments_to_keep(func, args), kwargs, statistics), {}, device)
         return result, time_s
 
     def on_call(

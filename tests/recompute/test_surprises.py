@@ -37,6 +37,14 @@ def norm_of_a_transposed_input(model: Model, x: Tensor) -> Tensor:
     return model.last(F.silu(model.norm(model.first(x).transpose(1, 2)[:, :, ::2])).transpose(1, 2))
 
 
+def norm_without_weight_in_bf16(model: Model, x: Tensor) -> Tensor:
+    """The type of the running statistics is that in which batch norm computes. The kernel of transposed inputs runs."""
+    with torch.autocast("cpu", torch.bfloat16):
+        x = model.first(x).transpose(1, 2)
+        x = F.batch_norm(x, model.norm.running_mean, model.norm.running_var, training=True)
+        return model.last(torch.sigmoid(x).transpose(1, 2)).float()
+
+
 def evaluation_before_training(model: Model, x: Tensor) -> Tensor:
     x = model.first(x[0])
     model.norm.eval()
@@ -102,6 +110,7 @@ def nested_tensors(model: Model, x: Tensor) -> Tensor:
     [
         nested_tensors,
         norm_of_a_transposed_input,
+        norm_without_weight_in_bf16,
         evaluation_before_training,
         two_views_that_differ_in_sign,
         teacher_in_inference_mode,
