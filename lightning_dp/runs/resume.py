@@ -570,7 +570,10 @@ class ContinuesAfterCheckpoint(Callback):
         epoch: Any = trainer.fit_loop.epoch_progress.current
         epoch.completed = epoch.processed
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and not self._has_trained:
+            # SWA's epoch for batch norm ends with the mean in the module, and so in the checkpoint.
+            has_mean = isinstance(callback, StochasticWeightAveraging) and trainer.current_epoch > callback.swa_end + 1
+            is_averaging = isinstance(callback, WeightAveraging | StochasticWeightAveraging)
+            if is_averaging and not has_mean and not self._has_trained:
                 callback.on_train_end(trainer, pl_module)
 
 

@@ -364,9 +364,10 @@ def test_the_mean_of_the_weights_is_tested_of_a_run_that_has_ended(tmp_path):
 
 
 @pytest.mark.ci
-def test_stochastic_weight_averaging_has_a_mean_that_is_tested_of_a_run_that_has_ended(tmp_path):
-    """Without batch norm no epoch is left, so that no hook of training puts the mean into the module."""
-    config = tiny(tmp_path, "model=cifar_alexnet")
+@pytest.mark.parametrize("model", ["cifar_alexnet", "resnet20"])
+def test_stochastic_weight_averaging_has_a_mean_that_is_tested_of_a_run_that_has_ended(tmp_path, model):
+    """No epoch is left, so that no hook of training puts it into the module. With batch norm the checkpoint has it."""
+    config = tiny(tmp_path, f"model={model}")
     swa = "pytorch_lightning.callbacks.StochasticWeightAveraging"
     config["callbacks"]["mean"] = {"_target_": swa, "swa_lrs": 0.5, "swa_epoch_start": 1}
     found = train(config)
