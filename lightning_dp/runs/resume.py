@@ -465,10 +465,12 @@ class SeedEachEpoch(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Seed the generators at the first batch of an epoch: not all epochs draw as much before it."""
         if batch_idx == 0:
-            self._seed_generators(trainer.current_epoch)
+            # By another seed: the first batch has been drawn by that of the epoch, and the second would be as it is.
+            # -1, because `TrainingSampler` has seeds for the numbers of batches.
+            self._seed_generators(trainer.current_epoch, -1)
 
-    def _seed_generators(self, epoch: int) -> None:
-        seed = derive_seed(self._seed, epoch)
+    def _seed_generators(self, *numbers: int) -> None:
+        seed = derive_seed(self._seed, *numbers)
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
