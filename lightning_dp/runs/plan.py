@@ -164,7 +164,9 @@ def run_steps(config: Config, callback: Callback) -> None:
     # No checkpoints and no metrics: they are not what is measured. Callbacks that change training stay.
     callbacks = {name: node for name, node in config["callbacks"].items() if node is not None and is_measured(node)}
     config = {**config, "callbacks": callbacks, "test": "last", "ckpt_path": None}
-    config["trainer"] = {**config["trainer"], "enable_checkpointing": False, "limit_val_batches": 0}
+    # One batch, because a schedule, a callback or the module may read a metric of validation when an epoch ends.
+    num_val_batches = 0 if config["trainer"].get("limit_val_batches") == 0 else 1
+    config["trainer"] = {**config["trainer"], "enable_checkpointing": False, "limit_val_batches": num_val_batches}
     seed_everything(config["seed"], workers=True, verbose=False)
     trainer, model, data = build(config)
     trainer.callbacks.append(callback)
@@ -234,15 +236,24 @@ def without(overrides: Sequence[str], others: Sequence[str]) -> list[str]:
 
 
 class StepClock(Callback):
-    """Times steps from one update to the next, and stops training after `NUM_STEPS` of them."""
+    """Times steps from one update to the next, without validation; stops training after `NUM_STEPS` of them."""
 
     def __init__(self) -> None:
         self._ends_s: list[float] = []
+        self._validation_s = 0.0  # in all so far
+
+    def on_validation_start(self, *_: Any) -> None:
+        """Stop the clock."""
+        self._validation_s -= time.perf_counter()
+
+    def on_validation_end(self, *_: Any) -> None:
+        """Go on."""
+        self._validation_s += time.perf_counter()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Note the end of a step. Batches whose gradients are added up end none."""
         if trainer.global_step > len(self._ends_s):
-            self._ends_s.append(time.perf_counter())
+            self._ends_s.append(time.perf_counter() - self._validation_s)
         trainer.should_stop = len(self._ends_s) > WARM_UP + NUM_STEPS
 
     @property

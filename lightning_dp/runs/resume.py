@@ -465,10 +465,12 @@ class SeedEachEpoch(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Seed the generators at the first batch of an epoch: not all epochs draw as much before it."""
         if batch_idx == 0:
-            self._seed_generators(trainer.current_epoch)
+            # By another seed: the first batch has been drawn by that of the epoch, and the second would be as it is.
+            # -1, because `TrainingSampler` has seeds for the numbers of batches.
+            self._seed_generators(trainer.current_epoch, -1)
 
-    def _seed_generators(self, epoch: int) -> None:
-        seed = derive_seed(self._seed, epoch)
+    def _seed_generators(self, *numbers: int) -> None:
+        seed = derive_seed(self._seed, *numbers)
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
@@ -570,7 +572,10 @@ class ContinuesAfterCheckpoint(Callback):
         epoch: Any = trainer.fit_loop.epoch_progress.current
         epoch.completed = epoch.processed
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and not self._has_trained:
+            # SWA's epoch for batch norm ends with the mean in the module, and so in the checkpoint.
+            has_mean = isinstance(callback, StochasticWeightAveraging) and trainer.current_epoch > callback.swa_end + 1
+            is_averaging = isinstance(callback, WeightAveraging | StochasticWeightAveraging)
+            if is_averaging and not has_mean and not self._has_trained:
                 callback.on_train_end(trainer, pl_module)
 
 

@@ -172,7 +172,7 @@ def _check_model(config: Config) -> None:
         _require_kind(made, LightningModule, "model", config["model"])
         if config["test"] and getattr(made, "test_step", None) is LightningModule.test_step:
             raise ValueError(f"{made.__name__} has no test_step; use test=false")
-    made_of = [node["_target_"] for path, node in targets(config["model"]) if path in ("", "model")]
+    made_of = [node["_target_"] for path, node in targets(config["model"]) if path.partition(".")[0] in ("", "model")]
     # A model of the user's may load weights, or need another device.
     if not all(str(name).startswith("lightning_dp.") for name in made_of):
         return

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import warnings
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -50,6 +52,17 @@ def test_a_run_says_what_to_use_and_leaves_its_files(tmp_path):
     plan = yaml.safe_load((tmp_path / "run" / "plan.yaml").read_text())
     assert plan["overrides"][0].startswith("strategy=")
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"plan.md", "plan.yaml", "plan.png"}
+
+
+@pytest.mark.ci
+def test_a_schedule_may_need_a_metric_of_validation():
+    config = composed("data.batch_size=24", "plan.num_steps=1", "plan.memonger=false")
+    config["trainer"] |= {"enable_progress_bar": False}
+    plateau = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau", "_partial_": True}
+    config["model"] |= {"scheduler": plateau, "interval": "epoch"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert "One rank needs no network" in recipe.measure(config, None)
 
 
 def test_a_network_is_made_from_the_configuration():
@@ -207,6 +220,19 @@ def test_runs_that_are_verified_share_one_process_group(monkeypatch):
     assert was_there == [False] + (2 * recipe.ROUNDS - 1) * [True]
     assert times == {"present": recipe.ROUNDS * [1.0], "plan": recipe.ROUNDS * [1.0]}
     assert not dist.is_initialized()
+
+
+def test_a_validation_is_no_part_of_a_step_that_is_verified(monkeypatch):
+    now_s = itertools.count()  # each look at the clock takes a second
+    monkeypatch.setattr(recipe.time, "perf_counter", lambda: float(next(now_s)))
+    clock = recipe.StepClock()
+    for step in range(1, recipe.WARM_UP + 3):
+        clock.on_train_batch_end(Mock(global_step=step))
+        clock.on_validation_start()
+        for _ in range(5):
+            recipe.time.perf_counter()
+        clock.on_validation_end()
+    assert clock.step_s == 2.0
 
 
 @pytest.mark.parametrize(

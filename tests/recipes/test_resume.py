@@ -12,6 +12,7 @@ import signal
 import sys
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import ClassVar
 from unittest.mock import Mock
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 from pytorch_lightning import Callback
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.trainer.connectors import signal_connector
+from torch.utils.data import DataLoader
 
 from lightning_dp.models import Classifier
 from lightning_dp.runs import train as training
@@ -42,7 +44,7 @@ from lightning_dp.strategies.complete_files import CompleteFiles
 from tests.ranks import RankError, run_processes
 from tests.recipes.conftest import metrics
 from tests.recipes.in_process import tiny, train, train_rank
-from tests.recipes.pieces import TwoOptimizers
+from tests.recipes.pieces import JitterData, Named, TwoOptimizers
 
 SETTINGS = ("trainer.devices=2", "seed=2", "strategy=layered_sgd_single", "callbacks=agbn")
 
@@ -163,6 +165,29 @@ def test_rows_are_those_before_the_checkpoint_whatever_their_step(tmp_path):
     """Two optimizers step for each batch, rows are logged past the end of an epoch, and images are drawn at random."""
     whole_and_continued(tmp_path, own_loop, kill_after=10)
     assert len([row for row in metrics(tmp_path / "cut") if row["own/seen"]]) == 3
+
+
+class Drawing(Named):
+    """Keeps what it draws for each image."""
+
+    drawn: ClassVar[list[float]] = []
+
+    def __getitem__(self, index):
+        number = torch.rand(1)
+        self.drawn.append(float(number))
+        return self.images[index] + number, index % 10
+
+
+class DrawingData(JitterData):
+    def train_dataloader(self):
+        return DataLoader(Drawing(48), 16, shuffle=True)
+
+
+@pytest.mark.ci
+def test_each_batch_is_augmented_by_numbers_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(Drawing, "drawn", [])
+    train(own_loop(tmp_path) | {"data": {"_target_": f"{__name__}.DrawingData"}})
+    assert len(set(Drawing.drawn)) == len(Drawing.drawn) == 96
 
 
 @pytest.mark.ci
@@ -364,9 +389,10 @@ def test_the_mean_of_the_weights_is_tested_of_a_run_that_has_ended(tmp_path):
 
 
 @pytest.mark.ci
-def test_stochastic_weight_averaging_has_a_mean_that_is_tested_of_a_run_that_has_ended(tmp_path):
-    """Without batch norm no epoch is left, so that no hook of training puts the mean into the module."""
-    config = tiny(tmp_path, "model=cifar_alexnet")
+@pytest.mark.parametrize("model", ["cifar_alexnet", "resnet20"])
+def test_stochastic_weight_averaging_has_a_mean_that_is_tested_of_a_run_that_has_ended(tmp_path, model):
+    """No epoch is left, so that no hook of training puts it into the module. With batch norm the checkpoint has it."""
+    config = tiny(tmp_path, f"model={model}")
     swa = "pytorch_lightning.callbacks.StochasticWeightAveraging"
     config["callbacks"]["mean"] = {"_target_": swa, "swa_lrs": 0.5, "swa_epoch_start": 1}
     found = train(config)

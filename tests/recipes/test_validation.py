@@ -171,6 +171,9 @@ class Net(torch.nn.Linear):
 def test_a_model_of_the_users_is_not_made_before_the_run(tmp_path):
     config = composed(tmp_path, "trainer=cpu", f"model.model._target_={__name__}.Net", "~model.model.num_classes")
     validate(config)
+    net = config["model"]["model"]
+    config["model"]["model"] = {"_target_": "lightning_dp.models.TrunkAndHead", "trunk": net, "head": net}
+    validate(config)
 
 
 def groups(model):
