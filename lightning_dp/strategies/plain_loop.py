@@ -91,7 +91,10 @@ class LayeredSGDLoop:
         # In compiled code, or through another parameter's memory, a use would go unseen.
         is_hidden = hides_parameter_use(self._model) or any(True for _ in overlapping_parameters(self._model))
         with self._updates.running_forward(finish=self._overlap == "load" or is_hidden):
-            return self._ddp(*args, **kwargs)
+            output = self._ddp(*args, **kwargs)
+        # Also parts that this forward left out: a ``loss.backward()``, as under DDP, overwrites their gradients.
+        self._updates.bring_up_to_date()
+        return output
 
     def backward(self, loss: Tensor) -> None:
         """Take the place of ``loss.backward()``: begin to sum gradients, and do not wait for the sums."""

@@ -19,6 +19,7 @@ from lightning_dp.collectives.all_to_all import Channel
 from lightning_dp.optim import LARS
 from lightning_dp.strategies.krizhevsky_hybrid import fit
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead
+from lightning_dp.strategies.layered_sgd.host_communicator import BucketReduction
 from lightning_dp.strategies.plain_loop import LayeredSGDLoop, sharded_head
 from tests.ranks import run_cases, run_processes
 
@@ -220,6 +221,45 @@ def two_loops_in_turn(rank: int) -> None:
 
 def test_the_state_of_an_optimizer_shows_the_steps_of_two_loops():
     run_processes(2, two_loops_in_turn)
+
+
+class LeavesOut(Net):
+    """Every second step leaves out the middle layer."""
+
+    uses_middle = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.trunk(x)
+        return self.head(self.middle(x) if self.uses_middle else x)
+
+
+def backward_of_the_loss(rank: int) -> None:
+    """As it stands in a program that was written for DistributedDataParallel."""
+    dist.init_process_group("gloo")
+    BucketReduction.has_arrived = property(lambda self: False)  # no update is applied before its parameters are used
+    _, x, y = problem()
+    model = LeavesOut().double()
+    expected = copy.deepcopy(model)
+    optimizer, theirs = sgd(model), sgd(expected)
+    with LayeredSGDLoop(model, 1, bucket_cap_mb=1e-4, find_unused_parameters=True) as loop:
+        for step in range(STEPS):
+            model.uses_middle = expected.uses_middle = step % 2 == 0
+            optimizer.zero_grad()
+            F.cross_entropy(loop(x[step, rank]), y[step, rank]).backward()
+            loop.step(optimizer)
+            theirs.zero_grad()
+            F.cross_entropy(expected(x[step].flatten(0, 1)), y[step].flatten(0, 1)).backward()
+            theirs.step()
+    assert_equal(model, expected)
+
+
+@pytest.mark.ci
+def test_a_backward_that_does_not_pass_through_the_loop_loses_no_update():
+    run_processes(2, backward_of_the_loss)
 
 
 def trained_until_an_exception(rank: int, case: str) -> None:
