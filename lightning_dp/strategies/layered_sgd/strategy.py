@@ -66,6 +66,7 @@ class LayeredSGDStrategy(PostponedUpdates, BaseStrategy):
 
     - ``_configure_launcher``: knows the number of ranks before any process starts: it checks the groups, prepares NCCL.
     - ``setup``, ``teardown``: make and close the communicator, and the communication hook that feeds it.
+    - ``_setup_model``: makes DDP on the CUDA stream that trains.
     - ``training_step``: adds unfrozen parameters to the reduction; see `BaseStrategy`.
     - What postpones updates, and brings them up to date: `PostponedUpdates`.
     - ``save_checkpoint``, ``load_checkpoint``: with what compression has left out.
