@@ -23,6 +23,7 @@ OVERRIDES = {
     ],
     LayeredSGDStrategy: [
         "_configure_launcher",
+        "_setup_model",
         "lightning_module_state_dict",
         "load_checkpoint",
         "on_exception",
