@@ -87,7 +87,7 @@ def activation_bytes(model: nn.Module, batch: Any, method: str = "forward") -> A
     arguments = batch if isinstance(batch, tuple) else (batch,)
     with unchanged(model), unchanged_parameters(model), torch.enable_grad():
         with seen.location.followed(), seen:
-            outputs = list(tensors_in(getattr(model, method)(*arguments)))
+            outputs = tensors_in(getattr(model, method)(*arguments))
         # With a node behind each output: in torch 2.8, that of an `autograd.Function` dies with its output.
         graph = [tensor.sum().grad_fn for tensor in outputs if tensor.grad_fn is not None]
         if not graph:

@@ -35,7 +35,6 @@ from typing_extensions import override
 
 from lightning_dp._private.torch_names import (
     TorchDispatchMode,
-    detach_with_version,
     is_in_backward,
     is_in_declared_forward,
     is_in_function_forward,
@@ -65,7 +64,7 @@ from lightning_dp.recompute.values import (
     outputs_of,
     position_of,
     root_of,
-    storages_in,
+    storages_of,
     tensors_in,
 )
 
@@ -74,9 +73,15 @@ _Memories = WeakKeyDictionary[UntypedStorage, dict[Any, Value]]
 
 
 class _Pause(threading.local):
-    """Whether this thread is not recorded. Others go on: one may run backward while another records."""
+    """A context in which this thread is not recorded. Others go on: one may run backward while another records."""
 
-    is_on = False
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
 
 
 class Tape(TorchDispatchMode):
@@ -111,7 +116,7 @@ class Tape(TorchDispatchMode):
     @contextmanager
     def recording(self, arguments: Any) -> Iterator[None]:
         """Record what runs inside: a method with these arguments."""
-        self._memories.update((storage, {}) for storage in storages_in(arguments))
+        self._memories.update((storage, {}) for storage in storages_of(tensors_in(arguments)))
         try:
             with self._location.followed(), saved_tensors_hooks(self._pack, self._unpack), self:
                 self.met_compiled = False  # entering the mode asks, too
@@ -126,7 +131,7 @@ class Tape(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._pause.is_on or not hasattr(func, "overloadpacket"):
+        if self._pause.depth or not hasattr(func, "overloadpacket"):
             return func(*args, **kwargs)
         if torch.is_inference_mode_enabled() or (is_in_backward() and not torch.is_grad_enabled()):
             self._prepare_changes(func, args, kwargs)
@@ -134,11 +139,14 @@ class Tape(TorchDispatchMode):
         kind = kind_of(func)
         key = self._location.next_key(func)
         keeps = self._policy.keeps(kind, key)
-        self._outside.update(at for at in storages_in([args, kwargs]) if at not in self._memories)
+        tensors = tensors_in([args, kwargs])
+        for storage in storages_of(tensors):
+            if storage not in self._memories:
+                self._outside.add(storage)
         is_kept = keeps or kind is Kind.FIXED or (kind is not Kind.VIEW and is_in_function_forward())
-        call = None if is_kept else self._make_call(func, kind, args, kwargs)
+        call = None if is_kept else self._make_call(func, kind, args, kwargs, tensors)
         profiler = self._profiler
-        inputs = [] if profiler is None else [self._find(tensor) for tensor in tensors_in([args, kwargs])]
+        inputs = [] if profiler is None else [self._find(tensor) for tensor in tensors]
         changed = self._prepare_changes(func, args, kwargs)
         if profiler is None:
             result = func(*args, **kwargs)
@@ -149,7 +157,7 @@ class Tape(TorchDispatchMode):
         if is_kept and kind is not Kind.VIEW and not changed and self._policy.plans_to_keep(key):
             # The model may drop it before autograd asks for something that the plan computes from it.
             self._planned += [
-                value.save().hold(detach_with_version(tensor))
+                value.save().hold_alias(tensor)
                 for value, tensor in zip(outputs, results, strict=True)
                 if value is not None and not value.is_small
             ]
@@ -166,14 +174,14 @@ class Tape(TorchDispatchMode):
         self.met_compiled = True
         return False
 
-    def _make_call(self, func: Any, kind: Kind, args: Any, kwargs: Any) -> Call | None:
+    def _make_call(self, func: Any, kind: Kind, args: Any, kwargs: Any, tensors: list[Tensor]) -> Call | None:
         """Return how to run the operator again, or None if that is not known."""
         changed = mutated_arguments(func)
-        if not all(map(is_plain, tensors_in([args, kwargs]))):
+        if not all(map(is_plain, tensors)):
             return None
         if changed and (changed[0] != 0 or self._find(args[0]) is None):
             return None  # a buffer, which must not change a second time, or an operator that changes another argument
-        if self._is_copy_of_state(func, args, kwargs) or (kind is not Kind.VIEW and self._is_target(args, kwargs)):
+        if self._is_copy_of_state(func, args, kwargs) or (kind is not Kind.VIEW and self._is_target(tensors)):
             return None
         inputs: dict[Value, None] = {}
         owned: list[Saved] = []
@@ -196,13 +204,12 @@ class Tape(TorchDispatchMode):
         original = self._find(args[0])
         return original is None or root_of(original).call is None
 
-    def _is_target(self, args: Any, kwargs: Any) -> bool:
+    def _is_target(self, tensors: list[Tensor]) -> bool:
         """Return whether tensors from outside are read without a graph, as by a teacher that computes targets.
 
         Autograd keeps the targets alone, so a hook may move the teacher before backward, wherever it is kept. The
         arguments of the recorded method stay as they are, and `_with_values` copies what is small.
         """
-        tensors = list(tensors_in([args, kwargs]))
         if not any(tensor.untyped_storage() in self._outside and not self._is_copied(tensor) for tensor in tensors):
             return False
         has_graph = any(tensor.requires_grad for tensor in tensors)
@@ -218,14 +225,12 @@ class Tape(TorchDispatchMode):
         ``inputs`` gets these values, and ``owned`` what the call must keep of them.
         """
         if isinstance(argument, Tensor):
-            value = self._find(argument)
-            if value is None:
-                value = self._enter(Value(argument, version_of(argument), self._location.segment), argument)
+            value = self._value_of(argument)
             if value.is_small or value.is_state:
                 # Computing it again would bring in what it was computed from, which may be large.
                 saved = value.save()
                 if saved.tensor is None or saved.is_own:
-                    saved.hold(copy_of(argument) if value.is_state else detach_with_version(argument))
+                    saved.hold_alias(copy_of(argument) if value.is_state else argument)
                 owned.append(saved)
             inputs[value] = None
             return value
@@ -248,19 +253,20 @@ class Tape(TorchDispatchMode):
                 continue
             version = version_of(tensor) if view_version is None else view_version
             version += tensor.untyped_storage() in changed
-            if self._values_at(tensor).get(position_of(tensor, version)) is not None:
+            values, position = self._values_at(tensor), position_of(tensor, version)
+            if position in values:
                 outputs.append(None)
                 continue
-            value = Value(tensor, version, self._location.segment, call, self._number)
+            value = values[position] = Value(tensor, position, self._location.segment, call, self._number)
             if changed or view_version is not None:
                 value.is_small = False  # a plan counts it: what it is a view of, or was changed from, may be large
-            outputs.append(self._enter(value, tensor))
+            outputs.append(value)
         if call is not None:
             call.add_outputs(outputs)
             if is_batch_norm(func):
                 statistics = [(outputs[at], results[at]) for at in (1, 2)]
                 call.statistics = [
-                    value.save().hold(detach_with_version(tensor))
+                    value.save().hold_alias(tensor)
                     for value, tensor in statistics
                     if value is not None and value.is_small
                 ]
@@ -275,9 +281,12 @@ class Tape(TorchDispatchMode):
         values = self._memories.get(tensor.untyped_storage())
         return None if values is None else values.get(position_of(tensor, version_of(tensor)))
 
-    def _enter(self, value: Value, tensor: Tensor) -> Value:
-        """Let the tape find the value where ``tensor`` is; return it."""
-        self._values_at(tensor)[value.position] = value
+    def _value_of(self, tensor: Tensor) -> Value:
+        """Return the value that a plain tensor is: one from outside, if the tape has not seen it."""
+        values, position = self._values_at(tensor), position_of(tensor, version_of(tensor))
+        value = values.get(position)
+        if value is None:
+            value = values[position] = Value(tensor, position, self._location.segment)
         return value
 
     def _values_at(self, tensor: Tensor) -> dict[Any, Value]:
@@ -288,12 +297,13 @@ class Tape(TorchDispatchMode):
 
         Return the memory that gets a new version.
         """
-        changed: set[UntypedStorage] = set()
-        for place in mutated_arguments(func):
-            argument = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
-            changed.update(storages_in([argument]))
-        moved = [args[place] for place in arguments_moved_unseen(func) if place < len(args)]
-        for storage in (*changed, *storages_in(moved)):
+        places, moved_places = mutated_arguments(func), arguments_moved_unseen(func)
+        if not (places or moved_places):
+            return set()
+        written = [kwargs.get(at) if isinstance(at, str) else args[at] if at < len(args) else None for at in places]
+        changed = set(storages_of(tensors_in(written)))
+        moved = [args[at] for at in moved_places if at < len(args)]
+        for storage in (*changed, *storages_of(tensors_in(moved))):
             for value in self._memories.pop(storage, {}).values():
                 value.prepare_for_change()
         return changed
@@ -303,7 +313,7 @@ class Tape(TorchDispatchMode):
     def _pack(self, tensor: Tensor) -> Saved:
         """Return what autograd keeps in place of ``tensor``."""
         is_foreign = not is_in_operator() and not _is_saved_by_own_function()
-        with self._paused():
+        with self._pause:
             saved = self._save(tensor, is_foreign)
             saved.num_uses += 1
             if self._profiler is not None and saved.value is not None:
@@ -315,10 +325,9 @@ class Tape(TorchDispatchMode):
     def _save(self, tensor: Tensor, is_foreign: bool) -> Saved:
         value = self._find(tensor)
         # Autograd itself gets the original of a running statistic: it tells of changes, as in plain training.
-        if not is_plain(tensor) or (is_small(tensor) if value is None else root_of(value).is_state):
+        if (not is_plain(tensor) or is_small(tensor)) if value is None else root_of(value).is_state:
             return Saved(None).hold(tensor)
-        if value is None:
-            value = self._enter(Value(tensor, version_of(tensor), self._location.segment), tensor)
+        value = value or self._value_of(tensor)
         saved = value.saved
         if saved is not None and saved.tensor is not None:
             if saved.num_uses == 0:  # held for others until now
@@ -330,7 +339,8 @@ class Tape(TorchDispatchMode):
         elif saved is None:
             saved = self._save_sources(value, tensor)
         if saved is None:
-            self.dropped_bytes -= was_dropped * self._bytes_beside([tensor], _is_held)
+            if was_dropped:
+                self.dropped_bytes -= self._bytes_beside([tensor], _is_held)
             return self._keep(value, root_of(value), tensor)
         self.dropped_bytes += self._bytes_beside([tensor], _is_asked)
         return saved
@@ -356,10 +366,11 @@ class Tape(TorchDispatchMode):
             return None
         # Memory, and not values: a view holds all of what it is a view of.
         num_bytes = self._bytes_beside((live for _, live in found), _is_held)
-        kept_bytes = self._bytes_beside([tensor], _is_held)
-        spare_bytes = self.dropped_bytes - self._source_bytes
-        if num_bytes > 0 and not self._policy.holds(num_bytes, kept_bytes, spare_bytes):
-            return None
+        if num_bytes > 0:
+            kept_bytes = self._bytes_beside([tensor], _is_held)
+            spare_bytes = self.dropped_bytes - self._source_bytes
+            if not self._policy.holds(num_bytes, kept_bytes, spare_bytes):
+                return None
         self._source_bytes += num_bytes
         return self._connect(value, calls, dict(found))
 
@@ -367,7 +378,7 @@ class Tape(TorchDispatchMode):
         """Return the bytes of the memory of ``tensors``, without memory of which a value ``is_there``."""
         return sum(
             storage.nbytes()
-            for storage in set(storages_in(list(tensors)))
+            for storage in set(storages_of(list(tensors)))
             if not any(map(is_there, self._memories.get(storage, {}).values()))
         )
 
@@ -406,17 +417,8 @@ class Tape(TorchDispatchMode):
         return add(value)
 
     def _unpack(self, saved: Saved) -> Tensor:
-        with self._paused():  # backward may run within the forward pass
+        with self._pause:  # backward may run within the forward pass
             return saved.take(lambda target: compute(target, self._policy.retain))
-
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        """Record nothing that this thread does inside."""
-        before, self._pause.is_on = self._pause.is_on, True
-        try:
-            yield
-        finally:
-            self._pause.is_on = before
 
 
 def _is_held(value: Value) -> bool:

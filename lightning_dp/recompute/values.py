@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import TensorWeakRef
 
@@ -42,18 +42,27 @@ class Value:
             without a new version, or a parameter that a hook clamps before backward, such as a scale of logits.
     """
 
-    def __init__(self, tensor: Tensor, version: int, segment: int, call: Call | None = None, number: int = -1) -> None:
+    def __init__(
+        self,
+        tensor: Tensor,
+        position: tuple[Any, ...],
+        segment: int,
+        call: Call | None = None,
+        number: int = -1,
+    ) -> None:
         self.call = call
         self.number = number
         self.segment = segment
         self.num_bytes = tensor.numel() * tensor.element_size()
-        self.device_type = tensor.device.type
+        self.device = tensor.device
         self.is_small = is_small(tensor)
-        is_view_of_state: bool = call is not None and call.kind is Kind.VIEW and call.inputs[0].is_state
-        self.is_state: bool = is_view_of_state or (number < 0 and _has_few_bytes(tensor) and tensor.is_leaf)
+        if call is None:
+            self.is_state = number < 0 and tensor.is_leaf and _has_few_bytes(tensor)
+        else:
+            self.is_state = call.kind is Kind.VIEW and call.inputs[0].is_state
         self._weak: TensorWeakRef | None = TensorWeakRef(tensor)
         self._storage = ref(tensor.untyped_storage())
-        self.position = position_of(tensor, version)
+        self.position = position
         self._saved: ReferenceType[Saved] | None = None
 
     @property
@@ -114,13 +123,28 @@ class Saved:
 
     def hold(self, tensor: Tensor) -> Saved:
         """Keep ``tensor``, which is the value, from now on; return the object itself."""
-        # A tensor with a graph would keep the graph, and through it itself. And a leaf may get other memory, by an
-        # assignment to its `.data`: what was computed from it is computed again from the memory of the forward pass.
-        if is_plain(tensor):
-            self.tensor = detach_with_version(tensor)
+        is_leaf = tensor.is_leaf
+        if is_leaf and (self.value is None or not is_plain(tensor)):
+            self._hold(tensor)
+        elif is_plain(tensor):
+            # A leaf may get other memory, by an assignment to its `.data`: what was computed from it is computed again
+            # from the memory of the forward pass.
+            self.hold_alias(tensor)
         else:
-            self.tensor = tensor if tensor.is_leaf else tensor.detach()
-        self.original = tensor if tensor.is_leaf else None
+            self._hold(tensor.detach())
+        self.original = tensor if is_leaf else None
+        return self
+
+    def hold_alias(self, tensor: Tensor) -> Saved:
+        """Keep an alias of ``tensor``, which has a graph or will have one; return the object itself.
+
+        The graph would keep the tensor, and the tensor the graph.
+        """
+        return self._hold(detach_with_version(tensor))
+
+    def _hold(self, tensor: Tensor) -> Saved:
+        self.tensor = tensor
+        self.original = None
         self._version = version_of(tensor)
         self.is_own = False
         self.needs = ()
@@ -298,7 +322,7 @@ def compute(saved: Saved, retain: Retain) -> Tensor:
         assert held is not None
         return held.get()
 
-    with torch.no_grad(), _without_autocast(target.device_type):
+    with torch.no_grad(), _without_autocast(target.device.type):
         for call in calls:
             changed = call.changed
             may_change = (
@@ -352,10 +376,13 @@ def is_plain(tensor: Tensor) -> bool:
 
     It is strided, real, no wrapper of another tensor, no nested one, and was not made in inference mode.
     """
-    if is_lazy(tensor) or tensor.is_nested:
+    if type(tensor) not in _PLAIN_TYPES and (is_lazy(tensor) or _is_wrapper(tensor)):
         return False
-    is_real = tensor.layout is torch.strided and not tensor.dtype.is_complex
-    return not _is_wrapper(tensor) and is_real and not tensor.is_inference()
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    return is_strided and not tensor.dtype.is_complex and not tensor.is_inference()
+
+
+_PLAIN_TYPES = {Tensor, nn.Parameter}  # a look that is cheaper than those at other types, for each operator
 
 
 def position_of(tensor: Tensor, version: int) -> tuple[Any, ...]:
@@ -378,28 +405,37 @@ def copy_of(tensor: Tensor) -> Tensor:
     return memory.as_strided(tensor.shape, tensor.stride())
 
 
-def tensors_in(arguments: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples and dictionaries."""
+def tensors_in(arguments: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and dictionaries."""
+    found: list[Tensor] = []
+    _add_tensors(arguments, found)
+    return found
+
+
+def _add_tensors(arguments: Any, found: list[Tensor]) -> None:
     if isinstance(arguments, Tensor):
-        yield arguments
+        found.append(arguments)
     elif isinstance(arguments, (list, tuple)):
         for argument in arguments:
-            yield from tensors_in(argument)
+            _add_tensors(argument, found)
     elif isinstance(arguments, dict):
-        yield from tensors_in(list(arguments.values()))
+        for argument in arguments.values():
+            _add_tensors(argument, found)
 
 
-def storages_in(arguments: Any) -> Iterator[UntypedStorage]:
-    """Yield the memory of the tensors in nested lists, tuples and dictionaries; also of those that others wrap."""
-    for tensor in tensors_in(arguments):
+def storages_of(tensors: list[Tensor]) -> list[UntypedStorage]:
+    """Return the memory of the tensors; also of those that others wrap."""
+    found: list[UntypedStorage] = []
+    for tensor in tensors:
         if is_lazy(tensor):
             continue
         if _is_wrapper(tensor):
             if hasattr(tensor, "__tensor_flatten__"):
                 names, _ = tensor.__tensor_flatten__()
-                yield from storages_in([getattr(tensor, name) for name in names])
+                found += storages_of([getattr(tensor, name) for name in names])
         elif tensor.layout is torch.strided:
-            yield tensor.untyped_storage()
+            found.append(tensor.untyped_storage())
+    return found
 
 
 def is_small(tensor: Tensor) -> bool:

@@ -158,6 +158,23 @@ def check_an_alias_below_autograd_has_the_version_of_its_tensor() -> None:
     assert torch_names.version_of(aliases[-1]) == torch_names.version_of(tensor) == 1
 
 
+@contract(torch._C, "_DisableTorchDispatch")
+def check_a_mode_does_not_see_that_an_alias_is_made() -> None:
+    seen = []
+
+    class Mode(torch_names.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    tensor = torch.ones(1)
+    with Mode():
+        torch_names.detach_with_version(tensor)
+        assert not seen
+        tensor.detach()
+    assert len(seen) == 1
+
+
 @contract(type(vars(type(torch.backends.mkldnn))["enabled"]), "getter")
 def check_a_flag_of_a_backend_is_read() -> None:
     read = torch_names.flag_reader(torch.backends.mkldnn, "deterministic")

@@ -242,7 +242,7 @@ class _Seen:
         self._parameters: set[int] = set()
 
     def add(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        inputs, outputs = list(tensors_in([args, kwargs])), list(tensors_in(output))
+        inputs, outputs = tensors_in([args, kwargs]), tensors_in(output)
         weight_bytes, bias_bytes = self._parameter_bytes(module)
         self.layers.append(
             Layer(
