@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +41,12 @@ class Value:
         is_state: small, from outside and a leaf, so every reader copies it: a running statistic, which batch norm moves
             without a new version, or a parameter that a hook clamps before backward, such as a scale of logits.
     """
+
+    # There are many of them: with a dictionary each, Python would look for garbage more often.
+    __slots__ = (
+        *("call", "number", "segment", "num_bytes", "device", "is_small", "is_state", "position"),
+        *("_weak", "_storage", "_saved", "__weakref__"),
+    )
 
     def __init__(
         self,
@@ -111,6 +117,8 @@ class Saved:
         num_uses: how often backward will still ask for it.
         is_own: ``tensor`` was computed again, and may be dropped after its last use.
     """
+
+    __slots__ = ("__weakref__", "_version", "is_own", "needs", "num_uses", "original", "tensor", "value")
 
     def __init__(self, value: Value | None) -> None:
         self.value = value
@@ -201,7 +209,7 @@ class Saved:
             return tensor
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Call:
     """One call of an operator, with values in place of tensors.
 
@@ -408,19 +416,18 @@ def copy_of(tensor: Tensor) -> Tensor:
 def tensors_in(arguments: Any) -> list[Tensor]:
     """Return the tensors in nested lists, tuples and dictionaries."""
     found: list[Tensor] = []
-    _add_tensors(arguments, found)
+    _add_tensors([arguments], found)
     return found
 
 
-def _add_tensors(arguments: Any, found: list[Tensor]) -> None:
-    if isinstance(arguments, Tensor):
-        found.append(arguments)
-    elif isinstance(arguments, (list, tuple)):
-        for argument in arguments:
+def _add_tensors(arguments: Iterable[Any], found: list[Tensor]) -> None:
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            found.append(argument)
+        elif isinstance(argument, (list, tuple)):
             _add_tensors(argument, found)
-    elif isinstance(arguments, dict):
-        for argument in arguments.values():
-            _add_tensors(argument, found)
+        elif isinstance(argument, dict):
+            _add_tensors(argument.values(), found)
 
 
 def storages_of(tensors: list[Tensor]) -> list[UntypedStorage]:
