@@ -58,7 +58,6 @@ from lightning_dp.recompute.values import (
     Value,
     closure,
     compute,
-    copy_of,
     is_plain,
     is_small,
     outputs_of,
@@ -230,7 +229,7 @@ class Tape(TorchDispatchMode):
                 # Computing it again would bring in what it was computed from, which may be large.
                 saved = value.save()
                 if saved.tensor is None or saved.is_own:
-                    saved.hold_alias(copy_of(argument) if value.is_state else argument)
+                    (saved.hold_copy if value.is_state else saved.hold_alias)(argument)
                 owned.append(saved)
             inputs[value] = None
             return value

@@ -103,7 +103,7 @@ class Value:
         self._weak = None
         saved = self.saved
         if saved is not None and saved.tensor is not None and not saved.is_own and saved.is_as_read:
-            saved.hold(copy_of(saved.get()))
+            saved.hold_copy(saved.get())
 
 
 class Saved:
@@ -149,6 +149,10 @@ class Saved:
         The graph would keep the tensor, and the tensor the graph.
         """
         return self._hold(detach_with_version(tensor))
+
+    def hold_copy(self, tensor: Tensor) -> Saved:
+        """Keep a copy of ``tensor``, which will be changed; return the object itself."""
+        return self._hold(copy_of(tensor))
 
     def _hold(self, tensor: Tensor) -> Saved:
         self.tensor = tensor
