@@ -474,6 +474,18 @@ def mutated_arguments(func: Any) -> tuple[int | str, ...]:
     )
 
 
+def is_leaf(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is a leaf of the graph, which stays as it is.
+
+    A view of what has a graph is no leaf. PyTorch itself would make its node now if the base was changed in place:
+    earlier than in training that does not ask, so that backward adds gradients in another order.
+    """
+    if not tensor.requires_grad:
+        return True
+    base = tensor._base
+    return (base is None or not base.requires_grad) and tensor.is_leaf
+
+
 _IN_PLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import TensorWeakRef
 
-from lightning_dp._private.torch_names import detach_with_version, version_of
+from lightning_dp._private.torch_names import detach_with_version, is_leaf, version_of
 from lightning_dp.recompute.operators import BackendFlags, Kind, rerun, under_flags
 
 # Two threads may run backward through parts of one graph. Neither may drop what the other is about to read.
@@ -63,7 +63,7 @@ class Value:
         self.device = tensor.device
         self.is_small = is_small(tensor)
         if call is None:
-            self.is_state = number < 0 and tensor.is_leaf and _has_few_bytes(tensor)
+            self.is_state = number < 0 and is_leaf(tensor) and _has_few_bytes(tensor)
         else:
             self.is_state = call.kind is Kind.VIEW and call.inputs[0].is_state
         self._weak: TensorWeakRef | None = TensorWeakRef(tensor)
@@ -131,8 +131,8 @@ class Saved:
 
     def hold(self, tensor: Tensor) -> Saved:
         """Keep ``tensor``, which is the value, from now on; return the object itself."""
-        is_leaf = tensor.is_leaf
-        if is_leaf and (self.value is None or not is_plain(tensor)):
+        is_original = is_leaf(tensor)
+        if is_original and (self.value is None or not is_plain(tensor)):
             self._hold(tensor)
         elif is_plain(tensor):
             # A leaf may get other memory, by an assignment to its `.data`: what was computed from it is computed again
@@ -140,7 +140,7 @@ class Saved:
             self.hold_alias(tensor)
         else:
             self._hold(tensor.detach())
-        self.original = tensor if is_leaf else None
+        self.original = tensor if is_original else None
         return self
 
     def hold_alias(self, tensor: Tensor) -> Saved:

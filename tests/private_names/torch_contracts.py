@@ -306,6 +306,23 @@ def check_changes_in_place_are_counted() -> None:
     assert torch_names.version_of(tensor) == before + 1
 
 
+@contract(torch.Tensor, "_base")
+def check_a_look_at_a_view_makes_no_node() -> None:
+    made = [torch.ones(2, requires_grad=True) * 2 for _ in range(2)]
+    views = [tensor[:1] for tensor in made]
+    nodes = [view.grad_fn for view in views]
+    for tensor, view in zip(made, views, strict=True):
+        tensor.mul_(2)
+        assert not torch_names.is_leaf(view)
+    # Each gets its node now, in the order in which they are asked.
+    second, first = (torch_names.sequence_number(view.grad_fn) for view in reversed(views))
+    assert second < first
+    assert [view.grad_fn for view in views] != nodes
+    assert torch_names.is_leaf(torch.ones(2)[:1].requires_grad_())
+    assert torch_names.is_leaf(torch.ones(2, requires_grad=True))
+    assert torch_names.is_leaf(torch.ones(2)[:1])
+
+
 @contract(torch.autograd, "_unsafe_preserve_version_counter")
 def check_autograd_sees_no_change_that_was_undone() -> None:
     tensor = torch.ones(1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_dp._private.torch_names import sequence_number
 from lightning_dp.recompute import apply_recompute
 from lightning_dp.recompute.values import copy_of
 from tests.recompute.counting import differing, state_of
@@ -60,3 +61,23 @@ def test_a_copy_has_the_values_and_the_strides(name):
     assert torch.equal(copy, x)
     assert copy.stride() == x.stride()
     assert copy.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+
+
+class Looks(nn.Module):
+    """Reads a small view without a graph, before anything with a graph reads it: PyTorch makes its node no earlier."""
+
+    def forward(self, base: Tensor, row: Tensor) -> Tensor:
+        base.mul_(2)
+        with torch.no_grad():
+            self.read = row * 3
+        wave = base.sin()
+        self.is_later = sequence_number(row.grad_fn) > sequence_number(wave.grad_fn)
+        return wave.sum()
+
+
+def test_the_nodes_of_the_graph_are_made_in_the_order_of_plain_training():
+    model = Looks()
+    apply_recompute(model)
+    base = numbers(4, 8).requires_grad_() * 1
+    model(base, base[0])
+    assert model.is_later
