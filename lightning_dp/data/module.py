@@ -149,9 +149,16 @@ class ImageDataModule(LightningDataModule):
         return loader
 
     def _rank(self) -> tuple[int, int]:
-        """Return the rank and the world size of the Trainer or, without one, of the default process group."""
+        """Return which part of the batches is this rank's, and how many there are.
+
+        There is one for each rank of the Trainer or, without one, of the default process group. Ranks that hold parts
+        of the same layers (``ModelParallelStrategy`` with tensor parallelism) share one.
+        """
         if self.trainer is not None:
-            return self.trainer.global_rank, self.trainer.world_size
+            parts = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None)  # what Lightning's sampler gets
+            if parts is None:  # one device
+                return self.trainer.global_rank, self.trainer.world_size
+            return parts["rank"], parts["num_replicas"]
         return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     def _check_batch_sizes(self, world_size: int) -> None:

@@ -9,11 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_dp._lightning import FRAMEWORK, LightningModule, Trainer
+from lightning_dp._lightning import FRAMEWORK, LightningModule, ModelParallelStrategy, Trainer
 from lightning_dp.data import CIFAR10, Digits, ImageNet, ImageNetShards, Synthetic
 from tests.ranks import RankError, run_processes
 
@@ -122,6 +124,36 @@ def test_three_ranks_train_and_evaluate_on_the_same_images_as_one():
 def test_the_test_above_detects_padding():
     ranks = run_processes(3, fit_and_test, 3, PaddedByTorch)
     assert [metrics["test/count"] for metrics, _ in ranks] == [102] * 3
+
+
+class TensorParallel(Probe):
+    """A classifier whose layer is divided among the ranks, so that all of them need the same images."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh
+        if mesh is not None and mesh["tensor_parallel"].size() > 1:
+            parallelize_module(self.layer, mesh["tensor_parallel"], ColwiseParallel(output_layouts=Replicate()))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_in_tensor_parallel(rank: int, num_parts: int) -> tuple[list, torch.Tensor]:
+    warnings.filterwarnings("ignore", message=OLD_WAYS)
+    strategy = ModelParallelStrategy(1, num_parts) if num_parts > 1 else "auto"
+    model = TensorParallel()
+    trainer = Trainer(devices=num_parts, strategy=strategy, max_epochs=2, enable_checkpointing=False, **QUIET)
+    trainer.fit(model, datamodule=data())
+    weight = model.layer.weight
+    return model.seen, (weight.full_tensor() if num_parts > 1 else weight).detach().clone()
+
+
+def test_ranks_that_share_a_layer_have_the_same_images():
+    """They would compute parts of one batch's logits from different images, without an error."""
+    seen, weight = fit_in_tensor_parallel(0, 1)
+    for seen_by_rank, weight_of_rank in run_processes(2, fit_in_tensor_parallel, 2):
+        assert seen_by_rank == seen
+        torch.testing.assert_close(weight_of_rank, weight)
 
 
 def fit_with_loaders(rank: int) -> None:
