@@ -168,11 +168,15 @@ class ImageNet(ImageDataModule):
         return train.images_per_s() if isinstance(train, ImageFiles) else None
 
     def on_after_batch_transfer(self, batch: tuple[Any, Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
-        """Return normalized images and the labels. Lightning calls this when the batch is on the device."""
+        """Return normalized images and the labels. Lightning calls this when the batch is on the device.
+
+        Floating-point images are normalized already: those of a loader that a subclass has of its own.
+        """
         images, labels = batch
         if isinstance(images, EncodedImages):
             images = self._decode(images, labels.device)
-        images = normalize(images, self.mean, self.std)
+        if not images.is_floating_point():
+            images = normalize(images, self.mean, self.std)
         if self.trainer is not None:  # it has converted the batch before, when images were integers
             images = self.trainer.precision_plugin.convert_input(images)
         return images, labels
