@@ -258,7 +258,9 @@ def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
 @lru_cache
 def _scale_and_shift(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     # Made once for each device: on a GPU, every copy of a few numbers from the host would make the step wait. Not as
-    # tensors of inference mode, if the first call is in a validation, because training uses them too.
+    # tensors of inference mode, if the first call is in a validation, because training uses them too. Nor in the
+    # default dtype, which is bfloat16 in a step with "bf16-true".
     with torch.inference_mode(False):
-        deviation = torch.tensor(std, device=device).view(-1, 1, 1)
-        return 1 / (255 * deviation), torch.tensor(mean, device=device).view(-1, 1, 1) / deviation
+        deviation = torch.tensor(std, dtype=torch.float32, device=device).view(-1, 1, 1)
+        center = torch.tensor(mean, dtype=torch.float32, device=device).view(-1, 1, 1)
+        return 1 / (255 * deviation), center / deviation
