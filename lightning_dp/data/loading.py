@@ -52,7 +52,9 @@ def slice_bounds(total: int, part: int, num_parts: int) -> tuple[int, int]:
 
 def derive_seed(*numbers: int) -> int:
     """Return a 63-bit seed for a sequence of numbers. (1, 2), (2, 1) and (3,) give unrelated seeds."""
-    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "big") >> 1
+    # NumPy writes its integers in another way, and the seed 3 would be two.
+    text = repr(tuple(number.item() if hasattr(number, "item") else number for number in numbers))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def stratified_holdout(labels: Tensor, size: int, seed: int) -> tuple[Tensor, Tensor]:
