@@ -88,9 +88,9 @@ class ImageDataModule(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Read what ``stage`` needs. Lightning calls this on every rank."""
-        if stage != "test":
+        if stage not in ("test", "predict"):
             self._splits["train"], self._splits["val"] = self.read_train()
-        if stage in (None, "test"):
+        if stage in (None, "test", "predict"):
             self._splits["test"] = self.read_test()
         self._check_loaded()
         if self.num_workers == 0:
@@ -99,6 +99,7 @@ class ImageDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of this rank's slices of the global batches. The order differs between epochs."""
+        self._read_if_needed("train")
         rank, world_size = self._rank()
         dataset = self._dataset("train", self.augment)
         sampler = TrainingSampler(
@@ -108,6 +109,7 @@ class ImageDataModule(LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
         """Return the loader of this rank's validation images, or an empty list if there are none."""
+        self._read_if_needed("val")
         if len(self._splits["val"][1]):
             return self._evaluation_loader("val")
         # No validation is what the user asked for.
@@ -116,11 +118,21 @@ class ImageDataModule(LightningDataModule):
 
     def test_dataloader(self) -> DataLoader[Any]:
         """Return the loader of this rank's test images."""
+        self._read_if_needed("test")
         return self._evaluation_loader("test")
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Return the loader of this rank's test images, with their labels."""
+        return self.test_dataloader()
 
     def image_size_of(self) -> Callable[[int], int] | None:
         """Return a function from an epoch to the size of its training images, or None if it never changes."""
         return None
+
+    def _read_if_needed(self, split: str) -> None:
+        """Read a split that no stage so far has needed, as the test images after a fit."""
+        if split not in self._splits:
+            self.setup("test" if split == "test" else "fit")
 
     def _evaluation_loader(self, split: str) -> DataLoader[Any]:
         rank, world_size = self._rank()

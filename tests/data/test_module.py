@@ -17,6 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dp._lightning import FRAMEWORK, LightningModule, ModelParallelStrategy, Trainer
 from lightning_dp.data import CIFAR10, Digits, ImageNet, ImageNetShards, Synthetic
+from lightning_dp.models import Classifier
 from tests.ranks import RankError, run_processes
 
 # Lightning 2.6 asks torch 2.13 in a way that torch calls old.
@@ -242,6 +243,33 @@ def test_without_validation_images_there_is_no_validation():
     trainer = Trainer(max_epochs=1, enable_checkpointing=False, **QUIET)
     trainer.fit(probe, datamodule=Synthetic(num_train=24, num_val=0, batch_size=12))
     assert "val/count" not in trainer.callback_metrics
+
+
+@pytest.mark.parametrize("stage", [None, "fit", "test"])
+def test_loaders_read_what_no_stage_has_needed(stage):
+    """After a fit, loaders of the test images are asked for, and after a test those of the others."""
+    module = data()
+    if stage is not None:
+        module.setup(stage)
+    loaders = module.train_dataloader(), module.val_dataloader(), module.test_dataloader()
+    assert [sum(len(labels) for _, labels in loader) for loader in loaders] == [60, 41, 101]
+
+
+def predict(rank: int, world_size: int) -> list[torch.Tensor]:
+    warnings.filterwarnings("ignore", message=OLD_WAYS)
+    model = Classifier(torch.nn.Sequential(torch.nn.Flatten(), Probe().layer), 10, torch.optim.SGD)
+    strategy = "ddp" if world_size > 1 else "auto"
+    return Trainer(devices=world_size, strategy=strategy, **QUIET).predict(model, datamodule=data())
+
+
+def test_predictions_are_the_logits_of_the_test_images_in_order():
+    one = torch.cat(predict(0, 1))
+    images, _ = next(iter(data().test_dataloader()))
+    assert len(one) == 101
+    weight = Probe().layer.weight
+    torch.testing.assert_close(one[: len(images)], (images.flatten(1) @ weight.T).detach())
+    ranks = run_processes(2, predict, 2)
+    assert torch.equal(torch.cat([part for parts in zip(*ranks, strict=True) for part in parts]), one)
 
 
 def test_lightnings_advice_on_workers_is_suppressed(monkeypatch):
