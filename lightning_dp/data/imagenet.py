@@ -366,7 +366,7 @@ def _devkit_classes(meta: Path) -> dict[int, str]:
 
 
 def _list_classes(root: Path, folder: Path, present: Sequence[str], classes: Sequence[str]) -> Listing:
-    loose = min((name for name in os.listdir(folder) if name.lower().endswith(SUFFIXES)), default=None)
+    loose = min(filter(_is_image, os.listdir(folder)), default=None)
     if loose is not None:  # a script that sorts images by class may have stopped halfway
         raise ValueError(f"{folder / loose} is beside the class folders, and would be left out; move it into its class")
     number_of = {name: number for number, name in enumerate(classes)}
@@ -388,9 +388,14 @@ def _subfolders(folder: Path) -> list[str]:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
+def _is_image(name: str) -> bool:
+    """Return whether a file is an image, by its name. macOS puts ``._1.JPEG``, which is none, beside ``1.JPEG``."""
+    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
+
+
 def _images(folder: Path) -> list[str]:
     """Return the names of the images in a folder, in order."""
-    found = sorted(name for name in os.listdir(folder) if name.lower().endswith(SUFFIXES))
+    found = sorted(filter(_is_image, os.listdir(folder)))
     if not found:
         raise FileNotFoundError(
             f"{folder} has no image ({', '.join(SUFFIXES)}); unpack its archive again, or remove it"

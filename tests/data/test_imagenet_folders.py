@@ -42,7 +42,7 @@ def test_classes_are_numbered_in_the_order_of_their_names(tmp_path):
 def test_other_files_are_ignored_and_any_spelling_of_the_suffix_is_read(tmp_path):
     folder = tmp_path / "train" / "n0"
     folder.mkdir(parents=True)
-    for name in ("a.jpg", "b.PNG", "é.jpeg", "checksums.txt", ".hidden"):
+    for name in ("a.jpg", "b.PNG", "é.jpeg", "checksums.txt", ".hidden", "._a.jpg", "../._b.jpg"):
         (folder / name).touch()
     (tmp_path / "train" / ".cache").mkdir()
     train, classes = list_train(tmp_path)
