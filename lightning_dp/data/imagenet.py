@@ -315,7 +315,7 @@ def read_labels(path: Path, names: Sequence[str], classes: Sequence[str]) -> lis
     """
     number_of = {name: number for number, name in enumerate(classes)}
     try:
-        text = path.read_text()
+        text = path.read_text("utf-8-sig")  # spreadsheets write a mark at the beginning
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text file with labels ({error}); replace it, or set val_labels") from error
     lines = [_words(line, number_of) for line in text.splitlines() if line.strip()]
@@ -344,8 +344,12 @@ def read_labels(path: Path, names: Sequence[str], classes: Sequence[str]) -> lis
 
 
 def _words(line: str, classes: Container[str]) -> list[str]:
-    """Return the words of a line of a label file. The name of a class is one word, also with spaces in it."""
-    words = line.replace(",", " ").split()
+    """Return the words of a line of a label file.
+
+    The name of a class is one word, also with spaces in it, and so is what stands before the first comma.
+    """
+    first, comma, others = line.partition(",")
+    words = [first.strip(), *others.replace(",", " ").split()] if comma else line.split()
     if " ".join(words) in classes:
         return [" ".join(words)]
     rest = " ".join(words[1:])

@@ -102,6 +102,13 @@ def test_a_class_may_have_spaces_in_its_name(tmp_path, line):
     assert found == [classes.index(name) for name in labels]
 
 
+def test_a_line_of_a_spreadsheet_may_have_spaces_in_the_name_of_the_image(tmp_path):
+    (tmp_path / "labels.csv").write_text("my cat.jpg,n1\nmy dog.jpg, n0\n", encoding="utf-8-sig")
+    assert read_labels(tmp_path / "labels.csv", ["my cat.jpg", "my dog.jpg"], ["n0", "n1"]) == [1, 0]
+    (tmp_path / "labels.csv").write_text("n1\nn0\n", encoding="utf-8-sig")
+    assert read_labels(tmp_path / "labels.csv", ["my cat.jpg", "my dog.jpg"], ["n0", "n1"]) == [1, 0]
+
+
 def test_a_label_file_may_be_elsewhere(tmp_path):
     images = flatten_val(write_imagenet(tmp_path / "images", 1, 2))
     caffe(tmp_path, images)
