@@ -25,6 +25,10 @@ class ImageDataModule(LightningDataModule):
     images in the same order with the same augmentation. A batch is ``(images, labels)``: normalized (n, C, H, W)
     float32, and (n,) int64.
 
+    The Trainer tells a loader's sampler the epoch. In a loop of your own, call ``loader.sampler.set_epoch(epoch)``, as
+    for `torch.utils.data.DistributedSampler`: all passes of an epoch have the same batches, with the same augmentation.
+    So have those of a loader that Lightning's ``CombinedLoader`` begins again within an epoch.
+
     A subclass defines ``num_classes``, ``image_shape``, ``mean``, ``std``, `read_train` and `read_test`.
 
     Args:
