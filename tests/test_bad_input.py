@@ -702,6 +702,7 @@ OPTIONS = [
     synthetic("the last batch would hold 2 of 449 ... drop_last", 3, batch_size=447, num_train=449, drop_last=False),
     cifar("val_size=60 cannot be held out of the 60 training images ... use 0 ... to 59", val_size=60),
     cifar("val_size=-1 cannot be held out", val_size=-1),
+    cifar("val_size=0.1 cannot be held out", val_size=0.1),  # a share, as in scikit-learn
     cifar("a limit of 0 images leaves no image", val_size=0, train_limit=0),
     cifar("a limit of -3 images leaves no image", val_size=0, test_limit=-3),
     imagenet("crop='random' must be one of 'resized', 'square', or null", crop="random"),

@@ -19,7 +19,7 @@ ALLOWED = {
     "layers": {"_private", "collectives"},
     "trial_run": {"_private"},
     "recompute": {"_private", "collectives", "trial_run"},
-    "optim": set(),
+    "optim": {"_private"},
     "planner": {"_lightning", "_private", "callbacks", "collectives", "layers", "recompute", "strategies", "trial_run"},
     "losses": {"_private"},
     "models": {"_lightning", "layers", "losses"},

@@ -167,6 +167,11 @@ def _fsdp_groups(unit: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def is_flattened(parameter: Tensor) -> bool:
+    """Return whether FSDP1 has put ``parameter`` into one of one dimension, or is that one."""
+    return getattr(parameter, "_fsdp_flattened", False)
+
+
 def begin_passes_at(root: Any) -> None:
     """Let FSDP2 know that passes begin at ``root``. It takes the first part that runs for that, and no other later."""
     root._get_fsdp_state()._lazy_init()

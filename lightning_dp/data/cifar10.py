@@ -257,7 +257,7 @@ def _limited(size: int, limit: int | None) -> int:
 
 def _check_val_size(val_size: int, num_images: int, where: object) -> int:
     """Return the number of images that remain for training, or raise ValueError."""
-    if not 0 <= val_size < num_images:
+    if val_size not in range(num_images):
         raise ValueError(
             f"val_size={val_size} cannot be held out of the {num_images} training images in {where}; "
             f"use 0 (no validation) to {num_images - 1}"

@@ -168,11 +168,15 @@ class ImageNet(ImageDataModule):
         return train.images_per_s() if isinstance(train, ImageFiles) else None
 
     def on_after_batch_transfer(self, batch: tuple[Any, Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
-        """Return normalized images and the labels. Lightning calls this when the batch is on the device."""
+        """Return normalized images and the labels. Lightning calls this when the batch is on the device.
+
+        Floating-point images are normalized already: those of a loader that a subclass has of its own.
+        """
         images, labels = batch
         if isinstance(images, EncodedImages):
             images = self._decode(images, labels.device)
-        images = normalize(images, self.mean, self.std)
+        if not images.is_floating_point():
+            images = normalize(images, self.mean, self.std)
         if self.trainer is not None:  # it has converted the batch before, when images were integers
             images = self.trainer.precision_plugin.convert_input(images)
         return images, labels
@@ -311,7 +315,7 @@ def read_labels(path: Path, names: Sequence[str], classes: Sequence[str]) -> lis
     """
     number_of = {name: number for number, name in enumerate(classes)}
     try:
-        text = path.read_text()
+        text = path.read_text("utf-8-sig")  # spreadsheets write a mark at the beginning
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text file with labels ({error}); replace it, or set val_labels") from error
     lines = [_words(line, number_of) for line in text.splitlines() if line.strip()]
@@ -340,8 +344,12 @@ def read_labels(path: Path, names: Sequence[str], classes: Sequence[str]) -> lis
 
 
 def _words(line: str, classes: Container[str]) -> list[str]:
-    """Return the words of a line of a label file. The name of a class is one word, also with spaces in it."""
-    words = line.replace(",", " ").split()
+    """Return the words of a line of a label file.
+
+    The name of a class is one word, also with spaces in it, and so is what stands before the first comma.
+    """
+    first, comma, others = line.partition(",")
+    words = [first.strip(), *others.replace(",", " ").split()] if comma else line.split()
     if " ".join(words) in classes:
         return [" ".join(words)]
     rest = " ".join(words[1:])
@@ -362,7 +370,7 @@ def _devkit_classes(meta: Path) -> dict[int, str]:
 
 
 def _list_classes(root: Path, folder: Path, present: Sequence[str], classes: Sequence[str]) -> Listing:
-    loose = min((name for name in os.listdir(folder) if name.lower().endswith(SUFFIXES)), default=None)
+    loose = min(filter(_is_image, os.listdir(folder)), default=None)
     if loose is not None:  # a script that sorts images by class may have stopped halfway
         raise ValueError(f"{folder / loose} is beside the class folders, and would be left out; move it into its class")
     number_of = {name: number for number, name in enumerate(classes)}
@@ -384,9 +392,14 @@ def _subfolders(folder: Path) -> list[str]:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
+def _is_image(name: str) -> bool:
+    """Return whether a file is an image, by its name. macOS puts ``._1.JPEG``, which is none, beside ``1.JPEG``."""
+    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
+
+
 def _images(folder: Path) -> list[str]:
     """Return the names of the images in a folder, in order."""
-    found = sorted(name for name in os.listdir(folder) if name.lower().endswith(SUFFIXES))
+    found = sorted(filter(_is_image, os.listdir(folder)))
     if not found:
         raise FileNotFoundError(
             f"{folder} has no image ({', '.join(SUFFIXES)}); unpack its archive again, or remove it"

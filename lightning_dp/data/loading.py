@@ -52,7 +52,9 @@ def slice_bounds(total: int, part: int, num_parts: int) -> tuple[int, int]:
 
 def derive_seed(*numbers: int) -> int:
     """Return a 63-bit seed for a sequence of numbers. (1, 2), (2, 1) and (3,) give unrelated seeds."""
-    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "big") >> 1
+    # NumPy writes its integers in another way, and the seed 3 would be two.
+    text = repr(tuple(number.item() if hasattr(number, "item") else number for number in numbers))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def stratified_holdout(labels: Tensor, size: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -258,7 +260,9 @@ def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
 @lru_cache
 def _scale_and_shift(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     # Made once for each device: on a GPU, every copy of a few numbers from the host would make the step wait. Not as
-    # tensors of inference mode, if the first call is in a validation, because training uses them too.
+    # tensors of inference mode, if the first call is in a validation, because training uses them too. Nor in the
+    # default dtype, which is bfloat16 in a step with "bf16-true".
     with torch.inference_mode(False):
-        deviation = torch.tensor(std, device=device).view(-1, 1, 1)
-        return 1 / (255 * deviation), torch.tensor(mean, device=device).view(-1, 1, 1) / deviation
+        deviation = torch.tensor(std, dtype=torch.float32, device=device).view(-1, 1, 1)
+        center = torch.tensor(mean, dtype=torch.float32, device=device).view(-1, 1, 1)
+        return 1 / (255 * deviation), center / deviation

@@ -25,6 +25,10 @@ class ImageDataModule(LightningDataModule):
     images in the same order with the same augmentation. A batch is ``(images, labels)``: normalized (n, C, H, W)
     float32, and (n,) int64.
 
+    The Trainer tells a loader's sampler the epoch. In a loop of your own, call ``loader.sampler.set_epoch(epoch)``, as
+    for `torch.utils.data.DistributedSampler`: all passes of an epoch have the same batches, with the same augmentation.
+    So have those of a loader that Lightning's ``CombinedLoader`` begins again within an epoch.
+
     A subclass defines ``num_classes``, ``image_shape``, ``mean``, ``std``, `read_train` and `read_test`.
 
     Args:
@@ -88,9 +92,9 @@ class ImageDataModule(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Read what ``stage`` needs. Lightning calls this on every rank."""
-        if stage != "test":
+        if stage not in ("test", "predict"):
             self._splits["train"], self._splits["val"] = self.read_train()
-        if stage in (None, "test"):
+        if stage in (None, "test", "predict"):
             self._splits["test"] = self.read_test()
         self._check_loaded()
         if self.num_workers == 0:
@@ -99,6 +103,7 @@ class ImageDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of this rank's slices of the global batches. The order differs between epochs."""
+        self._read_if_needed("train")
         rank, world_size = self._rank()
         dataset = self._dataset("train", self.augment)
         sampler = TrainingSampler(
@@ -108,6 +113,7 @@ class ImageDataModule(LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
         """Return the loader of this rank's validation images, or an empty list if there are none."""
+        self._read_if_needed("val")
         if len(self._splits["val"][1]):
             return self._evaluation_loader("val")
         # No validation is what the user asked for.
@@ -116,11 +122,21 @@ class ImageDataModule(LightningDataModule):
 
     def test_dataloader(self) -> DataLoader[Any]:
         """Return the loader of this rank's test images."""
+        self._read_if_needed("test")
         return self._evaluation_loader("test")
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Return the loader of this rank's test images, with their labels."""
+        return self.test_dataloader()
 
     def image_size_of(self) -> Callable[[int], int] | None:
         """Return a function from an epoch to the size of its training images, or None if it never changes."""
         return None
+
+    def _read_if_needed(self, split: str) -> None:
+        """Read a split that no stage so far has needed, as the test images after a fit."""
+        if split not in self._splits:
+            self.setup("test" if split == "test" else "fit")
 
     def _evaluation_loader(self, split: str) -> DataLoader[Any]:
         rank, world_size = self._rank()
@@ -149,9 +165,16 @@ class ImageDataModule(LightningDataModule):
         return loader
 
     def _rank(self) -> tuple[int, int]:
-        """Return the rank and the world size of the Trainer or, without one, of the default process group."""
+        """Return which part of the batches is this rank's, and how many there are.
+
+        There is one for each rank of the Trainer or, without one, of the default process group. Ranks that hold parts
+        of the same layers (``ModelParallelStrategy`` with tensor parallelism) share one.
+        """
         if self.trainer is not None:
-            return self.trainer.global_rank, self.trainer.world_size
+            parts = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None)  # what Lightning's sampler gets
+            if parts is None:  # one device
+                return self.trainer.global_rank, self.trainer.world_size
+            return parts["rank"], parts["num_replicas"]
         return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     def _check_batch_sizes(self, world_size: int) -> None:

@@ -122,6 +122,10 @@ class Classifier(LightningModule):
         top_5 = {} if self.test_acc5 is None else {"test/acc5": self.test_acc5}
         self._evaluate(batch, {"test/loss": self.test_loss, "test/acc": self.test_acc, **top_5})
 
+    def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> Tensor:
+        """Return the logits of images, or of images and labels."""
+        return self(batch if isinstance(batch, Tensor) else batch[0])
+
     def configure_optimizers(self) -> Any:
         """Return the optimizer of all parameters and, if there is one, its schedule."""
         groups = self.parameters() if self.parameter_groups is None else self.parameter_groups(self.model)

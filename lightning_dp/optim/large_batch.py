@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_dp._private.torch_names import is_flattened
 from lightning_dp.optim.krizhevsky import call_closure, check_options, scale_learning_rate, with_velocity
 
 
@@ -36,7 +37,8 @@ class LARS(Optimizer):
         trust_coefficient: eta of the paper.
 
     Raises:
-        ValueError: ``lr``, ``weight_decay`` or ``trust_coefficient`` is negative, or ``momentum`` is not in [0, 1).
+        ValueError: ``lr``, ``weight_decay`` or ``trust_coefficient`` is negative, or ``momentum`` is not in [0, 1), or
+            FSDP1 has flattened the parameters.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class LARS(Optimizer):
             "trust_coefficient": trust_coefficient,
         }
         super().__init__(params, defaults)
+        _require_shapes(parameter for group in self.param_groups for parameter in group["params"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group. Options that it does not set are those of the constructor."""
@@ -200,12 +203,14 @@ def weight_decay_groups(
         reference_batch_size: the batch size that ``lr`` is for.
 
     Raises:
-        ValueError: ``lr`` or a batch size is not positive, or ``weight_decay`` is negative.
+        ValueError: ``lr`` or a batch size is not positive, or ``weight_decay`` is negative, or FSDP1 has flattened the
+            parameters.
     """
     if weight_decay < 0:  # torch's optimizers check their own argument, and not what a group has
         raise ValueError(f"weight_decay={weight_decay} must not be negative")
     rate = scale_learning_rate(lr, batch_size / reference_batch_size)
     parameters = list(model.parameters())
+    _require_shapes(parameters)
     decayed = [parameter for parameter in parameters if parameter.ndim > 1]
     rest = [parameter for parameter in parameters if parameter.ndim <= 1]
     groups = [
@@ -213,3 +218,13 @@ def weight_decay_groups(
         {"params": rest, "name": "not_decayed", "lr": rate, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _require_shapes(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise ValueError if weights look like biases, because they are shards of FSDP1."""
+    flattened = [parameter for parameter in parameters if is_flattened(parameter)]
+    if flattened and all(parameter.ndim <= 1 for parameter in flattened):
+        raise ValueError(
+            "FSDP1 (FSDPStrategy) has flattened the parameters, so that weights look like biases; use FSDP2 "
+            "(ModelParallelStrategy or LayeredFSDPStrategy), which keeps their shapes"
+        )

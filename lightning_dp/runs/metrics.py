@@ -84,7 +84,7 @@ class MetricsFile(Logger):
     def log_metrics(self, metrics: Mapping[str, float | Tensor], step: int | None = None) -> None:
         """Append a row. A module that logs directly may have tensors, as Lightning's loggers accept."""
         values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
-        self._rows.append({**values, "step": len(self._rows) if step is None else step})
+        self._rows.append({**values, "step": len(self._rows) if step is None else int(step)})
         path = self._folder / METRICS
         if self._rows[-1].keys() <= set(self._columns):
             with open(path, "a", newline="") as file:

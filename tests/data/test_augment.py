@@ -50,3 +50,18 @@ def test_normalize_equals_its_formula():
     assert result.dtype == torch.float32
     torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(normalize(images, [0.25, 0.5], [0.5, 0.2]), result), "as a subclass of a user may have them"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_is_not_that_of_mean_and_deviation(dtype):
+    """It is bfloat16 within a step with "bf16-true". What the first call computes is kept for all later ones."""
+    images = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(-1, 2, -1, -1)
+    mean, std = (0.4, 0.5 + dtype.itemsize / 100), (0.3, 0.7)  # of no other call
+    torch.set_default_dtype(dtype)
+    try:
+        first = normalize(images, mean, std)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    expected = (images.double() / 255 - torch.tensor(mean).view(2, 1, 1)) / torch.tensor(std).view(2, 1, 1)
+    torch.testing.assert_close(first.double(), expected.double(), rtol=1e-5, atol=1e-5)
+    assert first.dtype == torch.float32

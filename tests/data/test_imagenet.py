@@ -11,6 +11,7 @@ import PIL.Image
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.data import DataLoader
 
 from lightning_dp._lightning import Callback, LightningModule, Trainer
 from lightning_dp.data import ImageNet, SyntheticImageNet, smoke_data
@@ -149,6 +150,22 @@ def test_a_trainer_normalizes_and_evaluates_every_image_once(root):
     std = torch.tensor(ImageNet.std).view(3, 1, 1)
     expected = ((images.double() / 255 - mean) / std).mean().item()
     assert model.seen[0][0] == pytest.approx(expected, abs=1e-5)
+
+
+def test_images_that_a_loader_has_normalized_are_not_normalized_again(root):
+    """A subclass may have other test images, in a loader with torchvision's usual transforms."""
+
+    class OtherTest(ImageNet):
+        def test_dataloader(self) -> DataLoader:
+            return DataLoader([(torch.full((3, 8, 8), 1.5), 0)] * 2, batch_size=2)
+
+    class Remembers(Sums):
+        def test_step(self, batch, batch_idx: int) -> None:
+            self.tested = batch[0]
+
+    model = Remembers()
+    trainer().test(model, datamodule=OtherTest(root, **OPTIONS), verbose=False)
+    assert model.tested.unique().tolist() == [1.5]
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")

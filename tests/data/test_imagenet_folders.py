@@ -42,7 +42,7 @@ def test_classes_are_numbered_in_the_order_of_their_names(tmp_path):
 def test_other_files_are_ignored_and_any_spelling_of_the_suffix_is_read(tmp_path):
     folder = tmp_path / "train" / "n0"
     folder.mkdir(parents=True)
-    for name in ("a.jpg", "b.PNG", "é.jpeg", "checksums.txt", ".hidden"):
+    for name in ("a.jpg", "b.PNG", "é.jpeg", "checksums.txt", ".hidden", "._a.jpg", "../._b.jpg"):
         (folder / name).touch()
     (tmp_path / "train" / ".cache").mkdir()
     train, classes = list_train(tmp_path)
@@ -100,6 +100,13 @@ def test_a_class_may_have_spaces_in_its_name(tmp_path, line):
     (tmp_path / "labels.txt").write_text(text)
     found = read_labels(tmp_path / "labels.txt", [f"{place}.jpg" for place in range(3)], classes)
     assert found == [classes.index(name) for name in labels]
+
+
+def test_a_line_of_a_spreadsheet_may_have_spaces_in_the_name_of_the_image(tmp_path):
+    (tmp_path / "labels.csv").write_text("my cat.jpg,n1\nmy dog.jpg, n0\n", encoding="utf-8-sig")
+    assert read_labels(tmp_path / "labels.csv", ["my cat.jpg", "my dog.jpg"], ["n0", "n1"]) == [1, 0]
+    (tmp_path / "labels.csv").write_text("n1\nn0\n", encoding="utf-8-sig")
+    assert read_labels(tmp_path / "labels.csv", ["my cat.jpg", "my dog.jpg"], ["n0", "n1"]) == [1, 0]
 
 
 def test_a_label_file_may_be_elsewhere(tmp_path):

@@ -9,12 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_dp._lightning import FRAMEWORK, LightningModule, Trainer
+from lightning_dp._lightning import FRAMEWORK, LightningModule, ModelParallelStrategy, Trainer
 from lightning_dp.data import CIFAR10, Digits, ImageNet, ImageNetShards, Synthetic
+from lightning_dp.models import Classifier
 from tests.ranks import RankError, run_processes
 
 # Lightning 2.6 asks torch 2.13 in a way that torch calls old.
@@ -124,6 +127,36 @@ def test_the_test_above_detects_padding():
     assert [metrics["test/count"] for metrics, _ in ranks] == [102] * 3
 
 
+class TensorParallel(Probe):
+    """A classifier whose layer is divided among the ranks, so that all of them need the same images."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh
+        if mesh is not None and mesh["tensor_parallel"].size() > 1:
+            parallelize_module(self.layer, mesh["tensor_parallel"], ColwiseParallel(output_layouts=Replicate()))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_in_tensor_parallel(rank: int, num_parts: int) -> tuple[list, torch.Tensor]:
+    warnings.filterwarnings("ignore", message=OLD_WAYS)
+    strategy = ModelParallelStrategy(1, num_parts) if num_parts > 1 else "auto"
+    model = TensorParallel()
+    trainer = Trainer(devices=num_parts, strategy=strategy, max_epochs=2, enable_checkpointing=False, **QUIET)
+    trainer.fit(model, datamodule=data())
+    weight = model.layer.weight
+    return model.seen, (weight.full_tensor() if num_parts > 1 else weight).detach().clone()
+
+
+def test_ranks_that_share_a_layer_have_the_same_images():
+    """They would compute parts of one batch's logits from different images, without an error."""
+    seen, weight = fit_in_tensor_parallel(0, 1)
+    for seen_by_rank, weight_of_rank in run_processes(2, fit_in_tensor_parallel, 2):
+        assert seen_by_rank == seen
+        torch.testing.assert_close(weight_of_rank, weight)
+
+
 def fit_with_loaders(rank: int) -> None:
     warnings.filterwarnings("ignore", message=OLD_WAYS)
     module = data()
@@ -210,6 +243,33 @@ def test_without_validation_images_there_is_no_validation():
     trainer = Trainer(max_epochs=1, enable_checkpointing=False, **QUIET)
     trainer.fit(probe, datamodule=Synthetic(num_train=24, num_val=0, batch_size=12))
     assert "val/count" not in trainer.callback_metrics
+
+
+@pytest.mark.parametrize("stage", [None, "fit", "test"])
+def test_loaders_read_what_no_stage_has_needed(stage):
+    """After a fit, loaders of the test images are asked for, and after a test those of the others."""
+    module = data()
+    if stage is not None:
+        module.setup(stage)
+    loaders = module.train_dataloader(), module.val_dataloader(), module.test_dataloader()
+    assert [sum(len(labels) for _, labels in loader) for loader in loaders] == [60, 41, 101]
+
+
+def predict(rank: int, world_size: int) -> list[torch.Tensor]:
+    warnings.filterwarnings("ignore", message=OLD_WAYS)
+    model = Classifier(torch.nn.Sequential(torch.nn.Flatten(), Probe().layer), 10, torch.optim.SGD)
+    strategy = "ddp" if world_size > 1 else "auto"
+    return Trainer(devices=world_size, strategy=strategy, **QUIET).predict(model, datamodule=data())
+
+
+def test_predictions_are_the_logits_of_the_test_images_in_order():
+    one = torch.cat(predict(0, 1))
+    images, _ = next(iter(data().test_dataloader()))
+    assert len(one) == 101
+    weight = Probe().layer.weight
+    torch.testing.assert_close(one[: len(images)], (images.flatten(1) @ weight.T).detach())
+    ranks = run_processes(2, predict, 2)
+    assert torch.equal(torch.cat([part for parts in zip(*ranks, strict=True) for part in parts]), one)
 
 
 def test_lightnings_advice_on_workers_is_suppressed(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -85,6 +86,7 @@ def test_seed_and_epoch_determine_order_and_augmentation():
     assert len({first[0].seed, first[1].seed, next(iter(later)).seed}) == 3
     numbers = [derive_seed(*key) for key in [(0, 1), (1, 0), (1,), (0,), (0, 0), (0, 0, 1), (0, 1, 0)]]
     assert len(set(numbers)) == len(numbers)
+    assert derive_seed(np.int64(3), torch.tensor(1)) == derive_seed(3, 1), "as a loop over np.arange has them"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.optim import SGD
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_dp.models import ResNet50
-from lightning_dp.optim import multistep_with_warmup, polynomial_with_warmup, weight_decay_groups
+from lightning_dp.optim import LARS, multistep_with_warmup, polynomial_with_warmup, weight_decay_groups
 from tests.optim.runs import rates_of
 
 
@@ -21,6 +25,25 @@ def test_only_weights_decay_and_the_rate_grows_with_the_batch():
     assert len(decayed["params"]) == 53 + 1  # convolutions and the linear layer
     assert len(rest["params"]) == 2 * 53 + 1  # batch norm, and the bias
     assert {id(p) for group in (decayed, rest) for p in group["params"]} == {id(p) for p in model.parameters()}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: weight_decay_groups(model, lr=0.1, weight_decay=0.1),
+        lambda model: LARS(model.parameters(), lr=0.1),
+    ],
+)
+def test_shards_that_fsdp_1_has_flattened_are_refused(make):
+    """Weights have one dimension there: none would decay, and LARS would scale no update. FSDP2 keeps their shapes."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True)
+        with pytest.raises(ValueError, match=r"FSDP1 \(FSDPStrategy\) has flattened .* use FSDP2"):
+            make(model)
+        make(fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,))))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_group_without_parameters_is_left_out():

@@ -460,6 +460,22 @@ def check_a_local_part_is_read_in_python_when_fsdp_gathers_it() -> None:
 
 
 FSDP = importlib.import_module("torch.distributed.fsdp")
+
+
+@contract(nn.Parameter, "_fsdp_flattened")
+def check_parameters_that_fsdp_1_has_flattened_are_known() -> None:
+    fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", rank=0, world_size=2, store=fake.FakeStore())
+    try:
+        for is_original in (False, True):
+            options = {"device_id": torch.device("cpu"), "use_orig_params": is_original}
+            parameters = list(FSDP.FullyShardedDataParallel(nn.Linear(2, 2), **options).parameters())
+            assert all(torch_names.is_flattened(parameter) and parameter.ndim == 1 for parameter in parameters)
+    finally:
+        dist.destroy_process_group()
+    assert not torch_names.is_flattened(nn.Linear(2, 2).weight)
+
+
 PARTS = "torch.distributed.fsdp._fully_shard."
 STATE = importlib.import_module(PARTS + "_fsdp_state").FSDPState
 PARAM_GROUP = importlib.import_module(PARTS + "_fsdp_param_group").FSDPParamGroup

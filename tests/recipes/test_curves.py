@@ -76,6 +76,13 @@ def test_a_tensor_that_a_module_logs_directly_is_a_number(tmp_path):
     assert draw_curves(tmp_path).exists()
 
 
+@pytest.mark.parametrize("step", [3.0, torch.tensor(3)])
+def test_the_step_that_a_module_logs_with_need_not_be_an_integer_of_python(tmp_path, step):
+    """The plot at the end of training could not read it."""
+    metrics.MetricsFile(str(tmp_path)).log_metrics({"own": 0.5}, step=step)
+    assert metrics.rows_of(tmp_path) == [{"own": "0.5", "step": "3"}]
+
+
 def test_a_module_finds_its_folder_and_logs_hyperparameters_as_with_lightnings_loggers(tmp_path):
     logger = metrics.MetricsFile(str(tmp_path))
     assert logger.log_dir == str(tmp_path)
