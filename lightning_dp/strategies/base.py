@@ -116,14 +116,19 @@ class BaseStrategy(DDPStrategy):
     def _wrap_again(self, reduced: ReducedParameters, names: list[str], keep_hooks: bool = True) -> None:
         """Wrap the module in a new DDP, which reduces the unfrozen parameters, ``names``, too."""
         log.info(f"{type(self).__name__}: {len(names)} parameters have become trainable, {names[0]} first")
+        module = self.lightning_module
+        buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
         with naming_backend_errors(
             lambda: f"taking {names[0]}, which has become trainable, into the reduction, with all ranks,"
         ):
             if isinstance(self.model, DistributedDataParallel):
-                module = self.lightning_module
                 self.model = reduced.wrap_again(self.model, lambda: wrap_in_ddp(self, module), keep_hooks)
             else:  # all were frozen, and there was nothing to reduce
                 self.configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        if not self.model.broadcast_buffers:  # its constructor has sent rank 0's all the same (`forward_sync_buffers`)
+            for buffer, own in buffers:
+                buffer.data.copy_(own)
 
     @override
     @torch.compiler.disable  # a compiled training_step may call this method

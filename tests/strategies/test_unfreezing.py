@@ -14,7 +14,7 @@ from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredSGDStrategy
 from lightning_dp.strategies.unfreezing import ReducedParameters
-from tests.ranks import RankError, run_processes
+from tests.ranks import SYNC_BUFFERS, RankError, run_processes
 from tests.strategies.modules import SMALL_BUCKETS_MB, Net, assert_same, data, snapshot, trainer
 
 EPOCHS, STEPS = 4, 6
@@ -192,6 +192,37 @@ def test_a_batch_that_accumulates_is_not_reduced_when_parameters_are_unfrozen_be
     expected = [False, True] * ((EPOCHS - 2) * STEPS // 2)
     for results in run_processes(2, accumulate):
         assert results == {"layered": expected, "hybrid": expected}
+
+
+class Remembers(FrozenAtFirst):
+    """Has a buffer of what this rank has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += batch[0].sum()
+        return super().training_step(batch, batch_idx)
+
+
+def remember(rank):
+    def seen(strategy: Any) -> torch.Tensor:
+        module = Remembers()
+        fit(strategy, module)
+        return module.seen
+
+    own_buffers = {SYNC_BUFFERS: False}
+    expected = seen(DDPStrategy(**own_buffers))
+    for strategy in [*strategies(**own_buffers), KrizhevskyHybridStrategy("last", **own_buffers)]:
+        torch.testing.assert_close(seen(strategy), expected)
+    return expected
+
+
+@pytest.mark.ci
+def test_each_rank_keeps_the_buffers_that_ddp_is_told_to_leave_to_it():
+    first, second = run_processes(2, remember)
+    assert first != second
 
 
 def drift(rank):
