@@ -40,7 +40,8 @@ def apply_recompute(
     """
     check_policy(policy)
     require_recomputable(model)
-    if not callable(getattr(model, method, None)):
+    function = getattr(model, method, None)
+    if not callable(function) or isinstance(function, nn.Module):
         raise ValueError(f"method={method!r} is no method of {type(model).__name__}")
     chosen = POLICIES[policy]() if isinstance(policy, str) else policy
     return RecomputeHandle(model, method, chosen)
@@ -95,16 +96,18 @@ class RecomputeHandle:
         self._method = method
         self._before = vars(model).get(method)
         self._recorded = _Recorded(getattr(model, method), self)
-        setattr(model, method, self._recorded)
+        # `setattr` of a model that Fabric has set up assigns to the module inside, whose forward the model calls.
+        vars(model)[method] = self._recorded
 
     def remove(self) -> None:
         """Undo `apply_recompute`. A second call does nothing."""
         self.is_removed = True  # somebody may have wrapped the method since
-        if vars(self._model).get(self._method) is self._recorded:
+        attributes = vars(self._model)
+        if attributes.get(self._method) is self._recorded:
             if self._before is None:
-                delattr(self._model, self._method)
+                del attributes[self._method]
             else:
-                setattr(self._model, self._method, self._before)
+                attributes[self._method] = self._before
 
     def run(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run one forward pass, and record it."""

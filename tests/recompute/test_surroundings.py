@@ -313,7 +313,7 @@ def test_other_arguments_are_refused_by_name():
     for policy in ([], {}, None, "budget"):
         with pytest.raises(ValueError, match=r"policy=.* must be one of 'cheap', 'sublinear'"):
             apply_recompute(model, policy)
-    for method in ("backwards", "training"):
+    for method in ("backwards", "training", "first"):
         with pytest.raises(ValueError, match=f"method='{method}' is no method of Model"):
             apply_recompute(model, method=method)
     with pytest.raises(ValueError, match="time_limit_s=0 must be greater than 0 seconds"):
