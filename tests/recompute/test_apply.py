@@ -38,6 +38,21 @@ def test_a_forward_that_was_replaced_before_is_put_back():
     assert model.forward is replaced
 
 
+def test_a_method_that_somebody_puts_back_after_its_handle_was_removed_is_plain():
+    """A callback that wraps ``training_step`` may undo that in its ``teardown``, after the one of `Memonger`."""
+    model = build("residual")
+    handle = apply_recompute(model)
+    recorded = model.forward
+    model.forward = lambda x: recorded(x) * 2
+    handle.remove()
+    model.forward = recorded
+    plain = counted_step(build("residual"), loss_of)
+    assert recomputed(plain[1], counted_step(model, loss_of)[1]) == {}
+    apply_recompute(model)
+    assert recomputed(plain[1], counted_step(model, loss_of)[1]) != {}
+    assert model.forward.__wrapped__.__code__ is nn.Sequential.forward.__code__, "Lightning looks at that"
+
+
 def test_a_model_that_fabric_has_set_up_recomputes():
     """What is assigned to such a model goes to the module inside, whose forward the model calls."""
     model = Fabric(accelerator="cpu", devices=1).setup_module(build("residual"))
