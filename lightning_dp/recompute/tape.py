@@ -39,6 +39,7 @@ from lightning_dp._private.torch_names import (
     is_in_declared_forward,
     is_in_function_forward,
     is_in_operator,
+    is_leaf,
     mutated_arguments,
     version_of,
 )
@@ -229,7 +230,9 @@ class Tape(TorchDispatchMode):
                 # Computing it again would bring in what it was computed from, which may be large.
                 saved = value.save()
                 if saved.tensor is None or saved.is_own:
-                    (saved.hold_copy if value.is_state else saved.hold_alias)(argument)
+                    # What has no graph may change before backward, as a running mean does.
+                    is_copied = value.is_state or is_leaf(argument)
+                    (saved.hold_copy if is_copied else saved.hold_alias)(argument)
                 owned.append(saved)
             inputs[value] = None
             return value
@@ -256,7 +259,9 @@ class Tape(TorchDispatchMode):
             if position in values:
                 outputs.append(None)
                 continue
-            value = values[position] = Value(tensor, position, self._location.segment, call, self._number)
+            is_outside = tensor.untyped_storage() in changed and tensor.untyped_storage() in self._outside
+            value = Value(tensor, position, self._location.segment, call, self._number, is_outside)
+            values[position] = value
             if changed or view_version is not None:
                 value.is_small = False  # a plan counts it: what it is a view of, or was changed from, may be large
             outputs.append(value)

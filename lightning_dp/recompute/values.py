@@ -38,8 +38,9 @@ class Value:
         num_bytes: size of the tensor.
         position: in memory and at which version, see `position_of`.
         is_small: not worth an operator.
-        is_state: small, from outside and a leaf, so every reader copies it: a running statistic, which batch norm moves
-            without a new version, or a parameter that a hook clamps before backward, such as a scale of logits.
+        is_state: small, in memory from outside, and a leaf, so every reader copies it: a running statistic, which batch
+            norm moves without a new version, or a parameter that a hook clamps before backward, such as a scale of
+            logits. It may have changed in this forward pass.
     """
 
     # There are many of them: with a dictionary each, Python would look for garbage more often.
@@ -55,6 +56,7 @@ class Value:
         segment: int,
         call: Call | None = None,
         number: int = -1,
+        is_outside: bool = True,
     ) -> None:
         self.call = call
         self.number = number
@@ -62,10 +64,8 @@ class Value:
         self.num_bytes = tensor.numel() * tensor.element_size()
         self.device = tensor.device
         self.is_small = is_small(tensor)
-        if call is None:
-            self.is_state = number < 0 and is_leaf(tensor) and _has_few_bytes(tensor)
-        else:
-            self.is_state = call.kind is Kind.VIEW and call.inputs[0].is_state
+        is_view_of_state: bool = call is not None and call.kind is Kind.VIEW and call.inputs[0].is_state
+        self.is_state: bool = is_view_of_state or (is_outside and is_leaf(tensor) and _has_few_bytes(tensor))
         self._weak: TensorWeakRef | None = TensorWeakRef(tensor)
         self._storage = ref(tensor.untyped_storage())
         self.position = position
