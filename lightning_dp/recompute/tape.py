@@ -304,12 +304,15 @@ class Tape(TorchDispatchMode):
         places, moved_places = mutated_arguments(func), arguments_moved_unseen(func)
         if not (places or moved_places):
             return set()
-        written = [kwargs.get(at) if isinstance(at, str) else args[at] if at < len(args) else None for at in places]
-        changed = set(storages_of(tensors_in(written)))
+        arguments = [kwargs.get(at) if isinstance(at, str) else args[at] if at < len(args) else None for at in places]
+        written = storages_of(tensors_in(arguments))
+        changed = set(written)
         moved = [args[at] for at in moved_places if at < len(args)]
+        # Those of `torch.library.custom_op` give what they change its new version before they run.
+        may_be_ahead = func.namespace not in ("aten", "c10d")
         for storage in (*changed, *storages_of(tensors_in(moved))):
             for value in self._memories.pop(storage, {}).values():
-                value.prepare_for_change()
+                value.prepare_for_change(written.count(storage) if may_be_ahead else 0)
         return changed
 
     # What autograd keeps. This is where a recomputation is planned.

@@ -98,12 +98,15 @@ class Value:
             self._saved = ref(saved)
         return saved
 
-    def prepare_for_change(self) -> None:
-        """An operator is about to change the memory: keep what it holds now, if it is needed."""
+    def prepare_for_change(self, num_ahead: int = 0) -> None:
+        """An operator is about to change the memory: keep what it holds now, if it is needed.
+
+        The memory has ``num_ahead`` of the operator's new versions already.
+        """
         self._weak = None
         saved = self.saved
-        if saved is not None and saved.tensor is not None and not saved.is_own and saved.is_as_read:
-            saved.hold_copy(saved.get())
+        if saved is not None and saved.tensor is not None and not saved.is_own and saved.is_as_read(num_ahead):
+            saved.hold_copy(saved.get(num_ahead))
 
 
 class Saved:
@@ -171,12 +174,14 @@ class Saved:
         self._version = version_of(tensor)
         self.is_own = True
 
-    @property
-    def is_as_read(self) -> bool:
-        """Whether nobody has changed the tensor unseen, as layered SGD updates parameters; `get` raises then."""
-        return self.tensor is not None and version_of(self.tensor) == self._version
+    def is_as_read(self, num_ahead: int = 0) -> bool:
+        """Return whether nobody has changed the tensor unseen, as layered SGD updates parameters; else `get` raises.
 
-    def get(self) -> Tensor:
+        See `Value.prepare_for_change`.
+        """
+        return self.tensor is not None and 0 <= version_of(self.tensor) - self._version <= num_ahead
+
+    def get(self, num_ahead: int = 0) -> Tensor:
         """Return the tensor.
 
         Raises:
@@ -192,7 +197,7 @@ class Saved:
                 "backward recomputes from it. FSDP frees parameters so: use a strategy that keeps them, or "
                 "torch.utils.checkpoint in place of recomputation"
             )
-        if not self.is_as_read:
+        if not self.is_as_read(num_ahead):
             raise RuntimeError(
                 f"a tensor of shape {list(tensor.shape)} was modified by an inplace operation between forward and "
                 f"backward, or by another thread: it is at version {version_of(tensor)}, expected version "
