@@ -21,7 +21,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import TensorWeakRef
 
-from lightning_dp._private.torch_names import detach_with_version, is_leaf, version_of
+from lightning_dp._private.torch_names import detach_with_version, is_leaf, is_memory_shared, version_of
 from lightning_dp.recompute.operators import BackendFlags, Kind, rerun, under_flags
 
 # Two threads may run backward through parts of one graph. Neither may drop what the other is about to read.
@@ -328,7 +328,6 @@ def compute(saved: Saved, retain: Retain) -> Tensor:
     assert target is not None
     calls, _ = closure(target)
     num_readers = Counter(value for call in calls for value in call.inputs)  # calls that have not run yet
-    viewed = {value for call in calls if call.kind is Kind.VIEW for value in call.inputs}
     present: dict[Value, Tensor] = {}
     distance: dict[Value, int] = {}  # how many calls lead to a value from values that stay
 
@@ -347,10 +346,9 @@ def compute(saved: Saved, retain: Retain) -> Tensor:
                 and changed is not target
                 and changed in present
                 and num_readers[changed] == 1
-                # Others may have its memory: later readers, and views.
+                # Others may have it, or its memory: what is held, views, and what it is a view of.
                 and not changed.is_held
-                and changed not in viewed
-                and (changed.call is not None and changed.call.kind is not Kind.VIEW)
+                and not is_memory_shared(present[changed])
             )
             outputs = call.run(tensor_of, may_change)
             length = 1 + sum(distance.get(value, 0) for value in call.inputs)
