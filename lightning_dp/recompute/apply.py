@@ -40,7 +40,8 @@ def apply_recompute(
     """
     check_policy(policy)
     require_recomputable(model)
-    if not callable(getattr(model, method, None)):
+    function = getattr(model, method, None)
+    if not callable(function) or isinstance(function, nn.Module):
         raise ValueError(f"method={method!r} is no method of {type(model).__name__}")
     chosen = POLICIES[policy]() if isinstance(policy, str) else policy
     return RecomputeHandle(model, method, chosen)
@@ -77,7 +78,7 @@ def require_recomputable(model: nn.Module) -> None:
                 "recomputes (torch._functorch.config.activation_memory_budget): use either of the two. "
                 "docs/methods/memonger.md says which"
             )
-        if any(isinstance(value, _Recorded) for value in vars(module).values()):
+        if any(isinstance(value, _Recorded) and not value.handle.is_removed for value in vars(module).values()):
             raise ValueError(f"{what} recomputes already; remove() its handle first")
 
 
@@ -95,16 +96,18 @@ class RecomputeHandle:
         self._method = method
         self._before = vars(model).get(method)
         self._recorded = _Recorded(getattr(model, method), self)
-        setattr(model, method, self._recorded)
+        # `setattr` of a model that Fabric has set up assigns to the module inside, whose forward the model calls.
+        vars(model)[method] = self._recorded
 
     def remove(self) -> None:
         """Undo `apply_recompute`. A second call does nothing."""
         self.is_removed = True  # somebody may have wrapped the method since
-        if vars(self._model).get(self._method) is self._recorded:
+        attributes = vars(self._model)
+        if attributes.get(self._method) is self._recorded:
             if self._before is None:
-                delattr(self._model, self._method)
+                del attributes[self._method]
             else:
-                setattr(self._model, self._method, self._before)
+                attributes[self._method] = self._before
 
     def run(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run one forward pass, and record it."""
@@ -148,18 +151,20 @@ class _Recorded:
     """Stands in for a method of a module, and runs it on a tape."""
 
     def __init__(self, method: Any, handle: RecomputeHandle) -> None:
+        if isinstance(method, _Recorded):  # was removed, and somebody who had wrapped it has put it back
+            method = method.call
         functools.update_wrapper(self, method)  # Lightning looks at the signature
-        self._call = method
-        self._handle = handle
+        self.call: Any = method
+        self.handle = handle
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._handle.is_removed or not torch.is_grad_enabled():
-            return self._call(*args, **kwargs)
-        return self._handle.run(self._call, args, kwargs)
+        if self.handle.is_removed or not torch.is_grad_enabled():
+            return self.call(*args, **kwargs)
+        return self.handle.run(self.call, args, kwargs)
 
     def __reduce__(self) -> Any:
         # A copy of the model, for weight averaging say, has the plain method. So has one that is pickled.
-        return _same, (self._call,)
+        return _same, (self.call,)
 
 
 def _same(method: Any) -> Any:

@@ -39,6 +39,7 @@ from lightning_dp._private.torch_names import (
     is_in_declared_forward,
     is_in_function_forward,
     is_in_operator,
+    is_leaf,
     mutated_arguments,
     version_of,
 )
@@ -229,7 +230,9 @@ class Tape(TorchDispatchMode):
                 # Computing it again would bring in what it was computed from, which may be large.
                 saved = value.save()
                 if saved.tensor is None or saved.is_own:
-                    (saved.hold_copy if value.is_state else saved.hold_alias)(argument)
+                    # What has no graph may change before backward, as a running mean does.
+                    is_copied = value.is_state or is_leaf(argument)
+                    (saved.hold_copy if is_copied else saved.hold_alias)(argument)
                 owned.append(saved)
             inputs[value] = None
             return value
@@ -256,7 +259,9 @@ class Tape(TorchDispatchMode):
             if position in values:
                 outputs.append(None)
                 continue
-            value = values[position] = Value(tensor, position, self._location.segment, call, self._number)
+            is_outside = tensor.untyped_storage() in changed and tensor.untyped_storage() in self._outside
+            value = Value(tensor, position, self._location.segment, call, self._number, is_outside)
+            values[position] = value
             if changed or view_version is not None:
                 value.is_small = False  # a plan counts it: what it is a view of, or was changed from, may be large
             outputs.append(value)
@@ -299,12 +304,15 @@ class Tape(TorchDispatchMode):
         places, moved_places = mutated_arguments(func), arguments_moved_unseen(func)
         if not (places or moved_places):
             return set()
-        written = [kwargs.get(at) if isinstance(at, str) else args[at] if at < len(args) else None for at in places]
-        changed = set(storages_of(tensors_in(written)))
+        arguments = [kwargs.get(at) if isinstance(at, str) else args[at] if at < len(args) else None for at in places]
+        written = storages_of(tensors_in(arguments))
+        changed = set(written)
         moved = [args[at] for at in moved_places if at < len(args)]
+        # Those of `torch.library.custom_op` give what they change its new version before they run.
+        may_be_ahead = func.namespace not in ("aten", "c10d")
         for storage in (*changed, *storages_of(tensors_in(moved))):
             for value in self._memories.pop(storage, {}).values():
-                value.prepare_for_change()
+                value.prepare_for_change(written.count(storage) if may_be_ahead else 0)
         return changed
 
     # What autograd keeps. This is where a recomputation is planned.

@@ -21,7 +21,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import TensorWeakRef
 
-from lightning_dp._private.torch_names import detach_with_version, is_leaf, version_of
+from lightning_dp._private.torch_names import detach_with_version, is_leaf, is_memory_shared, version_of
 from lightning_dp.recompute.operators import BackendFlags, Kind, rerun, under_flags
 
 # Two threads may run backward through parts of one graph. Neither may drop what the other is about to read.
@@ -38,8 +38,9 @@ class Value:
         num_bytes: size of the tensor.
         position: in memory and at which version, see `position_of`.
         is_small: not worth an operator.
-        is_state: small, from outside and a leaf, so every reader copies it: a running statistic, which batch norm moves
-            without a new version, or a parameter that a hook clamps before backward, such as a scale of logits.
+        is_state: small, in memory from outside, and a leaf, so every reader copies it: a running statistic, which batch
+            norm moves without a new version, or a parameter that a hook clamps before backward, such as a scale of
+            logits. It may have changed in this forward pass.
     """
 
     # There are many of them: with a dictionary each, Python would look for garbage more often.
@@ -55,6 +56,7 @@ class Value:
         segment: int,
         call: Call | None = None,
         number: int = -1,
+        is_outside: bool = True,
     ) -> None:
         self.call = call
         self.number = number
@@ -62,10 +64,8 @@ class Value:
         self.num_bytes = tensor.numel() * tensor.element_size()
         self.device = tensor.device
         self.is_small = is_small(tensor)
-        if call is None:
-            self.is_state = number < 0 and is_leaf(tensor) and _has_few_bytes(tensor)
-        else:
-            self.is_state = call.kind is Kind.VIEW and call.inputs[0].is_state
+        is_view_of_state: bool = call is not None and call.kind is Kind.VIEW and call.inputs[0].is_state
+        self.is_state: bool = is_view_of_state or (is_outside and is_leaf(tensor) and _has_few_bytes(tensor))
         self._weak: TensorWeakRef | None = TensorWeakRef(tensor)
         self._storage = ref(tensor.untyped_storage())
         self.position = position
@@ -98,12 +98,15 @@ class Value:
             self._saved = ref(saved)
         return saved
 
-    def prepare_for_change(self) -> None:
-        """An operator is about to change the memory: keep what it holds now, if it is needed."""
+    def prepare_for_change(self, num_ahead: int = 0) -> None:
+        """An operator is about to change the memory: keep what it holds now, if it is needed.
+
+        The memory has ``num_ahead`` of the operator's new versions already.
+        """
         self._weak = None
         saved = self.saved
-        if saved is not None and saved.tensor is not None and not saved.is_own and saved.is_as_read:
-            saved.hold_copy(saved.get())
+        if saved is not None and saved.tensor is not None and not saved.is_own and saved.is_as_read(num_ahead):
+            saved.hold_copy(saved.get(num_ahead))
 
 
 class Saved:
@@ -171,12 +174,14 @@ class Saved:
         self._version = version_of(tensor)
         self.is_own = True
 
-    @property
-    def is_as_read(self) -> bool:
-        """Whether nobody has changed the tensor unseen, as layered SGD updates parameters; `get` raises then."""
-        return self.tensor is not None and version_of(self.tensor) == self._version
+    def is_as_read(self, num_ahead: int = 0) -> bool:
+        """Return whether nobody has changed the tensor unseen, as layered SGD updates parameters; else `get` raises.
 
-    def get(self) -> Tensor:
+        See `Value.prepare_for_change`.
+        """
+        return self.tensor is not None and 0 <= version_of(self.tensor) - self._version <= num_ahead
+
+    def get(self, num_ahead: int = 0) -> Tensor:
         """Return the tensor.
 
         Raises:
@@ -192,7 +197,7 @@ class Saved:
                 "backward recomputes from it. FSDP frees parameters so: use a strategy that keeps them, or "
                 "torch.utils.checkpoint in place of recomputation"
             )
-        if not self.is_as_read:
+        if not self.is_as_read(num_ahead):
             raise RuntimeError(
                 f"a tensor of shape {list(tensor.shape)} was modified by an inplace operation between forward and "
                 f"backward, or by another thread: it is at version {version_of(tensor)}, expected version "
@@ -323,7 +328,6 @@ def compute(saved: Saved, retain: Retain) -> Tensor:
     assert target is not None
     calls, _ = closure(target)
     num_readers = Counter(value for call in calls for value in call.inputs)  # calls that have not run yet
-    viewed = {value for call in calls if call.kind is Kind.VIEW for value in call.inputs}
     present: dict[Value, Tensor] = {}
     distance: dict[Value, int] = {}  # how many calls lead to a value from values that stay
 
@@ -342,10 +346,9 @@ def compute(saved: Saved, retain: Retain) -> Tensor:
                 and changed is not target
                 and changed in present
                 and num_readers[changed] == 1
-                # Others may have its memory: later readers, and views.
+                # Others may have it, or its memory: what is held, views, and what it is a view of.
                 and not changed.is_held
-                and changed not in viewed
-                and (changed.call is not None and changed.call.kind is not Kind.VIEW)
+                and not is_memory_shared(present[changed])
             )
             outputs = call.run(tensor_of, may_change)
             length = 1 + sum(distance.get(value, 0) for value in call.inputs)

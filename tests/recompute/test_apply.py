@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from lightning_fabric import Fabric
 from torch import nn
 
 from lightning_dp.models import AlexNet, resnet20
@@ -35,6 +36,32 @@ def test_a_forward_that_was_replaced_before_is_put_back():
     replaced = model.forward
     apply_recompute(model).remove()
     assert model.forward is replaced
+
+
+def test_a_method_that_somebody_puts_back_after_its_handle_was_removed_is_plain():
+    """A callback that wraps ``training_step`` may undo that in its ``teardown``, after the one of `Memonger`."""
+    model = build("residual")
+    handle = apply_recompute(model)
+    recorded = model.forward
+    model.forward = lambda x: recorded(x) * 2
+    handle.remove()
+    model.forward = recorded
+    plain = counted_step(build("residual"), loss_of)
+    assert recomputed(plain[1], counted_step(model, loss_of)[1]) == {}
+    apply_recompute(model)
+    assert recomputed(plain[1], counted_step(model, loss_of)[1]) != {}
+    assert model.forward.__wrapped__.__code__ is nn.Sequential.forward.__code__, "Lightning looks at that"
+
+
+def test_a_model_that_fabric_has_set_up_recomputes():
+    """What is assigned to such a model goes to the module inside, whose forward the model calls."""
+    model = Fabric(accelerator="cpu", devices=1).setup_module(build("residual"))
+    plain = counted_step(model, loss_of)
+    handle = apply_recompute(model)
+    assert recomputed(plain[1], counted_step(model, loss_of)[1]) != {}
+    handle.remove()
+    model.zero_grad()
+    assert recomputed(plain[1], counted_step(model, loss_of)[1]) == {}
 
 
 def test_a_copy_of_the_model_is_plain():

@@ -97,9 +97,30 @@ def statistics_read_twice(model: Model, x: Tensor) -> Tensor:
     return model.last(b * torch.sigmoid(a * 2 - view))
 
 
+@torch.library.custom_op("lightning_dp_tests::add_sine", mutates_args={"x"})
+def add_sine(x: Tensor, y: Tensor) -> None:
+    x += y.sin()
+
+
+def custom_operator(model: Model, x: Tensor) -> Tensor:
+    """It gives what it changes the new version before it runs."""
+    a = model.first(x)
+    total = torch.ones(8, 16)
+    b = F.gelu(a) + F.gelu(a.view(4, 8, 16) + total).view(32, 16)
+    add_sine(total, a.detach()[:8])
+    return model.last(b * torch.sigmoid(a.view(4, 8, 16) + total).view(32, 16))
+
+
 PROGRAMS = {f"alias: {name}": changed_after(alias) for name, alias in ALIASES.items()} | {
     function.__name__: function
-    for function in (saved_alias, complex_view, other_thread, gradient_within, statistics_read_twice)
+    for function in (
+        saved_alias,
+        complex_view,
+        other_thread,
+        gradient_within,
+        statistics_read_twice,
+        custom_operator,
+    )
 }
 
 

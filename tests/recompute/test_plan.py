@@ -284,3 +284,27 @@ def test_what_a_plan_keeps_is_kept_where_the_model_drops_it():
     product_bytes, loss_bytes = 2 * x.numel(), 4
     assert kept_bytes == 2 * product_bytes + loss_bytes
     assert not differing(state_of(planned), state_of(plain))
+
+
+class ChangedProduct(nn.Module):
+    """The product has the memory of one of matrices, though PyTorch does not call it a view of that."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, x):
+        product = x @ self.weight
+        before = torch.sigmoid(product)
+        return before + nn.functional.gelu(product.clamp_(-0.1, 0.1)).sin()
+
+
+def test_a_product_that_a_plan_keeps_is_not_changed_when_a_change_of_it_runs_again():
+    x = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(2))
+    plan = plan_recompute(ChangedProduct(), x, 10**6)
+    plan.levels = {key: int(":aten::mm:" not in key) for key in plan.levels}
+    plain, planned = ChangedProduct(), ChangedProduct()
+    plain(x).square().sum().backward()
+    apply_recompute(planned, plan)
+    planned(x).square().sum().backward()
+    assert not differing(state_of(planned), state_of(plain))

@@ -203,6 +203,32 @@ def test_a_center_may_move_in_the_forward_and_again_before_backward(policy):
         assert torch.equal(plain, found)
 
 
+@pytest.mark.parametrize("change", [halve, lambda tensor: tensor.data.mul_(0.5)], ids=["in place", "by data"])
+@pytest.mark.parametrize("is_first", [False, True], ids=["moved", "assigned"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_running_mean_that_the_forward_moves_may_change_before_backward(policy, is_first, change):
+    """By a hook, or by the next forward pass of a discriminator: plain training keeps the difference alone."""
+
+    def forward(model: Model, x: Tensor) -> Tensor:
+        x = model.first(x)
+        mean = x.detach().mean(0)
+        model.mean = mean if is_first else model.mean.lerp_(mean, 0.1)
+        return F.gelu(x) + F.gelu(x - model.mean)
+
+    def gradients(policy: str | None) -> list[Tensor]:
+        model = Model(forward)
+        model.mean = torch.zeros(16)
+        if policy:
+            apply_recompute(model, policy)
+        loss = model(numbers(0, 64, 16)).square().sum()
+        change(model.mean)
+        loss.backward()
+        return [parameter.grad for parameter in model.first.parameters()]
+
+    for plain, found in zip(gradients(None), gradients(policy), strict=True):
+        assert torch.equal(plain, found)
+
+
 def test_a_model_on_a_device_without_autocast_works():
     """The meta device: shapes and operators are counted there before a model is trained."""
     model, x = (
@@ -313,7 +339,7 @@ def test_other_arguments_are_refused_by_name():
     for policy in ([], {}, None, "budget"):
         with pytest.raises(ValueError, match=r"policy=.* must be one of 'cheap', 'sublinear'"):
             apply_recompute(model, policy)
-    for method in ("backwards", "training"):
+    for method in ("backwards", "training", "first"):
         with pytest.raises(ValueError, match=f"method='{method}' is no method of Model"):
             apply_recompute(model, method=method)
     with pytest.raises(ValueError, match="time_limit_s=0 must be greater than 0 seconds"):
