@@ -7,7 +7,7 @@ before it starts processes. It has a contract like the names below.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -123,24 +123,31 @@ def epoch_means(trainer: Any) -> dict[str, Any]:
     return {name: value.item() for name, value in means.items()}
 
 
-def restart_loader(trainer: Any, epoch: int) -> None:
+def restart_loader(trainer: Any, epoch: int, states: Sequence[Any] = ()) -> None:
     """Let the training loader begin again, with its samplers in ``epoch``. Call it in on_train_start.
 
     Lightning starts worker processes before it tells the samplers the epoch that a run continues with: they would load
     the images of epoch 0 in its order. Where a whole epoch is to come, let Lightning make the iterator once more, as in
     later epochs: after the loader was reloaded and the hooks of the epoch's start were called.
+
+    Within an epoch, loaders with a state of their own go on from ``states``, those in the checkpoint. Lightning has
+    loaded these, but only the next iterator begins there, as with torchdata's loader.
     """
     loop = trainer.fit_loop
     if not loop.epoch_loop.restarting:
         loop._resuming_from_checkpoint = False
         return
     fetcher = loop._data_fetcher  # of a checkpoint within an epoch
-    for loader in fetcher.combined_loader.flattened:
+    loaders = fetcher.combined_loader.flattened
+    for loader in loaders:
         batch_sampler: Any = getattr(loader, "batch_sampler", None)
         samplers: list[Any] = [getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)]
         for sampler in samplers:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
+    stateful = (each for each in loaders if hasattr(each, "state_dict") and hasattr(each, "load_state_dict"))
+    for loader, state in zip(stateful, states, strict=False):
+        loader.load_state_dict(state)
     iter(fetcher)
 
 

@@ -77,8 +77,9 @@ def evaluate(
     seed_everything(config["seed"], workers=True, verbose=False)
     trainer, model, data = build(config)
     # The strategies of runs do so before the data module's setup, which may divide the images at random. Otherwise some
-    # of those that are tested were trained on.
-    seed_everything(config["seed"], workers=True, verbose=False)
+    # of those that are tested were trained on. Only this strategy does not.
+    if not str((config.get("strategy") or {}).get("_target_")).endswith(".SingleDeviceStrategy"):
+        seed_everything(config["seed"], workers=True, verbose=False)
     if isinstance(data, ImageDataModule):
         data.check(world_size=1)
     # Of the callbacks that were there in training, which are not needed.

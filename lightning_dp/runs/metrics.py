@@ -116,7 +116,9 @@ def _as_yaml(node: Any) -> Any:
         return {str(key): _as_yaml(value) for key, value in node.items()}
     if isinstance(node, list | tuple):
         return [_as_yaml(value) for value in node]
-    return node if isinstance(node, str | int | float | None) else str(node)
+    # Exact types: OmegaConf takes no subclass, such as numpy.float64.
+    kind = next((each for each in (bool, int, float, str) if isinstance(node, each)), str)
+    return node if node is None else kind(node)
 
 
 class RowsInCheckpoint(Callback):

@@ -417,6 +417,7 @@ class SeedEachEpoch(Callback):
         self._seed = seed
         self._own: dict[str, torch.Generator] = {}  # those that are put into checkpoints
         self._saved: dict[str, torch.Tensor] = {}  # of the checkpoint that this run continues from
+        self._of_loaders: list[Any] = []  # the states of loaders in it
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps. Called by Lightning."""
@@ -425,6 +426,11 @@ class SeedEachEpoch(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the states until the loaders have been made. Called by Lightning."""
         self._saved = state_dict
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep the states of loaders, which Lightning forgets. A checkpoint to test may have weights only."""
+        loop = checkpoint.get("loops", {}).get("fit_loop", {})
+        self._of_loaders = loop.get("state_dict", {}).get("combined_loader", [])
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Seed the generators before the loader is made, for epoch 0 also in a run that continues.
@@ -444,7 +450,7 @@ class SeedEachEpoch(Callback):
                 self._own[name].set_state(self._saved[name])
             _warn_of_what_starts_over(trainer, sorted(found.keys() - (self._own.keys() & self._saved.keys())))
             self._seed_generators(trainer.current_epoch)
-            restart_loader(trainer, trainer.current_epoch)
+            restart_loader(trainer, trainer.current_epoch, self._of_loaders)
         # With reload_dataloaders_every_n_epochs, what makes the loader of an epoch draws, and so do its workers. No
         # hook is right before it: the module's `on_train_start` and `on_train_epoch_end` follow those of callbacks.
         loop: Any = trainer.fit_loop

@@ -571,11 +571,12 @@ def _require_validation(use: str, trainer: Config, data: Config) -> None:
 def _check_schedule(trainer: Config, model: Config, data: Config) -> None:
     """Raise ValueError for a schedule without what it must know: the end of training, or a metric."""
     scheduler = model.get("scheduler")
-    target = scheduler.get("_target_") if isinstance(scheduler, dict) else None
-    if target == "torch.optim.lr_scheduler.ReduceLROnPlateau" and model["_target_"].startswith("lightning_dp."):
+    if not isinstance(scheduler, dict) or not model["_target_"].startswith("lightning_dp."):
+        return
+    if scheduler.get("_target_") == "torch.optim.lr_scheduler.ReduceLROnPlateau":
         _require_validation("ReduceLROnPlateau needs val/loss or val/acc", trainer, data)
     endless = trainer.get("max_epochs") == -1 and trainer.get("max_steps", -1) == -1
-    if endless and isinstance(scheduler, dict) and "total_steps" in _parameters(scheduler["_target_"]):
+    if endless and scheduler.get("total_steps") is None and "total_steps" in _parameters(scheduler["_target_"]):
         raise ValueError(
             f"trainer.max_epochs=-1 trains without end, but {scheduler['_target_']} must know the number of steps; "
             "give trainer.max_epochs or trainer.max_steps, or choose optim=sgd_multistep"

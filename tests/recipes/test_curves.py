@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -87,7 +88,8 @@ def test_a_module_finds_its_folder_and_logs_hyperparameters_as_with_lightnings_l
     logger = metrics.MetricsFile(str(tmp_path))
     assert logger.log_dir == str(tmp_path)
     logger.log_hyperparams(Namespace(width=3))
-    assert (tmp_path / "hparams.yaml").read_text() == "width: 3\n"
+    logger.log_hyperparams({"rate": np.float64(0.5), "name": np.str_("net")})
+    assert (tmp_path / "hparams.yaml").read_text() == "width: 3\nrate: 0.5\nname: net\n"
 
 
 def test_a_text_that_a_module_logs_directly_is_not_drawn(tmp_path):

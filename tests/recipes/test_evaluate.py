@@ -198,15 +198,20 @@ class Divided(LightningDataModule):
         return DataLoader(self.test, 16)
 
 
+SINGLE_DEVICE = {"_target_": "pytorch_lightning.strategies.SingleDeviceStrategy", "device": "cpu"}
+
+
 @pytest.mark.ci
-def test_images_that_are_divided_at_random_are_divided_as_in_the_run(tmp_path):
-    """Else the run would be tested on images that it has trained on."""
+@pytest.mark.parametrize("strategy", [{}, SINGLE_DEVICE], ids=["ddp", "single device"])
+def test_images_that_are_divided_at_random_are_divided_as_in_the_run(tmp_path, strategy):
+    """Else the run would be tested on images that it has trained on. Only DDP seeds before ``setup``."""
     config = tiny(tmp_path, "trainer.max_epochs=1", "seed=4") | {"data": {"_target_": f"{__name__}.Divided"}}
+    config["strategy"] = config["trainer"]["strategy"] = strategy or config["strategy"]
     train(config)
     (tmp_path / ".hydra").mkdir()
     OmegaConf.save(config, tmp_path / ".hydra" / "config.yaml")
     evaluate(tmp_path / "checkpoints" / "last.ckpt", [])
-    of_run, again = Divided.tested
+    of_run, again = Divided.tested[-2:]
     assert again == of_run
 
 

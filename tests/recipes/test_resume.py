@@ -225,6 +225,18 @@ def test_a_run_continues_twice_from_checkpoints_of_the_last_batches_of_epochs(tm
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
 
 
+@pytest.mark.ci
+def test_a_loader_with_a_state_of_its_own_goes_on_within_an_epoch(tmp_path):
+    """Of three batches, which make six steps of two optimizers. Lightning has told it where it was."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    data = {"_target_": "tests.recipes.pieces.ResumableData"}
+    for run_dir, *options in continued(whole, cut, end=2):
+        every = "+callbacks.checkpoint.every_n_train_steps=8"
+        train(own_loop(run_dir, every, "test=false", *options) | {"data": data})
+    assert completed_steps(last(cut)) == completed_steps(last(whole)) == 16
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
+
+
 class SaveAtStart(Callback):
     """Saves a checkpoint when the second epoch begins."""
 

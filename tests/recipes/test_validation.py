@@ -16,6 +16,7 @@ from lightning_dp.runs.command_line import arguments_of_rank
 from lightning_dp.runs.hydra_versions import VERSION_BASE, instantiate
 from lightning_dp.runs.validation import (
     check_arguments,
+    check_together,
     count_processes,
     fits,
     make_callbacks,
@@ -106,6 +107,16 @@ def test_what_is_no_mistake_is_taken(tmp_path):
     arguments = arguments_of_rank(["logger=null", "callbacks=null", "experiment=null", "seed=1"], None, "")
     config = composed(tmp_path, *arguments)
     assert (config["logger"], config["callbacks"], config["seed"]) == ({}, {}, 1)
+
+
+@pytest.mark.parametrize(
+    ("option", "model"), [("+optim.scheduler.total_steps=9", {}), ("seed=0", {"_target_": f"{__name__}.OwnModule"})]
+)
+def test_a_run_without_end_may_have_a_schedule_that_is_told_its_end(tmp_path, option, model):
+    """By the configuration, or by a module of the user's."""
+    config = composed(tmp_path, "trainer.max_epochs=-1", option)
+    config["model"] |= model
+    check_together(config)
 
 
 def test_an_argument_may_be_an_object_of_a_class_in_c(tmp_path):
