@@ -154,13 +154,16 @@ class HeadPasses(SharedOnDeepcopy):
         own = StepArguments(arguments, features)
         sizes, seed = self.exchange.exchange_batch_sizes(features, own.tensors, own.constants, needs_seed=True)
         own.gather(self.channel, sizes)
+        has_graph = False
 
         def loss_instead(part: SubPass, x: Tensor) -> Tensor:
             with probing():
                 return head_step(x, own.of_pass(part)).detach()
 
         def loss_of(part: SubPass, x: Tensor) -> Tensor:
+            nonlocal has_graph
             loss = _require_number(head_step(x, own.of_pass(part)))
+            has_graph |= loss.requires_grad
             if is_compared:
                 self._require_same_loss(loss, x, partial(loss_instead, part))
             _require_no_part(loss, others or {})
@@ -171,16 +174,18 @@ class HeadPasses(SharedOnDeepcopy):
         with _keep_activations():
             result = run_passes(self, features, self._plan(sizes), seed, loss_of, update, scale)
         self.num_steps += 1
-
-        def check_factor(factor: Tensor) -> None:
-            # The ranks compare it when the next training step begins or training ends, where all of them come. One rank
-            # may have run a backward of its own before this one, to look at a gradient.
-            if is_first and self.channel.world_size > 1:
-                self._first_factor = factor.detach().double()
-            if only_factor is not None:
-                _require_factor(factor, only_factor)
-
+        if not has_graph:  # the result has none either, so that a backward from it alone is torch's error
+            return result.loss
+        check_factor = partial(self._check_factor, is_first, only_factor)
         return self._remembered(_HandOut.apply(result, check_factor, after_trunk, features, *receivers))
+
+    def _check_factor(self, is_first: bool, only_factor: float | None, factor: Tensor) -> None:
+        # The ranks compare it when the next training step begins or training ends, where all of them come. One rank may
+        # have run a backward of its own before this one, to look at a gradient.
+        if is_first and self.channel.world_size > 1:
+            self._first_factor = factor.detach().double()
+        if only_factor is not None:
+            _require_factor(factor, only_factor)
 
     def _take_after_trunk(self) -> tuple[AfterTrunk | None, list[Tensor]]:
         """Return what lets the head's gradients come after the trunk's, for one call of the head, and what gets them.
@@ -770,8 +775,8 @@ def _require_first_derivative() -> None:
 
 def _require_no_part(loss: Tensor, others: Mapping[str, Tensor]) -> None:
     """Raise ValueError if one of the ``others``, which are parameters by name, contributes to ``loss``."""
-    gradients = gradients_of(loss, list(others.values()), retain_graph=True) if loss.requires_grad else []
-    for name, gradient in zip(others, gradients, strict=False):
+    gradients = gradients_of(loss, list(others.values()), retain_graph=True)
+    for name, gradient in zip(others, gradients, strict=True):
         if gradient is not None:
             raise ValueError(
                 f"head_step uses the parameter {name}, which is not in the head and would not be trained; use it in "
