@@ -85,7 +85,7 @@ class HeadPasses(SharedOnDeepcopy):
         self.mark: nn.Parameter | None = None
         self._results: list[Any] = []  # nodes of the graph: what this training step has got from the head
         self._after_trunk: AfterTrunk | None = None  # of this training step, until a call of the head takes it
-        self._first_factor: Tensor | None = None  # of the loss of the first step, until the ranks compare it
+        self._factor: Tensor | None = None  # of the last loss of `step`, until `take_factor`
         self._has_warned_of_weights = False
         self._has_warned_of_logits = False
 
@@ -147,7 +147,6 @@ class HeadPasses(SharedOnDeepcopy):
                 ``others``; in step 1, 2, 4, 8, ..., it returns different losses on the ranks. In backward: the loss was
                 multiplied by another factor than ``only_factor``. See also `StepArguments`.
         """
-        is_first = self.num_steps == 0
         # 1, 2, 4, 8, ..., as mistakes may begin late. By calls and by training steps, because a training step may have
         # several calls, or none.
         is_compared = 1 in ((self.num_steps + 1).bit_count(), self.num_training_steps.bit_count())
@@ -176,14 +175,14 @@ class HeadPasses(SharedOnDeepcopy):
         self.num_steps += 1
         if not has_graph:  # the result has none either, so that a backward from it alone is torch's error
             return result.loss
-        check_factor = partial(self._check_factor, is_first, only_factor)
+        check_factor = partial(self._check_factor, is_compared, only_factor)
         return self._remembered(_HandOut.apply(result, check_factor, after_trunk, features, *receivers))
 
-    def _check_factor(self, is_first: bool, only_factor: float | None, factor: Tensor) -> None:
-        # The ranks compare it when the next training step begins or training ends, where all of them come. One rank may
-        # have run a backward of its own before this one, to look at a gradient.
-        if is_first and self.channel.world_size > 1:
-            self._first_factor = factor.detach().double()
+    def _check_factor(self, is_compared: bool, only_factor: float | None, factor: Tensor) -> None:
+        # The ranks compare it where all of them come next. One rank may have run a backward of its own before this one,
+        # to look at a gradient. On a GPU it is kept of some steps only, because reading it waits for the device.
+        if is_compared or not factor.is_cuda:
+            self._factor = factor.detach()
         if only_factor is not None:
             _require_factor(factor, only_factor)
 
@@ -203,23 +202,17 @@ class HeadPasses(SharedOnDeepcopy):
 
         Raises:
             RuntimeError: the head of ``module`` has been changed since set-up.
-            ValueError: see `compare_first_factor`.
         """
-        self.compare_first_factor()
         self.num_training_steps += 1
         self._results.clear()
         require_unchanged(module, self.head)
         self._after_trunk = AfterTrunk(self.head.parameters)
 
-    def compare_first_factor(self) -> None:
-        """Compare by what the loss of the first `step` was multiplied before backward. All ranks must call it.
-
-        Raises:
-            ValueError: it differs between the ranks.
-        """
-        if self._first_factor is not None:
-            _require_same_factor(self.head.control.all_gather("agreement", self._first_factor))
-            self._first_factor = None
+    def take_factor(self) -> Tensor:
+        """Return, (1,), by what the last loss of `step` was multiplied before backward. NaN: not known, or taken."""
+        factor, self._factor = self._factor, None
+        unknown = torch.full((1,), math.nan, dtype=torch.float64)
+        return unknown if factor is None else unknown.copy_(factor)
 
     def _remembered(self, result: Tensor) -> Tensor:
         if result.grad_fn is not None:
@@ -813,15 +806,16 @@ def _require_factor(factor: Tensor, expected: float) -> None:
         )
 
 
-def _require_same_factor(factors: Tensor) -> None:
-    """Raise ValueError unless all ranks, (ranks,), have multiplied the loss by the same factor.
+def require_same_factor(factors: Tensor) -> None:
+    """Raise ValueError unless all ranks, (ranks, 1), have multiplied the loss by the same factor. NaN: unknown.
 
     The gradients of the head belong to the samples of all ranks, so a rank cannot weight its own samples by multiplying
     the loss.
     """
-    if not torch.allclose(factors, factors[:1].expand_as(factors), rtol=1e-6, atol=0, equal_nan=True):
+    known = factors[~factors.isnan()]
+    if not torch.allclose(known, known[:1].expand_as(known), rtol=1e-6, atol=0):
         raise ValueError(
             f"the loss of head_step was multiplied by different factors on the ranks before backward: "
-            f"{factors.tolist()}. It is the loss of all ranks' samples, so the factor must be the same on all ranks. "
+            f"{known.tolist()}. It is the loss of all ranks' samples, so the factor must be the same on all ranks. "
             "To weight samples, pass the weights to head_step: self.head_step(features, target, weights)"
         )

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_dp import KrizhevskyHybridStrategy
 from tests.ranks import run_processes
@@ -227,6 +228,28 @@ def _one_step(rank: int) -> None:
 def test_factors_are_compared_in_a_fit_of_one_step():
     """They are compared when the next step begins, or else at the end."""
     run_processes(2, _one_step)
+
+
+class OwnFactorOfOne(StepNet):
+    """Weights batches by their sizes, which differ between the ranks in the third one alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (len(batch[0]) / 3)
+
+
+def _later_factor(rank: int, num_batches: int) -> None:
+    own = list(batches(rank, 2, num_batches))
+    own[2] = [each[rank:] for each in own[2]]
+    runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False)
+    with pytest.raises(ValueError, match=r"multiplied by different factors on the ranks before backward: \[1.0, 0.66"):
+        runner.fit(OwnFactorOfOne(), DataLoader(own, batch_size=None))
+    assert runner.global_step == 3
+
+
+@pytest.mark.parametrize("num_batches", [3, 6])
+def test_factors_of_each_step_are_compared(num_batches):
+    """Each rank would multiply the gradients of its part of the head by its own factor."""
+    run_processes(2, _later_factor, num_batches)
 
 
 class CallsHead(StepNet):
