@@ -213,7 +213,7 @@ class HybridFitState(SharedOnDeepcopy):
         self.head.cut_assigned()
         self._shard_states()
         passes = self.passes
-        own = passes.take_factor()
+        own = passes.take_factors()
         factors = own.repeat(self._places.world_size, 1)
         said = self._places.all_to_all("training step", [own] * len(factors), list(factors))  # see `meet`
         num_steps = passes.num_steps
@@ -321,7 +321,7 @@ class HybridFitState(SharedOnDeepcopy):
     def meet(self) -> None:
         """Raise CallMismatchError if a rank is in another batch, instead of waiting for it. All ranks must call it.
 
-        Raise ValueError if the ranks have multiplied the last loss of ``head_step`` by different factors.
+        Raise ValueError if the ranks have multiplied a loss of ``head_step`` by different factors since they last met.
 
         A rank whose loader has ended comes here, while the others begin another batch. Each rank says so at the begin
         of a training step, and does not wait for the answer, so this rank receives it in place of what it expects.
@@ -336,7 +336,7 @@ class HybridFitState(SharedOnDeepcopy):
             group = dist.group.WORLD
             assert group is not None
             raise peer_error(group, "reach", 0 if dist.get_rank() else 1, error) from error
-        require_same_factor(self._places.all_gather("between training steps", self.passes.take_factor()))
+        require_same_factor(self._places.all_gather("between training steps", self.passes.take_factors()))
         self.head.cut_assigned()
 
     def _current_head(self) -> GatheredHead:

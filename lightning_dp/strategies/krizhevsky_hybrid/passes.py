@@ -85,7 +85,7 @@ class HeadPasses(SharedOnDeepcopy):
         self.mark: nn.Parameter | None = None
         self._results: list[Any] = []  # nodes of the graph: what this training step has got from the head
         self._after_trunk: AfterTrunk | None = None  # of this training step, until a call of the head takes it
-        self._factor: Tensor | None = None  # of the last loss of `step`, until `take_factor`
+        self._factors: list[Tensor] = []  # one for each call of `step`, until `take_factors`
         self._has_warned_of_weights = False
         self._has_warned_of_logits = False
 
@@ -175,14 +175,15 @@ class HeadPasses(SharedOnDeepcopy):
         self.num_steps += 1
         if not has_graph:  # the result has none either, so that a backward from it alone is torch's error
             return result.loss
-        check_factor = partial(self._check_factor, is_compared, only_factor)
+        self._factors.append(torch.tensor(math.nan, dtype=torch.float64))
+        check_factor = partial(self._check_factor, self._factors[-1], is_compared, only_factor)
         return self._remembered(_HandOut.apply(result, check_factor, after_trunk, features, *receivers))
 
-    def _check_factor(self, is_compared: bool, only_factor: float | None, factor: Tensor) -> None:
+    def _check_factor(self, kept: Tensor, is_compared: bool, only_factor: float | None, factor: Tensor) -> None:
         # The ranks compare it where all of them come next. One rank may have run a backward of its own before this one,
         # to look at a gradient. On a GPU it is kept of some steps only, because reading it waits for the device.
         if is_compared or not factor.is_cuda:
-            self._factor = factor.detach()
+            kept.copy_(factor)
         if only_factor is not None:
             _require_factor(factor, only_factor)
 
@@ -208,11 +209,13 @@ class HeadPasses(SharedOnDeepcopy):
         require_unchanged(module, self.head)
         self._after_trunk = AfterTrunk(self.head.parameters)
 
-    def take_factor(self) -> Tensor:
-        """Return, (1,), by what the last loss of `step` was multiplied before backward. NaN: not known, or taken."""
-        factor, self._factor = self._factor, None
-        unknown = torch.full((1,), math.nan, dtype=torch.float64)
-        return unknown if factor is None else unknown.copy_(factor)
+    def take_factors(self) -> Tensor:
+        """Return, (1 + calls,), by what the losses of `step` were multiplied before backward. NaN: unknown, as of [0].
+
+        They are those of the calls since the last time: equally many on all ranks.
+        """
+        factors, self._factors = self._factors, []
+        return torch.stack([torch.tensor(math.nan, dtype=torch.float64), *factors])  # an empty one would not be sent
 
     def _remembered(self, result: Tensor) -> Tensor:
         if result.grad_fn is not None:
@@ -807,13 +810,15 @@ def _require_factor(factor: Tensor, expected: float) -> None:
 
 
 def require_same_factor(factors: Tensor) -> None:
-    """Raise ValueError unless all ranks, (ranks, 1), have multiplied the loss by the same factor. NaN: unknown.
+    """Raise ValueError unless all ranks have multiplied each loss by the same factor, (ranks, losses). NaN: unknown.
 
     The gradients of the head belong to the samples of all ranks, so a rank cannot weight its own samples by multiplying
     the loss.
     """
-    known = factors[~factors.isnan()]
-    if not torch.allclose(known, known[:1].expand_as(known), rtol=1e-6, atol=0):
+    for of_loss in factors.T:
+        known = of_loss[~of_loss.isnan()]
+        if torch.allclose(known, known[:1].expand_as(known), rtol=1e-6, atol=0):
+            continue
         raise ValueError(
             f"the loss of head_step was multiplied by different factors on the ranks before backward: "
             f"{known.tolist()}. It is the loss of all ranks' samples, so the factor must be the same on all ranks. "

@@ -109,6 +109,14 @@ class OwnFactor(StepNet):
         return super().training_step(batch, batch_idx) * (1 + batch[0].mean())
 
 
+class OwnFactorOfSecond(StepNet):
+    """Weights the second of two losses by a number of its own batch, as that of unlabeled samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first = super().training_step(batch, batch_idx)
+        return first + batch[0].mean() * self.head_step(self.trunk(-batch[0]), batch[1])
+
+
 class Backward(StepNet):
     """Runs a backward of its own."""
 
@@ -180,6 +188,7 @@ REFUSED: dict[str, tuple[type[HybridNet], str]] = {
     "backward of the head": (BackwardOfHead, "head_step called backward(), whose gradients cannot reach the trunk"),
     "penalty on the gradient of a named loss": (NamedTwice, "this loss cannot be differentiated twice"),
     "factor of the own batch": (OwnFactor, "multiplied by different factors on the ranks"),
+    "factor of the second call": (OwnFactorOfSecond, "multiplied by different factors on the ranks"),
     "confusion matrix": (Confusing, "the MulticlassConfusionMatrix confusion is updated within head_step"),
     "inner hook": (InnerHook, "head.2 has hooks, and within the head"),
     "backward hook": (BackwardHook, "head has hooks, and within the head"),
