@@ -50,7 +50,7 @@ from lightning_dp.strategies.krizhevsky_hybrid import checks
 from lightning_dp.strategies.krizhevsky_hybrid.checks import Options, no_counting, nothing_recorded
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import Scheme, require_features
 from lightning_dp.strategies.krizhevsky_hybrid.head import ShardedHead, SharedOnDeepcopy, replaced
-from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses
+from lightning_dp.strategies.krizhevsky_hybrid.passes import HeadPasses, require_same_factor
 from lightning_dp.strategies.krizhevsky_hybrid.state import (
     GatheredHead,
     ShardedParameters,
@@ -158,7 +158,6 @@ class HybridFitState(SharedOnDeepcopy):
     def finish(self) -> None:
         """Make the head and its optimizer states whole again on every rank, in host memory. All ranks must call it."""
         self.meet()
-        self.passes.compare_first_factor()  # of a fit of one step
         if self._keeps_shards:
             self._leave_shards(
                 "after fit with state_dict_type='sharded'",
@@ -207,15 +206,16 @@ class HybridFitState(SharedOnDeepcopy):
         """Run a training step within the context: calls of the head and of ``head_step`` are collective.
 
         Raises:
-            ValueError: ``variable_batch`` is on, and ``head_step`` was not called.
+            ValueError: ``variable_batch`` is on, and ``head_step`` was not called; or the ranks have multiplied the
+                loss of ``head_step`` by different factors in the step before.
         """
         self._check_optimizers()  # before head_step, which may update the head
         self.head.cut_assigned()
         self._shard_states()
-        here = torch.zeros(1, dtype=torch.uint8)
-        arriving = [torch.empty_like(here) for _ in range(self._places.world_size)]
-        said = self._places.all_to_all("training step", [here] * len(arriving), arriving)  # see `meet`
         passes = self.passes
+        own = passes.take_factors()
+        factors = own.repeat(self._places.world_size, 1)
+        said = self._places.all_to_all("training step", [own] * len(factors), list(factors))  # see `meet`
         num_steps = passes.num_steps
         passes.begin_training_step(self._module)
         checks.check_hooks(self.head)
@@ -228,6 +228,7 @@ class HybridFitState(SharedOnDeepcopy):
                 f"self.head_step(features, target) instead of self.{self.head.name}(features)"
             )
         said.wait()
+        require_same_factor(factors)
         # 1, 2, 4, 8, ...: most mistakes show at once, and later it costs nothing.
         if passes.num_training_steps.bit_count() == 1:
             require_one_trunk(self._module, self.head)
@@ -320,6 +321,8 @@ class HybridFitState(SharedOnDeepcopy):
     def meet(self) -> None:
         """Raise CallMismatchError if a rank is in another batch, instead of waiting for it. All ranks must call it.
 
+        Raise ValueError if the ranks have multiplied a loss of ``head_step`` by different factors since they last met.
+
         A rank whose loader has ended comes here, while the others begin another batch. Each rank says so at the begin
         of a training step, and does not wait for the answer, so this rank receives it in place of what it expects.
         """
@@ -333,7 +336,7 @@ class HybridFitState(SharedOnDeepcopy):
             group = dist.group.WORLD
             assert group is not None
             raise peer_error(group, "reach", 0 if dist.get_rank() else 1, error) from error
-        self._places.all_gather("between training steps", torch.zeros(1, dtype=torch.uint8))
+        require_same_factor(self._places.all_gather("between training steps", self.passes.take_factors()))
         self.head.cut_assigned()
 
     def _current_head(self) -> GatheredHead:

@@ -769,7 +769,7 @@ def gradients_of(
 ) -> list[Tensor | None]:
     """Return the gradient of each input, or None if the input needs none or does not contribute to the output."""
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    if not wanted:
+    if not wanted or not output.requires_grad:
         return [None] * len(inputs)
     found = iter(torch.autograd.grad(output, wanted, gradient, retain_graph, allow_unused=True))
     return [next(found) if tensor.requires_grad else None for tensor in inputs]

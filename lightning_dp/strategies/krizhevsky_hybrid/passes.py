@@ -85,7 +85,7 @@ class HeadPasses(SharedOnDeepcopy):
         self.mark: nn.Parameter | None = None
         self._results: list[Any] = []  # nodes of the graph: what this training step has got from the head
         self._after_trunk: AfterTrunk | None = None  # of this training step, until a call of the head takes it
-        self._first_factor: Tensor | None = None  # of the loss of the first step, until the ranks compare it
+        self._factors: list[Tensor] = []  # one for each call of `step`, until `take_factors`
         self._has_warned_of_weights = False
         self._has_warned_of_logits = False
 
@@ -147,20 +147,22 @@ class HeadPasses(SharedOnDeepcopy):
                 ``others``; in step 1, 2, 4, 8, ..., it returns different losses on the ranks. In backward: the loss was
                 multiplied by another factor than ``only_factor``. See also `StepArguments`.
         """
-        is_first = self.num_steps == 0
         # 1, 2, 4, 8, ..., as mistakes may begin late. By calls and by training steps, because a training step may have
         # several calls, or none.
         is_compared = 1 in ((self.num_steps + 1).bit_count(), self.num_training_steps.bit_count())
         own = StepArguments(arguments, features)
         sizes, seed = self.exchange.exchange_batch_sizes(features, own.tensors, own.constants, needs_seed=True)
         own.gather(self.channel, sizes)
+        has_graph = False
 
         def loss_instead(part: SubPass, x: Tensor) -> Tensor:
             with probing():
                 return head_step(x, own.of_pass(part)).detach()
 
         def loss_of(part: SubPass, x: Tensor) -> Tensor:
+            nonlocal has_graph
             loss = _require_number(head_step(x, own.of_pass(part)))
+            has_graph |= loss.requires_grad
             if is_compared:
                 self._require_same_loss(loss, x, partial(loss_instead, part))
             _require_no_part(loss, others or {})
@@ -171,16 +173,19 @@ class HeadPasses(SharedOnDeepcopy):
         with _keep_activations():
             result = run_passes(self, features, self._plan(sizes), seed, loss_of, update, scale)
         self.num_steps += 1
-
-        def check_factor(factor: Tensor) -> None:
-            # The ranks compare it when the next training step begins or training ends, where all of them come. One rank
-            # may have run a backward of its own before this one, to look at a gradient.
-            if is_first and self.channel.world_size > 1:
-                self._first_factor = factor.detach().double()
-            if only_factor is not None:
-                _require_factor(factor, only_factor)
-
+        if not has_graph:  # the result has none either, so that a backward from it alone is torch's error
+            return result.loss
+        self._factors.append(torch.tensor(math.nan, dtype=torch.float64))
+        check_factor = partial(self._check_factor, self._factors[-1], is_compared, only_factor)
         return self._remembered(_HandOut.apply(result, check_factor, after_trunk, features, *receivers))
+
+    def _check_factor(self, kept: Tensor, is_compared: bool, only_factor: float | None, factor: Tensor) -> None:
+        # The ranks compare it where all of them come next. One rank may have run a backward of its own before this one,
+        # to look at a gradient. On a GPU it is kept of some steps only, because reading it waits for the device.
+        if is_compared or not factor.is_cuda:
+            kept.copy_(factor)
+        if only_factor is not None:
+            _require_factor(factor, only_factor)
 
     def _take_after_trunk(self) -> tuple[AfterTrunk | None, list[Tensor]]:
         """Return what lets the head's gradients come after the trunk's, for one call of the head, and what gets them.
@@ -198,23 +203,19 @@ class HeadPasses(SharedOnDeepcopy):
 
         Raises:
             RuntimeError: the head of ``module`` has been changed since set-up.
-            ValueError: see `compare_first_factor`.
         """
-        self.compare_first_factor()
         self.num_training_steps += 1
         self._results.clear()
         require_unchanged(module, self.head)
         self._after_trunk = AfterTrunk(self.head.parameters)
 
-    def compare_first_factor(self) -> None:
-        """Compare by what the loss of the first `step` was multiplied before backward. All ranks must call it.
+    def take_factors(self) -> Tensor:
+        """Return, (1 + calls,), by what the losses of `step` were multiplied before backward. NaN: unknown, as of [0].
 
-        Raises:
-            ValueError: it differs between the ranks.
+        They are those of the calls since the last time: equally many on all ranks.
         """
-        if self._first_factor is not None:
-            _require_same_factor(self.head.control.all_gather("agreement", self._first_factor))
-            self._first_factor = None
+        factors, self._factors = self._factors, []
+        return torch.stack([torch.tensor(math.nan, dtype=torch.float64), *factors])  # an empty one would not be sent
 
     def _remembered(self, result: Tensor) -> Tensor:
         if result.grad_fn is not None:
@@ -770,8 +771,8 @@ def _require_first_derivative() -> None:
 
 def _require_no_part(loss: Tensor, others: Mapping[str, Tensor]) -> None:
     """Raise ValueError if one of the ``others``, which are parameters by name, contributes to ``loss``."""
-    gradients = gradients_of(loss, list(others.values()), retain_graph=True) if loss.requires_grad else []
-    for name, gradient in zip(others, gradients, strict=False):
+    gradients = gradients_of(loss, list(others.values()), retain_graph=True)
+    for name, gradient in zip(others, gradients, strict=True):
         if gradient is not None:
             raise ValueError(
                 f"head_step uses the parameter {name}, which is not in the head and would not be trained; use it in "
@@ -808,15 +809,18 @@ def _require_factor(factor: Tensor, expected: float) -> None:
         )
 
 
-def _require_same_factor(factors: Tensor) -> None:
-    """Raise ValueError unless all ranks, (ranks,), have multiplied the loss by the same factor.
+def require_same_factor(factors: Tensor) -> None:
+    """Raise ValueError unless all ranks have multiplied each loss by the same factor, (ranks, losses). NaN: unknown.
 
     The gradients of the head belong to the samples of all ranks, so a rank cannot weight its own samples by multiplying
     the loss.
     """
-    if not torch.allclose(factors, factors[:1].expand_as(factors), rtol=1e-6, atol=0, equal_nan=True):
+    for of_loss in factors.T:
+        known = of_loss[~of_loss.isnan()]
+        if torch.allclose(known, known[:1].expand_as(known), rtol=1e-6, atol=0):
+            continue
         raise ValueError(
             f"the loss of head_step was multiplied by different factors on the ranks before backward: "
-            f"{factors.tolist()}. It is the loss of all ranks' samples, so the factor must be the same on all ranks. "
+            f"{known.tolist()}. It is the loss of all ranks' samples, so the factor must be the same on all ranks. "
             "To weight samples, pass the weights to head_step: self.head_step(features, target, weights)"
         )

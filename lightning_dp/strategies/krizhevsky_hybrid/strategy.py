@@ -184,7 +184,10 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         ignored = ddp_ignored_names(self.lightning_module)
         for name, tensor in named:
             if name not in ignored:
-                dist.broadcast(tensor.data, src=0)
+                # Rows after rows: gloo sends memory as it lies, and would write past the end of an expanded tensor's.
+                value = tensor.data.contiguous()
+                dist.broadcast(value, src=0)
+                tensor.data.copy_(value)
 
     def _record_stage(self, stage: str, start_s: float, end_s: float) -> None:
         if self.on_stage is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_dp import KrizhevskyHybridStrategy
@@ -96,6 +97,38 @@ def test_a_batch_may_train_the_head_alone():
         expected = fit_with(all_batches(2), "auto", 1, net, OPTIONS)
         for of_rank in of_ranks:
             assert_same(of_rank[index], expected, 1e-10)
+
+
+class OnlySome(StepNet):
+    """A loss of the samples of one class. Where there is none it has no graph: in some passes, and in whole steps."""
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        chosen = target == self.trainer.global_step % 4
+        if not chosen.any():
+            return features.new_zeros(())
+        return F.cross_entropy(self.head(features), target, reduction="none")[chosen].sum() / len(target)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        features = self.trunk(batch[0])
+        return self.head_step(features, batch[1]) + features.square().mean()
+
+
+class OnlyNone(StepNet):
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        return self.cost(self.head(features), target).detach()
+
+
+def _only_some(rank: int, scheme: str) -> Result:
+    with pytest.raises(RuntimeError, match="does not require grad"):  # as in plain training
+        fit_with(batches(rank, 2), KrizhevskyHybridStrategy(scheme=scheme), 2, OnlyNone, {})
+    return fit_with(batches(rank, 2), KrizhevskyHybridStrategy(scheme=scheme), 2, OnlySome, {})
+
+
+@pytest.mark.parametrize("scheme", ["a", "b", "c"])
+def test_the_loss_of_a_pass_may_have_no_graph(scheme):
+    expected = fit_with(all_batches(2), "auto", 1, OnlySome, {})
+    for actual in run_processes(2, _only_some, scheme):
+        assert_same(actual, expected, 1e-10)
 
 
 def _train(rank: int, net: type[HybridNet]) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_dp import KrizhevskyHybridStrategy
 from tests.ranks import run_processes
@@ -108,6 +109,14 @@ class OwnFactor(StepNet):
         return super().training_step(batch, batch_idx) * (1 + batch[0].mean())
 
 
+class OwnFactorOfSecond(StepNet):
+    """Weights the second of two losses by a number of its own batch, as that of unlabeled samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first = super().training_step(batch, batch_idx)
+        return first + batch[0].mean() * self.head_step(self.trunk(-batch[0]), batch[1])
+
+
 class Backward(StepNet):
     """Runs a backward of its own."""
 
@@ -179,6 +188,7 @@ REFUSED: dict[str, tuple[type[HybridNet], str]] = {
     "backward of the head": (BackwardOfHead, "head_step called backward(), whose gradients cannot reach the trunk"),
     "penalty on the gradient of a named loss": (NamedTwice, "this loss cannot be differentiated twice"),
     "factor of the own batch": (OwnFactor, "multiplied by different factors on the ranks"),
+    "factor of the second call": (OwnFactorOfSecond, "multiplied by different factors on the ranks"),
     "confusion matrix": (Confusing, "the MulticlassConfusionMatrix confusion is updated within head_step"),
     "inner hook": (InnerHook, "head.2 has hooks, and within the head"),
     "backward hook": (BackwardHook, "head has hooks, and within the head"),
@@ -227,6 +237,28 @@ def _one_step(rank: int) -> None:
 def test_factors_are_compared_in_a_fit_of_one_step():
     """They are compared when the next step begins, or else at the end."""
     run_processes(2, _one_step)
+
+
+class OwnFactorOfOne(StepNet):
+    """Weights batches by their sizes, which differ between the ranks in the third one alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (len(batch[0]) / 3)
+
+
+def _later_factor(rank: int, num_batches: int) -> None:
+    own = list(batches(rank, 2, num_batches))
+    own[2] = [each[rank:] for each in own[2]]
+    runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False)
+    with pytest.raises(ValueError, match=r"multiplied by different factors on the ranks before backward: \[1.0, 0.66"):
+        runner.fit(OwnFactorOfOne(), DataLoader(own, batch_size=None))
+    assert runner.global_step == 3
+
+
+@pytest.mark.parametrize("num_batches", [3, 6])
+def test_factors_of_each_step_are_compared(num_batches):
+    """Each rank would multiply the gradients of its part of the head by its own factor."""
+    run_processes(2, _later_factor, num_batches)
 
 
 class CallsHead(StepNet):

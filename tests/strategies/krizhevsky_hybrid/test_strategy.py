@@ -81,7 +81,7 @@ def _without_messages(rank: int, world_size: int, net: type[HybridNet]) -> dict[
 
     def start(self: Channel, what: str, sends: list[Tensor], receives: list[Tensor]) -> Any:
         for peer, received in enumerate(receives):
-            if peer != self.rank:
+            if peer != self.rank and what != "training step":  # a check, which would end the fit
                 received.zero_()
         return type("Nothing", (), {"wait": staticmethod(lambda: None)})
 

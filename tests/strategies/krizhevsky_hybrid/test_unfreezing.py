@@ -207,6 +207,29 @@ def test_a_frozen_trunk_keeps_what_ddp_is_told_to_ignore():
         assert_same(actual, expected, 1e-10)
 
 
+class TableInFrozenTrunk(StepNet):
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.trunk.requires_grad_(False)
+        self.register_buffer("table", table)
+
+
+def _with_strides(rank: int) -> Tensor:
+    table = torch.arange(6.0).view(2, 3) + 10 * rank
+    module = TableInFrozenTrunk(table.T.contiguous().T if rank else table)
+    trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False).fit(module, batches(rank, 2, STEPS))
+    expanded = TableInFrozenTrunk(torch.zeros(()).expand(1000, 1000))
+    with pytest.raises(RuntimeError, match="refers to a single memory location"):  # as under DDP
+        trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False).fit(expanded, batches(rank, 2, STEPS))
+    return module.table
+
+
+def test_a_frozen_trunk_takes_values_and_not_memory():
+    """The ranks have laid out one buffer by rows and by columns, and another has many elements in the memory of one."""
+    for table in run_processes(2, _with_strides):
+        assert table.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
 class OwnLayer(HybridNet):
     """Each rank trains a layer of its own, which DDP is told to ignore."""
 
