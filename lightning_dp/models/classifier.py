@@ -86,9 +86,13 @@ class Classifier(LightningModule):
         self.test_acc5 = _accuracy(num_classes, top_k=5) if num_classes > 5 else None
 
     def setup(self, stage: str) -> None:
-        """Forget what was counted before an exception: a new Trainer does not know the metrics of an earlier one."""
-        for part in self.children():
-            if isinstance(part, Metric):
+        """Forget what was counted before an exception: a new Trainer does not know the metrics of an earlier one.
+
+        A Trainer that a callback validates with while another one trains leaves the metrics of training alone.
+        """
+        prefix = {"fit": "", "validate": "val_"}.get(stage, f"{stage}_")
+        for name, part in self.named_children():
+            if isinstance(part, Metric) and name.startswith(prefix):
                 part.reset()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -233,7 +237,7 @@ class MeanLoss(Metric):
         """Add the mean loss of ``count`` images. ``count`` may be 0, for a loss of 0."""
         # In at least 32 bits. Lightning's "bf16-true" makes the state one of 16, in which a sum soon stops growing.
         self.total = self.total + loss.to(torch.promote_types(loss.dtype, torch.float32)) * count
-        self.count += count
+        self.count = self.count + count  # not in place: what a validation has reset is an inference tensor
 
     def compute(self) -> Tensor:
         """Return the mean loss over all images so far, on all ranks."""

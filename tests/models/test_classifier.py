@@ -158,6 +158,26 @@ def test_what_a_fit_has_counted_that_failed_is_not_in_the_next_one():
     assert logged[0] == logged[1]
 
 
+def test_another_trainer_may_validate_while_one_trains():
+    """As on another data set after each epoch."""
+    images = DataLoader([batch(5, 1), batch(3, 2)], batch_size=None)
+    seen: list[float] = []
+
+    class Validates(Callback):
+        def on_train_epoch_end(self, run: Trainer, module: Classifier) -> None:
+            seen.append(trainer().validate(module, images, verbose=False)[0]["val/loss"])
+            module.trainer = run
+            module.train()
+
+    logged = []
+    for callbacks in ([], [Validates()]):
+        run = trainer(max_epochs=2, callbacks=callbacks)
+        run.fit(classifier(), images, images)
+        logged.append({name: value.item() for name, value in run.callback_metrics.items()})
+    assert logged[1] == logged[0]
+    assert seen[-1] == logged[0]["val/loss"]
+
+
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
 def test_losses_of_16_bits_are_summed_in_32(precision):
     """In bfloat16, 256 + 1 is 256."""
