@@ -67,7 +67,8 @@ def main() -> None:
         enable_checkpointing=False,
     )
     trainer.fit(Segmentation(), DataLoader(TensorDataset(images, masks), batch_size=1, shuffle=True))
-    print(f"train_loss={trainer.callback_metrics['train_loss']:.3f}")
+    if trainer.is_global_zero:
+        print(f"train_loss={trainer.callback_metrics['train_loss']:.3f}")
 
 
 if __name__ == "__main__":
