@@ -77,7 +77,7 @@ class Memonger(Callback):
         """Forget what an earlier fit has measured: another model, or another batch."""
         self.plan: RecomputePlan | None = None
         self._profiler: Profiler | None = None
-        self._num_batches = 0
+        self._num_batches = 0  # from the first that was not left out
         self._num_trained = -1  # parameters in the step that was measured
         self._trained: set[str] = set()  # in any step that was measured
 
@@ -133,7 +133,7 @@ class Memonger(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._handle is None:
+        if self._handle is None or not self._handle.was_asked:  # a step that is left out tells nothing of the others
             return
         self._num_batches += 1
         if self._num_batches > 1:

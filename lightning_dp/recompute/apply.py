@@ -90,6 +90,8 @@ class RecomputeHandle:
         self.is_removed = False
         self.dropped_bytes = 0
         """What autograd asked for in the last forward pass and was not kept."""
+        self.was_asked = False
+        """Whether autograd has asked for anything in any forward pass."""
         self._profiler: Profiler | None = None
         self._checked: Policy | None = None  # was compared with the model
         self._model = model
@@ -131,6 +133,7 @@ class RecomputeHandle:
                 "that function, or apply recomputation to the other parts of the model"
             )
         self.dropped_bytes = tape.dropped_bytes
+        self.was_asked |= tape.was_asked
         if is_unchecked and profiler is not None:
             self._checked = policy
             sizes = {operation.key: operation.num_bytes for operation in profiler.operations}

@@ -106,6 +106,8 @@ class Tape(TorchDispatchMode):
         self._number = 0
         self._pause = _Pause()
         self._planned: list[Saved] = []  # what a plan keeps, until autograd has it
+        self.was_asked = False
+        """Whether autograd has asked for anything."""
         self.dropped_bytes = 0
         """What autograd has asked for and is not kept."""
         self._source_bytes = 0
@@ -320,6 +322,7 @@ class Tape(TorchDispatchMode):
     def _pack(self, tensor: Tensor) -> Saved:
         """Return what autograd keeps in place of ``tensor``."""
         is_foreign = not is_in_operator() and not _is_saved_by_own_function()
+        self.was_asked = True
         with self._pause:
             saved = self._save(tensor, is_foreign)
             saved.num_uses += 1

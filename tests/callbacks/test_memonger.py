@@ -284,6 +284,17 @@ def test_a_module_without_anything_to_recompute_is_warned_of():
         fit(1, Memonger(), net=Linear(), loader=loader(2), strategy="auto")
 
 
+def test_a_first_step_that_is_left_out_does_not_tell_what_can_be_recomputed(recwarn):
+    """As long as a replay buffer is not full, say."""
+
+    class Collects(Net):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+            return super().training_step(batch, batch_idx) if batch_idx else None
+
+    fit(1, Memonger(), net=Collects(), loader=loader(2), strategy="auto")
+    assert not [warning for warning in recwarn if warning.category is NoEffectWarning]
+
+
 class WithHeadStep(Net):
     def head_step(self, features: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(self.head(features), target)
