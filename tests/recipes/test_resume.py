@@ -290,16 +290,17 @@ def test_what_no_checkpoint_holds_is_warned_of_where_a_run_continues(tmp_path, c
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("model", ["WithBackbone", "Unfreezes"])
 @pytest.mark.parametrize("end", [1, 2, 3])
-def test_a_backbone_that_was_unfrozen_is_trained_where_a_run_continues(tmp_path, end):
-    """Before, in and after the epoch that unfreezes it. Lightning leaves it frozen."""
+def test_a_backbone_that_was_unfrozen_is_trained_where_a_run_continues(tmp_path, end, model):
+    """Before, in and after the epoch in which Lightning's callback, or the module, unfreezes it."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     finetuning = {"_target_": "pytorch_lightning.callbacks.BackboneFinetuning", "unfreeze_backbone_at_epoch": 1}
     for run_dir, *options in continued(whole, cut, end, epochs=4):
-        config = own_loop(run_dir, "test=false", *options) | {
-            "model": {"_target_": "tests.recipes.pieces.WithBackbone"}
-        }
-        train(config | {"callbacks": config["callbacks"] | {"finetuning": finetuning}})
+        config = own_loop(run_dir, "test=false", *options) | {"model": {"_target_": f"tests.recipes.pieces.{model}"}}
+        if model == "WithBackbone":
+            config["callbacks"] |= {"finetuning": finetuning}
+        train(config)
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
 
 
