@@ -543,15 +543,18 @@ def test_a_damaged_checkpoint_of_another_run_does_not_stop_this_one(tmp_path):
     assert find_checkpoint(tiny(runs / "new", "ckpt_path=last")) == mine
 
 
-def test_more_epochs_than_the_schedule_has_are_refused_before_the_run_folder_changes(tmp_path):
+@pytest.mark.parametrize(
+    ("schedule", "name"), [([], "OneCycleLR"), (["model=cifar_alexnet", "optim=krizhevsky"], "krizhevsky_schedule")]
+)
+def test_more_epochs_than_the_schedule_has_are_refused_before_the_run_folder_changes(tmp_path, schedule, name):
     """Where other options count the steps as well, the module says so when it knows the data."""
-    train(tiny(tmp_path, "trainer.max_epochs=1", "test=false"))
+    train(tiny(tmp_path, *schedule, "trainer.max_epochs=1", "test=false"))
 
     def longer(path, *options):
-        return find_checkpoint(tiny(tmp_path, "trainer.max_epochs=2", f"ckpt_path={path}", *options))
+        return find_checkpoint(tiny(tmp_path, *schedule, "trainer.max_epochs=2", f"ckpt_path={path}", *options))
 
     for path in ("last", last(tmp_path)):
-        with pytest.raises(ValueError, match=r"trainer.max_epochs=2: .*OneCycleLR ends.*keep trainer.max_epochs=1"):
+        with pytest.raises(ValueError, match=rf"trainer.max_epochs=2: .*{name} ends.*keep trainer.max_epochs=1"):
             longer(path)
     allowed = ("data.batch_size=32", "trainer.max_steps=3", "+optim.scheduler.total_steps=6")
     for option in allowed:
