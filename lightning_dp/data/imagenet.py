@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +35,8 @@ class ImageNet(ImageDataModule):
     A callback may set ``image_size``, ``eval_image_size`` and ``crop``. Loaders that are made afterwards have them.
 
     Args:
-        root: folder with ``train/CLASS/*.JPEG`` and with ``val/CLASS/*.JPEG``, or ``val/*.JPEG`` and a label file.
+        root: folder with ``train/CLASS/*.JPEG`` and with ``val/CLASS/*.JPEG``, or ``val/*.JPEG`` and a label file. A
+            class may have folders within it.
         num_classes: number of classes of the model. There may be fewer class folders.
         image_size: height and width of the training images. At the end of training, if they grow.
         start_image_size: height and width of the training images in the first epochs (progressive resizing), or None
@@ -254,7 +255,7 @@ LABEL_FILES = (DEVKIT, "val_labels.txt", "LOC_val_solution.csv")
 
 
 def list_train(root: Path) -> tuple[Listing, list[str]]:
-    """Return the images in ``root/train/CLASS/``, and the names of the classes.
+    """Return the images in ``root/train/CLASS/`` and folders within it, and the names of the classes.
 
     Raises:
         FileNotFoundError: there is no such folder, or no image in it.
@@ -398,13 +399,23 @@ def _is_image(name: str) -> bool:
 
 
 def _images(folder: Path) -> list[str]:
-    """Return the names of the images in a folder, in order."""
-    found = sorted(filter(_is_image, os.listdir(folder)))
+    """Return the images in a folder and in those within it, as torchvision's ImageFolder does, in order of paths."""
+    found = sorted(_walk(folder))
     if not found:
         raise FileNotFoundError(
             f"{folder} has no image ({', '.join(SUFFIXES)}); unpack its archive again, or remove it"
         )
     return found
+
+
+def _walk(folder: str | Path, prefix: str = "") -> Iterator[str]:
+    """Yield the images. `os.walk` would leave out a folder that cannot be read."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir() and not entry.name.startswith("."):
+                yield from _walk(entry.path, f"{prefix}{entry.name}/")
+            elif _is_image(entry.name):
+                yield prefix + entry.name
 
 
 def _require_folder(folder: Path, root: Path) -> None:

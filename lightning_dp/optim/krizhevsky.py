@@ -153,7 +153,10 @@ def krizhevsky_schedule(
         raise ValueError(f"milestones={milestones} must ascend, between 0 and 1, for example (0.25, 0.5, 0.75)")
     # A little less, because 0.07 * 100 is slightly more than 7 in floating point, and would be rounded up to 8.
     steps = [math.ceil(total_steps * milestone - 1e-9 * total_steps) for milestone in milestones]
-    return MultiStepLR(optimizer, steps, gamma=factor)
+    schedule = MultiStepLR(optimizer, steps, gamma=factor)
+    # Into its state, which has the milestones: a longer run that continues from it would keep those of the shorter one.
+    schedule.total_steps = total_steps  # type: ignore[attr-defined]
+    return schedule
 
 
 def trunk_and_head_groups(

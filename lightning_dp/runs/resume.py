@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import (
-    BackboneFinetuning,
     BatchSizeFinder,
     LearningRateFinder,
     ModelCheckpoint,
@@ -33,8 +32,10 @@ from pytorch_lightning.callbacks import (
 )
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 from pytorch_lightning.utilities import CombinedLoader
+from torch import nn
 
 from lightning_dp._private.lightning_names import begin_next_epoch, restart_loader
+from lightning_dp._private.torch_names import BatchNorm
 from lightning_dp.data.loading import derive_seed
 from lightning_dp.runs.validation import Config, is_of_validation
 from lightning_dp.strategies.complete_files import existing
@@ -517,6 +518,21 @@ class ContinuesAfterCheckpoint(Callback):
     def __init__(self, checkpoint: str | None) -> None:
         self._checkpoint = checkpoint
         self._has_trained = False
+        self._at_start: dict[str, bool] = {}  # see `_switches`
+        self._switched: dict[str, bool] = {}  # what the run of the checkpoint had changed
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add what has been frozen or unfrozen since training began. Called by Lightning.
+
+        Not what the module's constructor has: a run may continue on purpose with a part frozen.
+        """
+        now = _switches(pl_module).items()
+        switched = {name: value for name, value in now if value != self._at_start.get(name, value)}
+        checkpoint["callbacks"][self.state_key] = {"switched": switched}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep that until the first epoch or batch. Called by Lightning."""
+        self._switched = state_dict["switched"]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise ValueError if this rank continues from elsewhere than rank 0: its momentum and images would be others.
@@ -549,14 +565,29 @@ class ContinuesAfterCheckpoint(Callback):
         """Correct the loop. Called by Lightning when the checkpoint has been loaded."""
         self._has_trained = True
         begin_next_epoch(trainer)
-        for each in trainer.callbacks:  # type: ignore[attr-defined]
-            # Lightning restores the parameter groups that it has added, and leaves their parameters frozen.
-            if isinstance(each, BackboneFinetuning) and trainer.current_epoch > each.unfreeze_backbone_at_epoch:
-                each.make_trainable(pl_module.backbone)
+        self._at_start = _switches(pl_module)
         # The epoch does not tell that it stopped in the first one, nor the reason that another rank had one.
         running = EarlyStoppingReason.NOT_STOPPED
         if any(each.stopped_epoch > 0 or each.stopping_reason != running for each in trainer.early_stopping_callbacks):
             trainer.should_stop = True
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Freeze and unfreeze what the run before had, after all hooks of the start and before those of the epoch.
+
+        Lightning restores neither: after the epoch that unfreezes a part, it would stay frozen to the end.
+        """
+        parameters, modules = dict(pl_module.named_parameters()), dict(pl_module.named_modules())
+        for name, value in self._switched.items():
+            if name in parameters:
+                parameters[name].requires_grad_(value)
+            elif name in modules:
+                modules[name].track_running_stats = value
+        self._switched = {}
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Do the same in a run that continues within an epoch."""
+        if self._switched:
+            self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep a last.ckpt that was written before this run continued.
@@ -583,6 +614,13 @@ class ContinuesAfterCheckpoint(Callback):
             is_averaging = isinstance(callback, WeightAveraging | StochasticWeightAveraging)
             if is_averaging and not has_mean and not self._has_trained:
                 callback.on_train_end(trainer, pl_module)
+
+
+def _switches(module: nn.Module) -> dict[str, bool]:
+    """Return what fine-tuning switches and no state_dict has: by the names of parameters, and of batch norms."""
+    norms = {name: each for name, each in module.named_modules() if isinstance(each, BatchNorm)}
+    found = {name: each.requires_grad for name, each in module.named_parameters()}
+    return found | {name: each.track_running_stats for name, each in norms.items()}
 
 
 # --- the best weights ---

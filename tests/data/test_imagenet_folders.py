@@ -50,6 +50,20 @@ def test_other_files_are_ignored_and_any_spelling_of_the_suffix_is_read(tmp_path
     assert list(labeled(train)) == ["train/n0/a.jpg", "train/n0/b.PNG", "train/n0/é.jpeg"]
 
 
+def test_images_in_folders_within_a_class_are_of_that_class(tmp_path):
+    for name in ("n0/b/2.jpg", "n0/1.jpg", "n0/b/c/1.jpg", "n0/.cache/3.jpg", "n1/images/1.jpg"):
+        path = tmp_path / "train" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "4.jpg").touch()
+    (tmp_path / "train" / "n1" / "more").symlink_to(tmp_path / "linked")
+    train, _ = list_train(tmp_path)
+    n0, n1 = ("1.jpg", "b/2.jpg", "b/c/1.jpg"), ("images/1.jpg", "more/4.jpg")
+    assert labeled(train) == {f"train/n0/{name}": 0 for name in n0} | {f"train/n1/{name}": 1 for name in n1}
+    assert list(labeled(train)) == sorted(labeled(train))
+
+
 def devkit(root: Path, images: list[tuple[str, str]]) -> None:
     numbers = {3: CLASSES[0], 1: CLASSES[1], 2: CLASSES[2]}
     number_of = {name: number for number, name in numbers.items()}

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from pytorch_lightning import Callback, LightningDataModule, LightningModule
-from pytorch_lightning.callbacks import Checkpoint
+from pytorch_lightning.callbacks import BaseFinetuning, Checkpoint
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, random_split
@@ -242,3 +242,18 @@ class WithBackbone(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return F.cross_entropy(self.rest(self.backbone(batch[0].flatten(1))), batch[1])
+
+
+class Unfreezes(WithBackbone):
+    """Has a frozen backbone at first, with its batch norm, and unfreezes that itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        BaseFinetuning.freeze(self.backbone, train_bn=False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            BaseFinetuning.make_trainable(self.backbone)

@@ -290,16 +290,17 @@ def test_what_no_checkpoint_holds_is_warned_of_where_a_run_continues(tmp_path, c
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("model", ["WithBackbone", "Unfreezes"])
 @pytest.mark.parametrize("end", [1, 2, 3])
-def test_a_backbone_that_was_unfrozen_is_trained_where_a_run_continues(tmp_path, end):
-    """Before, in and after the epoch that unfreezes it. Lightning leaves it frozen."""
+def test_a_backbone_that_was_unfrozen_is_trained_where_a_run_continues(tmp_path, end, model):
+    """Before, in and after the epoch in which Lightning's callback, or the module, unfreezes it."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     finetuning = {"_target_": "pytorch_lightning.callbacks.BackboneFinetuning", "unfreeze_backbone_at_epoch": 1}
     for run_dir, *options in continued(whole, cut, end, epochs=4):
-        config = own_loop(run_dir, "test=false", *options) | {
-            "model": {"_target_": "tests.recipes.pieces.WithBackbone"}
-        }
-        train(config | {"callbacks": config["callbacks"] | {"finetuning": finetuning}})
+        config = own_loop(run_dir, "test=false", *options) | {"model": {"_target_": f"tests.recipes.pieces.{model}"}}
+        if model == "WithBackbone":
+            config["callbacks"] |= {"finetuning": finetuning}
+        train(config)
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
 
 
@@ -542,15 +543,18 @@ def test_a_damaged_checkpoint_of_another_run_does_not_stop_this_one(tmp_path):
     assert find_checkpoint(tiny(runs / "new", "ckpt_path=last")) == mine
 
 
-def test_more_epochs_than_the_schedule_has_are_refused_before_the_run_folder_changes(tmp_path):
+@pytest.mark.parametrize(
+    ("schedule", "name"), [([], "OneCycleLR"), (["model=cifar_alexnet", "optim=krizhevsky"], "krizhevsky_schedule")]
+)
+def test_more_epochs_than_the_schedule_has_are_refused_before_the_run_folder_changes(tmp_path, schedule, name):
     """Where other options count the steps as well, the module says so when it knows the data."""
-    train(tiny(tmp_path, "trainer.max_epochs=1", "test=false"))
+    train(tiny(tmp_path, *schedule, "trainer.max_epochs=1", "test=false"))
 
     def longer(path, *options):
-        return find_checkpoint(tiny(tmp_path, "trainer.max_epochs=2", f"ckpt_path={path}", *options))
+        return find_checkpoint(tiny(tmp_path, *schedule, "trainer.max_epochs=2", f"ckpt_path={path}", *options))
 
     for path in ("last", last(tmp_path)):
-        with pytest.raises(ValueError, match=r"trainer.max_epochs=2: .*OneCycleLR ends.*keep trainer.max_epochs=1"):
+        with pytest.raises(ValueError, match=rf"trainer.max_epochs=2: .*{name} ends.*keep trainer.max_epochs=1"):
             longer(path)
     allowed = ("data.batch_size=32", "trainer.max_steps=3", "+optim.scheduler.total_steps=6")
     for option in allowed:
