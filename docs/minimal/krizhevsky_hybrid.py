@@ -124,7 +124,6 @@ def main() -> None:
     x, y = torch.randn(steps, world_size, 4, 1, 6, 6), torch.randint(10, (steps, world_size, 4))
     trunk = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten())
     start = nn.Sequential(trunk, nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)))
-
     expected = deepcopy(start)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
     for t in range(steps):

@@ -133,8 +133,7 @@ def main() -> None:
             cheap(nn.BatchNorm2d(8), nn.ReLU()),
             nn.Conv2d(8, 8, 3, padding=1),
             cheap(nn.BatchNorm2d(8), nn.ReLU(), nn.AvgPool2d(4)),
-            nn.Flatten(),
-            nn.Linear(128, 10),
+            *(nn.Flatten(), nn.Linear(128, 10)),
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         train(model, optimizer, zip(x[:, rank], y[:, rank], strict=True))
