@@ -132,7 +132,8 @@ class FindBatchSize(Callback):
                 "or find the size in a run of its own"
             )
         device = trainer.strategy.root_device
-        with alone(pl_module, trainer.world_size), logging_nowhere(trainer):
+        # A step may set learning rates, or call the optimizer within Lightning's.
+        with unchanged(trainer.optimizers), alone(pl_module, trainer.world_size), logging_nowhere(trainer):
             step = _Step(trainer, pl_module, self._is_global)
             # A batch of more images than there are would never be trained with, and none at all with `drop_last`.
             (most,) = largest_of_ranks([-step.largest_size], device)
