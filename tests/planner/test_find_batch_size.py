@@ -537,11 +537,17 @@ class Asking(Net):
         return super().configure_optimizers()
 
 
+class AskingInStep(Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) / self.trainer.estimated_stepping_batches
+
+
 @pytest.mark.parametrize(
     ("net", "message"),
     [
         (Lossless(100), "training_step returned no loss for the first batch"),
-        (Asking(100), "FindBatchSize comes too late: configure_optimizers has asked"),
+        (Asking(100), "FindBatchSize comes too late: configure_optimizers or training_step has asked"),
+        (AskingInStep(100), "FindBatchSize comes too late: configure_optimizers or training_step has asked"),
     ],
 )
 def test_what_would_give_a_wrong_size_is_one_error(net, message):
