@@ -200,6 +200,8 @@ class Diagnose(StepTimer):
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep the step's times, and make the diagnosis after the last one."""
+        if batch is None:  # Lightning skips it, without `on_train_batch_start`: the next step has waited longer
+            return
         self._end_phase("update_s", pl_module)
         # The base class asks for it as well, and DDP reports each reduction once: see `_exposed_s`.
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
