@@ -469,6 +469,11 @@ class LayerTimes:
         self._last_s = 0.0
         self._total_s = 0.0
 
+    @override
+    def __reduce__(self) -> tuple[type[LayerTimes], tuple[()]]:
+        # A training step may copy or pickle a part of the model. Its hooks must not take the whole model along.
+        return type(self), ()
+
     def start(self, model: nn.Module) -> None:
         """Put the hooks in place."""
         self._model = model
