@@ -197,11 +197,14 @@ class _OfEachRank:
 class _CopyingPickler(ForkingPickler):
     """Gives tensors memory of their own where they are loaded.
 
-    torch's pickler gives all ranks the same memory: the optimizers of all would update one model.
+    torch's pickler gives all ranks the same memory: the optimizers of all would update one model. Quantized tensors,
+    which nobody trains, stay shared: their `.data` cannot be cloned.
     """
 
     def reducer_override(self, value: Any) -> Any:
-        reduce = self.dispatch_table.get(type(value)) if isinstance(value, torch.Tensor) else None
+        if not isinstance(value, torch.Tensor) or value.is_quantized:
+            return NotImplemented
+        reduce = self.dispatch_table.get(type(value))
         return NotImplemented if reduce is None else (_load_copy, reduce(value)[:2])
 
 
