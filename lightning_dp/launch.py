@@ -40,6 +40,7 @@ import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from typing_extensions import override
 
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -96,7 +97,7 @@ def launch(function: Callable[..., Any], *args: Any, num_processes: int, num_nod
     Args:
         function: a function of a module, not a closure. It, ``args`` and the result are pickled if processes are
             started. The children import the caller's main module and do not run it.
-        args: its positional arguments.
+        args: its positional arguments. Each process that is started has copies of its own, also of parameters.
         num_processes: ranks on this node.
         num_nodes: number of nodes. More than one needs an external launcher.
 
@@ -150,7 +151,7 @@ def _start(function: Callable[..., Any], args: tuple[Any, ...], num_processes: i
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
-            return elastic_launch(config, run_and_report)(folder, function, args)[0]
+            return elastic_launch(config, _run)(folder, _OfEachRank((function, args)))[0]
         except ChildFailedError as error:
             failure = _launch_error(Path(folder), error, num_processes)
         except SignalException as error:
@@ -176,6 +177,41 @@ def _launch_error(folder: Path, error: ChildFailedError, num_processes: int) -> 
         hint = " (often: out of memory)" if name == "SIGKILL" else ""
         return LaunchError(f"rank {rank} of {num_processes} was killed by {name}{hint}")
     return LaunchError(f"rank {rank} of {num_processes} ended with exit code {failure.exitcode} and no message")
+
+
+def _run(folder: str, call: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
+    return run_and_report(folder, *call)
+
+
+class _OfEachRank:
+    """An object that arrives in each rank as a copy of its content."""
+
+    def __init__(self, content: Any) -> None:
+        self._content = content
+
+    @override
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[bytes]]:
+        return ForkingPickler.loads, (bytes(_CopyingPickler.dumps(self._content)),)
+
+
+class _CopyingPickler(ForkingPickler):
+    """Gives tensors memory of their own where they are loaded.
+
+    torch's pickler gives all ranks the same memory: the optimizers of all would update one model. Quantized tensors,
+    which nobody trains, stay shared: their `.data` cannot be cloned.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.is_quantized:
+            return NotImplemented
+        reduce = self.dispatch_table.get(type(value))
+        return NotImplemented if reduce is None else (_load_copy, reduce(value)[:2])
+
+
+def _load_copy(load: Callable[..., torch.Tensor], arguments: tuple[Any, ...]) -> torch.Tensor:
+    tensor = load(*arguments)
+    tensor.data = tensor.data.clone()
+    return tensor
 
 
 @contextmanager

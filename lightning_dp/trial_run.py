@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_dp._private.torch_names import preserved_version
 
@@ -39,8 +41,9 @@ def unchanged(module: nn.Module | list[Any]) -> Iterator[None]:
 
     ``module`` may also be a list of other objects that are to be put back, such as `GENERATORS`.
 
-    That is buffers, metrics, modes, counters, arrays, lists and dictionaries of all its parts, and random number
-    generators: those of torch, NumPy and Python, and those that it keeps. Other objects are left as they are.
+    That is buffers, metrics, modes, counters, arrays, lists, dictionaries, optimizers and schedules of all its parts,
+    and random number generators: those of torch, NumPy and Python, and those that it keeps. Other objects are left as
+    they are.
     """
     with ExitStack() as undo:
         undo.callback(random.setstate, random.getstate())
@@ -51,7 +54,7 @@ def unchanged(module: nn.Module | list[Any]) -> Iterator[None]:
 
 
 def _restore_later(value: Any, undo: ExitStack, seen: set[int]) -> None:
-    """Have ``undo`` give a module, tensor, array, list or dictionary, and those in it, the content of now."""
+    """Have ``undo`` give a module, optimizer, tensor, list and so on, and those in it, the content of now."""
     if id(value) in seen or isinstance(value, nn.Parameter) or is_lazy(value):
         return
     seen.add(id(value))
@@ -70,6 +73,8 @@ def _restore_later(value: Any, undo: ExitStack, seen: set[int]) -> None:
     elif isinstance(value, nn.Module):
         # A scripted part keeps its buffers and parts elsewhere.
         inner = [vars(value), *value.buffers(False), *value.children()]
+    elif isinstance(value, (Optimizer, LRScheduler)):
+        inner = [vars(value)]
     elif isinstance(value, np.ndarray):
         if value.flags.writeable:
             undo.callback(np.copyto, value, value.copy())

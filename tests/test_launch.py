@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import lightning_dp.launch
 from lightning_dp.launch import LaunchError, external_rank, launch
@@ -89,6 +90,30 @@ def test_a_failed_rank_stops_the_others_and_its_message_comes_back(tmp_path, cap
     assert_gone(tmp_path, 2)
     output = capfd.readouterr()
     assert "====" not in output.err + output.out, "the banner of the elastic agent"
+
+
+def move(parts: dict[str, nn.Module], data: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """Change parameters and data in place on one rank, and return what another rank has then."""
+    dist.init_process_group("gloo")
+    net = parts["net"]
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            net[0].weight.add_(1)
+            data.add_(1)
+    dist.barrier()
+    dist.destroy_process_group()
+    return torch.stack([net[0].weight.detach(), data]), net[1].weight is net[0].weight
+
+
+def test_each_rank_has_its_own_copy_of_a_model_and_the_caller_keeps_its_own(forked):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].weight = net[0].weight
+    data = torch.randn(2, 2)
+    expected = torch.stack([net[0].weight.detach(), data]).clone()
+    values, is_tied = launch(partial(move, {"net": net}), data, num_processes=2)
+    assert torch.equal(values, expected)
+    assert torch.equal(torch.stack([net[0].weight.detach(), data]), expected)
+    assert is_tied
 
 
 def make_closure() -> object:

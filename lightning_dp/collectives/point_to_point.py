@@ -189,7 +189,8 @@ def flat_buffer(tensor: torch.Tensor, group: dist.ProcessGroup) -> Iterator[torc
     flat = dense(tensor).view(-1)
     if needs_host_copy(tensor, group):
         flat = flat.cpu()
-    with torch.no_grad():
+    # Outside of inference mode, torch lets nobody write to its tensors.
+    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         yield flat
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.shape))

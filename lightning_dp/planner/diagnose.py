@@ -200,6 +200,8 @@ class Diagnose(StepTimer):
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep the step's times, and make the diagnosis after the last one."""
+        if batch is None:  # Lightning skips it, without `on_train_batch_start`: the next step has waited longer
+            return
         self._end_phase("update_s", pl_module)
         # The base class asks for it as well, and DDP reports each reduction once: see `_exposed_s`.
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
@@ -466,6 +468,11 @@ class LayerTimes:
         self._calls: dict[int, _Call] = {}  # by module, as the forward meets them
         self._last_s = 0.0
         self._total_s = 0.0
+
+    @override
+    def __reduce__(self) -> tuple[type[LayerTimes], tuple[()]]:
+        # A training step may copy or pickle a part of the model. Its hooks must not take the whole model along.
+        return type(self), ()
 
     def start(self, model: nn.Module) -> None:
         """Put the hooks in place."""

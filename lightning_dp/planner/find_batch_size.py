@@ -125,14 +125,10 @@ class FindBatchSize(Callback):
         """
         if self.trials is not None:
             return
-        if trainer.train_dataloader is not None:
-            raise ValueError(
-                "FindBatchSize comes too late: configure_optimizers has asked for trainer.estimated_stepping_batches, "
-                "which made the loader and the schedule for the present batch size; give the number of steps yourself, "
-                "or find the size in a run of its own"
-            )
+        _require_no_loader(trainer)
         device = trainer.strategy.root_device
-        with alone(pl_module, trainer.world_size), logging_nowhere(trainer):
+        # A step may set learning rates, or call the optimizer within Lightning's.
+        with unchanged(trainer.optimizers), alone(pl_module, trainer.world_size), logging_nowhere(trainer):
             step = _Step(trainer, pl_module, self._is_global)
             # A batch of more images than there are would never be trained with, and none at all with `drop_last`.
             (most,) = largest_of_ranks([-step.largest_size], device)
@@ -144,6 +140,7 @@ class FindBatchSize(Callback):
             reserved = torch.empty(optimizer_bytes, dtype=torch.uint8, device=device)
             self.trials = try_batch_sizes(step, sizes, device, repeats=self._repeats)
             del step, reserved  # the step holds the batch
+        _require_no_loader(trainer)
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             forget_used_parameters(trainer.strategy.model)  # those that the first step does not use may be among them
         self._set_batch_size(trainer, f"the fastest\n{self.trials.table()}")
@@ -162,6 +159,15 @@ class FindBatchSize(Callback):
                 hparams["batch_size"] = data.batch_size
         if trainer.is_global_zero:
             log.info(f"FindBatchSize: {self.trials.batch_size} images per rank, {why}")
+
+
+def _require_no_loader(trainer: Any) -> None:
+    if trainer.train_dataloader is not None:
+        raise ValueError(
+            "FindBatchSize comes too late: configure_optimizers or training_step has asked for "
+            "trainer.estimated_stepping_batches, which made the loader for the present batch size, and perhaps a "
+            "schedule; give the number of steps yourself, or find the size in a run of its own"
+        )
 
 
 class _Step:

@@ -68,6 +68,21 @@ def test_views_are_sent_as_the_values_that_they_stand_for(view):
             assert torch.equal(result.flatten(1), expected)
 
 
+def reduce_inference_tensors(rank, group):
+    sums = []
+    for function in (ring_all_reduce, star_all_reduce):
+        for step in (1, 2):  # with 2 the tensor is not contiguous, so that the sum is copied into it
+            with torch.inference_mode():
+                tensor = (torch.arange(8.0) + rank)[::step]
+            sums.append(function(tensor, group).tolist())
+    return sums
+
+
+def test_tensors_of_inference_mode_can_be_summed_outside_of_it():
+    whole = torch.arange(8.0) * 2 + 1
+    assert run_threads(2, reduce_inference_tensors) == [[whole.tolist(), whole[::2].tolist()] * 2] * 2
+
+
 CANNOT_BE_ADDED = [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
 
 

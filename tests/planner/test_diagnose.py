@@ -575,6 +575,15 @@ def two_by_two(rank):
 
 
 @pytest.mark.slow
+def test_batches_that_lightning_skips_do_not_count():
+    batches = [None if index in (2, 4) else torch.ones(4, 3, 6, 6) for index in range(9)]
+    callback = Diagnose(num_steps=4)
+    fit(callback, loader=DataLoader(batches, batch_size=None))
+    profile = callback.diagnosis.profile
+    assert (profile.num_steps, profile.accumulate) == (4, 1)
+    assert [layer.name for layer in profile.layers] == ["conv", "norm", "head"]
+
+
 def test_the_probe_tells_links_within_nodes_from_those_between():
     results = run_processes(4, two_by_two, num_nodes=2)
     assert all(network == results[0] for network in results)

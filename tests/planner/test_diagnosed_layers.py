@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import time
+from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -261,6 +263,23 @@ def test_a_model_whose_layers_are_not_called_is_one_block():
     (block,) = callback.diagnosis.profile.workload().blocks
     assert block.forward_s == pytest.approx(callback.diagnosis.profile.forward_s)
     assert "100% of the gradients' bytes belong to no module that the forward calls" in str(callback.diagnosis)
+
+
+class Copying(Net):
+    """Copies a part of itself in each step, and has what cannot be copied."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.last = self.conv.weight * 2
+        copied, loaded = deepcopy(self.conv), pickle.loads(pickle.dumps(self.conv))  # noqa: S301  our own
+        assert torch.equal(copied(batch), loaded(batch))
+        return loss
+
+
+def test_a_step_may_copy_a_part_of_the_model():
+    callback = Diagnose(num_steps=1, network=NETWORK, world_size=2, memonger=False, stop=True)
+    fit(callback, Copying())
+    assert [layer.name for layer in callback.diagnosis.profile.layers] == ["conv", "norm", "head"]
 
 
 class Ticking(torch.autograd.Function):

@@ -489,6 +489,43 @@ def test_manual_optimization_is_tried_without_a_step_of_its_optimizers():
     assert all(parameter.requires_grad for parameter in net.parameters())
 
 
+class OwnSteps(Net):
+    """Changes what Lightning's optimizer holds, and has an optimizer and a schedule of its own."""
+
+    automatic_optimization = False
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit)
+        self.own = torch.optim.Adam(self.net[0].parameters(), lr=0.01)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.own, 1, 0.5)
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        optimizer.optimizer.step()
+        self.own.step()
+        self.schedule.step()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net[4].parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_optimizers_and_schedules_are_put_back_that_a_step_changes():
+    weights, rates = [], []
+    for callbacks in ((), (FindBatchSize((2,), repeats=1),)):
+        torch.manual_seed(0)
+        net = OwnSteps(limit=16)
+        trainer = fit(net, Data(), *callbacks, limit_train_batches=3)
+        weights.append(torch.cat([value.flatten() for value in net.parameters()]))
+        rates.append([one.param_groups[0]["lr"] for one in (net.own, *trainer.optimizers)])
+    assert rates[0] == rates[1] == [0.00125, 0.0125]
+    assert torch.equal(*weights)
+
+
 class Lossless(Net):
     def training_step(self, batch, batch_idx):
         return None
@@ -500,11 +537,17 @@ class Asking(Net):
         return super().configure_optimizers()
 
 
+class AskingInStep(Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) / self.trainer.estimated_stepping_batches
+
+
 @pytest.mark.parametrize(
     ("net", "message"),
     [
         (Lossless(100), "training_step returned no loss for the first batch"),
-        (Asking(100), "FindBatchSize comes too late: configure_optimizers has asked"),
+        (Asking(100), "FindBatchSize comes too late: configure_optimizers or training_step has asked"),
+        (AskingInStep(100), "FindBatchSize comes too late: configure_optimizers or training_step has asked"),
     ],
 )
 def test_what_would_give_a_wrong_size_is_one_error(net, message):
