@@ -196,7 +196,7 @@ class StepArguments:
         features: the features of this rank's batch.
 
     Attributes:
-        tensors: all tensors, (n, *), in order.
+        tensors: all tensors, (n, *), in an order that is the same on all ranks.
         constants: everything that is not a tensor, with the name of its argument.
 
     Raises:
@@ -210,8 +210,10 @@ class StepArguments:
         named = list(zip(names, self._leaves, strict=True))
         for name, leaf in named:
             _require_rows_or_constant(name, leaf, features)
-        self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        self.constants = [(name, leaf) for name, leaf in named if not isinstance(leaf, Tensor)]
+        places = list(_in_one_order(tree_unflatten(range(len(named)), self._structure)))
+        self._places = [place for place in places if isinstance(self._leaves[place], Tensor)]
+        self.tensors = [self._leaves[place] for place in self._places]
+        self.constants = [named[place] for place in places if place not in self._places]
         self._of_ranks: list[list[Tensor]] = []  # for each tensor, those of all ranks, in rank order
 
     def gather(self, channel: Channel, batch_sizes: list[int]) -> None:
@@ -224,10 +226,26 @@ class StepArguments:
 
     def of_pass(self, part: SubPass) -> dict[str, Any]:
         """Return the arguments for one pass, in the structure in which the module has passed them."""
-        rows = iter(part.rows_of(of_ranks) for of_ranks in self._of_ranks)
-        leaves = [next(rows) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        leaves = list(self._leaves)
+        for place, of_ranks in zip(self._places, self._of_ranks, strict=True):
+            leaves[place] = part.rows_of(of_ranks)
         arguments: dict[str, Any] = tree_unflatten(leaves, self._structure)
         return arguments
+
+
+def _in_one_order(value: Any) -> Iterator[Any]:
+    """Yield the leaves of ``value``, those of a dict sorted by keys, whatever its own order is.
+
+    A dict that is made from a set of names has another order in each process.
+    """
+    if isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield from _in_one_order(value[key])
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _in_one_order(each)
+    else:
+        yield from tree_leaves(value)
 
 
 def _require_rows_or_constant(name: str, leaf: Any, features: Tensor) -> None:

@@ -14,7 +14,7 @@ from lightning_dp.strategies.krizhevsky_hybrid.exchange import StepArguments
 from lightning_dp.strategies.krizhevsky_hybrid.passes import _is_same
 from tests.ranks import logged, run_processes
 from tests.strategies.krizhevsky_hybrid.modules import StepNet, all_batches, batches, fit_with
-from tests.strategies.modules import assert_same
+from tests.strategies.modules import CLASSES, assert_same
 
 
 class Weighted(StepNet):
@@ -41,6 +41,33 @@ def _weighted(rank: int) -> dict[str, Tensor]:
 def test_head_step_may_have_further_arguments():
     expected = fit_with(all_batches(2), "auto", 1, Weighted, {})
     for result in run_processes(2, _weighted):
+        assert_same(result, expected, 1e-9)
+
+
+class InDict(Weighted):
+    """Several arguments in a dict, in which rank 1 has them in another order, as if they had been in a set."""
+
+    def head_step(self, features: Tensor, others: Any) -> Tensor:
+        (weights, power), target = others["weights"], others["target"]
+        assert list(others) == self.order
+        return super().head_step(features, target.argmax(1), weights[:, 0], power=power)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, target = batch
+        one_hot = F.one_hot(target, CLASSES).to(x.dtype)
+        others = {"target": one_hot, "weights": (x[:, :CLASSES].abs(), 2)}
+        self.order = sorted(others, reverse=self.global_rank == 1)
+        return self.head_step(self.trunk(x), {name: others[name] for name in self.order})
+
+
+def _in_dict(rank: int) -> dict[str, Tensor]:
+    return fit_with(batches(rank, 2), KrizhevskyHybridStrategy(scheme="c"), 2, InDict, {})
+
+
+@pytest.mark.ci
+def test_arguments_in_a_dict_may_have_another_order_on_each_rank():
+    expected = fit_with(all_batches(2), "auto", 1, InDict, {})
+    for result in run_processes(2, _in_dict):
         assert_same(result, expected, 1e-9)
 
 
