@@ -83,7 +83,8 @@ class FeatureExchange:
             raise ValueError(
                 f"the ranks pass different things to the head, this one {call} (shapes without the number of samples);"
                 " only that number may differ, and all ranks must call the head at the same time. Pass a number of "
-                "this rank alone as a tensor with a row for each sample: features.new_full((len(features),), number)"
+                "this rank alone as a tensor with a row for each sample: features.new_full((len(features),), number), "
+                "and sequences of another length on each rank as rows: features.flatten(0, 1)"
             )
         return sizes, seeds[0] if needs_seed else None
 
