@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -170,7 +171,7 @@ def _rotated_parts(size: int, num_parts: int, shift: int) -> list[tuple[int, int
 
 # --- The arguments of ``head_step`` beside the features: from this rank's samples to those of a pass.
 
-CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
+CONSTANTS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
 
 def require_features(value: Any, receiver: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from tests.strategies.modules import CLASSES, assert_same
 
 
 class Weighted(StepNet):
-    """Further arguments, by position and by name, and a constant."""
+    """Further arguments, by position and by name, and a constant, which NumPy may have."""
 
     def head_step(self, features: Tensor, target: Tensor, weights: Tensor, *, power: int = 1) -> Tensor:
         losses = F.cross_entropy(self.head(features), target, reduction="none")
@@ -29,7 +30,7 @@ class Weighted(StepNet):
         weights = x[:, 0].abs()
         features = self.trunk(x)
         if batch_idx % 2:
-            return self.head_step(features, target, weights, power=2)
+            return self.head_step(features, target, weights, power=np.int64(2))
         return self.head_step(target=target, features=features, weights=weights)
 
 
