@@ -336,8 +336,8 @@ def _require_sampling(sample_rate: float, label_smoothing: float) -> None:
 def _no_layer_for(option: str) -> ValueError:
     return ValueError(
         f"{option} needs class indices, and a head that ends with an nn.Linear. While a head is sharded "
-        "(KrizhevskyHybridStrategy), call this in head_step, or in a validation step that has the whole head "
-        "(evaluation='gathered')"
+        "(KrizhevskyHybridStrategy), call this in head_step and not under torch.no_grad(), or in a validation step "
+        "that has the whole head (evaluation='gathered')"
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,7 +84,8 @@ class FeatureExchange:
             raise ValueError(
                 f"the ranks pass different things to the head, this one {call} (shapes without the number of samples);"
                 " only that number may differ, and all ranks must call the head at the same time. Pass a number of "
-                "this rank alone as a tensor with a row for each sample: features.new_full((len(features),), number)"
+                "this rank alone as a tensor with a row for each sample: features.new_full((len(features),), number), "
+                "and sequences of another length on each rank as rows: features.flatten(0, 1)"
             )
         return sizes, seeds[0] if needs_seed else None
 
@@ -169,7 +171,7 @@ def _rotated_parts(size: int, num_parts: int, shift: int) -> list[tuple[int, int
 
 # --- The arguments of ``head_step`` beside the features: from this rank's samples to those of a pass.
 
-CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
+CONSTANTS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
 
 def require_features(value: Any, receiver: str) -> None:
@@ -196,7 +198,7 @@ class StepArguments:
         features: the features of this rank's batch.
 
     Attributes:
-        tensors: all tensors, (n, *), in order.
+        tensors: all tensors, (n, *), in an order that is the same on all ranks.
         constants: everything that is not a tensor, with the name of its argument.
 
     Raises:
@@ -210,8 +212,10 @@ class StepArguments:
         named = list(zip(names, self._leaves, strict=True))
         for name, leaf in named:
             _require_rows_or_constant(name, leaf, features)
-        self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        self.constants = [(name, leaf) for name, leaf in named if not isinstance(leaf, Tensor)]
+        places = list(_in_one_order(tree_unflatten(range(len(named)), self._structure)))
+        self._places = [place for place in places if isinstance(self._leaves[place], Tensor)]
+        self.tensors = [self._leaves[place] for place in self._places]
+        self.constants = [named[place] for place in places if place not in self._places]
         self._of_ranks: list[list[Tensor]] = []  # for each tensor, those of all ranks, in rank order
 
     def gather(self, channel: Channel, batch_sizes: list[int]) -> None:
@@ -224,10 +228,26 @@ class StepArguments:
 
     def of_pass(self, part: SubPass) -> dict[str, Any]:
         """Return the arguments for one pass, in the structure in which the module has passed them."""
-        rows = iter(part.rows_of(of_ranks) for of_ranks in self._of_ranks)
-        leaves = [next(rows) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        leaves = list(self._leaves)
+        for place, of_ranks in zip(self._places, self._of_ranks, strict=True):
+            leaves[place] = part.rows_of(of_ranks)
         arguments: dict[str, Any] = tree_unflatten(leaves, self._structure)
         return arguments
+
+
+def _in_one_order(value: Any) -> Iterator[Any]:
+    """Yield the leaves of ``value``, those of a dict sorted by keys, whatever its own order is.
+
+    A dict that is made from a set of names has another order in each process.
+    """
+    if isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield from _in_one_order(value[key])
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _in_one_order(each)
+    else:
+        yield from tree_leaves(value)
 
 
 def _require_rows_or_constant(name: str, leaf: Any, features: Tensor) -> None:

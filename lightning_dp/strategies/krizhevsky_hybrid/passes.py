@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -551,9 +553,7 @@ def run_passes(
     for number, (part, x) in enumerate(prefetch_one(lambda part: passes.exchange.assemble(detached, part), plan)):
         share = part.num_samples / num_samples if num_samples else 1.0
         micro_batch = MicroBatch(passes, x, features.requires_grad, sums)
-        # All ranks run ``head_step`` with the same samples. If it drew different random numbers on each, as noise on
-        # the features for example, the sum of their gradients would be the gradient of no loss. So all draw the same.
-        drawing = seeded(passes.seed_of_pass(seed, number), x.device)
+        drawing = _drawing_alike(passes.seed_of_pass(seed, number), x.device)
         with torch.enable_grad(), drawing, passes.recorded(), passes.head.forwarding_to(micro_batch):
             loss_of_part = loss_of(part, micro_batch.features)
             micro_batch.require_no_backward()
@@ -579,6 +579,24 @@ def run_passes(
         # Free this pass's graph before the next one's is built, or two of them would be in memory at once.
         del x, micro_batch, loss_of_part, x_grads
     return StepResult(loss, feature_grads.finish(), sums, scale(torch.ones_like(loss)))
+
+
+@contextmanager
+def _drawing_alike(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Draw the same random numbers on all ranks within the context, by torch, NumPy and Python.
+
+    All ranks run ``head_step`` with the same samples. If it drew different numbers on each, as noise on the features or
+    the weight of a mixture, the sum of their gradients would be the gradient of no loss.
+    """
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        random.seed(seed)
+        np.random.seed(None if seed is None else seed % 2**32)
+        with seeded(seed, device):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 class _HandOut(torch.autograd.Function):

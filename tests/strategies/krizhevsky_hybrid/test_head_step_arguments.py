@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,11 +15,11 @@ from lightning_dp.strategies.krizhevsky_hybrid.exchange import StepArguments
 from lightning_dp.strategies.krizhevsky_hybrid.passes import _is_same
 from tests.ranks import logged, run_processes
 from tests.strategies.krizhevsky_hybrid.modules import StepNet, all_batches, batches, fit_with
-from tests.strategies.modules import assert_same
+from tests.strategies.modules import CLASSES, assert_same
 
 
 class Weighted(StepNet):
-    """Further arguments, by position and by name, and a constant."""
+    """Further arguments, by position and by name, and a constant, which NumPy may have."""
 
     def head_step(self, features: Tensor, target: Tensor, weights: Tensor, *, power: int = 1) -> Tensor:
         losses = F.cross_entropy(self.head(features), target, reduction="none")
@@ -29,7 +30,7 @@ class Weighted(StepNet):
         weights = x[:, 0].abs()
         features = self.trunk(x)
         if batch_idx % 2:
-            return self.head_step(features, target, weights, power=2)
+            return self.head_step(features, target, weights, power=np.int64(2))
         return self.head_step(target=target, features=features, weights=weights)
 
 
@@ -41,6 +42,33 @@ def _weighted(rank: int) -> dict[str, Tensor]:
 def test_head_step_may_have_further_arguments():
     expected = fit_with(all_batches(2), "auto", 1, Weighted, {})
     for result in run_processes(2, _weighted):
+        assert_same(result, expected, 1e-9)
+
+
+class InDict(Weighted):
+    """Several arguments in a dict, in which rank 1 has them in another order, as if they had been in a set."""
+
+    def head_step(self, features: Tensor, others: Any) -> Tensor:
+        (weights, power), target = others["weights"], others["target"]
+        assert list(others) == self.order
+        return super().head_step(features, target.argmax(1), weights[:, 0], power=power)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, target = batch
+        one_hot = F.one_hot(target, CLASSES).to(x.dtype)
+        others = {"target": one_hot, "weights": (x[:, :CLASSES].abs(), 2)}
+        self.order = sorted(others, reverse=self.global_rank == 1)
+        return self.head_step(self.trunk(x), {name: others[name] for name in self.order})
+
+
+def _in_dict(rank: int) -> dict[str, Tensor]:
+    return fit_with(batches(rank, 2), KrizhevskyHybridStrategy(scheme="c"), 2, InDict, {})
+
+
+@pytest.mark.ci
+def test_arguments_in_a_dict_may_have_another_order_on_each_rank():
+    expected = fit_with(all_batches(2), "auto", 1, InDict, {})
+    for result in run_processes(2, _in_dict):
         assert_same(result, expected, 1e-9)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_dp import KrizhevskyHybridStrategy
+from lightning_dp.losses import Margin, sharded_cross_entropy
 from tests.ranks import run_processes
 from tests.strategies.krizhevsky_hybrid.modules import HybridNet, NamedNet, StepNet, batches, fit_with
 from tests.strategies.modules import CLASSES, trainer
@@ -153,6 +154,30 @@ class ScalarTarget(StepNet):
         return self.head_step(self.trunk(batch[0]), (batch[1], torch.tensor(0.5)))
 
 
+class Ragged(StepNet):
+    """Sequences that are padded to the longest one of this rank's batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, target = (each[:, None].repeat_interleave(2 + self.global_rank, dim=1) for each in batch)
+        return self.head_step(self.trunk(x), target)
+
+
+class AheadOfTheStep(StepNet):
+    """Looks at the losses of its samples first, as a choice of the hardest ones does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, CLASSES, bias=False).double()
+
+    def head_step(self, features: Tensor, target: Tensor) -> Tensor:
+        return sharded_cross_entropy(self.head, features, target, margin=Margin(cosine=0.1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.head_step(self.trunk(batch[0]), batch[1])
+        return super().training_step(batch, batch_idx)
+
+
 class ReadsWeight(HybridNet):
     """As ArcFace: the head is not called, its weight is used."""
 
@@ -197,6 +222,8 @@ REFUSED: dict[str, tuple[type[HybridNet], str]] = {
     "sum": (Summing, "the SumMetric total is updated within head_step"),
     "object": (ObjectTarget, "argument 'target' contains an object of type object"),
     "single number": (ScalarTarget, r"argument 'target' has shape () beside 3 features"),
+    "sequences of different lengths": (Ragged, "on each rank as rows: features.flatten(0, 1)"),
+    "margin without gradients": (AheadOfTheStep, "call this in head_step and not under torch.no_grad()"),
     "weight read directly": (
         ReadsWeight,
         "training_step never called it: it seems to read the weights of 'head' directly",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -419,7 +421,7 @@ class RandomNet(StepNet):
     """Its cost draws random numbers, and calls the head twice."""
 
     def head_step(self, features: Tensor, target: Tensor) -> Tensor:
-        self.drawn = torch.rand(3)
+        self.drawn = torch.tensor([*torch.rand(3), np.random.rand(), random.random()])
         first, second = (self.head(features).clone() for _ in range(2))
         assert not torch.equal(first, second)
         return self.cost(self.head(features), target)
@@ -427,8 +429,11 @@ class RandomNet(StepNet):
 
 def _random(rank: int) -> Tensor:
     module = RandomNet(dropout=0.5)
-    torch.manual_seed(rank)  # and the ranks' own generators are not alike
+    for seed in (torch.manual_seed, np.random.seed, random.seed):  # the ranks' own generators are not alike
+        seed(rank)
     trainer(KrizhevskyHybridStrategy(scheme="c"), 2, use_distributed_sampler=False).fit(module, batches(rank, 2))
+    assert random.random() == random.Random(rank).random()  # and go on as if nothing had been drawn
+    assert np.random.rand() == np.random.RandomState(rank).rand()
     return module.drawn
 
 
