@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # it keeps the group of the time of its import: gloo's threads would outlive Python
+import torch.distributed.nn  # imported after the group is made, it would keep it, and gloo's threads, to the end
 import torch.nn.functional as F
 from torch import Tensor, nn
 
