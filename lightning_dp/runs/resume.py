@@ -32,9 +32,8 @@ from pytorch_lightning.callbacks import (
 )
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 from pytorch_lightning.utilities import CombinedLoader
-from torch import nn
 
-from lightning_dp._private.lightning_names import begin_next_epoch, restart_loader
+from lightning_dp._private.lightning_names import begin_next_epoch, modes_in_training, restart_loader
 from lightning_dp._private.torch_names import BatchNorm
 from lightning_dp.data.loading import derive_seed
 from lightning_dp.runs.validation import Config, is_of_validation
@@ -526,7 +525,7 @@ class ContinuesAfterCheckpoint(Callback):
 
         Not what the module's constructor has: a run may continue on purpose with a part frozen.
         """
-        now = _switches(pl_module).items()
+        now = _switches(trainer).items()
         switched = {name: value for name, value in now if value != self._at_start.get(name, value)}
         checkpoint["callbacks"][self.state_key] = {"switched": switched}
 
@@ -565,7 +564,7 @@ class ContinuesAfterCheckpoint(Callback):
         """Correct the loop. Called by Lightning when the checkpoint has been loaded."""
         self._has_trained = True
         begin_next_epoch(trainer)
-        self._at_start = _switches(pl_module)
+        self._at_start = _switches(trainer)
         # The epoch does not tell that it stopped in the first one, nor the reason that another rank had one.
         running = EarlyStoppingReason.NOT_STOPPED
         if any(each.stopped_epoch > 0 or each.stopping_reason != running for each in trainer.early_stopping_callbacks):
@@ -576,12 +575,11 @@ class ContinuesAfterCheckpoint(Callback):
 
         Lightning restores neither: after the epoch that unfreezes a part, it would stay frozen to the end.
         """
-        parameters, modules = dict(pl_module.named_parameters()), dict(pl_module.named_modules())
-        for name, value in self._switched.items():
-            if name in parameters:
-                parameters[name].requires_grad_(value)
-            elif name in modules:
-                modules[name].track_running_stats = value
+        owners = {**dict(pl_module.named_parameters()), **dict(pl_module.named_modules())}
+        for key, value in self._switched.items():
+            name, _, switch = key.rpartition(".")
+            if name in owners:
+                setattr(owners[name], switch, value)
         self._switched = {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -616,11 +614,13 @@ class ContinuesAfterCheckpoint(Callback):
                 callback.on_train_end(trainer, pl_module)
 
 
-def _switches(module: nn.Module) -> dict[str, bool]:
-    """Return what fine-tuning switches and no state_dict has: by the names of parameters, and of batch norms."""
+def _switches(trainer: Trainer) -> dict[str, bool]:
+    """Return what fine-tuning switches and no state_dict has: of parameters, batch norms and all modules, by name."""
+    module = trainer.lightning_module
     norms = {name: each for name, each in module.named_modules() if isinstance(each, BatchNorm)}
-    found = {name: each.requires_grad for name, each in module.named_parameters()}
-    return found | {name: each.track_running_stats for name, each in norms.items()}
+    found = {f"{name}.requires_grad": each.requires_grad for name, each in module.named_parameters()}
+    found |= {f"{name}.track_running_stats": each.track_running_stats for name, each in norms.items()}
+    return found | {f"{name}.training": mode for name, mode in modes_in_training(trainer).items()}
 
 
 # --- the best weights ---

@@ -257,3 +257,15 @@ class Unfreezes(WithBackbone):
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
             BaseFinetuning.make_trainable(self.backbone)
+
+
+class Thaws(Unfreezes):
+    """Has a backbone that evaluates at first, so that the statistics of its batch norm are as they were."""
+
+    def __init__(self) -> None:
+        WithBackbone.__init__(self)
+        self.backbone.requires_grad_(False).eval()
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.backbone.requires_grad_(True).train()

@@ -290,7 +290,7 @@ def test_what_no_checkpoint_holds_is_warned_of_where_a_run_continues(tmp_path, c
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("model", ["WithBackbone", "Unfreezes"])
+@pytest.mark.parametrize("model", ["WithBackbone", "Unfreezes", "Thaws"])
 @pytest.mark.parametrize("end", [1, 2, 3])
 def test_a_backbone_that_was_unfrozen_is_trained_where_a_run_continues(tmp_path, end, model):
     """Before, in and after the epoch in which Lightning's callback, or the module, unfreezes it."""
