@@ -113,6 +113,10 @@ def _of_a_run(requested: str, config: Config, in_sweep: bool, launched: bool) ->
     own = Path(existing(run_dir / file))
     if own.exists():
         return own
+    # Lightning would continue from it in a job of SLURM that is given no checkpoint, and the rows before it be lost.
+    of_slurm = sorted(run_dir.glob("hpc_ckpt_*.ckpt"), key=lambda path: int(path.stem.rpartition("_")[2]))
+    if requested == "last" and of_slurm:
+        return of_slurm[-1]
     others = sorted(run_dir.parent.glob(f"*/{file}"), key=lambda path: path.stat().st_mtime, reverse=True)
     begun = (run_dir / METRICS).exists() or (in_sweep and any(run_dir.parent.glob(f"*/{METRICS}")))
     # Without training, random weights would be tested.

@@ -44,7 +44,7 @@ from lightning_dp.strategies.complete_files import CompleteFiles
 from tests.ranks import RankError, run_processes
 from tests.recipes.conftest import metrics
 from tests.recipes.in_process import tiny, train, train_rank
-from tests.recipes.pieces import JitterData, Named, TwoOptimizers
+from tests.recipes.pieces import JitterData, Named, SignalOfSlurm, TwoOptimizers
 
 SETTINGS = ("trainer.devices=2", "seed=2", "strategy=layered_sgd_single", "callbacks=agbn")
 
@@ -80,18 +80,52 @@ def test_a_run_that_was_killed_continues_bitwise_as_if_nothing_had_happened(tmp_
     assert {name: resumed[name] for name in timeless} == timeless
 
 
-@pytest.mark.ci
-def test_a_checkpoint_on_the_signal_of_slurm_is_not_what_is_tested(tmp_path, monkeypatch):
-    """Lightning looks for it in the run folder, also for a test, and in a run that was started again."""
+@pytest.fixture
+def requeue(monkeypatch):
+    """A job of SLURM with one task; what Lightning calls to queue it again."""
     job = {"NTASKS": "1", "JOB_NAME": "train", "JOB_ID": "7", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
     for name, value in job.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setattr(signal_connector, "call", saved := Mock(return_value=0))
+    monkeypatch.setattr(signal_connector, "call", called := Mock(return_value=0))
+    return called
+
+
+@pytest.mark.ci
+def test_a_checkpoint_on_the_signal_of_slurm_is_not_what_is_tested(tmp_path, requeue):
+    """Lightning looks for it in the run folder, also for a test, and in a run that was started again."""
     whole, queued = tmp_path / "whole", tmp_path / "queued"
     train(tiny(whole))
     train(tiny(queued, "+callbacks.signal._target_=tests.recipes.pieces.SignalOfSlurm"))
-    saved.assert_called_once_with(["scontrol", "requeue", "7"])
+    requeue.assert_called_once_with(["scontrol", "requeue", "7"])
     assert metrics(queued) == metrics(whole)
+
+
+class Preempted(SignalOfSlurm):
+    """Gets the signal in the first epoch, and ends soon after, unless the job was queued again."""
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.ckpt_path is None:
+            super().on_train_batch_end(trainer)
+            if trainer.global_step == 2:
+                raise RuntimeError("preempted")
+
+
+@pytest.mark.ci
+def test_rows_before_the_signal_of_slurm_are_not_lost(tmp_path, requeue):
+    """The rate of the first epoch is logged at its start."""
+    whole, queued = tmp_path / "whole", tmp_path / "queued"
+    train(tiny(whole))
+    config = tiny(queued, "ckpt_path=last", f"+callbacks.signal._target_={__name__}.Preempted")
+    (queued / ".hydra").mkdir(parents=True)
+    (queued / ".hydra" / "config.yaml").touch()
+    with pytest.raises(RuntimeError, match="preempted"):
+        train(config | {"ckpt_path": find_checkpoint(config, launched=True)})
+    found = find_checkpoint(config, launched=True)
+    train(config | {"ckpt_path": found and str(found)})
+    assert requeue.call_count == 1
+    assert [(row["step"], bool(row["lr-SGD"])) for row in metrics(queued)] == [
+        (row["step"], bool(row["lr-SGD"])) for row in metrics(whole)
+    ]
 
 
 @pytest.mark.ci
