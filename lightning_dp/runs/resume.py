@@ -648,6 +648,7 @@ class BestCheckpoint(ModelCheckpoint):
             save_on_train_epoch_end=None if is_of_validation(metric) else True,
             enable_version_counter=False,
         )
+        self._config = config
         self._has_batches = False  # in this epoch
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -701,11 +702,13 @@ class BestCheckpoint(ModelCheckpoint):
         if path and not Path(path).exists():
             raise FileNotFoundError(f"test=best: the best weights so far are gone; put {path} back, or use test=last")
         is_elsewhere = path and Path(path).resolve().parent != Path(self.dirpath or "").resolve()
-        # In its own folder, a run that was killed between the two files writes the same best weights again.
-        if is_elsewhere and _best_score(Path(path), self) != best_score:
+        # In its own folder, a run that was killed between the two files writes the same best weights again. With other
+        # values, such as fewer epochs, it may write none, and test those of the epochs that it was taken back from.
+        is_another = path and (is_elsewhere or differences(Path(path), self._config))
+        if is_another and _best_score(Path(path), self) != best_score:
             raise FileNotFoundError(
                 f"test=best: the best weights so far are gone: {path} is now of a later epoch; continue in the folder "
-                "of that run, or use test=last"
+                "of that run and with its options, or use test=last"
             )
         # Without its scores, the best of the remaining epochs would be taken for the best of all.
         super().load_state_dict(state_dict | {"dirpath": self.dirpath, "best_model_path": path})

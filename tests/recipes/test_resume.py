@@ -838,7 +838,7 @@ def test_a_best_that_is_not_known_is_refused(tmp_path):
 def test_the_best_of_a_run_whose_folder_was_moved_is_in_that_folder(tmp_path):
     config = {"run_dir": str(tmp_path), "optimized_metric": "val/acc", "optimized_mode": "max"}
     own = save(tmp_path).with_name("best.ckpt")
-    own.touch()
+    shutil.copy(last(tmp_path), own)
     state = BestCheckpoint(config).state_dict() | {"best_model_path": "/where/it/was/checkpoints/best.ckpt"}
     callback = BestCheckpoint(config)
     callback.load_state_dict(state)
@@ -854,6 +854,17 @@ def test_the_best_of_a_run_that_went_on_meanwhile_is_not_taken_for_that_of_this_
     with pytest.raises(FileNotFoundError, match="last.ckpt is now of a later epoch; continue in the folder of"):
         BestCheckpoint(config).load_state_dict(state | {"best_model_score": torch.tensor(0.5)})
     BestCheckpoint(config).load_state_dict(state | {"best_model_score": torch.tensor(0.75)})
+
+
+@pytest.mark.ci
+def test_the_best_of_later_epochs_is_not_tested_by_a_run_that_is_taken_back(tmp_path):
+    """It has one epoch after that, fewer than before; with as many, it would write the same best weights again."""
+    options = (*BEST, "optimized_metric=train/loss", "optimized_mode=min")
+    first = tmp_path / "checkpoints" / "first.ckpt"
+    train(tiny(tmp_path, *options, "trainer.max_epochs=3", f"+callbacks.save._target_={__name__}.SaveAtStart",
+               f"+callbacks.save.path={first}"))  # fmt: skip
+    with pytest.raises(FileNotFoundError, match="best.ckpt is now of a later epoch; .* with its options"):
+        train(tiny(tmp_path, *options, "trainer.max_epochs=2", f"ckpt_path={first}"))
 
 
 class GoesOn(Callback):
