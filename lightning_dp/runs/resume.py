@@ -568,7 +568,7 @@ class ContinuesAfterCheckpoint(Callback):
         """Correct the loop. Called by Lightning when the checkpoint has been loaded."""
         self._has_trained = True
         begin_next_epoch(trainer)
-        self._at_start = _switches(trainer)
+        self._at_start = {}
         # The epoch does not tell that it stopped in the first one, nor the reason that another rank had one.
         running = EarlyStoppingReason.NOT_STOPPED
         if any(each.stopped_epoch > 0 or each.stopping_reason != running for each in trainer.early_stopping_callbacks):
@@ -579,6 +579,7 @@ class ContinuesAfterCheckpoint(Callback):
 
         Lightning restores neither: after the epoch that unfreezes a part, it would stay frozen to the end.
         """
+        self._at_start = self._at_start or _switches(trainer)
         owners = {**dict(pl_module.named_parameters()), **dict(pl_module.named_modules())}
         for key, value in self._switched.items():
             name, _, switch = key.rpartition(".")
@@ -588,7 +589,7 @@ class ContinuesAfterCheckpoint(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Do the same in a run that continues within an epoch."""
-        if self._switched:
+        if not self._at_start:
             self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -264,8 +264,10 @@ class Thaws(Unfreezes):
 
     def __init__(self) -> None:
         WithBackbone.__init__(self)
-        self.backbone.requires_grad_(False).eval()
+
+    def on_train_start(self) -> None:
+        self.backbone.eval()
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
-            self.backbone.requires_grad_(True).train()
+            self.backbone.train()
