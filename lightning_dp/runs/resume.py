@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from omegaconf import OmegaConf
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import (
     BatchSizeFinder,
@@ -66,9 +67,9 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
 
     - A path: that checkpoint, whatever its configuration.
     - ``"last"`` or ``"best"``: that of the run folder. If it has none, a single run takes that of the newest run of the
-      same name and configuration beside it. These start from the beginning instead, since they may have been killed
-      before their first checkpoint: a run whose folder has metrics, a job of a sweep in which any job has metrics, and
-      ranks that torchrun or SLURM has started.
+      same name and configuration beside it. These begin again instead, where the run in that folder had begun, since
+      they may have been killed before their first checkpoint: a run whose folder has metrics, a job of a sweep in which
+      any job has metrics, and ranks that torchrun or SLURM has started.
 
     Args:
         config: the whole configuration.
@@ -83,12 +84,16 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
     requested, run_dir = config["ckpt_path"], Path(config["run_dir"])
     path = None if requested is None else Path(requested)
     if requested in OF_A_RUN:
-        path = _of_a_run(requested, config, in_sweep, launched)
+        own = _of_a_run(requested, config, in_sweep, launched)
+        path = own or _begun_from(run_dir)
         if path is None:
             log.info("%s has no %s: this job starts from the beginning", run_dir, OF_A_RUN[requested])
             return None
-        _require_same(requested, path, config)
-    elif path is not None and not (requested and path.exists()):  # an empty text would be this folder
+        if own is not None:
+            _require_same(requested, path, config)
+        else:
+            requested = str(path)
+    if path is not None and not (requested and path.exists()):  # an empty text would be this folder
         raise FileNotFoundError(f"ckpt_path={requested}: there is no such checkpoint; {OTHERS}")
     require_unused(run_dir, path, "hydra.sweep.dir" if in_sweep else "hydra.run.dir")
     if path is None:
@@ -141,6 +146,20 @@ def _has_results(run_dir: Path) -> bool:
     """Return whether a run in this folder has come to its end, or to a checkpoint. The best one is before the last."""
     others = [path for path in run_dir.glob(f"{FOLDER}/*.ckpt") if path.name != OF_A_RUN["best"].name]
     return (run_dir / CURVES).exists() or bool(others)
+
+
+def _begun_from(run_dir: Path) -> Path | None:
+    """Return the checkpoint of another folder that the run in this one has begun from, or None."""
+    file = run_dir / ".hydra" / "config.yaml"
+    config: Any = OmegaConf.load(file) if file.is_file() else {}
+    path = config.get("ckpt_path")
+    return None if path in (None, *OF_A_RUN) or is_of(run_dir, Path(path)) else Path(path)
+
+
+def _begins_again(run_dir: Path, checkpoint: Path) -> bool:
+    """Return whether the run in a folder has begun from this checkpoint, and has no results of its own."""
+    path = _begun_from(run_dir)
+    return path is not None and path.resolve() == checkpoint.resolve() and not _has_results(run_dir)
 
 
 def _num_differences(path: Path, config: Config) -> float:
@@ -211,7 +230,7 @@ def _named(found: list[str]) -> str:
 def require_unused(run_dir: Path, checkpoint: Path | None, key: str) -> None:
     """Raise ValueError if a folder holds a run, and not the one that is continued."""
     used = (run_dir / METRICS).exists() or any(run_dir.glob(f"{FOLDER}/*.ckpt"))
-    if used and (checkpoint is None or not is_of(run_dir, checkpoint)):
+    if used and (checkpoint is None or not (is_of(run_dir, checkpoint) or _begins_again(run_dir, checkpoint))):
         raise ValueError(
             f"{key}: {run_dir} holds the results of a run, which this one would replace; continue that with "
             "ckpt_path=last, or name another folder"

@@ -42,8 +42,8 @@ from lightning_dp.runs.train import build
 from lightning_dp.runs.validation import is_of_validation
 from lightning_dp.strategies.complete_files import CompleteFiles
 from tests.ranks import RankError, run_processes
-from tests.recipes.conftest import metrics
-from tests.recipes.in_process import tiny, train, train_rank
+from tests.recipes.conftest import TINY, metrics
+from tests.recipes.in_process import QUIET, run_script, tiny, train, train_rank
 from tests.recipes.pieces import JitterData, Named, SignalOfSlurm, TwoOptimizers
 
 SETTINGS = ("trainer.devices=2", "seed=2", "strategy=layered_sgd_single", "callbacks=agbn")
@@ -542,6 +542,27 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts(tmp_path):
             with pytest.raises(FileNotFoundError, match="has no checkpoints/last.ckpt"):
                 find("last", run, **options)
         (run / result).unlink()
+
+
+@pytest.mark.ci
+def test_a_continued_run_that_was_killed_before_its_first_checkpoint_begins_where_it_began(tmp_path):
+    """It would start from the beginning, or by the command of before be taken for another run."""
+    first, whole, cut = tmp_path / "first", tmp_path / "whole", tmp_path / "cut"
+
+    def run(run_dir, *options):
+        command = (*TINY, *QUIET, "optim=sgd_multistep", f"hydra.run.dir={run_dir}", *options)
+        ((status, output),) = run_processes(1, run_script, "train.py", tmp_path, *command, grace=5)
+        assert status is None, (status, output)
+
+    run(whole)
+    run(first, "trainer.max_epochs=1", "test=false")
+    kill = ("+callbacks.kill._target_=tests.recipes.pieces.Kill", "+callbacks.kill.after_steps=4")
+    for given in (last(first), last(first), "last"):
+        with pytest.raises(RankError, match="died with exit code -9"):
+            run(cut, *kill, f"ckpt_path={given}")
+    run(cut, "ckpt_path=last")
+    assert metrics(cut) == metrics(whole)
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
 
 
 @pytest.mark.ci
