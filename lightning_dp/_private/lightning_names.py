@@ -123,6 +123,14 @@ def epoch_means(trainer: Any) -> dict[str, Any]:
     return {name: value.item() for name, value in means.items()}
 
 
+def modes_in_training(trainer: Any) -> dict[str, bool]:
+    """Return which modules train and do not evaluate, by name: during a validation, what each goes back to after it."""
+    if trainer.evaluating:
+        modes: dict[str, bool] = trainer.fit_loop.epoch_loop.val_loop._module_mode.mode
+        return dict(modes)
+    return {name: module.training for name, module in trainer.lightning_module.named_modules()}
+
+
 def restart_loader(trainer: Any, epoch: int, states: Sequence[Any] = ()) -> None:
     """Let the training loader begin again, with its samplers in ``epoch``. Call it in on_train_start.
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from omegaconf import OmegaConf
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import (
     BatchSizeFinder,
@@ -32,9 +33,8 @@ from pytorch_lightning.callbacks import (
 )
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 from pytorch_lightning.utilities import CombinedLoader
-from torch import nn
 
-from lightning_dp._private.lightning_names import begin_next_epoch, restart_loader
+from lightning_dp._private.lightning_names import begin_next_epoch, modes_in_training, restart_loader
 from lightning_dp._private.torch_names import BatchNorm
 from lightning_dp.data.loading import derive_seed
 from lightning_dp.runs.validation import Config, is_of_validation
@@ -67,9 +67,9 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
 
     - A path: that checkpoint, whatever its configuration.
     - ``"last"`` or ``"best"``: that of the run folder. If it has none, a single run takes that of the newest run of the
-      same name and configuration beside it. These start from the beginning instead, since they may have been killed
-      before their first checkpoint: a run whose folder has metrics, a job of a sweep in which any job has metrics, and
-      ranks that torchrun or SLURM has started.
+      same name and configuration beside it. These begin again instead, where the run in that folder had begun, since
+      they may have been killed before their first checkpoint: a run whose folder has metrics, a job of a sweep in which
+      any job has metrics, and ranks that torchrun or SLURM has started.
 
     Args:
         config: the whole configuration.
@@ -84,12 +84,16 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
     requested, run_dir = config["ckpt_path"], Path(config["run_dir"])
     path = None if requested is None else Path(requested)
     if requested in OF_A_RUN:
-        path = _of_a_run(requested, config, in_sweep, launched)
+        own = _of_a_run(requested, config, in_sweep, launched)
+        path = own or _begun_from(run_dir)
         if path is None:
             log.info("%s has no %s: this job starts from the beginning", run_dir, OF_A_RUN[requested])
             return None
-        _require_same(requested, path, config)
-    elif path is not None and not (requested and path.exists()):  # an empty text would be this folder
+        if own is not None:
+            _require_same(requested, path, config)
+        else:
+            requested = str(path)
+    if path is not None and not (requested and path.exists()):  # an empty text would be this folder
         raise FileNotFoundError(f"ckpt_path={requested}: there is no such checkpoint; {OTHERS}")
     require_unused(run_dir, path, "hydra.sweep.dir" if in_sweep else "hydra.run.dir")
     if path is None:
@@ -114,6 +118,10 @@ def _of_a_run(requested: str, config: Config, in_sweep: bool, launched: bool) ->
     own = Path(existing(run_dir / file))
     if own.exists():
         return own
+    # Lightning would continue from it in a job of SLURM that is given no checkpoint, and the rows before it be lost.
+    of_slurm = sorted(run_dir.glob("hpc_ckpt_*.ckpt"), key=lambda path: int(path.stem.rpartition("_")[2]))
+    if requested == "last" and of_slurm:
+        return of_slurm[-1]
     others = sorted(run_dir.parent.glob(f"*/{file}"), key=lambda path: path.stat().st_mtime, reverse=True)
     begun = (run_dir / METRICS).exists() or (in_sweep and any(run_dir.parent.glob(f"*/{METRICS}")))
     # Without training, random weights would be tested.
@@ -138,6 +146,20 @@ def _has_results(run_dir: Path) -> bool:
     """Return whether a run in this folder has come to its end, or to a checkpoint. The best one is before the last."""
     others = [path for path in run_dir.glob(f"{FOLDER}/*.ckpt") if path.name != OF_A_RUN["best"].name]
     return (run_dir / CURVES).exists() or bool(others)
+
+
+def _begun_from(run_dir: Path) -> Path | None:
+    """Return the checkpoint of another folder that the run in this one has begun from, or None."""
+    file = run_dir / ".hydra" / "config.yaml"
+    config: Any = OmegaConf.load(file) if file.is_file() else {}
+    path = config.get("ckpt_path")
+    return None if path in (None, *OF_A_RUN) or is_of(run_dir, Path(path)) else Path(path)
+
+
+def _begins_again(run_dir: Path, checkpoint: Path) -> bool:
+    """Return whether the run in a folder has begun from this checkpoint, and has no results of its own."""
+    path = _begun_from(run_dir)
+    return path is not None and path.resolve() == checkpoint.resolve() and not _has_results(run_dir)
 
 
 def _num_differences(path: Path, config: Config) -> float:
@@ -208,7 +230,7 @@ def _named(found: list[str]) -> str:
 def require_unused(run_dir: Path, checkpoint: Path | None, key: str) -> None:
     """Raise ValueError if a folder holds a run, and not the one that is continued."""
     used = (run_dir / METRICS).exists() or any(run_dir.glob(f"{FOLDER}/*.ckpt"))
-    if used and (checkpoint is None or not is_of(run_dir, checkpoint)):
+    if used and (checkpoint is None or not (is_of(run_dir, checkpoint) or _begins_again(run_dir, checkpoint))):
         raise ValueError(
             f"{key}: {run_dir} holds the results of a run, which this one would replace; continue that with "
             "ckpt_path=last, or name another folder"
@@ -526,7 +548,7 @@ class ContinuesAfterCheckpoint(Callback):
 
         Not what the module's constructor has: a run may continue on purpose with a part frozen.
         """
-        now = _switches(pl_module).items()
+        now = _switches(trainer).items()
         switched = {name: value for name, value in now if value != self._at_start.get(name, value)}
         checkpoint["callbacks"][self.state_key] = {"switched": switched}
 
@@ -565,7 +587,7 @@ class ContinuesAfterCheckpoint(Callback):
         """Correct the loop. Called by Lightning when the checkpoint has been loaded."""
         self._has_trained = True
         begin_next_epoch(trainer)
-        self._at_start = _switches(pl_module)
+        self._at_start = {}
         # The epoch does not tell that it stopped in the first one, nor the reason that another rank had one.
         running = EarlyStoppingReason.NOT_STOPPED
         if any(each.stopped_epoch > 0 or each.stopping_reason != running for each in trainer.early_stopping_callbacks):
@@ -576,17 +598,17 @@ class ContinuesAfterCheckpoint(Callback):
 
         Lightning restores neither: after the epoch that unfreezes a part, it would stay frozen to the end.
         """
-        parameters, modules = dict(pl_module.named_parameters()), dict(pl_module.named_modules())
-        for name, value in self._switched.items():
-            if name in parameters:
-                parameters[name].requires_grad_(value)
-            elif name in modules:
-                modules[name].track_running_stats = value
+        self._at_start = self._at_start or _switches(trainer)
+        owners = {**dict(pl_module.named_parameters()), **dict(pl_module.named_modules())}
+        for key, value in self._switched.items():
+            name, _, switch = key.rpartition(".")
+            if name in owners:
+                setattr(owners[name], switch, value)
         self._switched = {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Do the same in a run that continues within an epoch."""
-        if self._switched:
+        if not self._at_start:
             self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -616,11 +638,13 @@ class ContinuesAfterCheckpoint(Callback):
                 callback.on_train_end(trainer, pl_module)
 
 
-def _switches(module: nn.Module) -> dict[str, bool]:
-    """Return what fine-tuning switches and no state_dict has: by the names of parameters, and of batch norms."""
+def _switches(trainer: Trainer) -> dict[str, bool]:
+    """Return what fine-tuning switches and no state_dict has: of parameters, batch norms and all modules, by name."""
+    module = trainer.lightning_module
     norms = {name: each for name, each in module.named_modules() if isinstance(each, BatchNorm)}
-    found = {name: each.requires_grad for name, each in module.named_parameters()}
-    return found | {name: each.track_running_stats for name, each in norms.items()}
+    found = {f"{name}.requires_grad": each.requires_grad for name, each in module.named_parameters()}
+    found |= {f"{name}.track_running_stats": each.track_running_stats for name, each in norms.items()}
+    return found | {f"{name}.training": mode for name, mode in modes_in_training(trainer).items()}
 
 
 # --- the best weights ---
@@ -644,6 +668,7 @@ class BestCheckpoint(ModelCheckpoint):
             save_on_train_epoch_end=None if is_of_validation(metric) else True,
             enable_version_counter=False,
         )
+        self._config = config
         self._has_batches = False  # in this epoch
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -697,11 +722,13 @@ class BestCheckpoint(ModelCheckpoint):
         if path and not Path(path).exists():
             raise FileNotFoundError(f"test=best: the best weights so far are gone; put {path} back, or use test=last")
         is_elsewhere = path and Path(path).resolve().parent != Path(self.dirpath or "").resolve()
-        # In its own folder, a run that was killed between the two files writes the same best weights again.
-        if is_elsewhere and _best_score(Path(path), self) != best_score:
+        # In its own folder, a run that was killed between the two files writes the same best weights again. With other
+        # values, such as fewer epochs, it may write none, and test those of the epochs that it was taken back from.
+        is_another = path and (is_elsewhere or differences(Path(path), self._config))
+        if is_another and _best_score(Path(path), self) != best_score:
             raise FileNotFoundError(
                 f"test=best: the best weights so far are gone: {path} is now of a later epoch; continue in the folder "
-                "of that run, or use test=last"
+                "of that run and with its options, or use test=last"
             )
         # Without its scores, the best of the remaining epochs would be taken for the best of all.
         super().load_state_dict(state_dict | {"dirpath": self.dirpath, "best_model_path": path})

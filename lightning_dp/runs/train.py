@@ -72,7 +72,7 @@ def job(cfg: DictConfig) -> float | None:
             config = resolved_command(cfg)
             num_processes = validate(config)
             checkpoint = find_checkpoint(config, in_sweep=is_in_sweep(), launched=external_rank() is not None)
-            config["ckpt_path"] = None if checkpoint is None else str(checkpoint)
+            cfg.ckpt_path = config["ckpt_path"] = None if checkpoint is None else str(checkpoint)
             if is_first:
                 stack.enter_context(alone_in(Path(cfg.run_dir)))
         except Exception as error:

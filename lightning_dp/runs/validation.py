@@ -11,6 +11,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -323,12 +324,12 @@ PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 
 def _plain_types(annotation: Any) -> set[Any]:
-    """Return the types of an annotation. Tensors are left out: a configuration has none."""
+    """Return the types of an annotation. Tensors are left out: a configuration has none. A path is a text there."""
     if get_origin(annotation) in (Union, UnionType):
         return set().union(*map(_plain_types, get_args(annotation)))
     if get_origin(annotation) is Literal:
         return {type(value) for value in get_args(annotation)}
-    return {annotation} - {torch.Tensor}
+    return {str if annotation is Path else annotation} - {torch.Tensor}
 
 
 def fits(value: Any, annotation: Any) -> bool:

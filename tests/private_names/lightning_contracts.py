@@ -153,6 +153,7 @@ def check_a_module_shows_the_mesh_that_it_was_given() -> None:
 
 
 EpochLoop = importlib.import_module(FRAMEWORK + ".loops.training_epoch_loop")._TrainingEpochLoop
+EvaluationLoop = importlib.import_module(FRAMEWORK + ".loops.evaluation_loop")._EvaluationLoop
 
 
 @contract(EpochLoop, "_broadcast_sigterm_tensor")
@@ -251,6 +252,37 @@ def check_the_means_of_an_epoch_are_known_before_they_are_logged() -> None:
     module = Logging()
     trainer(max_epochs=1).fit(module, torch.ones(2, 1, 1))
     assert module.means == {"index_epoch": 0.5}
+
+
+class Modes(Callback):
+    """Notes the modes of training when a batch and a validation end."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, bool]] = []
+
+    def note(self, trainer: Any, *_: Any) -> None:
+        self.seen.append(lightning_names.modes_in_training(trainer))
+
+    on_train_batch_end = on_validation_end = note
+
+
+class Frozen(Net):
+    def on_train_start(self):
+        self.layer.eval()
+
+    def validation_step(self, batch):
+        assert not self.training
+
+
+MODES = "_module_mode"
+
+
+@contract(EvaluationLoop, MODES, lambda patch: patch.setattr(EvaluationLoop, MODES, property(), raising=False))
+def check_the_modes_of_training_are_known_in_a_validation() -> None:
+    modes = Modes()
+    made = trainer(max_epochs=1, callbacks=[modes], num_sanity_val_steps=0)
+    made.fit(Frozen(), torch.ones(1, 1, 1), torch.ones(1, 1, 1))
+    assert modes.seen == 2 * [{"": True, "layer": False}]
 
 
 class Restarts(Callback):

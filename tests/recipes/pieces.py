@@ -257,3 +257,17 @@ class Unfreezes(WithBackbone):
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
             BaseFinetuning.make_trainable(self.backbone)
+
+
+class Thaws(Unfreezes):
+    """Has a backbone that evaluates at first, so that the statistics of its batch norm are as they were."""
+
+    def __init__(self) -> None:
+        WithBackbone.__init__(self)
+
+    def on_train_start(self) -> None:
+        self.backbone.eval()
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.backbone.train()

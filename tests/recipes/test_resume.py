@@ -42,9 +42,9 @@ from lightning_dp.runs.train import build
 from lightning_dp.runs.validation import is_of_validation
 from lightning_dp.strategies.complete_files import CompleteFiles
 from tests.ranks import RankError, run_processes
-from tests.recipes.conftest import metrics
-from tests.recipes.in_process import tiny, train, train_rank
-from tests.recipes.pieces import JitterData, Named, TwoOptimizers
+from tests.recipes.conftest import TINY, metrics
+from tests.recipes.in_process import QUIET, run_script, tiny, train, train_rank
+from tests.recipes.pieces import JitterData, Named, SignalOfSlurm, TwoOptimizers
 
 SETTINGS = ("trainer.devices=2", "seed=2", "strategy=layered_sgd_single", "callbacks=agbn")
 
@@ -80,18 +80,52 @@ def test_a_run_that_was_killed_continues_bitwise_as_if_nothing_had_happened(tmp_
     assert {name: resumed[name] for name in timeless} == timeless
 
 
-@pytest.mark.ci
-def test_a_checkpoint_on_the_signal_of_slurm_is_not_what_is_tested(tmp_path, monkeypatch):
-    """Lightning looks for it in the run folder, also for a test, and in a run that was started again."""
+@pytest.fixture
+def requeue(monkeypatch):
+    """A job of SLURM with one task; what Lightning calls to queue it again."""
     job = {"NTASKS": "1", "JOB_NAME": "train", "JOB_ID": "7", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
     for name, value in job.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setattr(signal_connector, "call", saved := Mock(return_value=0))
+    monkeypatch.setattr(signal_connector, "call", called := Mock(return_value=0))
+    return called
+
+
+@pytest.mark.ci
+def test_a_checkpoint_on_the_signal_of_slurm_is_not_what_is_tested(tmp_path, requeue):
+    """Lightning looks for it in the run folder, also for a test, and in a run that was started again."""
     whole, queued = tmp_path / "whole", tmp_path / "queued"
     train(tiny(whole))
     train(tiny(queued, "+callbacks.signal._target_=tests.recipes.pieces.SignalOfSlurm"))
-    saved.assert_called_once_with(["scontrol", "requeue", "7"])
+    requeue.assert_called_once_with(["scontrol", "requeue", "7"])
     assert metrics(queued) == metrics(whole)
+
+
+class Preempted(SignalOfSlurm):
+    """Gets the signal in the first epoch, and ends soon after, unless the job was queued again."""
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.ckpt_path is None:
+            super().on_train_batch_end(trainer)
+            if trainer.global_step == 2:
+                raise RuntimeError("preempted")
+
+
+@pytest.mark.ci
+def test_rows_before_the_signal_of_slurm_are_not_lost(tmp_path, requeue):
+    """The rate of the first epoch is logged at its start."""
+    whole, queued = tmp_path / "whole", tmp_path / "queued"
+    train(tiny(whole))
+    config = tiny(queued, "ckpt_path=last", f"+callbacks.signal._target_={__name__}.Preempted")
+    (queued / ".hydra").mkdir(parents=True)
+    (queued / ".hydra" / "config.yaml").touch()
+    with pytest.raises(RuntimeError, match="preempted"):
+        train(config | {"ckpt_path": find_checkpoint(config, launched=True)})
+    found = find_checkpoint(config, launched=True)
+    train(config | {"ckpt_path": found and str(found)})
+    assert requeue.call_count == 1
+    assert [(row["step"], bool(row["lr-SGD"])) for row in metrics(queued)] == [
+        (row["step"], bool(row["lr-SGD"])) for row in metrics(whole)
+    ]
 
 
 @pytest.mark.ci
@@ -290,7 +324,7 @@ def test_what_no_checkpoint_holds_is_warned_of_where_a_run_continues(tmp_path, c
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("model", ["WithBackbone", "Unfreezes"])
+@pytest.mark.parametrize("model", ["WithBackbone", "Unfreezes", "Thaws"])
 @pytest.mark.parametrize("end", [1, 2, 3])
 def test_a_backbone_that_was_unfrozen_is_trained_where_a_run_continues(tmp_path, end, model):
     """Before, in and after the epoch in which Lightning's callback, or the module, unfreezes it."""
@@ -508,6 +542,27 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts(tmp_path):
             with pytest.raises(FileNotFoundError, match="has no checkpoints/last.ckpt"):
                 find("last", run, **options)
         (run / result).unlink()
+
+
+@pytest.mark.ci
+def test_a_continued_run_that_was_killed_before_its_first_checkpoint_begins_where_it_began(tmp_path):
+    """It would start from the beginning, or by the command of before be taken for another run."""
+    first, whole, cut = tmp_path / "first", tmp_path / "whole", tmp_path / "cut"
+
+    def run(run_dir, *options):
+        command = (*TINY, *QUIET, "optim=sgd_multistep", f"hydra.run.dir={run_dir}", *options)
+        ((status, output),) = run_processes(1, run_script, "train.py", tmp_path, *command, grace=5)
+        assert status is None, (status, output)
+
+    run(whole)
+    run(first, "trainer.max_epochs=1", "test=false")
+    kill = ("+callbacks.kill._target_=tests.recipes.pieces.Kill", "+callbacks.kill.after_steps=4")
+    for given in (last(first), last(first), "last"):
+        with pytest.raises(RankError, match="died with exit code -9"):
+            run(cut, *kill, f"ckpt_path={given}")
+    run(cut, "ckpt_path=last")
+    assert metrics(cut) == metrics(whole)
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
 
 
 @pytest.mark.ci
@@ -804,7 +859,7 @@ def test_a_best_that_is_not_known_is_refused(tmp_path):
 def test_the_best_of_a_run_whose_folder_was_moved_is_in_that_folder(tmp_path):
     config = {"run_dir": str(tmp_path), "optimized_metric": "val/acc", "optimized_mode": "max"}
     own = save(tmp_path).with_name("best.ckpt")
-    own.touch()
+    shutil.copy(last(tmp_path), own)
     state = BestCheckpoint(config).state_dict() | {"best_model_path": "/where/it/was/checkpoints/best.ckpt"}
     callback = BestCheckpoint(config)
     callback.load_state_dict(state)
@@ -820,6 +875,17 @@ def test_the_best_of_a_run_that_went_on_meanwhile_is_not_taken_for_that_of_this_
     with pytest.raises(FileNotFoundError, match="last.ckpt is now of a later epoch; continue in the folder of"):
         BestCheckpoint(config).load_state_dict(state | {"best_model_score": torch.tensor(0.5)})
     BestCheckpoint(config).load_state_dict(state | {"best_model_score": torch.tensor(0.75)})
+
+
+@pytest.mark.ci
+def test_the_best_of_later_epochs_is_not_tested_by_a_run_that_is_taken_back(tmp_path):
+    """It has one epoch after that, fewer than before; with as many, it would write the same best weights again."""
+    options = (*BEST, "optimized_metric=train/loss", "optimized_mode=min")
+    first = tmp_path / "checkpoints" / "first.ckpt"
+    train(tiny(tmp_path, *options, "trainer.max_epochs=3", f"+callbacks.save._target_={__name__}.SaveAtStart",
+               f"+callbacks.save.path={first}"))  # fmt: skip
+    with pytest.raises(FileNotFoundError, match="best.ckpt is now of a later epoch; .* with its options"):
+        train(tiny(tmp_path, *options, "trainer.max_epochs=2", f"ckpt_path={first}"))
 
 
 class GoesOn(Callback):

@@ -153,6 +153,8 @@ def test_a_seed_that_is_written_as_a_float_is_the_whole_number(tmp_path):
         ("a", Literal["b", "c"], True),
         (3, Literal["b", "c"], False),
         ("a", Path, True),
+        ({"_target_": "pathlib.Path"}, Path, True),
+        (2024, str | Path, False),
         ("a", Any, True),
     ],
 )
