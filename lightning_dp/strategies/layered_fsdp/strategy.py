@@ -38,6 +38,7 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     STEPS,
     Wrap,
     broadcast_from_rank_0,
+    check_all_reduced,
     check_embeddings,
     check_hooks,
     check_last_backward,
@@ -369,7 +370,9 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     @torch.compiler.disable  # a compiled training_step may call this method and the next one
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         try:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+            check_all_reduced(self.lightning_module)
+            return loss
         except Exception:
             # Now, because the step may catch it, and run another forward and backward.
             if self._reduction is not None:

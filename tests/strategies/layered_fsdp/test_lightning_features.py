@@ -1053,6 +1053,32 @@ def test_groups_that_use_other_parts_are_named(case):
     run_processes(4, differ, case, timeout=60)
 
 
+class Penalized(Manual):
+    """A critic with a gradient penalty: some gradients come when FSDP2 has reduced those of their unit."""
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+    def loss(self, batch):
+        x = batch[0].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+        return self(2 * batch[0]).mean() + (slope.norm(dim=1) - 1).square().mean()
+
+
+def penalize(rank):
+    for group_size in (1, 2):
+        module = Penalized()
+        before = [whole(parameter) for parameter in module.parameters()]
+        with pytest.raises(RuntimeError, match="last got a gradient after FSDP2 had reduced its gradients"):
+            fit(layered(group_size), 2, module)
+        assert all(torch.equal(whole(p), value) for p, value in zip(module.parameters(), before, strict=True))
+
+
+@pytest.mark.ci
+def test_a_gradient_that_fsdp2_would_lose_is_named_before_anything_is_updated():
+    run_processes(2, penalize)
+
+
 def change_in_load(rank, path):
     class Changes(Net):
         def on_load_checkpoint(self, checkpoint):
