@@ -306,6 +306,11 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
                     f"that; under {type(self).__name__} keep an average of each parameter in a callback of your own, "
                     "made in on_train_start"
                 )
+            if is_a(callback, "ModelPruning"):
+                raise ValueError(
+                    f"{type(callback).__name__} looks at whole parameters, and under {type(self).__name__} each rank "
+                    "has a shard of them; prune after training, or use LayeredSGDStrategy"
+                )
 
     def _require_all_sharded(self, module: nn.Module, units: list[tuple[str, Any]]) -> None:
         for name, parameter in module.named_parameters():

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 from pytorch_lightning import Callback, LightningModule
-from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from pytorch_lightning.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
 from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
@@ -956,6 +956,7 @@ def refuse(rank):
         (layered(), Net(), {"callbacks": [Memonger()]}, "frees the parameters"),
         (layered(), Net(), {"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging copies the module"),
         (layered(), Net(), {"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging copies"),
+        (layered(), Net(), {"callbacks": [ModelPruning("l1_unstructured")]}, "ModelPruning looks at whole parameters"),
         (layered(), Net("lbfgs"), {}, "cannot run LBFGS"),
     ):
         with pytest.raises(ValueError, match=message):
