@@ -468,11 +468,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._saves_shards:
-            state = super().lightning_module_state_dict()
-            tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-            buffers = {n: v.to(self.root_device, copy=True) for n, v in tensors.items() if local_part(v) is v}
-            broadcast_from_rank_0(buffers.values())  # PyTorch writes each of them as it is on any one rank
-            return state | buffers
+            return super().lightning_module_state_dict()
         self._finish_before_saving()
         # PyTorch's names differ from the module's where a part is compiled, and other strategies could not load them.
         return whole_values(self.lightning_module.state_dict(), keep=self.is_global_zero)
@@ -501,11 +497,24 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         others = {key: value for key, value in checkpoint.items() if key not in by_rank}
         checkpoint = checkpoint | gather_added(others, keep=self.is_global_zero)
         place = self.broadcast(filepath)
+        if self._saves_shards:
+            checkpoint["state_dict"] = self._with_buffers_of_rank_0(checkpoint["state_dict"])
         if self._saves_shards or Path(place).is_dir():
             super().save_checkpoint(checkpoint, place, storage_options)
         elif self.is_global_zero:
             # Not by Lightning's strategy, which takes an address, such as s3://..., for a local path.
             self.checkpoint_io.save_checkpoint(checkpoint, place, storage_options)
+
+    def _with_buffers_of_rank_0(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return ``state`` with rank 0's buffers: PyTorch writes each of them as it is on any one rank.
+
+        Callbacks have changed them by now: `AdaptiveGlobalBatchNorm` puts averages of running statistics there.
+        """
+        own = self.lightning_module_state_dict()
+        names = [name for name, value in own.items() if isinstance(value, Tensor) and local_part(value) is value]
+        buffers = {name: state[name].to(self.root_device, copy=True) for name in names if name in state}
+        broadcast_from_rank_0(buffers.values())
+        return state | buffers
 
     def _add_residuals(self, checkpoint: dict[str, Any]) -> None:
         """Add what compression has left out, of each rank. All ranks call it; a file that is resumed needs all."""
