@@ -191,6 +191,13 @@ def drop_unreduced_gradients(unit: Any) -> None:
                 gathered.grad = None
 
 
+def has_unreduced_gradients(unit: Any) -> bool:
+    """Return whether a gradient of ``unit`` has come after FSDP2 had reduced its gradients: nothing reduces it."""
+    parameters = [parameter for group in _fsdp_groups(unit) for parameter in group.fsdp_params]
+    gathered = [getattr(parameter, "unsharded_param", None) for parameter in parameters]  # none if it never was
+    return any(each is not None and each.grad is not None for each in gathered)
+
+
 def replace_fsdp_collectives(unit: Any, all_gather: Any, reduce_scatter: Any) -> Callable[[], None] | None:
     """Let FSDP2 use these collectives for ``unit``, and divide no gradient; return what undoes it.
 

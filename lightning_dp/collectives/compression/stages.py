@@ -234,11 +234,14 @@ class OwnState:
         return ranges[member] if member < len(ranges) else (0, 0)
 
 
-def load_state(all_reduce: CompressedAllReduce, state: State) -> None:
+def load_state(all_reduce: CompressedAllReduce, state: State) -> list[str]:
     """Put a gathered state in place of the present one. Every rank must call it, while no bucket is under way.
 
     If there were as many groups, each group gets its own residuals. Else all groups get equal parts of the residuals'
     sum. In both cases the sum over the groups, which is what the parameters lack, stays what it was.
+
+    Returns:
+        Names of the residuals that are dropped: the compressor keeps none of these parameters.
 
     Raises:
         ValueError: a residual does not have the shape of its parameter.
@@ -246,12 +249,15 @@ def load_state(all_reduce: CompressedAllReduce, state: State) -> None:
     all_reduce.clear()
     topology = all_reduce.collective.topology
     group = topology.group_of(all_reduce.collective.rank)
+    dropped = list(state["residuals"])
     for info in all_reduce.parameters.all():
         if info.name in state["residuals"] and all_reduce.compressor.keeps_residual(info):
+            dropped.remove(info.name)
             own = _of_group(info, state["residuals"][info.name], group, topology.num_groups)
             all_reduce.load_residual(info, info.as_flat(own))
         if info.name in state["others"]:
             all_reduce.compressor.load_state_of(info, state["others"][info.name])
+    return dropped
 
 
 def _of_group(info: ParameterInfo, residuals: Tensor, group: int, num_groups: int) -> Tensor:

@@ -31,6 +31,7 @@ from lightning_dp._private.torch_names import (
     drop_unreduced_gradients,
     has_gradient_hooks,
     has_tensor_hooks,
+    has_unreduced_gradients,
     is_backward_unfinished,
     is_in_backward,
     keystr,
@@ -250,6 +251,19 @@ def check_last_backward(module: nn.Module) -> None:
         f"an exception has ended an earlier backward of {type(module).__name__}, after which FSDP2 of torch "
         f"{torch.__version__} reduces no gradients; {remedy}"
     )
+
+
+def check_all_reduced(module: nn.Module) -> None:
+    """Raise RuntimeError, when backward has ended, for a gradient that FSDP2 has not reduced, and so would lose.
+
+    It reduces a unit when the gradient of its input is there. Through gradients of gradients others come later.
+    """
+    for name, unit in sharded_units(module):
+        if has_unreduced_gradients(unit):
+            raise RuntimeError(
+                f"{name} got a gradient after FSDP2 had reduced its gradients, which would be lost, as with "
+                "create_graph=True: a gradient penalty, say; use LayeredSGDStrategy"
+            )
 
 
 def _has_failed_backward(module: nn.Module) -> bool:

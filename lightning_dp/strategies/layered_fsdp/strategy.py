@@ -38,6 +38,7 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     STEPS,
     Wrap,
     broadcast_from_rank_0,
+    check_all_reduced,
     check_embeddings,
     check_hooks,
     check_last_backward,
@@ -305,6 +306,11 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
                     f"that; under {type(self).__name__} keep an average of each parameter in a callback of your own, "
                     "made in on_train_start"
                 )
+            if is_a(callback, "ModelPruning"):
+                raise ValueError(
+                    f"{type(callback).__name__} looks at whole parameters, and under {type(self).__name__} each rank "
+                    "has a shard of them; prune after training, or use LayeredSGDStrategy"
+                )
 
     def _require_all_sharded(self, module: nn.Module, units: list[tuple[str, Any]]) -> None:
         for name, parameter in module.named_parameters():
@@ -369,7 +375,9 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     @torch.compiler.disable  # a compiled training_step may call this method and the next one
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         try:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+            check_all_reduced(self.lightning_module)
+            return loss
         except Exception:
             # Now, because the step may catch it, and run another forward and backward.
             if self._reduction is not None:
@@ -460,11 +468,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._saves_shards:
-            state = super().lightning_module_state_dict()
-            tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-            buffers = {n: v.to(self.root_device, copy=True) for n, v in tensors.items() if local_part(v) is v}
-            broadcast_from_rank_0(buffers.values())  # PyTorch writes each of them as it is on any one rank
-            return state | buffers
+            return super().lightning_module_state_dict()
         self._finish_before_saving()
         # PyTorch's names differ from the module's where a part is compiled, and other strategies could not load them.
         return whole_values(self.lightning_module.state_dict(), keep=self.is_global_zero)
@@ -493,11 +497,24 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         others = {key: value for key, value in checkpoint.items() if key not in by_rank}
         checkpoint = checkpoint | gather_added(others, keep=self.is_global_zero)
         place = self.broadcast(filepath)
+        if self._saves_shards:
+            checkpoint["state_dict"] = self._with_buffers_of_rank_0(checkpoint["state_dict"])
         if self._saves_shards or Path(place).is_dir():
             super().save_checkpoint(checkpoint, place, storage_options)
         elif self.is_global_zero:
             # Not by Lightning's strategy, which takes an address, such as s3://..., for a local path.
             self.checkpoint_io.save_checkpoint(checkpoint, place, storage_options)
+
+    def _with_buffers_of_rank_0(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return ``state`` with rank 0's buffers: PyTorch writes each of them as it is on any one rank.
+
+        Callbacks have changed them by now: `AdaptiveGlobalBatchNorm` puts averages of running statistics there.
+        """
+        own = self.lightning_module_state_dict()
+        names = [name for name, value in own.items() if isinstance(value, Tensor) and local_part(value) is value]
+        buffers = {name: state[name].to(self.root_device, copy=True) for name in names if name in state}
+        broadcast_from_rank_0(buffers.values())
+        return state | buffers
 
     def _add_residuals(self, checkpoint: dict[str, Any]) -> None:
         """Add what compression has left out, of each rank. All ranks call it; a file that is resumed needs all."""

@@ -230,12 +230,12 @@ class CompressionCheckpoint:
         state = self._loaded or {"residuals": {}, "others": {}}
         self._loaded = None
         self._last = None
-        if compressed is not None:
-            load_state(compressed, state)
-        if state["residuals"] and not has_error_feedback(self._compression):
+        dropped = list(state["residuals"]) if compressed is None else load_state(compressed, state)
+        if dropped:
             log.warning(
                 f"{self._strategy_name}(compression={self._compression!r}): the checkpoint was written with error "
-                "feedback; what the last compressed step left out of its gradient is dropped"
+                "feedback; what the last compressed step left out of its gradient is dropped for "
+                f"{len(dropped)} parameters, {dropped[0]} first"
             )
 
     def forget(self) -> None:

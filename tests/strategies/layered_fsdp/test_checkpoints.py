@@ -12,7 +12,7 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 
-from lightning_dp import LayeredSGDStrategy
+from lightning_dp import AdaptiveGlobalBatchNorm, LayeredSGDStrategy
 from lightning_dp.strategies import consolidate_checkpoint
 from lightning_dp.strategies.layered_sgd import update
 from tests.ranks import run_cases, run_processes
@@ -403,6 +403,30 @@ def test_a_folder_has_the_buffers_of_rank_0(tmp_path):
     assert not torch.equal(others["norm.running_mean"], expected["norm.running_mean"])
     assert_same(loaded, expected)
     assert_same(loaded_there, expected)
+
+
+class SavesInSecondEpoch(SeesBuffers):
+    """Keeps the buffers after saving, when the running statistics of all ranks are averaged."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.current_epoch == 1 and batch_idx == 1:
+            trainer.save_checkpoint(self.path)
+            self.look(trainer, pl_module)
+
+
+def save_averages(rank, path):
+    saves, loads = SavesInSecondEpoch(path), SeesBuffers()
+    for strategy, callback, options in (
+        (layered(save_distributed_checkpoint=True), saves, {}),
+        (layered(), loads, {"ckpt_path": path}),
+    ):
+        local = AdaptiveGlobalBatchNorm(convergence=lambda _: True)  # from the second epoch on
+        fit(strategy, 2, Normalized(), callbacks=[local, callback], max_epochs=2, **options)
+    assert_same(loads.buffers, saves.buffers)
+
+
+def test_a_folder_has_the_averages_of_local_running_statistics(tmp_path):
+    run_processes(2, save_averages, str(tmp_path / "folder"), timeout=60)
 
 
 class Places(TorchCheckpointIO):

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 from pytorch_lightning import Callback, LightningModule
-from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from pytorch_lightning.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
 from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
@@ -956,6 +956,7 @@ def refuse(rank):
         (layered(), Net(), {"callbacks": [Memonger()]}, "frees the parameters"),
         (layered(), Net(), {"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging copies the module"),
         (layered(), Net(), {"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging copies"),
+        (layered(), Net(), {"callbacks": [ModelPruning("l1_unstructured")]}, "ModelPruning looks at whole parameters"),
         (layered(), Net("lbfgs"), {}, "cannot run LBFGS"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -1051,6 +1052,32 @@ def differ(rank, case):
 @pytest.mark.parametrize("case", ["other step", "more step", "less step", "more load"])
 def test_groups_that_use_other_parts_are_named(case):
     run_processes(4, differ, case, timeout=60)
+
+
+class Penalized(Manual):
+    """A critic with a gradient penalty: some gradients come when FSDP2 has reduced those of their unit."""
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+    def loss(self, batch):
+        x = batch[0].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+        return self(2 * batch[0]).mean() + (slope.norm(dim=1) - 1).square().mean()
+
+
+def penalize(rank):
+    for group_size in (1, 2):
+        module = Penalized()
+        before = [whole(parameter) for parameter in module.parameters()]
+        with pytest.raises(RuntimeError, match="last got a gradient after FSDP2 had reduced its gradients"):
+            fit(layered(group_size), 2, module)
+        assert all(torch.equal(whole(p), value) for p, value in zip(module.parameters(), before, strict=True))
+
+
+@pytest.mark.ci
+def test_a_gradient_that_fsdp2_would_lose_is_named_before_anything_is_updated():
+    run_processes(2, penalize)
 
 
 def change_in_load(rank, path):

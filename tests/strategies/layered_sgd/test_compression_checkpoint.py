@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import pytorch_lightning as pl
@@ -11,6 +12,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_dp._private.torch_names import group_timeout
+from lightning_dp.collectives.compression.compressors import make_compressor
+from lightning_dp.collectives.compression.layout import ParameterTable
+from lightning_dp.collectives.compression.stages import CompressedAllReduce
+from lightning_dp.collectives.groups import RankTopology
 from lightning_dp.strategies import LayeredFSDPStrategy, LayeredSGDStrategy, PowerSGD
 from lightning_dp.strategies.layered_sgd import strategy
 from lightning_dp.strategies.layered_sgd.strategy import KEY, CompressionCheckpoint
@@ -18,28 +23,43 @@ from tests.ranks import run_processes
 from tests.strategies.layered_sgd.modules import fit, layered
 from tests.strategies.modules import Net
 
-RESIDUALS = {"residuals": {"weight": torch.zeros(2, 3)}, "others": {}}
-FACTORS = {"residuals": {}, "others": {"weight": {"right": torch.zeros(3, 2)}}}
+SHAPES = {"weight": (20, 30), "bias": (20,)}
+RESIDUALS = {"residuals": {name: torch.zeros(2, *shape) for name, shape in SHAPES.items()}, "others": {}}
+FACTORS = {"residuals": {}, "others": {"weight": {"right": torch.zeros(30, 4)}}}
+
+
+def compressed_of_rank_0(num_groups, compression):
+    """What sums, without anybody to send to; None where nothing is compressed."""
+    if compression is None or num_groups == 1:
+        return None
+    collective = SimpleNamespace(topology=RankTopology(num_groups, 1), rank=0, inter_group=None)
+    table = ParameterTable((name, torch.zeros(shape)) for name, shape in SHAPES.items())
+    return CompressedAllReduce(collective, make_compressor(compression), table)
 
 
 @pytest.mark.parametrize(
-    ("state", "compression", "warns"),
+    ("state", "num_groups", "compression", "dropped"),
     [
-        (RESIDUALS, None, True),
-        (RESIDUALS, "bf16", True),
-        (RESIDUALS, PowerSGD(error_feedback=False), True),
-        (RESIDUALS, "int8", False),
-        (RESIDUALS, PowerSGD(), False),
-        (FACTORS, PowerSGD(error_feedback=False), False),  # which left nothing to the next step
-        (FACTORS, "bf16", False),
+        (RESIDUALS, 2, None, "2 parameters, weight first"),
+        (RESIDUALS, 2, "bf16", "2 parameters, weight first"),
+        (RESIDUALS, 2, PowerSGD(error_feedback=False), "2 parameters, weight first"),
+        (RESIDUALS, 2, PowerSGD(), "1 parameters, bias first"),  # it sends vectors whole
+        (RESIDUALS, 1, "int8", "2 parameters, weight first"),  # a single group, whose sums are exact
+        (RESIDUALS, 2, "int8", None),
+        (RESIDUALS, 3, "int8", None),
+        (FACTORS, 2, PowerSGD(error_feedback=False), None),  # which left nothing to the next step
+        (FACTORS, 2, "bf16", None),
     ],
 )
-def test_only_residuals_that_are_dropped_are_warned_of(state, compression, warns, caplog):
+def test_only_residuals_that_are_dropped_are_warned_of(state, num_groups, compression, dropped, caplog):
     checkpoint = CompressionCheckpoint(compression, "LayeredSGDStrategy", timedelta(minutes=1))
     checkpoint.take_from({KEY: state})
     with caplog.at_level(logging.WARNING):
-        checkpoint.restore(None)
-    assert ("what the last compressed step left out of its gradient is dropped" in caplog.text) == warns
+        checkpoint.restore(compressed_of_rank_0(num_groups, compression))
+    if dropped is None:
+        assert not caplog.text
+    else:
+        assert f"what the last compressed step left out of its gradient is dropped for {dropped}" in caplog.text
 
 
 class FailsOnRank0(Net):
