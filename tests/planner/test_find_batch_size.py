@@ -14,7 +14,7 @@ import torch
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, RandomSampler, Subset, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_dp import AdaptiveGlobalBatchNorm, LayeredSGDStrategy
@@ -203,12 +203,37 @@ class Drawn(Data):
         return DataLoader(images, batch_sampler=batches)
 
 
-def test_a_training_with_a_teacher_and_generators_of_its_own_is_the_same():
+class Noisy(Dataset):
+    """Draws noise for each image from a generator of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.drawn = np.random.default_rng(seed)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int):
+        return torch.from_numpy(self.drawn.random((3, 6, 6), dtype=np.float32)), index
+
+
+class PartOfTwo(Data):
+    """Takes its images from two datasets of one class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images = Subset(ConcatDataset([Noisy(1), Noisy(2)]), [0, 4, 1, 5])
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.images, batch_size=self.batch_size)
+
+
+@pytest.mark.parametrize("data", [Drawn, PartOfTwo])
+def test_a_training_with_a_teacher_and_generators_of_its_own_is_the_same(data):
     states = []
     for callbacks in ([], [FindBatchSize((2,), repeats=1)]):
         torch.manual_seed(0)
         net = Student()
-        fit(net, Drawn(), *callbacks, limit_train_batches=2)
+        fit(net, data(), *callbacks, limit_train_batches=2)
         states.append(net.state_dict())
     assert [name for name, value in states[0].items() if not torch.equal(value, states[1][name])] == []
 
