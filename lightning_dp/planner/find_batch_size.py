@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lightning_dp._lightning import FRAMEWORK, Callback, LightningModule, require_own_trainer
-from lightning_dp._private.lightning_names import before_batch_transfer
-from lightning_dp._private.torch_names import TorchDispatchMode, forget_used_parameters
+from lightning_dp._private.lightning_names import before_batch_transfer, wrap_in_ddp
+from lightning_dp._private.torch_names import TorchDispatchMode, forget_used_parameters, release_reducer
 from lightning_dp.layers.surgery import local_statistics
 from lightning_dp.planner.convolutions.measure import measure_time_s, num_bytes, unless_out_of_memory
 from lightning_dp.planner.convolutions.measured_plans import num_times, resized
@@ -141,8 +141,7 @@ class FindBatchSize(Callback):
             self.trials = try_batch_sizes(step, sizes, device, repeats=self._repeats)
             del step, reserved  # the step holds the batch
         _require_no_loader(trainer)
-        if isinstance(trainer.strategy.model, DistributedDataParallel):
-            forget_used_parameters(trainer.strategy.model)  # those that the first step does not use may be among them
+        _forget_gradients(trainer.strategy)
         self._set_batch_size(trainer, f"the fastest\n{self.trials.table()}")
 
     def _set_batch_size(self, trainer: Any, why: str) -> None:
@@ -159,6 +158,21 @@ class FindBatchSize(Callback):
                 hparams["batch_size"] = data.batch_size
         if trainer.is_global_zero:
             log.info(f"FindBatchSize: {self.trials.batch_size} images per rank, {why}")
+
+
+def _forget_gradients(strategy: Any) -> None:
+    """Let DDP forget the gradients of the trials, which its hooks on the parameters have seen."""
+    model = strategy.model
+    if not isinstance(model, DistributedDataParallel):
+        return
+    if not model.static_graph:
+        forget_used_parameters(model)  # those that the first step does not use may be among them
+        return
+    # It has counted them, and would wait in each step for as many: no gradient would be averaged.
+    comm_hooks = release_reducer(model)
+    strategy.model = wrap_in_ddp(strategy, model.module)
+    for hook, state in comm_hooks:
+        strategy.model.register_comm_hook(state, hook)
 
 
 def _require_no_loader(trainer: Any) -> None:

@@ -381,6 +381,23 @@ def test_parameters_that_the_trials_used_may_be_unused_in_the_first_step():
     run_processes(2, fit_branches)
 
 
+def fit_static_graph(rank):
+    weights = []
+    strategies = DDPStrategy, partial(LayeredSGDStrategy, 1)
+    for make in strategies:
+        for finders in ((), (FindBatchSize((2,), repeats=1),)):
+            torch.manual_seed(0)
+            net = Rows(nn.Linear(6, 6))
+            fit(net, Loaders(16, 1), *finders, devices=2, strategy=make(static_graph=True))
+            weights.append(net.layer.weight.detach())
+    return weights
+
+
+def test_the_gradients_of_a_static_graph_are_averaged_after_trials():
+    ranks = run_processes(2, fit_static_graph)
+    assert all(torch.equal(weight, ranks[0][0]) for weights in ranks for weight in weights)
+
+
 def find_on_rank(rank):
     net, data = Net(limit=(1000, 8)[rank]), Data(num_shares=2)
     finder = FindBatchSize((2, 4, 8, 16), is_global=True, repeats=1)
