@@ -179,8 +179,9 @@ def _require_no_loader(trainer: Any) -> None:
     if trainer.train_dataloader is not None:
         raise ValueError(
             "FindBatchSize comes too late: configure_optimizers or training_step has asked for "
-            "trainer.estimated_stepping_batches, which made the loader for the present batch size, and perhaps a "
-            "schedule; give the number of steps yourself, or find the size in a run of its own"
+            "trainer.estimated_stepping_batches, or LearningRateFinder has trained, which Lightning puts first; this "
+            "made the loader for the present batch size, and perhaps a schedule; give the number of steps yourself, or "
+            "find the size in a run of its own"
         )
 
 
@@ -217,22 +218,33 @@ class _Step:
         return len(dataset) // self._trainer.world_size // num_times(loaded or 0, self._present_size)
 
     def __call__(self, batch_size: int) -> None:
-        module = self._module
-        module.zero_grad()
-        # Looked for once, in the first call, which is not timed: it takes time for each operator.
-        with nullcontext() if self._is_checked else _RefuseCollectives():
-            batch = resized(self._batch, batch_size, self._present_size)
-            with self._trainer.precision_plugin.train_step_context():  # autocast, if training will have it
-                output = module.training_step(*self._arguments(batch))
-            if module.automatic_optimization:
-                loss = output.get("loss") if isinstance(output, Mapping) else output
-                if loss is None:
-                    raise ValueError(
-                        "training_step returned no loss for the first batch, so FindBatchSize has no backward to try; "
-                        "return a loss for it, or set batch_size yourself"
-                    )
-                loss.backward()
+        self._module.zero_grad()
+        try:
+            # Looked for once, in the first call, which is not timed: it takes time for each operator.
+            with nullcontext() if self._is_checked else _RefuseCollectives():
+                self._run(batch_size)
+        except Exception as error:
+            error.add_note(
+                f"FindBatchSize has run this training_step with each tensor of the first batch repeated or cut to "
+                f"{batch_size} rows, which packed sequences and lists of single images do not have. If training works "
+                "without FindBatchSize, set batch_size yourself"
+            )
+            raise
         self._is_checked = True
+
+    def _run(self, batch_size: int) -> None:
+        module = self._module
+        batch = resized(self._batch, batch_size, self._present_size)
+        with self._trainer.precision_plugin.train_step_context():  # autocast, if training will have it
+            output = module.training_step(*self._arguments(batch))
+        if module.automatic_optimization:
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if loss is None:
+                raise ValueError(
+                    "training_step returned no loss for the first batch, so FindBatchSize has no backward to try; "
+                    "return a loss for it, or set batch_size yourself"
+                )
+            loss.backward()
 
     def _arguments(self, batch: Any) -> tuple[Any, ...]:
         if self._takes_iterator:  # of batches with their numbers and that of the loader; a step may take several

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import LearningRateFinder
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
@@ -597,6 +598,32 @@ def test_what_would_give_a_wrong_size_is_one_error(net, message):
     with pytest.raises(ValueError, match=message):
         fit(net, data, FindBatchSize((2, 4), repeats=1))
     assert data.batch_size == 2
+
+
+@pytest.mark.filterwarnings("ignore::pytorch_lightning.utilities.warnings.PossibleUserWarning")
+def test_a_search_for_a_learning_rate_before_the_trials_is_named(tmp_path):
+    net = Net(limit=100)
+    net.lr = 0.1
+    finders = FindBatchSize((2, 4), repeats=1), LearningRateFinder(num_training_steps=2)
+    with pytest.raises(ValueError, match="or LearningRateFinder has trained, which Lightning puts first"):
+        fit(net, Data(), *finders, default_root_dir=tmp_path)
+
+
+class SingleImages(Data):
+    def train_dataloader(self) -> DataLoader:
+        images = torch.randn(4, 3, 6, 6)
+        return DataLoader(images, batch_size=self.batch_size, collate_fn=lambda rows: (list(rows), torch.zeros(4)))
+
+
+class OfList(Net):
+    def training_step(self, batch, batch_idx):
+        return sum(self.net[0](image).square().mean() for image in batch[0])
+
+
+def test_an_error_of_a_trial_says_what_the_step_was_given():
+    with pytest.raises(RuntimeError) as caught:
+        fit(OfList(100), SingleImages(), FindBatchSize((2,), repeats=1))
+    assert "repeated or cut to 2 rows, which packed sequences and lists" in caught.value.__notes__[0]
 
 
 class Without(Net):
