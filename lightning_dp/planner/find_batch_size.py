@@ -74,6 +74,7 @@ class FindBatchSize(Callback):
         require_count("repeats", repeats)
         self.trials: BatchSizeTrials | None = None
         self._batch_sizes = tuple(batch_sizes)
+        self._loaded_sizes: list[int] = []  # before the size was set; empty if it has not changed
         self._repeats = repeats
         self._optimizer_copies = optimizer_copies
         self._is_global = is_global
@@ -88,7 +89,7 @@ class FindBatchSize(Callback):
         require_own_trainer(self, trainer)
         if stage != "fit":
             return
-        self.trials = None  # of an earlier fit
+        self.trials, self._loaded_sizes = None, []  # of an earlier fit
         data = trainer.datamodule
         if not isinstance(getattr(data, "batch_size", None), int):
             raise ValueError(
@@ -114,7 +115,7 @@ class FindBatchSize(Callback):
         """
         state = checkpoint["callbacks"].get(self.state_key)
         if state and trainer.state.fn == "fit":
-            self.trials = BatchSizeTrials(**state)
+            self.trials, self._loaded_sizes = BatchSizeTrials(**state), []
             self._set_batch_size(trainer, "as in the checkpoint")
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -139,10 +140,24 @@ class FindBatchSize(Callback):
             optimizer_bytes = self._optimizer_copies * sum(map(num_bytes, trained))
             reserved = torch.empty(optimizer_bytes, dtype=torch.uint8, device=device)
             self.trials = try_batch_sizes(step, sizes, device, repeats=self._repeats)
+            self._loaded_sizes = [] if step.present_size == self.trials.batch_size else step.loaded_sizes
             del step, reserved  # the step holds the batch
         _require_no_loader(trainer)
         _forget_gradients(trainer.strategy)
         self._set_batch_size(trainer, f"the fastest\n{self.trials.table()}")
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Check that training has batches of the size that was found.
+
+        Raises:
+            ValueError: its loader was made with the size of before.
+        """
+        loaders = importlib.import_module(f"{FRAMEWORK}.utilities").CombinedLoader(trainer.train_dataloader).flattened
+        if self._loaded_sizes and self._loaded_sizes == _sizes_of(loaders):
+            raise ValueError(
+                f"FindBatchSize has set batch_size={trainer.datamodule.batch_size}, and the loader has batches of "
+                f"{self._loaded_sizes[0]}, as before; make the loader in train_dataloader, with this attribute"
+            )
 
     def _set_batch_size(self, trainer: Any, why: str) -> None:
         assert self.trials is not None
@@ -185,11 +200,18 @@ def _require_no_loader(trainer: Any) -> None:
         )
 
 
+def _sizes_of(loaders: Sequence[Any]) -> list[int]:
+    sizes = (getattr(loader, "batch_size", None) for loader in loaders)
+    return [size for size in sizes if size is not None]
+
+
 class _Step:
     """A training step on the rows of the first batch, forward and backward.
 
     Attributes:
         largest_size: of which this rank has a whole batch from each loader; infinite if that is not known.
+        loaded_sizes: of the loaders' batches; without those that do not tell.
+        present_size: what ``batch_size`` is for this rank.
     """
 
     def __init__(self, trainer: Any, module: LightningModule, is_global: bool) -> None:
@@ -199,7 +221,8 @@ class _Step:
         generators = [each for loader in loaders.flattened for each in generators_of(loader).values()]
         with unchanged(generators):  # training draws, too
             batch, _, _ = next(iter(loaders))
-        self._present_size = trainer.datamodule.batch_size // (trainer.world_size if is_global else 1)
+        self.loaded_sizes = _sizes_of(loaders.flattened)
+        self.present_size = trainer.datamodule.batch_size // (trainer.world_size if is_global else 1)
         self.largest_size = min(map(self._largest_size, loaders.flattened))
         self._is_checked = trainer.world_size == 1
         # What follows is as the training loop does it.
@@ -215,7 +238,7 @@ class _Step:
         dataset, loaded = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
         if not isinstance(dataset, Sized):
             return math.inf
-        return len(dataset) // self._trainer.world_size // num_times(loaded or 0, self._present_size)
+        return len(dataset) // self._trainer.world_size // num_times(loaded or 0, self.present_size)
 
     def __call__(self, batch_size: int) -> None:
         self._module.zero_grad()
@@ -234,7 +257,7 @@ class _Step:
 
     def _run(self, batch_size: int) -> None:
         module = self._module
-        batch = resized(self._batch, batch_size, self._present_size)
+        batch = resized(self._batch, batch_size, self.present_size)
         with self._trainer.precision_plugin.train_step_context():  # autocast, if training will have it
             output = module.training_step(*self._arguments(batch))
         if module.automatic_optimization:

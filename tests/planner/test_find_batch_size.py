@@ -609,6 +609,20 @@ def test_a_search_for_a_learning_rate_before_the_trials_is_named(tmp_path):
         fit(net, Data(), *finders, default_root_dir=tmp_path)
 
 
+class MakesLoaderEarly(Data):
+    def setup(self, stage):
+        self.loader = super().train_dataloader()
+
+    def train_dataloader(self) -> DataLoader:
+        return self.loader
+
+
+def test_a_loader_that_does_not_take_the_size_is_one_error():
+    with pytest.raises(ValueError, match="has set batch_size=4, and the loader has batches of 2, as before; make"):
+        fit(Net(limit=100), MakesLoaderEarly(), FindBatchSize((4,), repeats=1))
+    fit(Net(limit=100), MakesLoaderEarly(), FindBatchSize((2,), repeats=1), limit_train_batches=1)
+
+
 class SingleImages(Data):
     def train_dataloader(self) -> DataLoader:
         images = torch.randn(4, 3, 6, 6)
