@@ -23,16 +23,22 @@ GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.G
 
 
 def generators_of(loader: Any) -> dict[str, Any]:
-    """Return the random number generators that a loader, its samplers and its dataset keep, by owner and name."""
-    batches = getattr(loader, "batch_sampler", None)
-    parts = [loader, batches, *(getattr(part, "sampler", None) for part in (loader, batches))]
-    parts.append(getattr(loader, "dataset", None))
-    return {
-        f"{type(part).__name__}.{name}": value
-        for part in parts
-        for name, value in getattr(part, "__dict__", {}).items()
-        if isinstance(value, GENERATORS)
-    }
+    """Return the random number generators that a loader, its samplers and its dataset keep, by owner and name.
+
+    Also those of datasets that another one takes its samples from, as `torch.utils.data.Subset` does.
+    """
+    found: dict[str, Any] = {}
+    parts = [loader]
+    for part in parts:  # which grow
+        for name, value in getattr(part, "__dict__", {}).items():
+            if isinstance(value, GENERATORS):
+                owner = f"{type(part).__name__}.{name}"
+                found[owner if owner not in found else f"{owner} ({len(found)})"] = value
+        inner = [getattr(part, name, None) for name in ("batch_sampler", "sampler", "dataset")]
+        several = getattr(part, "datasets", None)
+        inner += several if isinstance(several, list | tuple) else []
+        parts += [each for each in inner if not any(each is other for other in parts)]
+    return found
 
 
 @contextmanager

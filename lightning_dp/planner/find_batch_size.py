@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lightning_dp._lightning import FRAMEWORK, Callback, LightningModule, require_own_trainer
-from lightning_dp._private.lightning_names import before_batch_transfer
-from lightning_dp._private.torch_names import TorchDispatchMode, forget_used_parameters
+from lightning_dp._private.lightning_names import before_batch_transfer, wrap_in_ddp
+from lightning_dp._private.torch_names import TorchDispatchMode, forget_used_parameters, release_reducer
 from lightning_dp.layers.surgery import local_statistics
 from lightning_dp.planner.convolutions.measure import measure_time_s, num_bytes, unless_out_of_memory
 from lightning_dp.planner.convolutions.measured_plans import num_times, resized
@@ -74,6 +74,7 @@ class FindBatchSize(Callback):
         require_count("repeats", repeats)
         self.trials: BatchSizeTrials | None = None
         self._batch_sizes = tuple(batch_sizes)
+        self._loaded_sizes: list[int] = []  # before the size was set; empty if it has not changed
         self._repeats = repeats
         self._optimizer_copies = optimizer_copies
         self._is_global = is_global
@@ -88,7 +89,7 @@ class FindBatchSize(Callback):
         require_own_trainer(self, trainer)
         if stage != "fit":
             return
-        self.trials = None  # of an earlier fit
+        self.trials, self._loaded_sizes = None, []  # of an earlier fit
         data = trainer.datamodule
         if not isinstance(getattr(data, "batch_size", None), int):
             raise ValueError(
@@ -114,7 +115,7 @@ class FindBatchSize(Callback):
         """
         state = checkpoint["callbacks"].get(self.state_key)
         if state and trainer.state.fn == "fit":
-            self.trials = BatchSizeTrials(**state)
+            self.trials, self._loaded_sizes = BatchSizeTrials(**state), []
             self._set_batch_size(trainer, "as in the checkpoint")
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -139,11 +140,24 @@ class FindBatchSize(Callback):
             optimizer_bytes = self._optimizer_copies * sum(map(num_bytes, trained))
             reserved = torch.empty(optimizer_bytes, dtype=torch.uint8, device=device)
             self.trials = try_batch_sizes(step, sizes, device, repeats=self._repeats)
+            self._loaded_sizes = [] if step.present_size == self.trials.batch_size else step.loaded_sizes
             del step, reserved  # the step holds the batch
         _require_no_loader(trainer)
-        if isinstance(trainer.strategy.model, DistributedDataParallel):
-            forget_used_parameters(trainer.strategy.model)  # those that the first step does not use may be among them
+        _forget_gradients(trainer.strategy)
         self._set_batch_size(trainer, f"the fastest\n{self.trials.table()}")
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Check that training has batches of the size that was found.
+
+        Raises:
+            ValueError: its loader was made with the size of before.
+        """
+        loaders = importlib.import_module(f"{FRAMEWORK}.utilities").CombinedLoader(trainer.train_dataloader).flattened
+        if self._loaded_sizes and self._loaded_sizes == _sizes_of(loaders):
+            raise ValueError(
+                f"FindBatchSize has set batch_size={trainer.datamodule.batch_size}, and the loader has batches of "
+                f"{self._loaded_sizes[0]}, as before; make the loader in train_dataloader, with this attribute"
+            )
 
     def _set_batch_size(self, trainer: Any, why: str) -> None:
         assert self.trials is not None
@@ -161,13 +175,34 @@ class FindBatchSize(Callback):
             log.info(f"FindBatchSize: {self.trials.batch_size} images per rank, {why}")
 
 
+def _forget_gradients(strategy: Any) -> None:
+    """Let DDP forget the gradients of the trials, which its hooks on the parameters have seen."""
+    model = strategy.model
+    if not isinstance(model, DistributedDataParallel):
+        return
+    if not model.static_graph:
+        forget_used_parameters(model)  # those that the first step does not use may be among them
+        return
+    # It has counted them, and would wait in each step for as many: no gradient would be averaged.
+    comm_hooks = release_reducer(model)
+    strategy.model = wrap_in_ddp(strategy, model.module)
+    for hook, state in comm_hooks:
+        strategy.model.register_comm_hook(state, hook)
+
+
 def _require_no_loader(trainer: Any) -> None:
     if trainer.train_dataloader is not None:
         raise ValueError(
             "FindBatchSize comes too late: configure_optimizers or training_step has asked for "
-            "trainer.estimated_stepping_batches, which made the loader for the present batch size, and perhaps a "
-            "schedule; give the number of steps yourself, or find the size in a run of its own"
+            "trainer.estimated_stepping_batches, or LearningRateFinder has trained, which Lightning puts first; this "
+            "made the loader for the present batch size, and perhaps a schedule; give the number of steps yourself, or "
+            "find the size in a run of its own"
         )
+
+
+def _sizes_of(loaders: Sequence[Any]) -> list[int]:
+    sizes = (getattr(loader, "batch_size", None) for loader in loaders)
+    return [size for size in sizes if size is not None]
 
 
 class _Step:
@@ -175,6 +210,8 @@ class _Step:
 
     Attributes:
         largest_size: of which this rank has a whole batch from each loader; infinite if that is not known.
+        loaded_sizes: of the loaders' batches; without those that do not tell.
+        present_size: what ``batch_size`` is for this rank.
     """
 
     def __init__(self, trainer: Any, module: LightningModule, is_global: bool) -> None:
@@ -184,7 +221,8 @@ class _Step:
         generators = [each for loader in loaders.flattened for each in generators_of(loader).values()]
         with unchanged(generators):  # training draws, too
             batch, _, _ = next(iter(loaders))
-        self._present_size = trainer.datamodule.batch_size // (trainer.world_size if is_global else 1)
+        self.loaded_sizes = _sizes_of(loaders.flattened)
+        self.present_size = trainer.datamodule.batch_size // (trainer.world_size if is_global else 1)
         self.largest_size = min(map(self._largest_size, loaders.flattened))
         self._is_checked = trainer.world_size == 1
         # What follows is as the training loop does it.
@@ -200,25 +238,36 @@ class _Step:
         dataset, loaded = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
         if not isinstance(dataset, Sized):
             return math.inf
-        return len(dataset) // self._trainer.world_size // num_times(loaded or 0, self._present_size)
+        return len(dataset) // self._trainer.world_size // num_times(loaded or 0, self.present_size)
 
     def __call__(self, batch_size: int) -> None:
-        module = self._module
-        module.zero_grad()
-        # Looked for once, in the first call, which is not timed: it takes time for each operator.
-        with nullcontext() if self._is_checked else _RefuseCollectives():
-            batch = resized(self._batch, batch_size, self._present_size)
-            with self._trainer.precision_plugin.train_step_context():  # autocast, if training will have it
-                output = module.training_step(*self._arguments(batch))
-            if module.automatic_optimization:
-                loss = output.get("loss") if isinstance(output, Mapping) else output
-                if loss is None:
-                    raise ValueError(
-                        "training_step returned no loss for the first batch, so FindBatchSize has no backward to try; "
-                        "return a loss for it, or set batch_size yourself"
-                    )
-                loss.backward()
+        self._module.zero_grad()
+        try:
+            # Looked for once, in the first call, which is not timed: it takes time for each operator.
+            with nullcontext() if self._is_checked else _RefuseCollectives():
+                self._run(batch_size)
+        except Exception as error:
+            error.add_note(
+                f"FindBatchSize has run this training_step with each tensor of the first batch repeated or cut to "
+                f"{batch_size} rows, which packed sequences and lists of single images do not have. If training works "
+                "without FindBatchSize, set batch_size yourself"
+            )
+            raise
         self._is_checked = True
+
+    def _run(self, batch_size: int) -> None:
+        module = self._module
+        batch = resized(self._batch, batch_size, self.present_size)
+        with self._trainer.precision_plugin.train_step_context():  # autocast, if training will have it
+            output = module.training_step(*self._arguments(batch))
+        if module.automatic_optimization:
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if loss is None:
+                raise ValueError(
+                    "training_step returned no loss for the first batch, so FindBatchSize has no backward to try; "
+                    "return a loss for it, or set batch_size yourself"
+                )
+            loss.backward()
 
     def _arguments(self, batch: Any) -> tuple[Any, ...]:
         if self._takes_iterator:  # of batches with their numbers and that of the loader; a step may take several

@@ -510,9 +510,9 @@ def _own_generators(trainer: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for number, loader in enumerate(CombinedLoader(trainer.train_dataloader).flattened):
         is_copied = getattr(loader, "num_workers", 0) > 0 and not getattr(loader, "persistent_workers", False)
-        of_dataset = getattr(getattr(loader, "dataset", None), "__dict__", {}) if is_copied else {}
+        of_dataset = generators_of(getattr(loader, "dataset", None)) if is_copied else {}
         for name, generator in generators_of(loader).items():
-            if not any(generator is value for value in of_dataset.values()):
+            if not any(generator is each for each in of_dataset.values()):
                 found[f"{name} of training loader {number}" if number else name] = generator
     return found
 

@@ -144,3 +144,5 @@ def test_a_batch_is_resized_by_its_rows():
     assert larger["pair"][0].shape == (5, 2)
     assert larger["pair"][1] == "name"
     assert resized(batch, 2)["image"].tolist() == [0, 1]
+    no_boxes = torch.zeros(0, 4)
+    assert resized((torch.arange(3), no_boxes), 5)[1] is no_boxes

@@ -282,6 +282,23 @@ def test_a_step_may_copy_a_part_of_the_model():
     assert [layer.name for layer in callback.diagnosis.profile.layers] == ["conv", "norm", "head"]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_frozen_encoder_may_give_its_layers_nested_tensors():
+    # torch's fast path for padded sequences, in evaluation.
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 12, batch_first=True), 1).eval()
+    model, x = nn.ModuleList([encoder]), torch.randn(3, 4, 6)
+    is_padding = torch.tensor([[False] * 4, [False, False, True, True], [False, True, True, True]])
+    layers = LayerTimes()
+    with torch.no_grad():
+        expected = encoder(x, src_key_padding_mask=is_padding)
+        layers.start(model)
+        output = encoder(x, src_key_padding_mask=is_padding)
+        layers.stop()
+    assert torch.allclose(output, expected, atol=1e-5)
+    measured = {layer.name: layer.input_bytes for layer in layers.profiles()}
+    assert measured["0.layers.0.linear1"] == 4 * 6 * (4 + 2 + 1)
+
+
 class Ticking(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, clock):

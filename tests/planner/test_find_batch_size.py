@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import LearningRateFinder
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, RandomSampler, Subset, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_dp import AdaptiveGlobalBatchNorm, LayeredSGDStrategy
@@ -203,12 +204,37 @@ class Drawn(Data):
         return DataLoader(images, batch_sampler=batches)
 
 
-def test_a_training_with_a_teacher_and_generators_of_its_own_is_the_same():
+class Noisy(Dataset):
+    """Draws noise for each image from a generator of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.drawn = np.random.default_rng(seed)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int):
+        return torch.from_numpy(self.drawn.random((3, 6, 6), dtype=np.float32)), index
+
+
+class PartOfTwo(Data):
+    """Takes its images from two datasets of one class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images = Subset(ConcatDataset([Noisy(1), Noisy(2)]), [0, 4, 1, 5])
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.images, batch_size=self.batch_size)
+
+
+@pytest.mark.parametrize("data", [Drawn, PartOfTwo])
+def test_a_training_with_a_teacher_and_generators_of_its_own_is_the_same(data):
     states = []
     for callbacks in ([], [FindBatchSize((2,), repeats=1)]):
         torch.manual_seed(0)
         net = Student()
-        fit(net, Drawn(), *callbacks, limit_train_batches=2)
+        fit(net, data(), *callbacks, limit_train_batches=2)
         states.append(net.state_dict())
     assert [name for name, value in states[0].items() if not torch.equal(value, states[1][name])] == []
 
@@ -354,6 +380,23 @@ def fit_branches(rank):
 
 def test_parameters_that_the_trials_used_may_be_unused_in_the_first_step():
     run_processes(2, fit_branches)
+
+
+def fit_static_graph(rank):
+    weights = []
+    strategies = DDPStrategy, partial(LayeredSGDStrategy, 1)
+    for make in strategies:
+        for finders in ((), (FindBatchSize((2,), repeats=1),)):
+            torch.manual_seed(0)
+            net = Rows(nn.Linear(6, 6))
+            fit(net, Loaders(16, 1), *finders, devices=2, strategy=make(static_graph=True))
+            weights.append(net.layer.weight.detach())
+    return weights
+
+
+def test_the_gradients_of_a_static_graph_are_averaged_after_trials():
+    ranks = run_processes(2, fit_static_graph)
+    assert all(torch.equal(weight, ranks[0][0]) for weights in ranks for weight in weights)
 
 
 def find_on_rank(rank):
@@ -555,6 +598,46 @@ def test_what_would_give_a_wrong_size_is_one_error(net, message):
     with pytest.raises(ValueError, match=message):
         fit(net, data, FindBatchSize((2, 4), repeats=1))
     assert data.batch_size == 2
+
+
+@pytest.mark.filterwarnings("ignore::pytorch_lightning.utilities.warnings.PossibleUserWarning")
+def test_a_search_for_a_learning_rate_before_the_trials_is_named(tmp_path):
+    net = Net(limit=100)
+    net.lr = 0.1
+    finders = FindBatchSize((2, 4), repeats=1), LearningRateFinder(num_training_steps=2)
+    with pytest.raises(ValueError, match="or LearningRateFinder has trained, which Lightning puts first"):
+        fit(net, Data(), *finders, default_root_dir=tmp_path)
+
+
+class MakesLoaderEarly(Data):
+    def setup(self, stage):
+        self.loader = super().train_dataloader()
+
+    def train_dataloader(self) -> DataLoader:
+        return self.loader
+
+
+def test_a_loader_that_does_not_take_the_size_is_one_error():
+    with pytest.raises(ValueError, match="has set batch_size=4, and the loader has batches of 2, as before; make"):
+        fit(Net(limit=100), MakesLoaderEarly(), FindBatchSize((4,), repeats=1))
+    fit(Net(limit=100), MakesLoaderEarly(), FindBatchSize((2,), repeats=1), limit_train_batches=1)
+
+
+class SingleImages(Data):
+    def train_dataloader(self) -> DataLoader:
+        images = torch.randn(4, 3, 6, 6)
+        return DataLoader(images, batch_size=self.batch_size, collate_fn=lambda rows: (list(rows), torch.zeros(4)))
+
+
+class OfList(Net):
+    def training_step(self, batch, batch_idx):
+        return sum(self.net[0](image).square().mean() for image in batch[0])
+
+
+def test_an_error_of_a_trial_says_what_the_step_was_given():
+    with pytest.raises(RuntimeError) as caught:
+        fit(OfList(100), SingleImages(), FindBatchSize((2,), repeats=1))
+    assert "repeated or cut to 2 rows, which packed sequences and lists" in caught.value.__notes__[0]
 
 
 class Without(Net):

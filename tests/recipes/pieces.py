@@ -16,7 +16,7 @@ from pytorch_lightning import Callback, LightningDataModule, LightningModule
 from pytorch_lightning.callbacks import BaseFinetuning, Checkpoint
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, random_split
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Subset, random_split
 
 from lightning_dp.models import Classifier
 
@@ -162,10 +162,11 @@ class GeneratorData(JitterData):
 
     def train_dataloader(self) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(3)
-        loader = DataLoader(Jitter(48), 16, shuffle=True, num_workers=self.num_workers, generator=generator)
+        images = Jitter(48)
         if self.with_numpy:
-            loader.dataset.drawn = np.random.default_rng(0)
-        return loader
+            images.drawn = np.random.default_rng(0)
+        part = Subset(images, range(48))
+        return DataLoader(part, 16, shuffle=True, num_workers=self.num_workers, generator=generator)
 
 
 class Resumable:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import accumulate
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
@@ -286,4 +285,4 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 def num_bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor's elements."""
-    return prod(tensor.shape) * tensor.element_size()
+    return tensor.numel() * tensor.element_size()

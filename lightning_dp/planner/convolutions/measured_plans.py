@@ -290,7 +290,7 @@ def resized(batch: Any, batch_size: int, present_size: int | None = None) -> Any
         )
 
     def resize(tensor: Tensor) -> Tensor:
-        if tensor.dim() == 0:
+        if tensor.dim() == 0 or len(tensor) == 0:  # without rows: there may be no boxes in the images
             return tensor
         num_rows = batch_size * num_times(len(tensor), present_size)
         rows = torch.arange(num_rows, device=tensor.device) % len(tensor)
