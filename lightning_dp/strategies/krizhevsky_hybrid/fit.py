@@ -435,7 +435,10 @@ class HybridFitState(SharedOnDeepcopy):
                 bound = inspect.BoundArguments(signature, {first: x, **others})
                 return head_step(*bound.args, **bound.kwargs)
 
-            return self._run_head_step(features, arguments, of_pass)
+            # A call of itself within, as for the two targets of MixUp, is for the samples of all ranks already. Passes
+            # of their own would have each sample once per rank.
+            with replaced(self._module, "head_step", head_step):
+                return self._run_head_step(features, arguments, of_pass)
 
         return run
 
