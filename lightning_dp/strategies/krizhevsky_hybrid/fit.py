@@ -419,6 +419,9 @@ class HybridFitState(SharedOnDeepcopy):
     def _with_passes(self, head_step: HeadStep) -> HeadStep:
         """Return what replaces ``head_step``: it runs the user's on the samples of all ranks, pass by pass."""
         signature = inspect.signature(head_step)
+        if [p.kind for p in signature.parameters.values()][:1] == [inspect.Parameter.VAR_POSITIONAL]:
+            # That of a decorator without functools.wraps, or of an nn.Module.
+            signature = inspect.signature(lambda features, *args, **kwargs: None)
 
         def run(*args: Any, **kwargs: Any) -> Tensor:
             # Without gradients there is no backward to run at once: the head's own call exchanges what is needed.

@@ -108,6 +108,28 @@ def test_views_of_a_sample_stay_together_if_they_are_stacked():
             assert_same(joined, expected, 1e-9)
 
 
+def _without_wraps(function: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return run
+
+
+class Decorated(Weighted):
+    head_step = _without_wraps(Weighted.head_step)
+
+
+def _decorated(rank: int) -> dict[str, Tensor]:
+    return fit_with(batches(rank, 2), KrizhevskyHybridStrategy(scheme="c"), 2, Decorated, {})
+
+
+@pytest.mark.ci
+def test_a_decorator_may_hide_the_parameters_of_head_step():
+    expected = fit_with(all_batches(2), "auto", 1, Decorated, {})
+    for result in run_processes(2, _decorated):
+        assert_same(result, expected, 1e-9)
+
+
 class CallsItself(StepNet):
     """MixUp of two targets, for each of which `head_step` calls itself. A sum would count what is there twice."""
 
