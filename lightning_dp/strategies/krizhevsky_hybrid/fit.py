@@ -220,8 +220,13 @@ class HybridFitState(SharedOnDeepcopy):
         passes.begin_training_step(self._module)
         checks.check_hooks(self.head)
         self._forget_gathered()  # the local shard is about to change
-        with self._running_passes():
-            yield
+        try:
+            with self._running_passes():
+                yield
+        except StopIteration:  # by which an iterator that training_step reads ends the epoch, on all ranks
+            said.wait()
+            require_same_factor(factors)
+            raise
         if self._options.variable_batch and passes.num_steps == num_steps:
             raise ValueError(
                 "variable_batch=True updates the head within head_step, and training_step did not call it; call "
@@ -430,8 +435,8 @@ class HybridFitState(SharedOnDeepcopy):
             # Bound by name, so that each argument keeps its place however the user passes it. The first parameter is
             # the features, whatever it is called.
             arguments = signature.bind(*args, **kwargs).arguments
-            first = next(iter(arguments))
-            features = arguments.pop(first)
+            first = next(iter(arguments), "features")
+            features = arguments.pop(first, None)
             require_features(features, f"head_step's first argument, {first!r},")
 
             def of_pass(x: Tensor, others: dict[str, Any]) -> Tensor:
