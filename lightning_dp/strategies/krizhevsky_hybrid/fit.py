@@ -220,8 +220,13 @@ class HybridFitState(SharedOnDeepcopy):
         passes.begin_training_step(self._module)
         checks.check_hooks(self.head)
         self._forget_gathered()  # the local shard is about to change
-        with self._running_passes():
-            yield
+        try:
+            with self._running_passes():
+                yield
+        except StopIteration:  # by which an iterator that training_step reads ends the epoch, on all ranks
+            said.wait()
+            require_same_factor(factors)
+            raise
         if self._options.variable_batch and passes.num_steps == num_steps:
             raise ValueError(
                 "variable_batch=True updates the head within head_step, and training_step did not call it; call "
@@ -419,6 +424,9 @@ class HybridFitState(SharedOnDeepcopy):
     def _with_passes(self, head_step: HeadStep) -> HeadStep:
         """Return what replaces ``head_step``: it runs the user's on the samples of all ranks, pass by pass."""
         signature = inspect.signature(head_step)
+        if [p.kind for p in signature.parameters.values()][:1] == [inspect.Parameter.VAR_POSITIONAL]:
+            # That of a decorator without functools.wraps, or of an nn.Module.
+            signature = inspect.signature(lambda features, *args, **kwargs: None)
 
         def run(*args: Any, **kwargs: Any) -> Tensor:
             # Without gradients there is no backward to run at once: the head's own call exchanges what is needed.
@@ -427,15 +435,18 @@ class HybridFitState(SharedOnDeepcopy):
             # Bound by name, so that each argument keeps its place however the user passes it. The first parameter is
             # the features, whatever it is called.
             arguments = signature.bind(*args, **kwargs).arguments
-            first = next(iter(arguments))
-            features = arguments.pop(first)
+            first = next(iter(arguments), "features")
+            features = arguments.pop(first, None)
             require_features(features, f"head_step's first argument, {first!r},")
 
             def of_pass(x: Tensor, others: dict[str, Any]) -> Tensor:
                 bound = inspect.BoundArguments(signature, {first: x, **others})
                 return head_step(*bound.args, **bound.kwargs)
 
-            return self._run_head_step(features, arguments, of_pass)
+            # A call of itself within, as for the two targets of MixUp, is for the samples of all ranks already. Passes
+            # of their own would have each sample once per rank.
+            with replaced(self._module, "head_step", head_step):
+                return self._run_head_step(features, arguments, of_pass)
 
         return run
 

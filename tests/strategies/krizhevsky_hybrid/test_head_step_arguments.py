@@ -108,6 +108,52 @@ def test_views_of_a_sample_stay_together_if_they_are_stacked():
             assert_same(joined, expected, 1e-9)
 
 
+def _without_wraps(function: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return run
+
+
+class Decorated(Weighted):
+    head_step = _without_wraps(Weighted.head_step)
+
+
+def _decorated(rank: int) -> dict[str, Tensor]:
+    return fit_with(batches(rank, 2), KrizhevskyHybridStrategy(scheme="c"), 2, Decorated, {})
+
+
+@pytest.mark.ci
+def test_a_decorator_may_hide_the_parameters_of_head_step():
+    expected = fit_with(all_batches(2), "auto", 1, Decorated, {})
+    for result in run_processes(2, _decorated):
+        assert_same(result, expected, 1e-9)
+
+
+class CallsItself(StepNet):
+    """MixUp of two targets, for each of which `head_step` calls itself. A sum would count what is there twice."""
+
+    def head_step(self, features: Tensor, target: Tensor, other: Tensor | None = None) -> Tensor:
+        if other is not None:
+            return 0.3 * self.head_step(features, target) + 0.7 * self.head_step(features, other)
+        return F.cross_entropy(self.head(features), target, reduction="sum") / 6
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, target = batch
+        return self.head_step(self.trunk(x), target, (target + 1) % CLASSES)
+
+
+def _calls_itself(rank: int) -> dict[str, Tensor]:
+    return fit_with(batches(rank, 2), KrizhevskyHybridStrategy(), 2, CallsItself, {})
+
+
+@pytest.mark.ci
+def test_head_step_may_call_itself():
+    expected = fit_with(all_batches(2), "auto", 1, CallsItself, {})
+    for result in run_processes(2, _calls_itself):
+        assert_same(result, expected, 1e-9)
+
+
 class WeightPenalty(StepNet):
     """Each rank adds the sum over its own rows, so the losses differ between ranks and the gradients are right."""
 

@@ -27,6 +27,15 @@ class Swapped(StepNet):
         return self.head_step(batch[1], self.trunk(batch[0]))
 
 
+class NoArguments(StepNet):
+    def head_step(self) -> Tensor:
+        return self.cost(self.head(self.features), self.target)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.features, self.target = self.trunk(batch[0]), batch[1]
+        return self.head_step()
+
+
 class TupleForHead(HybridNet):
     def forward(self, x: Tensor) -> Tensor:
         return self.head((self.trunk(x), x))
@@ -92,6 +101,7 @@ class InList(StepNet):
 REFUSED: list[tuple[type[HybridNet], dict[str, Any], str]] = [
     (TupleOfFeatures, {}, "head_step's first argument, 'features', is a tuple; it must be the features"),
     (Swapped, {}, "first argument, 'features', is a tensor of torch.int64 with shape (3,); it must be the features"),
+    (NoArguments, {}, "head_step's first argument, 'features', is a NoneType; it must be the features"),
     (TupleForHead, {}, "the argument of 'head' is a tuple"),
     (TargetInGraph, {}, "argument 'target' requires a gradient"),
     (LayersBehind, {"head": "head.0"}, "If it belongs to a layer behind the head, do without head_step"),

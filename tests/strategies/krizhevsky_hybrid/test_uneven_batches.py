@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_dp import KrizhevskyHybridStrategy
 from tests.ranks import run_processes
-from tests.strategies.krizhevsky_hybrid.modules import HybridNet, Result, StepNet, all_batches, batches
+from tests.strategies.krizhevsky_hybrid.modules import HybridNet, Result, StepNet, all_batches, batches, fit_with
 from tests.strategies.modules import CLASSES, FEATURES, assert_same, snapshot, trainer
 
 
@@ -125,3 +125,24 @@ def test_momentum_goes_on_where_no_rank_has_a_sample():
     for results in run_processes(2, _each_with_nothing_between):
         for result in results:
             assert_same(result, expected, 1e-10)
+
+
+class _ReadsIterator(StepNet):
+    """Reads an iterator in `training_step`. Its end is that of the epoch, also of one that Lightning passes there."""
+
+    def on_train_epoch_start(self) -> None:
+        self.numbers = iter(range(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return next(self.numbers) * super().training_step(batch, batch_idx)
+
+
+def _ends_within(rank: int) -> Result:
+    return fit_with(batches(rank, 2), KrizhevskyHybridStrategy(), 2, _ReadsIterator, {"max_epochs": 2})
+
+
+@pytest.mark.ci
+def test_an_epoch_may_end_within_a_training_step():
+    expected = fit_with(all_batches(2), "auto", 1, _ReadsIterator, {"max_epochs": 2})
+    for result in run_processes(2, _ends_within):
+        assert_same(result, expected, 1e-9)
