@@ -199,6 +199,30 @@ def test_constants_must_be_the_same_on_all_ranks():
         assert "as a tensor with a row for each sample" in said
 
 
+class OtherName(StepNet):
+    """In its third batch rank 1 has targets of another kind, of the same shape, when no losses are compared."""
+
+    def head_step(self, features: Tensor, targets: Any) -> Tensor:
+        losses = [super(OtherName, self).head_step(features, target) for target in targets.values()]
+        return losses[0] * (0.5 if "pseudo" in targets else 1.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, target = batch
+        is_other = batch_idx == 2 and self.global_rank == 1
+        return self.head_step(self.trunk(x), {"pseudo" if is_other else "given": target})
+
+
+def _other_name(rank: int) -> str:
+    with pytest.raises(ValueError, match="the ranks pass different things") as error:
+        fit_with(batches(rank, 2), KrizhevskyHybridStrategy(), 2, OtherName, {})
+    return str(error.value)
+
+
+def test_arguments_must_have_the_same_names_on_all_ranks():
+    for said, name in zip(run_processes(2, _other_name), ("given", "pseudo"), strict=True):
+        assert f"'targets.{name}'" in said
+
+
 def test_arguments_are_where_the_features_are():
     """Over NCCL a tensor of the CPU cannot be sent, and torch does not say which one."""
     with pytest.raises(
