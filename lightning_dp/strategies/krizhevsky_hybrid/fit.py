@@ -260,10 +260,13 @@ class HybridFitState(SharedOnDeepcopy):
     @contextmanager
     def _running_passes(self) -> Iterator[None]:
         """Make calls of the head and of ``head_step`` collective within the context."""
-        module = self._module
+        module, forward = self._module, self.passes.forward_local_batch
+        # They are already in a backward of manual optimization, within training_step. Wrapped twice, a head_step that
+        # runs again there (`torch.utils.checkpoint`) would get each sample once per rank.
+        is_nested = vars(self.head.head)["forward"] == forward
         with ExitStack() as stack:
-            stack.enter_context(self.head.forwarding_to(self.passes.forward_local_batch))
-            if hasattr(module, "head_step"):
+            stack.enter_context(self.head.forwarding_to(forward))
+            if hasattr(module, "head_step") and not is_nested:
                 stack.enter_context(replaced(module, "head_step", self._with_passes(cast(HeadStep, module.head_step))))
             yield
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import StepArguments
@@ -143,14 +144,31 @@ class CallsItself(StepNet):
         return self.head_step(self.trunk(x), target, (target + 1) % CLASSES)
 
 
-def _calls_itself(rank: int) -> dict[str, Tensor]:
-    return fit_with(batches(rank, 2), KrizhevskyHybridStrategy(), 2, CallsItself, {})
+class RunsAgain(CallsItself):
+    """The same in manual optimization, whose backward runs `head_step` again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        step = super().training_step
+        x = batch[0].requires_grad_()
+        loss = checkpoint(lambda x: step((x, batch[1]), batch_idx), x, use_reentrant=True)
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+
+
+def _calls_itself(rank: int, net: type[StepNet]) -> dict[str, Tensor]:
+    return fit_with(batches(rank, 2), KrizhevskyHybridStrategy(), 2, net, {})
 
 
 @pytest.mark.ci
-def test_head_step_may_call_itself():
+@pytest.mark.parametrize("net", [CallsItself, RunsAgain])
+def test_head_step_may_call_itself(net):
     expected = fit_with(all_batches(2), "auto", 1, CallsItself, {})
-    for result in run_processes(2, _calls_itself):
+    for result in run_processes(2, _calls_itself, net):
         assert_same(result, expected, 1e-9)
 
 
