@@ -431,6 +431,7 @@ class HybridFitState(SharedOnDeepcopy):
             # That of a decorator without functools.wraps, or of an nn.Module.
             signature = inspect.signature(lambda features, *args, **kwargs: None)
 
+        @torch.compiler.disable  # as the head's calls, which a compiled training_step or forward may make, too
         def run(*args: Any, **kwargs: Any) -> Tensor:
             # Without gradients there is no backward to run at once: the head's own call exchanges what is needed.
             if not torch.is_grad_enabled():
@@ -600,9 +601,11 @@ class _OutsideSteps(ShardedForward, SharedOnDeepcopy):
     def __init__(self, current_head: Callable[[], GatheredHead]) -> None:
         self._current_head = current_head
 
+    @torch.compiler.disable
     def __call__(self, input: Tensor) -> Tensor:
         return self._current_head().forward(input)
 
+    @torch.compiler.disable
     def last_layer(self, features: Tensor) -> LastLayer | None:
         """See `ShardedForward`."""
         return self._current_head().last_layer(features)
