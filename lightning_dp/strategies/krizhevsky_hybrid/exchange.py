@@ -62,14 +62,19 @@ class FeatureExchange:
         return self.channel.begin("logit gradients", blocks, parts, lambda: assembled)
 
     def exchange_batch_sizes(
-        self, features: Tensor, targets: Sequence[Tensor] = (), constants: Any = (), needs_seed: bool = False
+        self,
+        features: Tensor,
+        targets: Sequence[tuple[str, Tensor]] = (),
+        constants: Any = (),
+        needs_seed: bool = False,
     ) -> tuple[list[int], int | None]:
         """Return the batch size of each rank, and a seed that is the same on all ranks, if one is needed.
 
         Raises:
             ValueError: ranks differ in more than the number of samples.
         """
-        call = str([(tuple(tensor.shape[1:]), tensor.dtype) for tensor in (features, *targets)])
+        named = (("features", features), *targets)
+        call = str([(name, tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in named])
         call += f" with {constants}" if constants else ""
         if not torch.is_grad_enabled():
             call += " without gradients"
@@ -198,8 +203,8 @@ class StepArguments:
         features: the features of this rank's batch.
 
     Attributes:
-        tensors: all tensors, (n, *), in an order that is the same on all ranks.
-        constants: everything that is not a tensor, with the name of its argument.
+        tensors: all tensors, (n, *), with their names, in an order that is the same on all ranks.
+        constants: everything that is not a tensor, with its name.
 
     Raises:
         ValueError: a tensor has another number of rows or another device, or requires a gradient, or an object is
@@ -207,20 +212,20 @@ class StepArguments:
     """
 
     def __init__(self, arguments: Mapping[str, Any], features: Tensor) -> None:
+        for name, value in arguments.items():
+            for leaf in tree_leaves(value):
+                _require_rows_or_constant(name, leaf, features)
         self._leaves, self._structure = tree_flatten(dict(arguments))
-        names = [name for name, value in arguments.items() for _ in tree_leaves(value)]
-        named = list(zip(names, self._leaves, strict=True))
-        for name, leaf in named:
-            _require_rows_or_constant(name, leaf, features)
-        places = list(_in_one_order(tree_unflatten(range(len(named)), self._structure)))
-        self._places = [place for place in places if isinstance(self._leaves[place], Tensor)]
-        self.tensors = [self._leaves[place] for place in self._places]
-        self.constants = [named[place] for place in places if place not in self._places]
+        # The names, with the keys of dicts, are compared between ranks: each would use the rows of all by its own name.
+        named = dict(_in_one_order(tree_unflatten(range(len(self._leaves)), self._structure)))
+        self._places = [place for place in named if isinstance(self._leaves[place], Tensor)]
+        self.tensors = [(named[place], self._leaves[place]) for place in self._places]
+        self.constants = [(named[place], self._leaves[place]) for place in named if place not in self._places]
         self._of_ranks: list[list[Tensor]] = []  # for each tensor, those of all ranks, in rank order
 
     def gather(self, channel: Channel, batch_sizes: list[int]) -> None:
         """Receive the rows of all ranks. All ranks must call it, once."""
-        for leaf in self.tensors:
+        for _, leaf in self.tensors:
             parts = [leaf.new_empty(size, *leaf.shape[1:]) for size in batch_sizes]
             parts[channel.rank] = leaf.detach()
             channel.all_to_all("targets", [leaf] * len(parts), parts).wait()
@@ -235,19 +240,19 @@ class StepArguments:
         return arguments
 
 
-def _in_one_order(value: Any) -> Iterator[Any]:
-    """Yield the leaves of ``value``, those of a dict sorted by keys, whatever its own order is.
+def _in_one_order(value: Any, name: str = "") -> Iterator[tuple[Any, str]]:
+    """Yield the leaves of ``value`` with their names, those of a dict sorted by keys, whatever its own order is.
 
     A dict that is made from a set of names has another order in each process.
     """
     if isinstance(value, dict):
         for key in sorted(value, key=str):
-            yield from _in_one_order(value[key])
+            yield from _in_one_order(value[key], f"{name}.{key}" if name else str(key))
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _in_one_order(each)
+        for number, each in enumerate(value):
+            yield from _in_one_order(each, f"{name}[{number}]")
     else:
-        yield from tree_leaves(value)
+        yield from ((leaf, name) for leaf in tree_leaves(value))
 
 
 def _require_rows_or_constant(name: str, leaf: Any, features: Tensor) -> None:

@@ -260,10 +260,13 @@ class HybridFitState(SharedOnDeepcopy):
     @contextmanager
     def _running_passes(self) -> Iterator[None]:
         """Make calls of the head and of ``head_step`` collective within the context."""
-        module = self._module
+        module, forward = self._module, self.passes.forward_local_batch
+        # They are already in a backward of manual optimization, within training_step. Wrapped twice, a head_step that
+        # runs again there (`torch.utils.checkpoint`) would get each sample once per rank.
+        is_nested = vars(self.head.head)["forward"] == forward
         with ExitStack() as stack:
-            stack.enter_context(self.head.forwarding_to(self.passes.forward_local_batch))
-            if hasattr(module, "head_step"):
+            stack.enter_context(self.head.forwarding_to(forward))
+            if hasattr(module, "head_step") and not is_nested:
                 stack.enter_context(replaced(module, "head_step", self._with_passes(cast(HeadStep, module.head_step))))
             yield
 
@@ -428,6 +431,7 @@ class HybridFitState(SharedOnDeepcopy):
             # That of a decorator without functools.wraps, or of an nn.Module.
             signature = inspect.signature(lambda features, *args, **kwargs: None)
 
+        @torch.compiler.disable  # as the head's calls, which a compiled training_step or forward may make, too
         def run(*args: Any, **kwargs: Any) -> Tensor:
             # Without gradients there is no backward to run at once: the head's own call exchanges what is needed.
             if not torch.is_grad_enabled():
@@ -597,9 +601,11 @@ class _OutsideSteps(ShardedForward, SharedOnDeepcopy):
     def __init__(self, current_head: Callable[[], GatheredHead]) -> None:
         self._current_head = current_head
 
+    @torch.compiler.disable
     def __call__(self, input: Tensor) -> Tensor:
         return self._current_head().forward(input)
 
+    @torch.compiler.disable
     def last_layer(self, features: Tensor) -> LastLayer | None:
         """See `ShardedForward`."""
         return self._current_head().last_layer(features)

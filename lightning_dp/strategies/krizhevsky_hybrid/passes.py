@@ -104,6 +104,7 @@ class HeadPasses(SharedOnDeepcopy):
             total.update(channel.bytes_sent)
         return dict(total)
 
+    @torch.compiler.disable  # a compiled training_step may call it
     def forward_local_batch(self, input: Tensor) -> Tensor:
         """Return the logits (n, *, C) for the features (n, *) of this rank's samples. n may differ, and may be 0."""
         self.num_calls += 1
@@ -367,6 +368,7 @@ class MicroBatch(ShardedForward, SharedOnDeepcopy):
         self._has_partial_gradients = False
         self._gradients_before = self._gradients_now()
 
+    @torch.compiler.disable
     def __call__(self, input: Tensor) -> Tensor:
         """Return the logits (N, *, C) of all classes, for features (N, *) that are the same on all ranks."""
         return self._head.by_rows(self._forward_rows, input)
@@ -376,6 +378,7 @@ class MicroBatch(ShardedForward, SharedOnDeepcopy):
         self._passes.warn_of_logits(logits)
         return logits
 
+    @torch.compiler.disable
     def last_layer(self, features: Tensor) -> LastLayer | None:
         """See `ShardedForward`."""
         last = self._head.layers[-1]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_dp import KrizhevskyHybridStrategy
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import StepArguments
@@ -143,14 +144,31 @@ class CallsItself(StepNet):
         return self.head_step(self.trunk(x), target, (target + 1) % CLASSES)
 
 
-def _calls_itself(rank: int) -> dict[str, Tensor]:
-    return fit_with(batches(rank, 2), KrizhevskyHybridStrategy(), 2, CallsItself, {})
+class RunsAgain(CallsItself):
+    """The same in manual optimization, whose backward runs `head_step` again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        step = super().training_step
+        x = batch[0].requires_grad_()
+        loss = checkpoint(lambda x: step((x, batch[1]), batch_idx), x, use_reentrant=True)
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+
+
+def _calls_itself(rank: int, net: type[StepNet]) -> dict[str, Tensor]:
+    return fit_with(batches(rank, 2), KrizhevskyHybridStrategy(), 2, net, {})
 
 
 @pytest.mark.ci
-def test_head_step_may_call_itself():
+@pytest.mark.parametrize("net", [CallsItself, RunsAgain])
+def test_head_step_may_call_itself(net):
     expected = fit_with(all_batches(2), "auto", 1, CallsItself, {})
-    for result in run_processes(2, _calls_itself):
+    for result in run_processes(2, _calls_itself, net):
         assert_same(result, expected, 1e-9)
 
 
@@ -197,6 +215,30 @@ def test_constants_must_be_the_same_on_all_ranks():
     for rank, said in enumerate(run_processes(2, _other_constant)):
         assert f"('power', {rank})" in said
         assert "as a tensor with a row for each sample" in said
+
+
+class OtherName(StepNet):
+    """In its third batch rank 1 has targets of another kind, of the same shape, when no losses are compared."""
+
+    def head_step(self, features: Tensor, targets: Any) -> Tensor:
+        losses = [super(OtherName, self).head_step(features, target) for target in targets.values()]
+        return losses[0] * (0.5 if "pseudo" in targets else 1.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, target = batch
+        is_other = batch_idx == 2 and self.global_rank == 1
+        return self.head_step(self.trunk(x), {"pseudo" if is_other else "given": target})
+
+
+def _other_name(rank: int) -> str:
+    with pytest.raises(ValueError, match="the ranks pass different things") as error:
+        fit_with(batches(rank, 2), KrizhevskyHybridStrategy(), 2, OtherName, {})
+    return str(error.value)
+
+
+def test_arguments_must_have_the_same_names_on_all_ranks():
+    for said, name in zip(run_processes(2, _other_name), ("given", "pseudo"), strict=True):
+        assert f"'targets.{name}'" in said
 
 
 def test_arguments_are_where_the_features_are():

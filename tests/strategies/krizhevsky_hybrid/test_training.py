@@ -27,7 +27,7 @@ from tests.strategies.krizhevsky_hybrid.modules import (
     batches,
     fit_with,
 )
-from tests.strategies.modules import CLASSES, assert_same, optimizers, snapshot, trainer
+from tests.strategies.modules import CLASSES, FEATURES, assert_same, optimizers, snapshot, trainer
 
 
 class TwoRatesNet(StepNet):
@@ -124,6 +124,31 @@ class CompiledLossNet(StepNet):
 
     def head_step(self, features: Tensor, target: Tensor) -> Tensor:
         return self.compiled_cost(2 * self.head(features), target)
+
+
+class CompiledStepNet(StepNet):
+    """What calls `head_step` is compiled."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.compiled_step = torch.compile(super().training_step, backend="aot_eager")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.compiled_step(batch, batch_idx)
+
+
+class CompiledForwardNet(HybridNet):
+    """What calls the head is compiled, in training steps and where it is gathered."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.compiled_forward = torch.compile(super().forward, backend="aot_eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compiled_forward(x)
+
+    def on_train_start(self) -> None:
+        assert self(torch.zeros(2, FEATURES, dtype=torch.float64)).shape == (2, CLASSES)
 
 
 def sequences(x: Tensor) -> Tensor:
@@ -227,6 +252,8 @@ CASES: dict[str, tuple[type[HybridNet], dict[str, Any]]] = {
     "two gradients of one loss": (SecondBackwardNet, {}),
     "two gradients through one call": (SecondBackwardOfHeadNet, {}),
     "compiled loss": (CompiledLossNet, {}),
+    "compiled step": (CompiledStepNet, {"gradient_clip_val": 0.05}),
+    "compiled forward": (CompiledForwardNet, {"gradient_clip_val": 0.05}),
     "named loss": (NamedNet, {"gradient_clip_val": 0.05}),
     "sequences": (SequenceStepNet, {"gradient_clip_val": 0.05}),
     "sequences, head only": (SequenceNet, {"gradient_clip_val": 0.05}),
@@ -255,8 +282,8 @@ def assert_close_in_16_bits(actual: Result, expected: Result) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param([name for name in CASES if name != "compiled loss"], id="plain"),
-        pytest.param(["compiled loss"], id="compiled", marks=pytest.mark.slow),
+        pytest.param([name for name in CASES if "compiled" not in name], id="plain"),
+        pytest.param([name for name in CASES if "compiled" in name], id="compiled", marks=pytest.mark.slow),
     ],
 )
 def test_each_equals_one_process(names):
