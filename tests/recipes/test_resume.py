@@ -472,6 +472,15 @@ def test_to_test_an_epoch_again_leaves_the_rows_of_later_ones(tmp_path):
     assert (tmp_path / "hparams.yaml").read_text() == hyperparameters
 
 
+@pytest.mark.ci
+def test_to_test_a_run_that_has_not_ended_leaves_it_unfinished(tmp_path):
+    """A comparison of the sweep would take the test of these weights for the result of the job."""
+    train(tiny(tmp_path, "trainer.max_epochs=1"))
+    (tmp_path / CURVES).unlink()  # as of a run that was killed in a later epoch
+    train(tiny(tmp_path, f"ckpt_path={last(tmp_path)}", "train=false"))
+    assert not (tmp_path / CURVES).exists()
+
+
 def find(requested, run_dir, in_sweep=False, launched=False, **values):
     config = {"ckpt_path": requested, "run_dir": str(run_dir), "name": "tiny", "train": True, "test": "last", **values}
     return find_checkpoint(config, in_sweep, launched)
