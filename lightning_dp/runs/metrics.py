@@ -57,9 +57,13 @@ class MetricsFile(Logger):
         self._hyperparameters: dict[str, Any] = {}
         self._writes_hyperparameters = writes_hyperparameters
 
-    @property
-    def num_rows(self) -> int:
-        """How many rows there are."""
+    def write_first(self) -> int:
+        """Write the rows that the file begins with, if none was logged since; return how many rows it has.
+
+        A checkpoint counts them. A run that logs nothing before its first one has not written the file.
+        """
+        if self._rows and not self._columns:
+            self._write_all()
         return len(self._rows)
 
     @property
@@ -146,7 +150,7 @@ class RowsInCheckpoint(Callback):
         steps = [num_batches - is_at_end, int(trainer.callback_metrics.get("step", -1))]
         # After an exception other ranks may not come to the collectives of the means.
         means = epoch_means(trainer) if is_at_end and trainer.training and not trainer.interrupted else {}
-        state = {"num_rows": self._file.num_rows, "steps": steps, "means": _as_logged(means, trainer, steps[0])}
+        state = {"num_rows": self._file.write_first(), "steps": steps, "means": _as_logged(means, trainer, steps[0])}
         checkpoint["callbacks"][self.state_key] = state
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from pytorch_lightning import Callback
+from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.trainer.connectors import signal_connector
 from torch.utils.data import DataLoader
@@ -336,6 +337,26 @@ def test_a_backbone_that_was_unfrozen_is_trained_where_a_run_continues(tmp_path,
             config["callbacks"] |= {"finetuning": finetuning}
         train(config)
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
+
+
+class Fails(Checkpoint):
+    """Ends the run when the checkpoint of an epoch is there."""
+
+    def on_train_epoch_end(self, *_):
+        raise RuntimeError("failed")
+
+
+@pytest.mark.ci
+def test_rows_of_before_are_not_lost_in_a_run_that_has_logged_none_itself(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    model = {"model": {"_target_": "tests.recipes.pieces.WithBackbone"}}
+    train(own_loop(first, "test=false", "trainer.max_epochs=1") | model)
+    silent = ("callbacks.learning_rate=null", "callbacks.throughput=null")
+    config = own_loop(second, "test=false", f"ckpt_path={last(first)}", *silent) | model
+    config["callbacks"] |= {"fails": {"_target_": f"{__name__}.Fails"}}
+    with pytest.raises(RuntimeError, match="failed"):
+        train(config)
+    assert rows_before(last(second)) == rows_before(last(first)) != []
 
 
 def warned_of(rank, run_dir, *options):
