@@ -57,9 +57,13 @@ class MetricsFile(Logger):
         self._hyperparameters: dict[str, Any] = {}
         self._writes_hyperparameters = writes_hyperparameters
 
-    @property
-    def num_rows(self) -> int:
-        """How many rows there are."""
+    def write_first(self) -> int:
+        """Write the rows that the file begins with, if none was logged since; return how many rows it has.
+
+        A checkpoint counts them. A run that logs nothing before its first one has not written the file.
+        """
+        if self._rows and not self._columns:
+            self._write_all()
         return len(self._rows)
 
     @property
@@ -146,7 +150,7 @@ class RowsInCheckpoint(Callback):
         steps = [num_batches - is_at_end, int(trainer.callback_metrics.get("step", -1))]
         # After an exception other ranks may not come to the collectives of the means.
         means = epoch_means(trainer) if is_at_end and trainer.training and not trainer.interrupted else {}
-        state = {"num_rows": self._file.num_rows, "steps": steps, "means": _as_logged(means, trainer, steps[0])}
+        state = {"num_rows": self._file.write_first(), "steps": steps, "means": _as_logged(means, trainer, steps[0])}
         checkpoint["callbacks"][self.state_key] = state
 
 
@@ -254,8 +258,14 @@ def phases(is_global: Series) -> list[Phase]:
     return found
 
 
-def draw_curves(run_dir: str | Path, file: str = CURVES) -> Path:
-    """Write a plot into the run folder and return its path. ``curves.png`` is also the sign of a run that has ended.
+def draw_curves(run_dir: str | Path, at_end: bool = True) -> Path:
+    """Write a plot into the run folder and return its path.
+
+    ``curves.png`` is also the sign of a run that has ended.
+
+    Args:
+        run_dir: the run folder.
+        at_end: of the run. False does not mark it as ended: the plot is ``curves_so_far.png`` if it is not.
 
     Raises:
         FileNotFoundError: the folder has no ``metrics.csv``.
@@ -286,8 +296,9 @@ def draw_curves(run_dir: str | Path, file: str = CURVES) -> Path:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="best", fontsize=8, framealpha=0.9)
     figure.suptitle(f"{folder.parent.name}/{folder.name}", fontsize=9, color="#555555")
-    figure.savefig(folder / file, dpi=120)
-    return folder / file
+    path = folder / CURVES if at_end or (folder / CURVES).exists() else folder / "curves_so_far.png"
+    figure.savefig(path, dpi=120)
+    return path
 
 
 def _named(series: dict[str, Series], kind: str, metric: str) -> Series:
@@ -328,6 +339,6 @@ def main() -> None:
     parser.add_argument("run_dir", type=Path)
     run_dir = parser.parse_args().run_dir
     try:
-        print(draw_curves(run_dir, CURVES if (run_dir / CURVES).exists() else "curves_so_far.png"))
+        print(draw_curves(run_dir, at_end=False))
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")

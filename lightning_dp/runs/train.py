@@ -106,8 +106,9 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
     # Other ranks write no metrics, and must not read a file that rank 0 replaces.
     is_first = not external_rank()
     rows = first_rows(config) if is_first and config["ckpt_path"] is not None else []
-    if is_first:
-        Path(config["run_dir"], CURVES).unlink(missing_ok=True)  # the sign of a run that has ended
+    tested_again = is_tested_again(config)  # which does not change whether the run has ended
+    if is_first and not tested_again:
+        Path(config["run_dir"], CURVES).unlink(missing_ok=True)
     trainer, model, data = build(config, loggers=make_loggers(config, rows))
     metrics: dict[str, Any] = {}
     with leaving_nothing():
@@ -131,7 +132,7 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
             for found in tested:  # by each loader
                 metrics |= found
     if trainer.is_global_zero and Path(config["run_dir"], METRICS).exists():
-        draw_curves(config["run_dir"])
+        draw_curves(config["run_dir"], at_end=not tested_again)
     return {name: float(value) for name, value in metrics.items()}
 
 

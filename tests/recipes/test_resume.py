@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from pytorch_lightning import Callback
+from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.trainer.connectors import signal_connector
 from torch.utils.data import DataLoader
@@ -338,6 +339,26 @@ def test_a_backbone_that_was_unfrozen_is_trained_where_a_run_continues(tmp_path,
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
 
 
+class Fails(Checkpoint):
+    """Ends the run when the checkpoint of an epoch is there."""
+
+    def on_train_epoch_end(self, *_):
+        raise RuntimeError("failed")
+
+
+@pytest.mark.ci
+def test_rows_of_before_are_not_lost_in_a_run_that_has_logged_none_itself(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    model = {"model": {"_target_": "tests.recipes.pieces.WithBackbone"}}
+    train(own_loop(first, "test=false", "trainer.max_epochs=1") | model)
+    silent = ("callbacks.learning_rate=null", "callbacks.throughput=null")
+    config = own_loop(second, "test=false", f"ckpt_path={last(first)}", *silent) | model
+    config["callbacks"] |= {"fails": {"_target_": f"{__name__}.Fails"}}
+    with pytest.raises(RuntimeError, match="failed"):
+        train(config)
+    assert rows_before(last(second)) == rows_before(last(first)) != []
+
+
 def warned_of(rank, run_dir, *options):
     """Two ranks, whose loaders keep a generator."""
     handler = logging.handlers.BufferingHandler(1000)
@@ -470,6 +491,15 @@ def test_to_test_an_epoch_again_leaves_the_rows_of_later_ones(tmp_path):
     train(tiny(tmp_path, f"ckpt_path={first}", "train=false"))
     assert metrics(tmp_path)[:-1] == rows
     assert (tmp_path / "hparams.yaml").read_text() == hyperparameters
+
+
+@pytest.mark.ci
+def test_to_test_a_run_that_has_not_ended_leaves_it_unfinished(tmp_path):
+    """A comparison of the sweep would take the test of these weights for the result of the job."""
+    train(tiny(tmp_path, "trainer.max_epochs=1"))
+    (tmp_path / CURVES).unlink()  # as of a run that was killed in a later epoch
+    train(tiny(tmp_path, f"ckpt_path={last(tmp_path)}", "train=false"))
+    assert not (tmp_path / CURVES).exists()
 
 
 def find(requested, run_dir, in_sweep=False, launched=False, **values):
