@@ -17,6 +17,7 @@ in whatever way.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import io
 import json
@@ -24,6 +25,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -180,7 +182,19 @@ def _launch_error(folder: Path, error: ChildFailedError, num_processes: int) -> 
 
 
 def _run(folder: str, call: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
+    _die_with_parent()
     return run_and_report(folder, *call)
+
+
+def _die_with_parent() -> None:
+    """Let the kernel kill this process when the one that has started it dies, as by kill -9.
+
+    torch lets it send SIGINT, which Python does not see while this process connects or waits in C++. It could then
+    write to the folder of a run that is started again meanwhile.
+    """
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 class _OfEachRank:

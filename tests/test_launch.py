@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -196,6 +197,39 @@ def test_ctrl_c_leaves_no_processes(tmp_path):
     _, errors = process.communicate()
     assert process.returncode == 3, errors.decode()
     assert_gone(ranks, 2)
+
+
+KILLED = """
+import os, signal, sys, threading
+from lightning_dp.launch import launch
+
+def wait():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as where torch connects: Python's handlers do not run there
+    os.write(1, b"ready")
+    threading.Event().wait()
+
+if __name__ == "__main__":
+    launch(wait, num_processes=2)
+"""
+
+
+@pytest.mark.ci
+def test_to_kill_the_process_that_has_started_the_ranks_kills_them(tmp_path):
+    """Else they could write to the folder of a run that is started again meanwhile."""
+    script = tmp_path / "script.py"
+    script.write_text(KILLED)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert process.stdout.read(10) == 2 * b"ready"
+        process.kill()
+        process.communicate(timeout=60)  # its output ends when all that write to it have ended
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 @pytest.mark.slow
