@@ -35,17 +35,6 @@ class Weighted(StepNet):
         return self.head_step(target=target, features=features, weights=weights)
 
 
-def _weighted(rank: int) -> dict[str, Tensor]:
-    return fit_with(batches(rank, 2), KrizhevskyHybridStrategy(scheme="c"), 2, Weighted, {})
-
-
-@pytest.mark.ci
-def test_head_step_may_have_further_arguments():
-    expected = fit_with(all_batches(2), "auto", 1, Weighted, {})
-    for result in run_processes(2, _weighted):
-        assert_same(result, expected, 1e-9)
-
-
 class InDict(Weighted):
     """Several arguments in a dict, in which rank 1 has them in another order, as if they had been in a set."""
 
@@ -62,14 +51,28 @@ class InDict(Weighted):
         return self.head_step(self.trunk(x), {name: others[name] for name in self.order})
 
 
-def _in_dict(rank: int) -> dict[str, Tensor]:
-    return fit_with(batches(rank, 2), KrizhevskyHybridStrategy(scheme="c"), 2, InDict, {})
+def _without_wraps(function: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return run
+
+
+class Decorated(Weighted):
+    """A decorator hides the parameters."""
+
+    head_step = _without_wraps(Weighted.head_step)
+
+
+def _train(rank: int, net: type[Weighted]) -> dict[str, Tensor]:
+    return fit_with(batches(rank, 2), KrizhevskyHybridStrategy(scheme="c"), 2, net, {})
 
 
 @pytest.mark.ci
-def test_arguments_in_a_dict_may_have_another_order_on_each_rank():
-    expected = fit_with(all_batches(2), "auto", 1, InDict, {})
-    for result in run_processes(2, _in_dict):
+@pytest.mark.parametrize("net", [Weighted, InDict, Decorated])
+def test_head_step_may_have_further_arguments(net):
+    expected = fit_with(all_batches(2), "auto", 1, net, {})
+    for result in run_processes(2, _train, net):
         assert_same(result, expected, 1e-9)
 
 
@@ -107,28 +110,6 @@ def test_views_of_a_sample_stay_together_if_they_are_stacked():
         assert_same(stacked, expected, 1e-9)
         with pytest.raises(AssertionError):  # a limit that the docs name: the halves are those of ranks
             assert_same(joined, expected, 1e-9)
-
-
-def _without_wraps(function: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return run
-
-
-class Decorated(Weighted):
-    head_step = _without_wraps(Weighted.head_step)
-
-
-def _decorated(rank: int) -> dict[str, Tensor]:
-    return fit_with(batches(rank, 2), KrizhevskyHybridStrategy(scheme="c"), 2, Decorated, {})
-
-
-@pytest.mark.ci
-def test_a_decorator_may_hide_the_parameters_of_head_step():
-    expected = fit_with(all_batches(2), "auto", 1, Decorated, {})
-    for result in run_processes(2, _decorated):
-        assert_same(result, expected, 1e-9)
 
 
 class CallsItself(StepNet):
