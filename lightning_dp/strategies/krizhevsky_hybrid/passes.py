@@ -80,6 +80,9 @@ class HeadPasses(SharedOnDeepcopy):
         self._plan = partial(sub_passes, scheme, num_passes=num_passes)
         self.channel = channel
         self.exchange = FeatureExchange(channel)
+        # In the group of what ``head_step`` exchanges, so that a call of the head by one rank alone meets it, and both
+        # raise. In another group they would wait for each other. Its bytes are not counted.
+        self._comparison = Channel(head.channel.group, hint=head.channel.hint)
         self.num_calls = 0  # calls of the head, in passes and outside
         self.num_steps = 0  # calls of `step`
         self.num_training_steps = 0
@@ -147,12 +150,14 @@ class HeadPasses(SharedOnDeepcopy):
 
         Raises:
             ValueError: ``head_step`` does not return a single number, or calls backward, or uses one of the
-                ``others``; in step 1, 2, 4, 8, ..., it returns different losses on the ranks. In backward: the loss was
-                multiplied by another factor than ``only_factor``. See also `StepArguments`.
+                ``others``; or it returns different losses on the ranks, which on a GPU is seen in step 1, 2, 4, 8, ....
+                In backward: the loss was multiplied by another factor than ``only_factor``. See also `StepArguments`.
         """
-        # 1, 2, 4, 8, ..., as mistakes may begin late. By calls and by training steps, because a training step may have
-        # several calls, or none.
-        is_compared = 1 in ((self.num_steps + 1).bit_count(), self.num_training_steps.bit_count())
+        # On a GPU in steps 1, 2, 4, 8, ..., because reading a loss waits for the device. By calls and by training
+        # steps, because a training step may have several calls, or none. The same for penalties on weights, which a
+        # second call of ``head_step`` tells from mistakes.
+        is_power = 1 in ((self.num_steps + 1).bit_count(), self.num_training_steps.bit_count())
+        is_compared = is_power or not (features.is_cuda or self._has_warned_of_weights)
         own = StepArguments(arguments, features)
         sizes, seed = self.exchange.exchange_batch_sizes(features, own.tensors, own.constants, needs_seed=True)
         own.gather(self.channel, sizes)
@@ -282,12 +287,12 @@ class HeadPasses(SharedOnDeepcopy):
         """
         if self.channel.world_size == 1:
             return
-        losses = self.head.control.all_gather("loss of a pass", loss.detach().double())
+        losses = self._comparison.all_gather("loss of a pass", loss.detach().double())
         if _is_same(losses, loss.dtype):
             return
         for others in _other_features(features):
             change = loss.detach().double() - loss_of(others).double()
-            changes = self.head.control.all_gather("change of the loss", change)
+            changes = self._comparison.all_gather("change of the loss", change)
             if changes.isfinite().all():
                 break
         if not _is_same(changes, loss.dtype, scale=losses.abs().max().item()):

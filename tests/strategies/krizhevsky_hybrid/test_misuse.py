@@ -323,10 +323,10 @@ def errors_of(rank: int, nets: Iterable[type[HybridNet]], kind: Any, **options: 
 
 
 class LaterDataOnSelf(DataOnSelf):
-    """As an augmentation that begins after a few epochs."""
+    """As an augmentation that is drawn for a few batches."""
 
     def head_step(self, features: Tensor, target: Tensor) -> Tensor:
-        step = super().head_step if self.trainer.global_step > 1 else super(DataOnSelf, self).head_step
+        step = super().head_step if self.trainer.global_step == 2 else super(DataOnSelf, self).head_step
         return step(features, target)
 
 
