@@ -15,7 +15,7 @@ FEATURES = ("features", "feature gradients")
 # The ranks use these as numbers and as indices: wrong values would stop them.
 ALWAYS_SENT = ("sizes", "targets")
 # Comparisons between ranks, which would stop a run without features: the others appear to have said the same.
-COMPARISONS = ("agreement", "checksums", "loss of a pass", "change of the loss")
+COMPARISONS = ("training step", "between training steps", "checksums", "loss of a pass", "change of the loss")
 
 
 class Arrived:

@@ -94,7 +94,7 @@ def test_without_communication_others_parts_are_zero_and_sizes_are_still_sent(sw
 
 
 def gather(rank, group) -> list[float]:
-    return Channel(group).all_gather("agreement", torch.tensor(10.0 + rank)).tolist()
+    return Channel(group).all_gather("training step", torch.tensor(10.0 + rank)).tolist()
 
 
 @pytest.mark.parametrize("switched", [send_nothing], indirect=True)
