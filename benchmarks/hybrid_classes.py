@@ -15,7 +15,7 @@ rank's step raises what PyTorch's allocator holds, above weights, gradients and 
   `torch.nn.LinearCrossEntropyLoss` computes its logits in chunks, too.
 
 All sides run in the same processes, round after round, forward and backward in turn. Spreads are the minimum and the
-maximum over the rounds. Writes results.json and table.md.
+maximum over the rounds. Writes results.json, table.md and a plot.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.bars import Bar, draw_bars
 from support.command_line import benchmark_parser, output_folder, parse
 from support.peak_memory import AllocatorRise
 from support.report import markdown_table, write_report
@@ -239,7 +240,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"Softmax over {arguments.classes:,} classes of {arguments.features} features, {arguments.processes} processes,"
         f" {arguments.samples} samples in all"
     )
-    write_report(output_folder(arguments), arguments, title, table(arguments, rounds), rounds)
+    folder = output_folder(arguments)
+    write_report(folder, arguments, title, table(arguments, rounds), rounds)
+    panels = {
+        label: [Bar(name, min_max([turn[name][key] / unit for turn in rounds])) for name in arguments.sides]
+        for label, key, unit in (("ms per step", "step_s", 1e-3), ("memory, MiB", "rise_bytes", 2**20))
+    }
+    draw_bars(panels, folder / "classes.png", title=title, axis="time and memory of a step")
 
 
 if __name__ == "__main__":

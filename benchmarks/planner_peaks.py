@@ -6,7 +6,7 @@ The planner measures steps of a quarter and of half the batch, as `plan_batch_si
 linearly with the batch) gives the peak of the whole batch. Measured is the third of three training steps of SGD with
 momentum at the whole batch, by the events of PyTorch's allocator on the CPU, or by the allocator of the GPU. Both count
 parameters, buffers, gradients, momentum, batch and activations. Memory is counted, not time, so other work on the
-machine does not matter. Writes results.json and table.md.
+machine does not matter. Writes results.json, table.md and a plot.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from support.bars import Bar, draw_bars
 from support.command_line import benchmark_parser, output_folder, parse
 from support.networks import MobileNetV2, VisionTransformer
 from support.peak_memory import AllocatorRise, peak_bytes
 from support.report import markdown_table, write_report
+from support.spread import min_max
 from support.training import quiet
 from torch import Tensor, nn
 
@@ -103,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(parser(), SMOKE, argv)
     quiet()
     rows, results = [], {}
+    panels: dict[str, list[Bar]] = {name: [] for name in options.networks}
     for name in options.networks:
         image_size = 224 if name == "AlexNet" else options.image_size
         for policy in POLICIES:
@@ -112,12 +115,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             planned = planned_bytes(model, policy, *size)
             measured = measured_bytes(model, policy, *size)
             results[f"{name}, {policy}"] = {"planned_bytes": planned, "measured_bytes": measured}
+            panels[name].append(Bar(policy or "none", min_max([measured / 1e6]), bound=planned / 1e6))
             cells = [name, policy or "none", *(f"{value / 1e6:.0f} MB" for value in (planned, measured))]
             rows.append([*cells, f"{planned / measured - 1:+.1%}"])
             print(" | ".join(rows[-1]), flush=True)
     table = markdown_table(["network", "recomputation", "planned", "measured", f"error (aim: {AIMED:.0%})"], rows)
     title = f"Planned and measured peaks, batches of {options.batch_size} images"
-    write_report(output_folder(options), options, title, table, results)
+    folder = output_folder(options)
+    write_report(folder, options, title, table, results)
+    draw_bars(panels, folder / "peaks.png", title=title, axis="measured peak", bound_label="planned", unit="MB")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.command_line import ROOT, benchmark_parser, output_folder, parse
@@ -78,8 +79,13 @@ def test_smoke_runs_write_to_a_folder_of_their_own(tmp_path, monkeypatch):
     assert all(folder.is_dir() for folder in folders)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS, ids=NAMES)
+def smoke_run(script: Path) -> Any:
+    """Return the case of a benchmark. The longest take minutes."""
+    marks = pytest.mark.slow if script.stem in ("gpu_check", "planner_choices") else pytest.mark.ci
+    return pytest.param(script, id=script.stem, marks=marks)
+
+
+@pytest.mark.parametrize("script", [smoke_run(script) for script in SCRIPTS])
 def test_smoke_run_writes_results_table_and_plot(script, tmp_path):
     command = [sys.executable, script, "--smoke", "--output", tmp_path]
     done = run_command(command, environment={"PYTHONPATH": str(ROOT)})

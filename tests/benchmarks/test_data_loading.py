@@ -18,7 +18,6 @@ def test_the_table_says_how_many_cores_feed_a_gpu():
     assert table.endswith("2,500 images/s for one GPU need 5 such cores.")
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
 def test_a_smoke_run_on_files_writes_results(tmp_path):
     root = write_imagenet(tmp_path / "imagenet", num_train=8, num_val=1)
@@ -28,7 +27,6 @@ def test_a_smoke_run_on_files_writes_results(tmp_path):
     assert (tmp_path / "out" / "images_per_s.png").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
 def test_a_smoke_run_on_shards_writes_results(tmp_path):
     root = write_imagenet(tmp_path / "imagenet", num_train=8, num_val=1)
