@@ -21,6 +21,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning import seed_everything
 from pytorch_lightning.callbacks import ModelCheckpoint, WeightAveraging
+from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.plugins.precision import DoublePrecision
 
 from lightning_dp.launch import external_rank, launch
@@ -228,6 +229,9 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     callbacks += [RowsInCheckpoint(logger) for logger in loggers or () if isinstance(logger, MetricsFile)]
     callbacks.insert(0, ContinuesAfterCheckpoint(config.get("ckpt_path")))
     trainer = instantiate(config["trainer"], callbacks=callbacks, logger=loggers or False, _convert_="all")
+    if loggers is None:
+        # Every run has a logger, so that a module may write to it. Hydra would take this one for a configuration.
+        trainer.loggers = [DummyLogger()]
     if isinstance(trainer.precision_plugin, DoublePrecision):
         # Lightning converts the module after it has loaded a checkpoint, and so rounds the weights in it to 32 bits.
         model = trainer.precision_plugin.convert_module(model)
