@@ -372,12 +372,12 @@ def differences(checkpoint: Path, config: Config) -> list[str]:
         return []
     free = FREE if is_of(Path(config["run_dir"]), checkpoint) else FREE - PLACE
     theirs, ours = (dict(_leaves(each, each["run_dir"], free)) for each in (saved, config))
-    found: dict[tuple[str, str, str], str] = {}
-    # A value of the top level, such as the seed, is passed on to several objects; it is named once.
+    found: dict[tuple[bool, str, str, str], str] = {}
+    # A value, such as the seed, is passed on to several objects; it is named once, and once of what a state has.
     for key in sorted({**theirs, **ours}, key=lambda key: (key.count("."), key)):
         old, new = theirs.get(key, "nothing"), ours.get(key, "nothing")
         if old != new:
-            found.setdefault((key.rpartition(".")[2], old, new), f"{key}={old}, not {new}")
+            found.setdefault((key.startswith(IN_STATE), key.rpartition(".")[2], old, new), f"{key}={old}, not {new}")
     return list(found.values())
 
 

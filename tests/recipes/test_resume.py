@@ -667,6 +667,15 @@ def test_the_learning_rate_is_that_of_the_checkpoint_and_a_warning_says_so(tmp_p
     assert {row["lr-SGD"] for row in metrics(tmp_path / "after") if row["lr-SGD"]} == {"0.1"}
 
 
+def test_a_rate_that_follows_the_batch_size_is_that_of_the_checkpoint_too(tmp_path, caplog):
+    """The groups of optim=goyal take the size from the data, whose other values are the new ones."""
+    path = save_as(tiny(tmp_path / "other", "optim=goyal"))
+    torch.save(torch.load(path) | {"lr_schedulers": [{"lr_lambdas": [None]}]}, path)
+    find_checkpoint(tiny(tmp_path / "new", "optim=goyal", "data.batch_size=24", f"ckpt_path={path}"))
+    assert caplog.text.count("data.batch_size=16, not 24") == 1
+    assert "with their values in the checkpoint: model.parameter_groups.batch_size=16, not 24\n" in caplog.text
+
+
 def test_values_of_a_schedule_without_a_state_are_the_new_ones(tmp_path, caplog):
     """That of a LambdaLR is its step and its rates, and not its function."""
     config = tiny(tmp_path / "new", "optim=goyal", "+optim.scheduler.warmup=0.5", "optim.interval=epoch")
