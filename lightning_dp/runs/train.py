@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,8 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
     metrics: dict[str, Any] = {}
     with leaving_nothing():
         for logger in trainer.loggers:
-            # The whole configuration, so that loggers can compare the runs of a sweep.
-            logger.log_hyperparams(config)
+            # The whole configuration, so that loggers can compare the runs of a sweep. Each may change what it gets.
+            logger.log_hyperparams(deepcopy(config))
         if config["train"]:
             with naming_another_model(config["ckpt_path"]):
                 trainer.fit(model, datamodule=data, ckpt_path=config["ckpt_path"])
