@@ -641,7 +641,8 @@ def test_more_epochs_than_the_schedule_has_are_refused_before_the_run_folder_cha
     for path in ("last", last(tmp_path)):
         with pytest.raises(ValueError, match=rf"trainer.max_epochs=2: .*{name} ends.*keep trainer.max_epochs=1"):
             longer(path)
-    allowed = ("data.batch_size=32", "trainer.max_steps=3", "+optim.scheduler.total_steps=6")
+    other = "optim.scheduler._target_=torch.optim.lr_scheduler.MultiStepLR"
+    allowed = ("data.batch_size=32", "trainer.max_steps=3", "+optim.scheduler.total_steps=6", other)
     for option in allowed:
         assert longer(last(tmp_path), option)
     assert longer(last(tmp_path), "train=false")
@@ -685,6 +686,16 @@ def test_values_of_a_schedule_without_a_state_are_the_new_ones(tmp_path, caplog)
         find_checkpoint(config | {"ckpt_path": str(path)})
     (kept,) = [each.message for each in caplog.records if "go on with their values" in each.message]
     assert kept.endswith("in the checkpoint: model.scheduler.warmup=nothing, not 0.5")
+
+
+def test_a_schedule_of_another_kind_is_the_new_one(tmp_path, caplog):
+    """Lightning loads the state of the other into it: the step, and values that both have."""
+    path = save_as(tiny(tmp_path / "other", "optim=sgd_onecycle"))
+    torch.save(torch.load(path) | {"lr_schedulers": [{"total_steps": 6}]}, path)
+    find_checkpoint(tiny(tmp_path / "new", "optim=sgd_multistep", "optim.optimizer.momentum=0", f"ckpt_path={path}"))
+    assert "model.scheduler._target_=torch.optim.lr_scheduler.OneCycleLR, not torch" in caplog.text
+    (kept,) = [each.message for each in caplog.records if "go on with their values" in each.message]
+    assert kept.endswith("in the checkpoint: model.optimizer.momentum=0.9, not 0")
 
 
 def hold(run_dir, connection):
