@@ -123,6 +123,11 @@ def _of_a_run(requested: str, config: Config, in_sweep: bool, launched: bool) ->
     of_slurm = sorted(run_dir.glob("hpc_ckpt_*.ckpt"), key=lambda path: int(path.stem.rpartition("_")[2]))
     if requested == "last" and of_slurm:
         return of_slurm[-1]
+    if in_sweep and f"ckpt_path={requested}" in str(run_dir):
+        raise ValueError(
+            f"ckpt_path={requested}: hydra.sweep.subdir puts this into the name of the job's folder, which is then not "
+            "the one to continue; add 'hydra.job.config.override_dirname.exclude_keys=[ckpt_path]'"
+        )
     others = sorted(run_dir.parent.glob(f"*/{file}"), key=lambda path: path.stat().st_mtime, reverse=True)
     begun = (run_dir / METRICS).exists() or (in_sweep and any(run_dir.parent.glob(f"*/{METRICS}")))
     # Without training, random weights would be tested.

@@ -558,6 +558,14 @@ def test_a_job_of_an_interrupted_sweep_continues_itself_or_starts(tmp_path):
         find("last", sweep / "1", in_sweep=True, train=False)
 
 
+def test_a_job_whose_folder_is_named_by_its_overrides_is_not_started_again_in_another_one(tmp_path):
+    """With hydra.sweep.subdir=${hydra.job.override_dirname}, the name has also what continues the job."""
+    save(tmp_path / "seed=1")
+    assert find("last", tmp_path / "seed=1", in_sweep=True) == last(tmp_path / "seed=1")
+    with pytest.raises(ValueError, match=r"into the name of the job's folder.*exclude_keys=\[ckpt_path\]"):
+        find("last", tmp_path / "ckpt_path=last,seed=1", in_sweep=True)
+
+
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts(tmp_path):
     run = tmp_path / "somewhere" / "run"
     run.mkdir(parents=True)
