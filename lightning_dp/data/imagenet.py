@@ -326,14 +326,14 @@ def read_labels(path: Path, names: Sequence[str], classes: Sequence[str]) -> lis
             raise ValueError(f"{path} has {len(lines)} lines for {len(names)} images")
         found = [line[0] for line in lines]
     else:
-        by_name = {Path(line[0]).stem: line[1] for line in lines if len(line) > 1}
-        twice = next((line for line in lines if len(line) > 1 and by_name[Path(line[0]).stem] != line[1]), None)
+        by_name = {_stem(line[0]): line[1] for line in lines if len(line) > 1}
+        twice = next((line for line in lines if len(line) > 1 and by_name[_stem(line[0])] != line[1]), None)
         if twice is not None:
             raise ValueError(f"{path} has two labels for {twice[0]}, {twice[1]} and another one; leave one out")
-        missing = [name for name in names if Path(name).stem not in by_name]
+        missing = [name for name in names if _stem(name) not in by_name]
         if missing:
             raise ValueError(f"{path} has no label for {len(missing)} images, of which {missing[0]} is the first")
-        found = [by_name[Path(name).stem] for name in names]
+        found = [by_name[_stem(name)] for name in names]
     # Folders may have numbers as names. Class 10 is then before class 2, in the order of the names.
     if all(text.isdecimal() for text in found) and not number_of.keys() >= set(found):
         name_of = _devkit_classes(path.with_name("meta.mat")) if in_order else dict(enumerate(classes))
@@ -342,6 +342,12 @@ def read_labels(path: Path, names: Sequence[str], classes: Sequence[str]) -> lis
     if unknown is not None:
         raise ValueError(f"{path} has a class {unknown}, which is not one of the {len(classes)} classes in train")
     return [number_of[text] for text in found]
+
+
+def _stem(name: str) -> str:
+    """Return the name of an image without folder and suffix, which a label file may leave out. It may have dots."""
+    path = Path(name)
+    return path.stem if _is_image(path.name) else path.name
 
 
 def _words(line: str, classes: Container[str]) -> list[str]:

@@ -57,6 +57,7 @@ FREE = {
 PLACE = {"data.root"}  # free in the run's own folder, where its data may have been moved; elsewhere it tells data apart
 # Lightning loads these with the state of the optimizer and its schedule, whatever the configuration says.
 IN_STATE = ("optim.", "model.optimizer.", "model.scheduler.", "model.parameter_groups.")
+OF_ANOTHER_SCHEDULE = ".scheduler._target_="  # within a difference
 MAX_NAMED = 3  # differences in an error
 VERSION = "pytorch-lightning_version"
 OTHERS = "runs keep theirs in RUN_DIR/checkpoints/last.ckpt"
@@ -122,6 +123,11 @@ def _of_a_run(requested: str, config: Config, in_sweep: bool, launched: bool) ->
     of_slurm = sorted(run_dir.glob("hpc_ckpt_*.ckpt"), key=lambda path: int(path.stem.rpartition("_")[2]))
     if requested == "last" and of_slurm:
         return of_slurm[-1]
+    if in_sweep and f"ckpt_path={requested}" in str(run_dir):
+        raise ValueError(
+            f"ckpt_path={requested}: hydra.sweep.subdir puts this into the name of the job's folder, which is then not "
+            "the one to continue; add 'hydra.job.config.override_dirname.exclude_keys=[ckpt_path]'"
+        )
     others = sorted(run_dir.parent.glob(f"*/{file}"), key=lambda path: path.stat().st_mtime, reverse=True)
     begun = (run_dir / METRICS).exists() or (in_sweep and any(run_dir.parent.glob(f"*/{METRICS}")))
     # Without training, random weights would be tested.
@@ -185,12 +191,15 @@ def _require_same(requested: str, path: Path, config: Config) -> None:
 def _require_schedule_goes_on(path: Path, found: list[str], config: Config) -> None:
     """Raise ValueError for a run with more epochs than the schedule in its checkpoint, which Lightning loads.
 
-    Where other values that count steps differ as well, such as the batch size, `Classifier.on_train_start` does so.
+    Where other values that count steps differ as well, such as the batch size, `Classifier.on_train_start` does so. Not
+    where the schedule is another one, which may have no end.
     """
     trainer, model = config["trainer"], config["model"]
     counted = {text.partition("=")[0] for text in found if text.startswith(("data.", "trainer."))}
     is_ours = model["_target_"].startswith("lightning_dp.") and isinstance(model.get("scheduler"), dict)
     if not config["train"] or counted != {"trainer.max_epochs"} or trainer.get("max_steps", -1) != -1 or not is_ours:
+        return
+    if any(OF_ANOTHER_SCHEDULE in text for text in found):
         return
     now, before = (each["trainer"].get("max_epochs") or 0 for each in (config, _configuration(path)))
     has_end = any("total_steps" in state for state in read_checkpoint(path).get("lr_schedulers", ()))
@@ -216,9 +225,13 @@ def _require_best_of_all(path: Path) -> None:
 
 
 def _in_state(found: list[str], checkpoint: Path) -> list[str]:
-    """Return the values that Lightning loads. Of a schedule that is a function, as of optim=goyal, that is its step."""
+    """Return the values that Lightning loads. Of a schedule that is a function, as of optim=goyal, that is its step.
+
+    Of another schedule than the run's it is that, too, and what both have.
+    """
     is_function = any("lr_lambdas" in state for state in read_checkpoint(checkpoint)["lr_schedulers"])
-    new = (".interval=", ".scheduler.") if is_function else (".interval=",)
+    is_another = any(OF_ANOTHER_SCHEDULE in text for text in found)
+    new = (".interval=", ".scheduler.") if is_function or is_another else (".interval=",)
     return [text for text in found if text.startswith(IN_STATE) and not any(part in text for part in new)]
 
 
@@ -372,12 +385,12 @@ def differences(checkpoint: Path, config: Config) -> list[str]:
         return []
     free = FREE if is_of(Path(config["run_dir"]), checkpoint) else FREE - PLACE
     theirs, ours = (dict(_leaves(each, each["run_dir"], free)) for each in (saved, config))
-    found: dict[tuple[str, str, str], str] = {}
-    # A value of the top level, such as the seed, is passed on to several objects; it is named once.
+    found: dict[tuple[bool, str, str, str], str] = {}
+    # A value, such as the seed, is passed on to several objects; it is named once, and once of what a state has.
     for key in sorted({**theirs, **ours}, key=lambda key: (key.count("."), key)):
         old, new = theirs.get(key, "nothing"), ours.get(key, "nothing")
         if old != new:
-            found.setdefault((key.rpartition(".")[2], old, new), f"{key}={old}, not {new}")
+            found.setdefault((key.startswith(IN_STATE), key.rpartition(".")[2], old, new), f"{key}={old}, not {new}")
     return list(found.values())
 
 

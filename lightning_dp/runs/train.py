@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning import seed_everything
 from pytorch_lightning.callbacks import ModelCheckpoint, WeightAveraging
+from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.plugins.precision import DoublePrecision
 
 from lightning_dp.launch import external_rank, launch
@@ -113,8 +115,8 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
     metrics: dict[str, Any] = {}
     with leaving_nothing():
         for logger in trainer.loggers:
-            # The whole configuration, so that loggers can compare the runs of a sweep.
-            logger.log_hyperparams(config)
+            # The whole configuration, so that loggers can compare the runs of a sweep. Each may change what it gets.
+            logger.log_hyperparams(deepcopy(config))
         if config["train"]:
             with naming_another_model(config["ckpt_path"]):
                 trainer.fit(model, datamodule=data, ckpt_path=config["ckpt_path"])
@@ -228,6 +230,9 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     callbacks += [RowsInCheckpoint(logger) for logger in loggers or () if isinstance(logger, MetricsFile)]
     callbacks.insert(0, ContinuesAfterCheckpoint(config.get("ckpt_path")))
     trainer = instantiate(config["trainer"], callbacks=callbacks, logger=loggers or False, _convert_="all")
+    if loggers is None:
+        # Every run has a logger, so that a module may write to it. Hydra would take this one for a configuration.
+        trainer.loggers = [DummyLogger()]
     if isinstance(trainer.precision_plugin, DoublePrecision):
         # Lightning converts the module after it has loaded a checkpoint, and so rounds the weights in it to 32 bits.
         model = trainer.precision_plugin.convert_module(model)

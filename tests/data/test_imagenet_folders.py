@@ -123,6 +123,12 @@ def test_a_line_of_a_spreadsheet_may_have_spaces_in_the_name_of_the_image(tmp_pa
     assert read_labels(tmp_path / "labels.csv", ["my cat.jpg", "my dog.jpg"], ["n0", "n1"]) == [1, 0]
 
 
+def test_the_name_of_an_image_may_have_dots_and_the_label_file_no_suffixes(tmp_path):
+    (tmp_path / "labels.csv").write_text("cat.1,n1\ncat.2,n0\nval/dog.3.JPG,n1\n")
+    names = ["cat.1.jpg", "cat.2.jpg", "dog.3.png"]
+    assert read_labels(tmp_path / "labels.csv", names, ["n0", "n1"]) == [1, 0, 1]
+
+
 def test_a_label_file_may_be_elsewhere(tmp_path):
     images = flatten_val(write_imagenet(tmp_path / "images", 1, 2))
     caffe(tmp_path, images)

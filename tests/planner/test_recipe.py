@@ -65,6 +65,17 @@ def test_a_schedule_may_need_a_metric_of_validation():
         assert "One rank needs no network" in recipe.measure(config, None)
 
 
+@pytest.mark.ci
+def test_a_module_may_write_to_its_logger():
+    """A run always has one."""
+    config = composed("data.batch_size=24", "callbacks=none", "plan.num_steps=1", "plan.memonger=false")
+    config["data"] = {"_target_": "tests.recipes.pieces.JitterData"}
+    config["model"] = {"_target_": "tests.recipes.pieces.TwoOptimizers"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert "One rank needs no network" in recipe.measure(config, None)
+
+
 def test_a_network_is_made_from_the_configuration():
     config = composed("plan.gbit_per_s=2", "plan.ranks_per_node=2", "plan.world_size=8", "plan.latency_s=0.001")
     callback = made(config)

@@ -56,7 +56,7 @@ class KillAfterCheckpoint(Checkpoint):
 
 
 class Recorder(Logger):
-    """Writes hyperparameters to a file, and counts the metrics."""
+    """Writes hyperparameters to a file, and takes them out of what it was given; counts the metrics."""
 
     name = version = "recorder"
 
@@ -68,6 +68,7 @@ class Recorder(Logger):
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         if not self.path.exists():  # the first call is ours, the second Lightning's
             self.path.write_text(json.dumps(params))
+            params.clear()
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         with open(self.path.with_suffix(".metrics"), "a") as file:

@@ -180,6 +180,20 @@ def test_with_own_the_model_may_be_the_users(tmp_path):
     assert found["test/acc"] == pytest.approx(float(tested["test/acc"]))
 
 
+class Writes(Classifier):
+    """Writes to its logger in a test, as others write a confusion matrix."""
+
+    def on_test_epoch_end(self):
+        self.logger.log_metrics({"test/own": 1.0}, step=self.global_step)
+
+
+@pytest.mark.ci
+def test_a_module_may_write_to_its_logger(run_dir):
+    """A run always has one."""
+    checkpoint = run_dir / "checkpoints" / "last.ckpt"
+    assert evaluate(checkpoint, [f"model._target_={__name__}.Writes"]) == evaluate(checkpoint, [])
+
+
 class Divided(LightningDataModule):
     """Its split is drawn in ``setup``, once for all stages."""
 

@@ -558,6 +558,14 @@ def test_a_job_of_an_interrupted_sweep_continues_itself_or_starts(tmp_path):
         find("last", sweep / "1", in_sweep=True, train=False)
 
 
+def test_a_job_whose_folder_is_named_by_its_overrides_is_not_started_again_in_another_one(tmp_path):
+    """With hydra.sweep.subdir=${hydra.job.override_dirname}, the name has also what continues the job."""
+    save(tmp_path / "seed=1")
+    assert find("last", tmp_path / "seed=1", in_sweep=True) == last(tmp_path / "seed=1")
+    with pytest.raises(ValueError, match=r"into the name of the job's folder.*exclude_keys=\[ckpt_path\]"):
+        find("last", tmp_path / "ckpt_path=last,seed=1", in_sweep=True)
+
+
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts(tmp_path):
     run = tmp_path / "somewhere" / "run"
     run.mkdir(parents=True)
@@ -641,7 +649,8 @@ def test_more_epochs_than_the_schedule_has_are_refused_before_the_run_folder_cha
     for path in ("last", last(tmp_path)):
         with pytest.raises(ValueError, match=rf"trainer.max_epochs=2: .*{name} ends.*keep trainer.max_epochs=1"):
             longer(path)
-    allowed = ("data.batch_size=32", "trainer.max_steps=3", "+optim.scheduler.total_steps=6")
+    other = "optim.scheduler._target_=torch.optim.lr_scheduler.MultiStepLR"
+    allowed = ("data.batch_size=32", "trainer.max_steps=3", "+optim.scheduler.total_steps=6", other)
     for option in allowed:
         assert longer(last(tmp_path), option)
     assert longer(last(tmp_path), "train=false")
@@ -667,6 +676,15 @@ def test_the_learning_rate_is_that_of_the_checkpoint_and_a_warning_says_so(tmp_p
     assert {row["lr-SGD"] for row in metrics(tmp_path / "after") if row["lr-SGD"]} == {"0.1"}
 
 
+def test_a_rate_that_follows_the_batch_size_is_that_of_the_checkpoint_too(tmp_path, caplog):
+    """The groups of optim=goyal take the size from the data, whose other values are the new ones."""
+    path = save_as(tiny(tmp_path / "other", "optim=goyal"))
+    torch.save(torch.load(path) | {"lr_schedulers": [{"lr_lambdas": [None]}]}, path)
+    find_checkpoint(tiny(tmp_path / "new", "optim=goyal", "data.batch_size=24", f"ckpt_path={path}"))
+    assert caplog.text.count("data.batch_size=16, not 24") == 1
+    assert "with their values in the checkpoint: model.parameter_groups.batch_size=16, not 24\n" in caplog.text
+
+
 def test_values_of_a_schedule_without_a_state_are_the_new_ones(tmp_path, caplog):
     """That of a LambdaLR is its step and its rates, and not its function."""
     config = tiny(tmp_path / "new", "optim=goyal", "+optim.scheduler.warmup=0.5", "optim.interval=epoch")
@@ -676,6 +694,16 @@ def test_values_of_a_schedule_without_a_state_are_the_new_ones(tmp_path, caplog)
         find_checkpoint(config | {"ckpt_path": str(path)})
     (kept,) = [each.message for each in caplog.records if "go on with their values" in each.message]
     assert kept.endswith("in the checkpoint: model.scheduler.warmup=nothing, not 0.5")
+
+
+def test_a_schedule_of_another_kind_is_the_new_one(tmp_path, caplog):
+    """Lightning loads the state of the other into it: the step, and values that both have."""
+    path = save_as(tiny(tmp_path / "other", "optim=sgd_onecycle"))
+    torch.save(torch.load(path) | {"lr_schedulers": [{"total_steps": 6}]}, path)
+    find_checkpoint(tiny(tmp_path / "new", "optim=sgd_multistep", "optim.optimizer.momentum=0", f"ckpt_path={path}"))
+    assert "model.scheduler._target_=torch.optim.lr_scheduler.OneCycleLR, not torch" in caplog.text
+    (kept,) = [each.message for each in caplog.records if "go on with their values" in each.message]
+    assert kept.endswith("in the checkpoint: model.optimizer.momentum=0.9, not 0")
 
 
 def hold(run_dir, connection):
