@@ -248,7 +248,8 @@ class HybridFitState(SharedOnDeepcopy):
         # Manual optimization may have several losses, of which only some go through the head.
         if self._module.automatic_optimization:
             self.passes.require_part_in(loss)
-        with self._running_passes():
+        # Old gradients are gone by now: a head_step in the module's `backward` or `on_after_backward` adds to new ones.
+        with replaced(self, "_forget_old_gradients", lambda: None), self._running_passes():
             yield
         self._check_gradients()
         self._check_optimizers()  # again, because on_after_backward may have changed them
@@ -509,7 +510,7 @@ class HybridFitState(SharedOnDeepcopy):
         accumulates = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches > 0
         optimizers = self._strategy.optimizers
         is_seen = _sees_old_gradients(module, optimizers)
-        if module.automatic_optimization and not (accumulates or is_in_backward() or is_seen):
+        if module.automatic_optimization and not (accumulates or is_seen):
             # Lightning keeps those of parameters that the user trains with an optimizer of his own.
             zeroed = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
             for p in zeroed.intersection(self.head.parameters):

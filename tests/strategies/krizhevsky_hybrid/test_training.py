@@ -117,6 +117,18 @@ class SecondBackwardOfHeadNet(SecondBackwardNet):
         return self.cost(self.head(features), target)
 
 
+class SecondLossNet(StepNet):
+    """The head learns from another loss, whose graph is made when that of the first is freed."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.features, self.target = self.trunk(batch[0]), batch[1]
+        return self.head_step(self.features, self.target)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss)
+        self.head_step(-self.features.detach(), self.target).backward()
+
+
 class CompiledLossNet(StepNet):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -251,6 +263,7 @@ CASES: dict[str, tuple[type[HybridNet], dict[str, Any]]] = {
     "recomputed trunk and head_step, reentrant": (RecomputedReentrantNet, {"gradient_clip_val": 0.05}),
     "two gradients of one loss": (SecondBackwardNet, {}),
     "two gradients through one call": (SecondBackwardOfHeadNet, {}),
+    "a second loss in backward": (SecondLossNet, {}),
     "compiled loss": (CompiledLossNet, {}),
     "compiled step": (CompiledStepNet, {"gradient_clip_val": 0.05}),
     "compiled forward": (CompiledForwardNet, {"gradient_clip_val": 0.05}),
