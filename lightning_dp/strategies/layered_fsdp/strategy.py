@@ -400,7 +400,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         def closure_then_sums() -> Any:
             output = closure()
             if self._reduction is not None:
-                self._reduction.sum_kept(each for group in optimizer.param_groups for each in group["params"])
+                self._reduction.before_step(each for group in optimizer.param_groups for each in group["params"])
             return output
 
         return self._then_free(super().optimizer_step(optimizer, closure_then_sums, model, **kwargs))

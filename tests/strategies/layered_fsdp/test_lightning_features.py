@@ -1054,6 +1054,41 @@ def test_groups_that_use_other_parts_are_named(case):
     run_processes(4, differ, case, timeout=60)
 
 
+class WithoutLoss(Net):
+    """In the third step the loss of rank 1 reaches no parameter, as where its batch has no sample to learn from."""
+
+    @property
+    def is_left_out(self):
+        return self.global_rank == 1 and self.global_step == 2
+
+    def training_step(self, batch, batch_idx):
+        return torch.zeros((), requires_grad=True) * 2 if self.is_left_out else self.loss(batch)
+
+
+class ManualWithoutLoss(WithoutLoss, Manual):
+    """Runs no backward then."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        if not self.is_left_out:
+            self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+    configure_optimizers = Net.configure_optimizers
+
+
+def leave_out_a_loss(rank, make):
+    with pytest.raises(RuntimeError, match="first, shared, last: backward gave gradients to other parameters"):
+        fit(layered(1), 2, make())
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("make", [WithoutLoss, ManualWithoutLoss])
+def test_a_rank_whose_loss_reaches_nothing_does_not_give_its_next_gradients_in_its_place(make):
+    run_processes(2, leave_out_a_loss, make, timeout=60)
+
+
 class Penalized(Manual):
     """A critic with a gradient penalty: some gradients come when FSDP2 has reduced those of their unit."""
 
