@@ -941,6 +941,12 @@ def refuse(rank):
             super().__init__()
             self.table = nn.Embedding(4, 4, max_norm=1.0)
 
+    class SharesMemory(Net):
+        def __init__(self):
+            super().__init__()
+            self.again = nn.Linear(8, 8).double()
+            self.again.weight.data = self.shared.weight.data
+
     validated = KeepsList()
     trainer(layered(), 4, use_distributed_sampler=False).validate(validated, data(1, 1), verbose=False)
     for strategy, module, options, message in (
@@ -953,6 +959,7 @@ def refuse(rank):
         (layered(), Tied(), {}, "shares a parameter"),
         (layered(wrap=[nn.Sequential]), Named(), {}, "finds 'left', which shares a parameter"),
         (layered(), Bare(), {}, "scale belongs to a Bare"),
+        (layered(), SharesMemory(), {}, "again.weight and shared.weight are two parameters that share memory"),
         (layered(), Net(), {"callbacks": [Memonger()]}, "frees the parameters"),
         (layered(), Net(), {"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging copies the module"),
         (layered(), Net(), {"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging copies"),
