@@ -358,6 +358,16 @@ class StepByHand(pl.Callback):
             parameter.data.clamp_(-0.3, 0.3)
 
 
+class CallsSteps(Validated):
+    """One step calls another one, which calls the module, and then uses a parameter of the module itself."""
+
+    def training_step(self, batch, batch_idx):
+        return self.validation_step(batch, batch_idx) * self.scale.sum()
+
+    def validation_step(self, batch, batch_idx):
+        return self.loss(batch) * self.scale.mean()
+
+
 class OneRow(Net):
     """A layer with one row: the second rank of a group has nothing of it."""
 
@@ -484,6 +494,8 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "transformer": (Transformer, {}),
     "step timer": (Net, {"callbacks": [StepTimer]}),
     "step by hand": (UsesParts, {"callbacks": [StepByHand]}),
+    "steps within steps": (CallsSteps, {}),
+    "steps within steps by hand": (CallsSteps, {"callbacks": [StepByHand]}),
     "inference mode first": (Net, {"callbacks": [RunsInInferenceMode]}),
     "part first": (Net, {"callbacks": [RunsPart]}),
     "part first, manual": (Manual, {"callbacks": [RunsPart]}),
