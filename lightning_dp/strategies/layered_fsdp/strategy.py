@@ -63,6 +63,7 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
 )
 from lightning_dp.strategies.layered_sgd.hooks import PostponedUpdates
 from lightning_dp.strategies.layered_sgd.options import CommunicatorOptions, check_layers, check_optimizers
+from lightning_dp.strategies.layered_sgd.postponement import runs_before_backward
 from lightning_dp.strategies.unfreezing import restore_groups
 
 log = logging.getLogger(__name__)
@@ -363,8 +364,11 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         self._free_gathered()  # somebody may have gathered a part by hand, and changed its parameters since
         with self._steps.running():
             output = super().training_step(*args, **kwargs)
-        # Without automatic optimization its backward passes are over, if it had any.
-        return output if self.lightning_module.automatic_optimization else self._then_free(output)
+        # Without automatic optimization its backward passes are over, if it had any. And what a hook writes before
+        # backward would be lost with what is gathered.
+        module = self.lightning_module
+        stays = module.automatic_optimization and not runs_before_backward(module.trainer, module)
+        return output if stays else self._then_free(output)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

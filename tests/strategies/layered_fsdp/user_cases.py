@@ -368,6 +368,25 @@ class CallsSteps(Validated):
         return self.loss(batch) * self.scale.mean()
 
 
+class WritesBeforeBackward(UsesParts):
+    """Hooks between forward and backward write to a parameter of the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros_like(self.scale), requires_grad=False)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + (self.scale - self.mean).square().sum()
+
+    def on_before_zero_grad(self, optimizer):
+        with torch.no_grad():
+            self.mean.lerp_(self.scale, 0.3)
+
+    def on_before_backward(self, loss):
+        with torch.no_grad():
+            self.mean.mul_(1.1)
+
+
 class OneRow(Net):
     """A layer with one row: the second rank of a group has nothing of it."""
 
@@ -494,6 +513,7 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "transformer": (Transformer, {}),
     "step timer": (Net, {"callbacks": [StepTimer]}),
     "step by hand": (UsesParts, {"callbacks": [StepByHand]}),
+    "writes before backward": (WritesBeforeBackward, {}),
     "steps within steps": (CallsSteps, {}),
     "steps within steps by hand": (CallsSteps, {"callbacks": [StepByHand]}),
     "inference mode first": (Net, {"callbacks": [RunsInInferenceMode]}),
