@@ -252,6 +252,7 @@ class ShardReduction:
         self._comparison = Comparison(self._unit_names, self._all_ranks, self._known)  # of this backward
         self._held: list[Callable[[], None]] = []  # begin the sums that wait for the comparison
         self._last_comparison: Comparison | None = None
+        self._has_compared = False  # since the last forward began
         for unit in self._units:
             self._call_before_forward(unit, _count_forward)
 
@@ -283,6 +284,7 @@ class ShardReduction:
         """Look for parameters that have become trainable, and prepare for a forward and its backward."""
         if self._last_comparison is not None and self._last_comparison.has_arrived:
             self._last_comparison.wait()  # this rank may have nothing else to wait for
+        self._has_compared = False
         self._prefetch.begin_step()
         self.forget_backward()  # one that the step has called by itself may have raised
         self._hook_trainable()
@@ -365,17 +367,21 @@ class ShardReduction:
                 self._submit(unit)
             self._begin(unit)
         if self._comparison.has_begun:
-            self._last_comparison = self._comparison
-            self._comparison = Comparison(self._unit_names, self._all_ranks, self._known)
-            self._last_comparison.start()
-            if self._held:
-                self._last_comparison.wait()
+            self._compare(waits=bool(self._held))
             for begin in self._held:
                 begin()
             self._held.clear()
         self._communicator.release()
 
-    def sum_kept(self, parameters: Iterable[Tensor]) -> None:
+    def _compare(self, waits: bool) -> None:
+        comparison, self._comparison = self._comparison, Comparison(self._unit_names, self._all_ranks, self._known)
+        self._last_comparison = comparison
+        self._has_compared = True
+        comparison.start()
+        if waits:
+            comparison.wait()
+
+    def before_step(self, parameters: Iterable[Tensor]) -> None:
         """Sum what earlier backward passes have left, if ``parameters`` are among it: they are to be updated now.
 
         With manual optimization a window may end without a backward that sums: its last batch has no loss, say.
@@ -383,6 +389,10 @@ class ShardReduction:
         kept = {parameter for unit in self._units for parameter in unit.kept}
         if not kept.isdisjoint(parameters):
             self.release()
+        if not self._has_compared:
+            # This rank's loss has reached no parameter. If those of others have, their sums wait for this rank, and
+            # would meet those of its next step.
+            self._compare(waits=True)
 
     def _submit(self, unit: Unit) -> None:
         unit.is_submitted = True

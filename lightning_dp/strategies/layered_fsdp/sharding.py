@@ -40,6 +40,7 @@ from lightning_dp._private.torch_names import (
     tree_map_with_path,
     without_torch_function,
 )
+from lightning_dp.strategies.base import overlapping_parameters
 from lightning_dp.strategies.unfreezing import trainable
 
 Wrap = Sequence[type[nn.Module]] | Callable[[nn.Module], bool]
@@ -93,9 +94,14 @@ def shard(
 
     Raises:
         ValueError: ``wrap`` finds no module, one that FSDP2 refuses (a container without a ``forward``), or one that
-            shares a parameter; sums in another dtype than the parameters'; a parameter has a hook.
+            shares a parameter; sums in another dtype than the parameters'; a parameter has a hook; two share memory.
     """
     check_hooks(module, is_sharded=False)
+    for name, other in overlapping_parameters(module):
+        raise ValueError(
+            f"{name} and {other} are two parameters that share memory, as after p.data = q.data, and FSDP2 would give "
+            "each its own; let both names have one parameter, or use LayeredSGDStrategy"
+        )
     sum_dtype = precision.reduce_dtype or precision.param_dtype
     for name, parameter in module.named_parameters():
         if sum_dtype not in (None, parameter.dtype) and parameter.requires_grad:

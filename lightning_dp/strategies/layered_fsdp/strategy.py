@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial, wraps
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -62,6 +63,7 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
 )
 from lightning_dp.strategies.layered_sgd.hooks import PostponedUpdates
 from lightning_dp.strategies.layered_sgd.options import CommunicatorOptions, check_layers, check_optimizers
+from lightning_dp.strategies.layered_sgd.postponement import runs_before_backward
 from lightning_dp.strategies.unfreezing import restore_groups
 
 log = logging.getLogger(__name__)
@@ -105,26 +107,35 @@ class RunningSteps:
     @contextmanager
     def running(self) -> Generator[None, None, None]:
         """Run a step within the context."""
-        self._is_running = True
+        before, self._is_running = self._is_running, True
         try:
             yield
         finally:
-            self._is_running = False
+            self._is_running = before
 
-    def watch(self, module: Any, units: Iterable[Any]) -> None:
+    def watch(self, module: Any, units: Sequence[Any]) -> None:
         """Free each of ``units`` after its forward outside of a step, and after a step of ``module``, until `close`."""
         self.close()
         self._undo = [unit.register_forward_hook(self._free).remove for unit in units]
         for name in STEPS if isinstance(module, FSDPModule) else ():
             step = getattr(module, name)
-            setattr(module, name, self._freeing(module, step))  # FSDP2 calls no hooks after these methods
+            setattr(module, name, self._freeing(module, units, step))  # FSDP2 calls no hooks after these methods
             self._undo.append(partial(setattr, module, name, step))
 
-    def _freeing(self, module: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _freeing(self, module: Any, units: Sequence[Any], step: Callable[..., Any]) -> Callable[..., Any]:
+        own = set(own_parameters(module))
+        named = ((part, *each) for part in module.modules() for each in part.named_parameters("", False))
+        place = next(((part, name) for part, name, parameter in named if parameter in own), None)
+
         @wraps(getattr(step, "__wrapped__", step))  # Lightning looks at the user's method, one level below
         def step_and_free(*args: Any, **kwargs: Any) -> Any:
-            output = step(*args, **kwargs)
-            self._free(module)
+            is_gathered = place is not None and not isinstance(getattr(*place), DTensor)
+            with self.running():  # else a call of the module within the step would free what the step itself uses
+                output = step(*args, **kwargs)
+            if is_gathered:  # Another step has called this one. FSDP2 has freed the root, which that step may use.
+                module.unshard()
+            for unit in units:
+                self._free(unit)
             return output
 
         return step_and_free
@@ -353,8 +364,11 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         self._free_gathered()  # somebody may have gathered a part by hand, and changed its parameters since
         with self._steps.running():
             output = super().training_step(*args, **kwargs)
-        # Without automatic optimization its backward passes are over, if it had any.
-        return output if self.lightning_module.automatic_optimization else self._then_free(output)
+        # Without automatic optimization its backward passes are over, if it had any. And what a hook writes before
+        # backward would be lost with what is gathered.
+        module = self.lightning_module
+        stays = module.automatic_optimization and not runs_before_backward(module.trainer, module)
+        return output if stays else self._then_free(output)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -400,7 +414,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         def closure_then_sums() -> Any:
             output = closure()
             if self._reduction is not None:
-                self._reduction.sum_kept(each for group in optimizer.param_groups for each in group["params"])
+                self._reduction.before_step(each for group in optimizer.param_groups for each in group["params"])
             return output
 
         return self._then_free(super().optimizer_step(optimizer, closure_then_sums, model, **kwargs))

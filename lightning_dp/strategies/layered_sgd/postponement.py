@@ -198,6 +198,14 @@ def why_hooks_are_not_postponed(trainer: Any, module: LightningModule) -> str | 
     return None
 
 
+def runs_before_backward(trainer: Any, module: LightningModule) -> bool:
+    """Return whether the module or a callback has a hook between forward and backward, which may change parameters."""
+    return any(
+        _overrides(module, name, LightningModule) or any(_overrides(each, name, Callback) for each in trainer.callbacks)
+        for name in ("on_before_zero_grad", "on_before_backward")
+    )
+
+
 def why_step_is_not_postponed(optimizer: Optimizer, precision_plugin: Any = None) -> str | None:
     """Name what would notice if this step of ``optimizer`` were taken later, or return None.
 

@@ -941,6 +941,12 @@ def refuse(rank):
             super().__init__()
             self.table = nn.Embedding(4, 4, max_norm=1.0)
 
+    class SharesMemory(Net):
+        def __init__(self):
+            super().__init__()
+            self.again = nn.Linear(8, 8).double()
+            self.again.weight.data = self.shared.weight.data
+
     validated = KeepsList()
     trainer(layered(), 4, use_distributed_sampler=False).validate(validated, data(1, 1), verbose=False)
     for strategy, module, options, message in (
@@ -953,6 +959,7 @@ def refuse(rank):
         (layered(), Tied(), {}, "shares a parameter"),
         (layered(wrap=[nn.Sequential]), Named(), {}, "finds 'left', which shares a parameter"),
         (layered(), Bare(), {}, "scale belongs to a Bare"),
+        (layered(), SharesMemory(), {}, "again.weight and shared.weight are two parameters that share memory"),
         (layered(), Net(), {"callbacks": [Memonger()]}, "frees the parameters"),
         (layered(), Net(), {"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging copies the module"),
         (layered(), Net(), {"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging copies"),
@@ -1052,6 +1059,41 @@ def differ(rank, case):
 @pytest.mark.parametrize("case", ["other step", "more step", "less step", "more load"])
 def test_groups_that_use_other_parts_are_named(case):
     run_processes(4, differ, case, timeout=60)
+
+
+class WithoutLoss(Net):
+    """In the third step the loss of rank 1 reaches no parameter, as where its batch has no sample to learn from."""
+
+    @property
+    def is_left_out(self):
+        return self.global_rank == 1 and self.global_step == 2
+
+    def training_step(self, batch, batch_idx):
+        return torch.zeros((), requires_grad=True) * 2 if self.is_left_out else self.loss(batch)
+
+
+class ManualWithoutLoss(WithoutLoss, Manual):
+    """Runs no backward then."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        if not self.is_left_out:
+            self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+    configure_optimizers = Net.configure_optimizers
+
+
+def leave_out_a_loss(rank, make):
+    with pytest.raises(RuntimeError, match="first, shared, last: backward gave gradients to other parameters"):
+        fit(layered(1), 2, make())
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("make", [WithoutLoss, ManualWithoutLoss])
+def test_a_rank_whose_loss_reaches_nothing_does_not_give_its_next_gradients_in_its_place(make):
+    run_processes(2, leave_out_a_loss, make, timeout=60)
 
 
 class Penalized(Manual):

@@ -358,6 +358,35 @@ class StepByHand(pl.Callback):
             parameter.data.clamp_(-0.3, 0.3)
 
 
+class CallsSteps(Validated):
+    """One step calls another one, which calls the module, and then uses a parameter of the module itself."""
+
+    def training_step(self, batch, batch_idx):
+        return self.validation_step(batch, batch_idx) * self.scale.sum()
+
+    def validation_step(self, batch, batch_idx):
+        return self.loss(batch) * self.scale.mean()
+
+
+class WritesBeforeBackward(UsesParts):
+    """Hooks between forward and backward write to a parameter of the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros_like(self.scale), requires_grad=False)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + (self.scale - self.mean).square().sum()
+
+    def on_before_zero_grad(self, optimizer):
+        with torch.no_grad():
+            self.mean.lerp_(self.scale, 0.3)
+
+    def on_before_backward(self, loss):
+        with torch.no_grad():
+            self.mean.mul_(1.1)
+
+
 class OneRow(Net):
     """A layer with one row: the second rank of a group has nothing of it."""
 
@@ -484,6 +513,9 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "transformer": (Transformer, {}),
     "step timer": (Net, {"callbacks": [StepTimer]}),
     "step by hand": (UsesParts, {"callbacks": [StepByHand]}),
+    "writes before backward": (WritesBeforeBackward, {}),
+    "steps within steps": (CallsSteps, {}),
+    "steps within steps by hand": (CallsSteps, {"callbacks": [StepByHand]}),
     "inference mode first": (Net, {"callbacks": [RunsInInferenceMode]}),
     "part first": (Net, {"callbacks": [RunsPart]}),
     "part first, manual": (Manual, {"callbacks": [RunsPart]}),
