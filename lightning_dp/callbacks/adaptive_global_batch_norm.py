@@ -557,14 +557,17 @@ def model_copies(callbacks: Iterable[Callback], model: nn.Module) -> list[nn.Mod
     """Return the copies of ``model`` that the callbacks hold as attributes, in the order of the callbacks.
 
     Finds those of Lightning's WeightAveraging and StochasticWeightAveraging, and of other callbacks that keep a copy of
-    the whole LightningModule in an attribute, by itself or in an AveragedModel.
+    the whole LightningModule in an attribute, by itself or in an AveragedModel, or of a part that has global layers.
     """
     copies: list[nn.Module] = []
+    ours = set(global_batch_norm_layers(model))
     for callback in callbacks:
         for value in getattr(callback, "__dict__", {}).values():
             candidate: Any = value.module if isinstance(value, AveragedModel) else value
-            is_copy = type(candidate) is type(model) and candidate is not model
-            if is_copy and not any(candidate is other for other in copies) and _has_layers_of(candidate, model):
+            if not isinstance(candidate, nn.Module) or candidate is model or candidate in copies:
+                continue
+            is_whole = type(candidate) is type(model) and _has_layers_of(candidate, model)
+            if is_whole or not ours.issuperset(global_batch_norm_layers(candidate)):
                 copies.append(candidate)
     return copies
 

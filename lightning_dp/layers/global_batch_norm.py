@@ -180,16 +180,21 @@ def average_running_statistics(
     Args:
         model: contains the global layers.
         group: None is the default group.
-        copies: copies of ``model``, for example moving averages of it, whose layers of the same names are averaged too.
-            They may lie on another device. Every rank must pass the same number of copies.
+        copies: copies of ``model`` or of parts of it, for example moving averages, whose global layers are averaged
+            too, and those with the names of the model's. They may lie on another device. Every rank must pass as many.
 
     Raises:
         ValueError: there are no global layers, whose statistics could be averaged.
     """
-    names = [name for name, module in model.named_modules() if isinstance(module, GlobalBatchNorm)]
+    names = {name for name, module in model.named_modules() if isinstance(module, GlobalBatchNorm)}
     if not names:
         raise ValueError(f"{type(model).__name__} has no global batch norm; call apply_global_batch_norm(model) before")
-    layers = [module.get_submodule(name) for module in (model, *copies) for name in names]
+    layers = [
+        module
+        for each in (model, *copies)
+        for name, module in each.named_modules()
+        if isinstance(module, GlobalBatchNorm) or (name in names and isinstance(module, BatchNorm))
+    ]
     statistics = [getattr(layer, name) for layer in layers for name in ("running_mean", "running_var")]
     buffers: list[Tensor] = [buffer for buffer in statistics if buffer is not None]
     size = group_size(group)

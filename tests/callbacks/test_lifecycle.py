@@ -226,11 +226,13 @@ def test_copies_of_the_model_in_other_callbacks_are_reverted():
     class Keeping(pl.Callback):
         def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             self.copied = copy.deepcopy(pl_module)
-            assert len(global_batch_norm_layers(self.copied)) == 2
+            self.part = copy.deepcopy(pl_module.net)
+            assert len(global_batch_norm_layers(self.copied)) == len(global_batch_norm_layers(self.part)) == 2
 
     average, keeping = EMAWeightAveraging(), Keeping()
     fit(1, AdaptiveGlobalBatchNorm(), average, keeping, strategy="auto")
     assert not global_batch_norm_layers(keeping.copied)
+    assert not global_batch_norm_layers(keeping.part)
     assert not global_batch_norm_layers(average._average_model)
 
 

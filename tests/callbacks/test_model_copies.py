@@ -47,11 +47,19 @@ class OwnAverage(pl.Callback):
         pl_module.load_state_dict(self.average.state_dict())
 
 
+class AverageOfPart(OwnAverage):
+    """The same of the network alone, within a module of its own."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.average = nn.ModuleDict({"net": copy.deepcopy(pl_module.net)})
+
+
 AVERAGING = {
     "WeightAveraging": WeightAveraging,
     "EMAWeightAveraging": lambda: EMAWeightAveraging(decay=0.7),
     "StochasticWeightAveraging": lambda: StochasticWeightAveraging(0.1, swa_epoch_start=1),
     "the user's": OwnAverage,
+    "the user's, of a part": AverageOfPart,
 }
 
 
