@@ -26,7 +26,7 @@ from lightning_dp import (
 )
 from tests.ranks import run_processes
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp": DDPStrategy,
