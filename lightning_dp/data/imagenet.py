@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from copy import copy
@@ -19,6 +20,8 @@ from lightning_dp.data.image_files import EncodedFiles, EncodedImages, FilesInFo
 from lightning_dp.data.jpeg import CROPS, Crop, Decoder, resolve_decoder
 from lightning_dp.data.loading import normalize
 from lightning_dp.data.module import ImageDataModule, Split
+
+log = logging.getLogger(__name__)
 
 MAX_AUTO_WORKERS = 16
 
@@ -63,6 +66,7 @@ class ImageNet(ImageDataModule):
 
     mean = (0.485, 0.456, 0.406)  # of the training images, as everywhere
     std = (0.229, 0.224, 0.225)
+    _class_names: Sequence[str] = ()  # in the order of their labels; none where the data has numbers alone
 
     def __init__(
         self,
@@ -131,7 +135,23 @@ class ImageNet(ImageDataModule):
                     f"use num_classes={len(classes)} or more"
                 )
             self._found = train, list_val(self.root, classes, self.val_labels)
+            self._class_names = classes
         return self._found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the names of the classes for a checkpoint."""
+        return {"class_names": list(self._class_names)} if self._class_names else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Log a warning if the model of a checkpoint has learned other classes by the labels of these."""
+        both = enumerate(zip(state_dict.get("class_names", ()), self._class_names, strict=False))
+        moved = next(((label, *names) for label, names in both if len(set(names)) > 1), None)
+        if moved is not None and (self.trainer is None or self.trainer.is_global_zero):
+            label, theirs, ours = moved
+            log.warning(
+                f"label {label} is {ours!r} in {self.root / 'train'}, and was {theirs!r} where the checkpoint was made "
+                "(the model takes one class for another); put the class folders back, or train from the beginning"
+            )
 
     def read_test(self) -> Split:
         """Return names and labels of the official validation images."""

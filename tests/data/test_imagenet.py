@@ -152,6 +152,21 @@ def test_a_trainer_normalizes_and_evaluates_every_image_once(root):
     assert model.seen[0][0] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize(("new", "is_said"), [("a_first_one", True), ("z_last_one", False)])
+def test_classes_that_have_other_labels_than_for_the_checkpoint_are_named(tmp_path, caplog, new, is_said):
+    """Labels count the class folders, so a new one in between changes those of others."""
+    root = write_imagenet(tmp_path, num_train=2, num_val=1)
+    runner = trainer(max_epochs=1)
+    runner.fit(Sums(), datamodule=ImageNet(root, **OPTIONS))
+    runner.save_checkpoint(tmp_path / "x.ckpt")
+    (root / "train" / new).mkdir()
+    (root / "train" / "n01440764" / "n01440764_0.JPEG").rename(root / "train" / new / "0.JPEG")
+    module = ImageNet(root, **{**OPTIONS, "num_classes": 4})
+    trainer().test(Sums(), datamodule=module, ckpt_path=tmp_path / "x.ckpt", verbose=False)
+    said = f"label 0 is 'a_first_one' in {root / 'train'}, and was 'n01440764' where the checkpoint was made"
+    assert (said in caplog.text) == is_said
+
+
 def test_images_that_a_loader_has_normalized_are_not_normalized_again(root):
     """A subclass may have other test images, in a loader with torchvision's usual transforms."""
 
