@@ -269,7 +269,7 @@ def _cores_of_rank(trainer: Any) -> int:
 
 Listing = tuple[NDArray[np.bytes_], Tensor]  # names (N,) relative to the root, labels (N,) int64
 
-SUFFIXES = (".jpeg", ".jpg", ".png")
+SUFFIXES = (".jpeg", ".jpg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # torchvision's
 DEVKIT = "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt"
 LABEL_FILES = (DEVKIT, "val_labels.txt", "LOC_val_solution.csv")
 

@@ -42,12 +42,12 @@ def test_classes_are_numbered_in_the_order_of_their_names(tmp_path):
 def test_other_files_are_ignored_and_any_spelling_of_the_suffix_is_read(tmp_path):
     folder = tmp_path / "train" / "n0"
     folder.mkdir(parents=True)
-    for name in ("a.jpg", "b.PNG", "é.jpeg", "checksums.txt", ".hidden", "._a.jpg", "../._b.jpg"):
+    for name in ("a.jpg", "b.PNG", "é.jpeg", "f.webp", "g.tif", "checksums.txt", ".hidden", "._a.jpg", "../._b.jpg"):
         (folder / name).touch()
     (tmp_path / "train" / ".cache").mkdir()
     train, classes = list_train(tmp_path)
     assert classes == ["n0"]
-    assert list(labeled(train)) == ["train/n0/a.jpg", "train/n0/b.PNG", "train/n0/é.jpeg"]
+    assert list(labeled(train)) == [f"train/n0/{name}" for name in ("a.jpg", "b.PNG", "f.webp", "g.tif", "é.jpeg")]
 
 
 def test_images_in_folders_within_a_class_are_of_that_class(tmp_path):

@@ -61,10 +61,11 @@ def test_decoders_agree_on_whole_images_of_any_color_space(decoder, mode):
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("form", ["PNG", "BMP", "PPM", "TIFF"])
 @pytest.mark.parametrize("denominator", [1, 2])
-def test_a_file_of_another_format_is_decoded(decoder, denominator):
+def test_a_file_of_another_format_is_decoded(decoder, form, denominator):
     pixels = picture(33, 48)
-    decoded = open_image(encoded(pixels, form="PNG"), decoder).decode(denominator)
+    decoded = open_image(encoded(pixels, form=form), decoder).decode(denominator)
     assert decoded.shape == (-(-33 // denominator), 48 // denominator, 3)
     assert denominator > 1 or np.array_equal(decoded, pixels)
 
