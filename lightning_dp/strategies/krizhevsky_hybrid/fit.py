@@ -506,9 +506,9 @@ class HybridFitState(SharedOnDeepcopy):
 
         The passes compute the new ones before that, and both together may not fit.
         """
-        module, trainer = self._module, self._module.trainer
-        accumulates = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches > 0
-        optimizers = self._strategy.optimizers
+        module, optimizers = self._module, self._strategy.optimizers
+        # Only Lightning knows which batch is the first: it counts those of a ``dataloader_iter`` in a way of its own.
+        accumulates = module.trainer.accumulate_grad_batches > 1
         is_seen = _sees_old_gradients(module, optimizers)
         if module.automatic_optimization and not (accumulates or is_seen):
             # Lightning keeps those of parameters that the user trains with an optimizer of his own.
