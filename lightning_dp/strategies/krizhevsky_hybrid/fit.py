@@ -245,12 +245,19 @@ class HybridFitState(SharedOnDeepcopy):
         Raises:
             ValueError: the loss leaves out what the head has returned, or there are wrong gradients in the head.
         """
+        places, said = self._places, None
         # Manual optimization may have several losses, of which only some go through the head.
         if self._module.automatic_optimization:
             self.passes.require_part_in(loss)
+            # A rank that is still in a call of the head, which this one has not made, receives it there, and raises.
+            if not self.passes.sends_in_backward:
+                here = torch.zeros(places.world_size, 1)
+                said = places.all_to_all("backward", list(here), list(here.clone()))
         # Old gradients are gone by now: a head_step in the module's `backward` or `on_after_backward` adds to new ones.
         with replaced(self, "_forget_old_gradients", lambda: None), self._running_passes():
             yield
+        if said is not None:
+            said.wait()
         self._check_gradients()
         self._check_optimizers()  # again, because on_after_backward may have changed them
 
