@@ -54,7 +54,8 @@ _ALLOW_NO_BATCHES = "allow_zero_length_dataloader_with_multiple_devices"
 
 LIKELY_REASONS = (
     "Ranks whose loaders have different numbers of batches do so, too: give each rank as many batches as the others. "
-    "So do hooks on the features in head_step, or on the head, that one rank alone has"
+    "So do hooks on the features in head_step, or on the head, that one rank alone has. A rank without samples for the "
+    "head calls it with none (features[:0])"
 )
 """Why one rank most likely begins a step while another gathers the head, or sends what another does not expect."""
 

@@ -207,8 +207,8 @@ class StepArguments:
         constants: everything that is not a tensor, with its name.
 
     Raises:
-        ValueError: a tensor has another number of rows or another device, or requires a gradient, or an object is
-            neither a tensor nor a number nor text.
+        ValueError: a tensor has another number of rows or another device, or is sparse, or requires a gradient, or an
+            object is neither a tensor nor a number nor text.
     """
 
     def __init__(self, arguments: Mapping[str, Any], features: Tensor) -> None:
@@ -258,10 +258,11 @@ def _in_one_order(value: Any, name: str = "") -> Iterator[tuple[Any, str]]:
 def _require_rows_or_constant(name: str, leaf: Any, features: Tensor) -> None:
     if isinstance(leaf, CONSTANTS):
         return
-    if not isinstance(leaf, Tensor):
+    if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
+        what = f"a tensor of {leaf.layout}" if isinstance(leaf, Tensor) else f"an object of type {type(leaf).__name__}"
         raise ValueError(
-            f"head_step's argument {name!r} contains an object of type {type(leaf).__name__}, which cannot be sent to "
-            "other ranks; pass tensors with a row for each sample, numbers, or text"
+            f"head_step's argument {name!r} contains {what}, which cannot be sent to other ranks; pass dense tensors "
+            "with a row for each sample, numbers, or text"
         )
     if leaf.dim() == 0 or len(leaf) != len(features):
         raise ValueError(

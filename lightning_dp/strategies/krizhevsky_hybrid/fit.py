@@ -245,12 +245,19 @@ class HybridFitState(SharedOnDeepcopy):
         Raises:
             ValueError: the loss leaves out what the head has returned, or there are wrong gradients in the head.
         """
+        places, said = self._places, None
         # Manual optimization may have several losses, of which only some go through the head.
         if self._module.automatic_optimization:
             self.passes.require_part_in(loss)
+            # A rank that is still in a call of the head, which this one has not made, receives it there, and raises.
+            if not self.passes.sends_in_backward:
+                here = torch.zeros(places.world_size, 1)
+                said = places.all_to_all("backward", list(here), list(here.clone()))
         # Old gradients are gone by now: a head_step in the module's `backward` or `on_after_backward` adds to new ones.
         with replaced(self, "_forget_old_gradients", lambda: None), self._running_passes():
             yield
+        if said is not None:
+            said.wait()
         self._check_gradients()
         self._check_optimizers()  # again, because on_after_backward may have changed them
 
@@ -506,9 +513,9 @@ class HybridFitState(SharedOnDeepcopy):
 
         The passes compute the new ones before that, and both together may not fit.
         """
-        module, trainer = self._module, self._module.trainer
-        accumulates = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches > 0
-        optimizers = self._strategy.optimizers
+        module, optimizers = self._module, self._strategy.optimizers
+        # Only Lightning knows which batch is the first: it counts those of a ``dataloader_iter`` in a way of its own.
+        accumulates = module.trainer.accumulate_grad_batches > 1
         is_seen = _sees_old_gradients(module, optimizers)
         if module.automatic_optimization and not (accumulates or is_seen):
             # Lightning keeps those of parameters that the user trains with an optimizer of his own.

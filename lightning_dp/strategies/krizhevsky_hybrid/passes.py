@@ -73,6 +73,7 @@ class HeadPasses(SharedOnDeepcopy):
     Attributes:
         gradient_memory: see `ParameterGradients`.
         mark: a number with a gradient of 0 wherever a result of the head has one. None: nobody looks at it.
+        sends_in_backward: whether ranks meet in the backward of this training step, as after a direct call of the head.
     """
 
     def __init__(self, head: ShardedHead, scheme: Scheme, channel: Channel, num_passes: int | None = None) -> None:
@@ -88,6 +89,7 @@ class HeadPasses(SharedOnDeepcopy):
         self.num_training_steps = 0
         self.gradient_memory: dict[Tensor, Tensor] = {}
         self.mark: nn.Parameter | None = None
+        self.sends_in_backward = False
         self._results: list[Any] = []  # nodes of the graph: what this training step has got from the head
         self._after_trunk: AfterTrunk | None = None  # of this training step, until a call of the head takes it
         self._factors: list[Tensor] = []  # one for each call of `step`, until `take_factors`
@@ -119,6 +121,7 @@ class HeadPasses(SharedOnDeepcopy):
         after_trunk, receivers = self._take_after_trunk()
         with_graph = torch.is_grad_enabled()
         logits = _LocalBatch.apply(self, self._plan(sizes), seed, after_trunk, with_graph, features, *receivers)
+        self.sends_in_backward |= logits.requires_grad
         return self._remembered(logits)
 
     def step(
@@ -214,6 +217,7 @@ class HeadPasses(SharedOnDeepcopy):
         """
         self.num_training_steps += 1
         self._results.clear()
+        self.sends_in_backward = False
         require_unchanged(module, self.head)
         self._after_trunk = AfterTrunk(self.head.parameters)
 

@@ -230,6 +230,14 @@ def test_arguments_are_where_the_features_are():
         StepArguments({"weights": torch.zeros(2, device="meta")}, torch.zeros(2, 3))
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_arguments_are_dense(layout):
+    target = torch.eye(2, 3).to_sparse(layout=layout)
+    with pytest.raises(ValueError, match=rf"'target' contains a tensor of {layout}, .* pass dense tensors"):
+        StepArguments({"target": target}, torch.zeros(2, 3))
+
+
 def test_a_change_of_large_losses_is_compared_up_to_their_rounding():
     changes = torch.tensor([0.0, 5e-4])
     assert _is_same(changes, torch.float32, scale=100.0)

@@ -408,6 +408,36 @@ def test_a_call_on_one_rank_alone_in_a_step_is_named():
     assert all("made a call that the other has not" in text for text in first)
 
 
+class NothingForTheHead(StepNet):
+    """In one step rank 1 has no sample with a label. Under DDP with ``find_unused_parameters`` that works."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 2 and self.global_rank == 1:
+            return self.trunk(batch[0]).square().mean()
+        return super().training_step(batch, batch_idx)
+
+
+class LessForTheHead(StepNet):
+    """In one step rank 1 has no further sample for a second loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2 and self.global_rank == 1:
+            return loss
+        return loss + self.head_step(2 * self.trunk(batch[0]), batch[1])
+
+
+def _rank_1_calls_less(rank: int, net: type[StepNet]) -> list[str]:
+    return errors_of(rank, [net], RuntimeError, timeout=timedelta(seconds=30), find_unused_parameters=True)
+
+
+@pytest.mark.parametrize("net", [NothingForTheHead, LessForTheHead])
+def test_a_rank_that_goes_to_backward_without_a_call_of_the_others_is_named(net):
+    (said,), _ = run_processes(2, _rank_1_calls_less, net)
+    assert "made a call that the other has not" in said
+    assert "'backward'" in said
+
+
 class FeatureHook(StepNet):
     """Rank 0 looks at the gradient of the features. The other ranks do not know, and have no sum for it."""
 

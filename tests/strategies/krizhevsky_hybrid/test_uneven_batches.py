@@ -8,6 +8,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
+from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
@@ -145,4 +146,24 @@ def _ends_within(rank: int) -> Result:
 def test_an_epoch_may_end_within_a_training_step():
     expected = fit_with(all_batches(2), "auto", 1, _ReadsIterator, {"max_epochs": 2})
     for result in run_processes(2, _ends_within):
+        assert_same(result, expected, 1e-9)
+
+
+class _ReadsLoader(StepNet):
+    """Takes batches itself from the loader. Lightning then begins to accumulate anew one batch later."""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        batch, *_ = next(dataloader_iter)
+        return super().training_step(batch, 0)
+
+
+def _accumulates_what_it_reads(rank: int) -> list[Result]:
+    options = {"accumulate_grad_batches": 2, "max_epochs": 2}
+    strategies = KrizhevskyHybridStrategy(), DDPStrategy()
+    return [fit_with(batches(rank, 2, steps=5), strategy, 2, _ReadsLoader, options) for strategy in strategies]
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+def test_a_step_that_reads_the_loader_accumulates_as_under_ddp():
+    for result, expected in run_processes(2, _accumulates_what_it_reads):
         assert_same(result, expected, 1e-9)
