@@ -730,8 +730,10 @@ class BestCheckpoint(ModelCheckpoint):
         """
         path, own = state_dict["best_model_path"], Path(self.dirpath or "", OF_A_RUN["best"].name)
         best_score = state_dict.get("best_model_score")
-        if path and own.exists() and (not Path(path).exists() or _best_score(own, self) == best_score):
-            path = str(own)  # the run folder has been moved, or copied
+        beside = Path(self._config.get("ckpt_path") or own).with_name(own.name)
+        for copy in (beside, own):  # the folder of the run has been moved, or copied
+            if path and copy.exists() and (not Path(path).exists() or _best_score(copy, self) == best_score):
+                path = str(copy)
         if path and not Path(path).exists():
             raise FileNotFoundError(f"test=best: the best weights so far are gone; put {path} back, or use test=last")
         is_elsewhere = path and Path(path).resolve().parent != Path(self.dirpath or "").resolve()

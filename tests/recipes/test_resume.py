@@ -924,6 +924,16 @@ def test_the_best_of_a_run_whose_folder_was_moved_is_in_that_folder(tmp_path):
     assert callback.best_model_path == str(own)
 
 
+@pytest.mark.ci
+def test_the_best_of_a_run_whose_folder_was_moved_is_tested_by_one_that_continues_it_elsewhere(tmp_path):
+    """It is beside the checkpoint."""
+    steps = "+optim.scheduler.total_steps=9"
+    found = train(tiny(tmp_path / "first", *BEST, steps))
+    moved = last((tmp_path / "first").rename(tmp_path / "moved"))
+    more = (*BEST, steps, "trainer.max_epochs=3", f"ckpt_path={moved}")
+    assert train(tiny(tmp_path / "second", *more))["test/loss"] == found["test/loss"]
+
+
 def test_the_best_of_a_run_that_went_on_meanwhile_is_not_taken_for_that_of_this_one(tmp_path):
     config = tiny(tmp_path / "new", *BEST)
     path = save(tmp_path / "before")
