@@ -582,6 +582,15 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts(tmp_path):
         (run / result).unlink()
 
 
+def test_a_run_that_was_killed_before_its_first_row_starts(tmp_path):
+    """With the same options, another run beside it would be taken for it."""
+    run = tmp_path / "runs" / "tiny" / "run"
+    save(tmp_path / "runs" / "tiny" / "other")
+    (run / ".hydra").mkdir(parents=True)
+    (run / ".hydra" / "config.yaml").write_text("ckpt_path: null\n")
+    assert find("last", run) is None
+
+
 @pytest.mark.ci
 def test_a_continued_run_that_was_killed_before_its_first_checkpoint_begins_where_it_began(tmp_path):
     """It would start from the beginning, or by the command of before be taken for another run."""
