@@ -288,8 +288,9 @@ def main() -> None:
         jobs = read_sweep(arguments.sweep_dir, metric, result, count_bytes=not arguments.metrics_only)
         accuracy = common_accuracy(jobs) if arguments.accuracy is None else arguments.accuracy
         text = table(jobs, metric, accuracy, result)
+        print(text, flush=True)  # before it is written: the folder may be somebody else's, and closed to this user
         (arguments.sweep_dir / "compare.md").write_text(text + "\n")
         draw(jobs, metric, arguments.sweep_dir / "compare.png", result)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    print(f"{text}\n\nwritten to {arguments.sweep_dir / 'compare.md'} and compare.png")
+    print(f"\nwritten to {arguments.sweep_dir / 'compare.md'} and compare.png")

@@ -46,6 +46,7 @@ log = logging.getLogger("train")
 
 FOLDER = "checkpoints"
 METRICS = "metrics.csv"
+CONFIGURATION = ".hydra/config.yaml"
 CURVES = "curves.png"  # is written when a run has ended, and removed where it begins or continues
 OF_A_RUN = {"last": Path(FOLDER, "last.ckpt"), "best": Path(FOLDER, "best.ckpt")}
 # Keys that do not change what is trained: a run may continue with other values.
@@ -69,8 +70,8 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
     - A path: that checkpoint, whatever its configuration.
     - ``"last"`` or ``"best"``: that of the run folder. If it has none, a single run takes that of the newest run of the
       same name and configuration beside it. These begin again instead, where the run in that folder had begun, since
-      they may have been killed before their first checkpoint: a run whose folder has metrics, a job of a sweep in which
-      any job has metrics, and ranks that torchrun or SLURM has started.
+      they may have been killed before their first checkpoint: a run whose folder has its metrics or configuration, a
+      job of a sweep in which any job has metrics, and ranks that torchrun or SLURM has started.
 
     Args:
         config: the whole configuration.
@@ -129,7 +130,8 @@ def _of_a_run(requested: str, config: Config, in_sweep: bool, launched: bool) ->
             "the one to continue; add 'hydra.job.config.override_dirname.exclude_keys=[ckpt_path]'"
         )
     others = sorted(run_dir.parent.glob(f"*/{file}"), key=lambda path: path.stat().st_mtime, reverse=True)
-    begun = (run_dir / METRICS).exists() or (in_sweep and any(run_dir.parent.glob(f"*/{METRICS}")))
+    begun = any((run_dir / file).exists() for file in (METRICS, CONFIGURATION))
+    begun = begun or (in_sweep and any(run_dir.parent.glob(f"*/{METRICS}")))
     # Without training, random weights would be tested.
     if config["train"] and (launched or begun) and not _has_results(run_dir):
         return None
@@ -156,7 +158,7 @@ def _has_results(run_dir: Path) -> bool:
 
 def _begun_from(run_dir: Path) -> Path | None:
     """Return the checkpoint of another folder that the run in this one has begun from, or None."""
-    file = run_dir / ".hydra" / "config.yaml"
+    file = run_dir / CONFIGURATION
     config: Any = OmegaConf.load(file) if file.is_file() else {}
     path = config.get("ckpt_path")
     return None if path in (None, *OF_A_RUN) or is_of(run_dir, Path(path)) else Path(path)
@@ -258,7 +260,7 @@ def is_of(run_dir: Path, checkpoint: Path) -> bool:
 def run_folder(checkpoint: Path) -> Path:
     """Return the folder of a checkpoint's run. A name with "{val/acc}" makes folders of its own below checkpoints/."""
     path = checkpoint.resolve()
-    is_of_run = (folder for folder in path.parents if (folder / ".hydra" / "config.yaml").is_file())
+    is_of_run = (folder for folder in path.parents if (folder / CONFIGURATION).is_file())
     return next(is_of_run, path.parent.parent)
 
 
@@ -730,8 +732,10 @@ class BestCheckpoint(ModelCheckpoint):
         """
         path, own = state_dict["best_model_path"], Path(self.dirpath or "", OF_A_RUN["best"].name)
         best_score = state_dict.get("best_model_score")
-        if path and own.exists() and (not Path(path).exists() or _best_score(own, self) == best_score):
-            path = str(own)  # the run folder has been moved, or copied
+        beside = Path(self._config.get("ckpt_path") or own).with_name(own.name)
+        for copy in (beside, own):  # the folder of the run has been moved, or copied
+            if path and copy.exists() and (not Path(path).exists() or _best_score(copy, self) == best_score):
+                path = str(copy)
         if path and not Path(path).exists():
             raise FileNotFoundError(f"test=best: the best weights so far are gone; put {path} back, or use test=last")
         is_elsewhere = path and Path(path).resolve().parent != Path(self.dirpath or "").resolve()

@@ -232,12 +232,30 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     trainer = instantiate(config["trainer"], callbacks=callbacks, logger=loggers or False, _convert_="all")
     if loggers is None:
         # Every run has a logger, so that a module may write to it. Hydra would take this one for a configuration.
-        trainer.loggers = [DummyLogger()]
+        trainer.loggers = [NoLogger(trainer.default_root_dir)]
     if isinstance(trainer.precision_plugin, DoublePrecision):
         # Lightning converts the module after it has loaded a checkpoint, and so rounds the weights in it to 32 bits.
         model = trainer.precision_plugin.convert_module(model)
     write_complete_files(trainer.strategy)
     return trainer, model, data
+
+
+class NoLogger(DummyLogger):
+    """Keeps nothing of what a module writes to it. Files of its own a module may put into the folder of the run."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = folder
+
+    @property
+    def save_dir(self) -> str:
+        """That folder. It is also the Trainer's ``log_dir``."""
+        return self._folder
+
+    @property
+    def log_dir(self) -> str:
+        """That folder, by the name that Lightning's loggers of files have for it."""
+        return self._folder
 
 
 def result_line(metrics: dict[str, float], run_dir: str) -> str:

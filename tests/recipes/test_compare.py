@@ -110,6 +110,14 @@ def test_the_command_writes_a_table_and_a_plot(sweep, monkeypatch, capsys):
     assert (sweep / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_table_of_a_folder_that_cannot_be_written_to_is_printed(sweep, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["compare.py", str(sweep)])
+    (sweep / "compare.md").mkdir()  # as an error of writing: root may write to any folder
+    with pytest.raises(SystemExit, match=r"error: .*compare\.md"):
+        compare.main()
+    assert "| test/acc |" in capsys.readouterr().out
+
+
 @pytest.mark.ci
 def test_jobs_without_validation_are_compared_by_their_training(tmp_path, monkeypatch, capsys):
     for name, overrides, accuracy in (("0", [], 0.5), ("1", ["strategy=layered_sgd_single"], 0.6)):

@@ -185,13 +185,16 @@ class Writes(Classifier):
 
     def on_test_epoch_end(self):
         self.logger.log_metrics({"test/own": 1.0}, step=self.global_step)
+        for folder in (self.trainer.log_dir, self.logger.save_dir, self.logger.log_dir):
+            Path(folder, "images.txt").touch()
 
 
 @pytest.mark.ci
 def test_a_module_may_write_to_its_logger(run_dir):
-    """A run always has one."""
+    """A run always has one, and its folder is that of the run."""
     checkpoint = run_dir / "checkpoints" / "last.ckpt"
     assert evaluate(checkpoint, [f"model._target_={__name__}.Writes"]) == evaluate(checkpoint, [])
+    (run_dir / "images.txt").unlink()
 
 
 class Divided(LightningDataModule):

@@ -582,6 +582,15 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts(tmp_path):
         (run / result).unlink()
 
 
+def test_a_run_that_was_killed_before_its_first_row_starts(tmp_path):
+    """With the same options, another run beside it would be taken for it."""
+    run = tmp_path / "runs" / "tiny" / "run"
+    save(tmp_path / "runs" / "tiny" / "other")
+    (run / ".hydra").mkdir(parents=True)
+    (run / ".hydra" / "config.yaml").write_text("ckpt_path: null\n")
+    assert find("last", run) is None
+
+
 @pytest.mark.ci
 def test_a_continued_run_that_was_killed_before_its_first_checkpoint_begins_where_it_began(tmp_path):
     """It would start from the beginning, or by the command of before be taken for another run."""
@@ -922,6 +931,16 @@ def test_the_best_of_a_run_whose_folder_was_moved_is_in_that_folder(tmp_path):
     callback = BestCheckpoint(config)
     callback.load_state_dict(state)
     assert callback.best_model_path == str(own)
+
+
+@pytest.mark.ci
+def test_the_best_of_a_run_whose_folder_was_moved_is_tested_by_one_that_continues_it_elsewhere(tmp_path):
+    """It is beside the checkpoint."""
+    steps = "+optim.scheduler.total_steps=9"
+    found = train(tiny(tmp_path / "first", *BEST, steps))
+    moved = last((tmp_path / "first").rename(tmp_path / "moved"))
+    more = (*BEST, steps, "trainer.max_epochs=3", f"ckpt_path={moved}")
+    assert train(tiny(tmp_path / "second", *more))["test/loss"] == found["test/loss"]
 
 
 def test_the_best_of_a_run_that_went_on_meanwhile_is_not_taken_for_that_of_this_one(tmp_path):
