@@ -250,7 +250,7 @@ class HybridFitState(SharedOnDeepcopy):
         if self._module.automatic_optimization:
             self.passes.require_part_in(loss)
             # A rank that is still in a call of the head, which this one has not made, receives it there, and raises.
-            if not self.passes.sends_in_backward:
+            if not self.passes.sends_in_backward_of(loss):
                 here = torch.zeros(places.world_size, 1)
                 said = places.all_to_all("backward", list(here), list(here.clone()))
         # Old gradients are gone by now: a head_step in the module's `backward` or `on_after_backward` adds to new ones.

@@ -73,7 +73,6 @@ class HeadPasses(SharedOnDeepcopy):
     Attributes:
         gradient_memory: see `ParameterGradients`.
         mark: a number with a gradient of 0 wherever a result of the head has one. None: nobody looks at it.
-        sends_in_backward: whether ranks meet in the backward of this training step, as after a direct call of the head.
     """
 
     def __init__(self, head: ShardedHead, scheme: Scheme, channel: Channel, num_passes: int | None = None) -> None:
@@ -89,8 +88,8 @@ class HeadPasses(SharedOnDeepcopy):
         self.num_training_steps = 0
         self.gradient_memory: dict[Tensor, Tensor] = {}
         self.mark: nn.Parameter | None = None
-        self.sends_in_backward = False
         self._results: list[Any] = []  # nodes of the graph: what this training step has got from the head
+        self._direct: list[Any] = []  # those of them in whose backward the ranks meet
         self._after_trunk: AfterTrunk | None = None  # of this training step, until a call of the head takes it
         self._factors: list[Tensor] = []  # one for each call of `step`, until `take_factors`
         self._has_warned_of_weights = False
@@ -121,8 +120,10 @@ class HeadPasses(SharedOnDeepcopy):
         after_trunk, receivers = self._take_after_trunk()
         with_graph = torch.is_grad_enabled()
         logits = _LocalBatch.apply(self, self._plan(sizes), seed, after_trunk, with_graph, features, *receivers)
-        self.sends_in_backward |= logits.requires_grad
-        return self._remembered(logits)
+        logits = self._remembered(logits)
+        if logits.grad_fn is not None:
+            self._direct.append(logits.grad_fn)
+        return logits
 
     def step(
         self,
@@ -217,7 +218,7 @@ class HeadPasses(SharedOnDeepcopy):
         """
         self.num_training_steps += 1
         self._results.clear()
-        self.sends_in_backward = False
+        self._direct.clear()
         require_unchanged(module, self.head)
         self._after_trunk = AfterTrunk(self.head.parameters)
 
@@ -250,6 +251,10 @@ class HeadPasses(SharedOnDeepcopy):
                 "If the losses of other ranks depend on it, add it times 0 to the loss of this one (0 * logits.sum()). "
                 f"If none does, call {self.head.name!r} under torch.no_grad()"
             )
+
+    def sends_in_backward_of(self, loss: Tensor) -> bool:
+        """Return whether the ranks meet in backward of ``loss``, as behind a direct call of the head it depends on."""
+        return bool(self._direct) and _reaches_any(loss, self._direct)
 
     def seed_of_pass(self, seed: int | None, number: int) -> int | None:
         """Return the first of the K + 1 seeds of pass ``number``: one that all ranks share, and one for each rank."""

@@ -427,11 +427,19 @@ class LessForTheHead(StepNet):
         return loss + self.head_step(2 * self.trunk(batch[0]), batch[1])
 
 
+class LessBesideAccuracy(LessForTheHead):
+    """It also calls the head itself, for a metric. No gradient comes back from there, so no rank meets another."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.correct = (self(batch[0]).argmax(1) == batch[1]).sum()
+        return super().training_step(batch, batch_idx)
+
+
 def _rank_1_calls_less(rank: int, net: type[StepNet]) -> list[str]:
     return errors_of(rank, [net], RuntimeError, timeout=timedelta(seconds=30), find_unused_parameters=True)
 
 
-@pytest.mark.parametrize("net", [NothingForTheHead, LessForTheHead])
+@pytest.mark.parametrize("net", [NothingForTheHead, LessForTheHead, LessBesideAccuracy])
 def test_a_rank_that_goes_to_backward_without_a_call_of_the_others_is_named(net):
     (said,), _ = run_processes(2, _rank_1_calls_less, net)
     assert "made a call that the other has not" in said
