@@ -166,7 +166,7 @@ class ImageRate:
     def on_train_batch_end(
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the time and the images of a batch. All ranks are taken to have as many images as this one.
+        """Count the time and the images of a batch. All slices of it are taken to have as many images as this one.
 
         A batch whose size cannot be told counts no images.
         """
@@ -178,7 +178,7 @@ class ImageRate:
             self.train_s += step_s
             self._epoch_s += step_s
             with suppress(ValueError):
-                self._epoch_images += self._num_images(batch) * trainer.world_size
+                self._epoch_images += self._num_images(batch) * _num_slices(trainer)
         self._has_begun = True
 
     def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -190,6 +190,12 @@ class ImageRate:
         return local_batch_size(batch)
 
 
+def _num_slices(trainer: Any) -> int:
+    """Return into how many slices a global batch is divided. Ranks of tensor parallelism have the same one."""
+    parts = getattr(trainer.strategy, "distributed_sampler_kwargs", None)  # what Lightning's sampler gets
+    return 1 if parts is None else int(parts["num_replicas"])  # None on one device
+
+
 class ImagesPerSecond(ImageRate, _OwnCallback):
     """Log images per second in each epoch, over all ranks, and print the last ones at the end of training.
 
@@ -199,8 +205,8 @@ class ImagesPerSecond(ImageRate, _OwnCallback):
       with a method ``loader_images_per_s()``, such as `lightning_dp.data.ImageNet`. If it is not clearly higher than
       the other, training waits for the loader: use more workers, or more CPU cores.
 
-    Both are those of rank 0 times the number of ranks, so no communication is needed. A batch must be a pair of images
-    and labels.
+    Both are those of rank 0 times the number of ranks that have images of their own, so no communication is needed. A
+    batch must be a pair of images and labels.
     """
 
     counts_first_batch = False
@@ -222,7 +228,7 @@ class ImagesPerSecond(ImageRate, _OwnCallback):
         measure = getattr(trainer.datamodule, "loader_images_per_s", None)
         loader = None if measure is None else measure()
         if loader is not None:
-            self._last["loader"] = loader * trainer.world_size
+            self._last["loader"] = loader * _num_slices(trainer)
         for name, rate in self._last.items():
             # Both options together: no average over ranks, and no advice of Lightning's to take one.
             pl_module.log(f"images_per_s/{name}", rate, sync_dist=True, rank_zero_only=True)

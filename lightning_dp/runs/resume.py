@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import math
+import os
 import random
 import re
 import shutil
@@ -112,7 +113,7 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
             if kept := _in_state(found, path):
                 log.warning("optimizer and schedule go on with their values in the checkpoint: %s", _named(kept))
     log.info("continuing from %s", path)
-    return path.resolve()
+    return _located(path)
 
 
 def _of_a_run(requested: str, config: Config, in_sweep: bool, launched: bool) -> Path | None:
@@ -254,14 +255,21 @@ def require_unused(run_dir: Path, checkpoint: Path | None, key: str) -> None:
 
 def is_of(run_dir: Path, checkpoint: Path) -> bool:
     """Return whether a checkpoint is in a run folder."""
-    return run_dir.resolve() in checkpoint.resolve().parents
+    return run_dir.resolve() in _located(checkpoint).parents
 
 
 def run_folder(checkpoint: Path) -> Path:
     """Return the folder of a checkpoint's run. A name with "{val/acc}" makes folders of its own below checkpoints/."""
-    path = checkpoint.resolve()
+    path = _located(checkpoint)
     is_of_run = (folder for folder in path.parents if (folder / CONFIGURATION).is_file())
     return next(is_of_run, path.parent.parent)
+
+
+def _located(checkpoint: Path) -> Path:
+    """Return the path without links, but to a file in a run folder whose checkpoints/ is a link to another disk."""
+    path = Path(os.path.abspath(checkpoint))
+    run_dir = path.parent.parent.resolve()
+    return run_dir / path.parent.name / path.name if (run_dir / CONFIGURATION).is_file() else path.resolve()
 
 
 @contextmanager

@@ -106,15 +106,22 @@ def test_an_epoch_of_one_batch_has_no_rate(clock, capsys):
     assert "images per second" not in capsys.readouterr().out, "those of the fit before"
 
 
-def two_ranks(rank):
+class Divided(Net):
+    """A network whose layers a strategy may divide among ranks."""
+
+    def configure_model(self):
+        pass
+
+
+def two_ranks(rank, strategy="ddp"):
     import warnings
 
     warnings.filterwarnings("ignore", message=".*(treespec, LeafSpec|does not have many workers|sync_dist)")
     clock = Clock()
     timers.time = clock
     callback = ImagesPerSecond()
-    runner = trainer(callback, max_epochs=1, devices=2, strategy="ddp")
-    runner.fit(Net(clock), loader(), loader(6))
+    runner = trainer(callback, max_epochs=1, devices=2, strategy=strategy)
+    runner.fit(Divided(clock), loader(), loader(6))
     return callback._last, "images_per_s/train" in runner.callback_metrics
 
 
@@ -122,6 +129,12 @@ def test_images_of_all_ranks_count():
     (first, logged), _ = run_processes(2, two_ranks)
     assert first == {"train": pytest.approx(2 * 3 / 2)}
     assert logged
+
+
+def test_images_of_ranks_that_share_a_layer_count_once():
+    """Tensor parallelism gives both the same images."""
+    for measured, _ in run_processes(2, two_ranks, pl.strategies.ModelParallelStrategy(1, 2)):
+        assert measured == {"train": pytest.approx(3 / 2)}
 
 
 class SavesWithin(pl.Callback):

@@ -985,6 +985,22 @@ def test_the_best_weights_of_before_are_kept_where_the_first_run_goes_on_meanwhi
     assert train(config)["test/loss"] == found["test/loss"]
 
 
+@pytest.mark.ci
+def test_checkpoints_on_another_disk_belong_to_the_run_folder_that_has_a_link_to_it(tmp_path):
+    """Compute centers have a large disk for them."""
+    run_dir, other, disk = tmp_path / "run", tmp_path / "other", tmp_path / "disk"
+    (run_dir / ".hydra").mkdir(parents=True)
+    (run_dir / ".hydra" / "config.yaml").touch()
+    disk.mkdir()
+    (run_dir / "checkpoints").symlink_to(disk)
+    train(tiny(run_dir, "trainer.max_epochs=1"))
+    config = tiny(run_dir, "trainer.max_epochs=1", "ckpt_path=last")
+    assert find_checkpoint(config) == last(run_dir)
+    rows = [row for row in metrics(run_dir) if not row["test/acc"]]
+    train(tiny(other, "trainer.max_epochs=1", f"ckpt_path={last(run_dir)}"))
+    assert [{name: row[name] for name in rows[0]} for row in metrics(other)[: len(rows)]] == rows
+
+
 def test_the_best_of_a_copied_run_folder_is_in_the_copy(tmp_path):
     """The first run may have gone on meanwhile, and have another best."""
     config = tiny(tmp_path / "copy", *BEST)
