@@ -143,7 +143,7 @@ class ImageNet(ImageDataModule):
         return {"class_names": list(self._class_names)} if self._class_names else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Log a warning if the model of a checkpoint has learned other classes by the labels of these."""
+        """Log a warning if a label stands for another class than where the checkpoint was made."""
         both = enumerate(zip(state_dict.get("class_names", ()), self._class_names, strict=False))
         moved = next(((label, *names) for label, names in both if len(set(names)) > 1), None)
         if moved is not None and (self.trainer is None or self.trainer.is_global_zero):

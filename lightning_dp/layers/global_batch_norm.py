@@ -181,7 +181,8 @@ def average_running_statistics(
         model: contains the global layers.
         group: None is the default group.
         copies: copies of ``model`` or of parts of it, for example moving averages, whose global layers are averaged
-            too, and those with the names of the model's. They may lie on another device. Every rank must pass as many.
+            too, and layers with the names of the model's. They may lie on another device. Every rank must pass the same
+            number of copies.
 
     Raises:
         ValueError: there are no global layers, whose statistics could be averaged.

@@ -241,7 +241,7 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
 
 
 class NoLogger(DummyLogger):
-    """Keeps nothing of what a module writes to it. Files of its own a module may put into the folder of the run."""
+    """Keeps nothing of what a module logs to it. A module may put files of its own into the run folder."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()

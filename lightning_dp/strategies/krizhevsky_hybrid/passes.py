@@ -158,8 +158,8 @@ class HeadPasses(SharedOnDeepcopy):
                 In backward: the loss was multiplied by another factor than ``only_factor``. See also `StepArguments`.
         """
         # On a GPU in steps 1, 2, 4, 8, ..., because reading a loss waits for the device. By calls and by training
-        # steps, because a training step may have several calls, or none. The same for penalties on weights, which a
-        # second call of ``head_step`` tells from mistakes.
+        # steps, because a training step may have several calls, or none. Losses with a penalty on weights differ in
+        # each step, and only further calls of ``head_step`` tell them from mistakes.
         is_power = 1 in ((self.num_steps + 1).bit_count(), self.num_training_steps.bit_count())
         is_compared = is_power or not (features.is_cuda or self._has_warned_of_weights)
         own = StepArguments(arguments, features)
@@ -253,7 +253,7 @@ class HeadPasses(SharedOnDeepcopy):
             )
 
     def sends_in_backward_of(self, loss: Tensor) -> bool:
-        """Return whether the ranks meet in backward of ``loss``, as behind a direct call of the head it depends on."""
+        """Return whether the ranks meet in backward of ``loss``: it depends on a direct call of the head."""
         return bool(self._direct) and _reaches_any(loss, self._direct)
 
     def seed_of_pass(self, seed: int | None, number: int) -> int | None:
