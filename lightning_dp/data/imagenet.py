@@ -297,8 +297,8 @@ def list_val(root: Path, classes: Sequence[str], label_file: Path | None = None)
 
     Raises:
         FileNotFoundError: there is no such folder, no image in it, or no label file for images without class folders.
-        ValueError: a class is not among ``classes``, images are beside class folders, or the label file does not fit
-            the images.
+        ValueError: a class is not among ``classes``, images are beside class folders, a label file is given for class
+            folders, or it does not fit the images.
     """
     folder = root / "val"
     _require_folder(folder, root)
@@ -307,6 +307,11 @@ def list_val(root: Path, classes: Sequence[str], label_file: Path | None = None)
         unknown = sorted(set(present) - set(classes))
         if unknown:
             raise ValueError(f"{folder} has a class {unknown[0]} that {root / 'train'} does not have; move it away")
+        if label_file is not None:
+            raise ValueError(
+                f"val_labels={label_file} has no effect on class folders, which {folder} has; leave it out, or put the "
+                "images into one folder"
+            )
         return _list_classes(root, folder, present, classes)
     names = _images(folder)
     if label_file is None:

@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 
 from lightning_dp.planner.plots import colors_of
 from lightning_dp.runs.command_line import argument_parser, hydra_of, message_of
-from lightning_dp.runs.metrics import rows_of
+from lightning_dp.runs.metrics import IMAGES_PER_S, rows_of
 from lightning_dp.runs.resume import CURVES, METRICS, OF_A_RUN
 from lightning_dp.runs.traffic import bytes_per_step
 
@@ -158,7 +158,7 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
     with naming_damage(folder / METRICS):
         seconds, logged = sorted(values("time/train_s").items()), sorted(values(metric).items())
         shares = list(values("agbn/is_global").values())
-        rates = list(values("time/images_per_s").values())
+        rates = list(values(IMAGES_PER_S).values())
         found = values(result) if finished else {}
         # A later test in the folder (train=false), of any weights, has step 0.
         reached = found[max(found)] if found else math.nan

@@ -33,6 +33,7 @@ VAL_COLOR = "#e66101"
 TEST_COLOR = "#111111"
 RATE_COLOR = "#7b3294"
 IS_GLOBAL = "agbn/is_global"
+IMAGES_PER_S = "time/images_per_s"
 
 
 class MetricsFile(Logger):

@@ -12,7 +12,6 @@ import math
 import os
 import random
 import re
-import shutil
 import textwrap
 import zipfile
 from collections.abc import Iterator
@@ -39,7 +38,7 @@ from lightning_dp._private.lightning_names import begin_next_epoch, modes_in_tra
 from lightning_dp._private.torch_names import BatchNorm
 from lightning_dp.data.loading import derive_seed
 from lightning_dp.runs.validation import Config, is_of_validation
-from lightning_dp.strategies.complete_files import existing
+from lightning_dp.strategies.complete_files import copy, existing
 from lightning_dp.strategies.consolidate import REST
 from lightning_dp.trial_run import generators_of
 
@@ -133,10 +132,15 @@ def _of_a_run(requested: str, config: Config, in_sweep: bool, launched: bool) ->
     others = sorted(run_dir.parent.glob(f"*/{file}"), key=lambda path: path.stat().st_mtime, reverse=True)
     begun = any((run_dir / file).exists() for file in (METRICS, CONFIGURATION))
     begun = begun or (in_sweep and any(run_dir.parent.glob(f"*/{METRICS}")))
-    # Without training, random weights would be tested.
-    if config["train"] and (launched or begun) and not _has_results(run_dir):
-        return None
     kept = "" if requested == "last" else "; test=best keeps the best weights"
+    if (launched or begun) and not _has_results(run_dir):
+        if config["train"]:
+            return None
+        if begun and _recorded(run_dir).get("train", True):  # else a test of another run's weights is repeated
+            raise FileNotFoundError(
+                f"ckpt_path={requested}: {run_dir} has no {file} to test, because its run ended before{kept}; name "
+                "another file with ckpt_path=PATH"
+            )
     if in_sweep:
         raise FileNotFoundError(
             f"ckpt_path={requested}: {run_dir} has no {file}{kept}; continue a sweep with hydra.sweep.dir=FOLDER, or "
@@ -159,10 +163,14 @@ def _has_results(run_dir: Path) -> bool:
 
 def _begun_from(run_dir: Path) -> Path | None:
     """Return the checkpoint of another folder that the run in this one has begun from, or None."""
-    file = run_dir / CONFIGURATION
-    config: Any = OmegaConf.load(file) if file.is_file() else {}
-    path = config.get("ckpt_path")
+    path = _recorded(run_dir).get("ckpt_path")
     return None if path in (None, *OF_A_RUN) or is_of(run_dir, Path(path)) else Path(path)
+
+
+def _recorded(run_dir: Path) -> Any:
+    """Return the configuration that the last run in this folder has written there, ``{}`` if none has."""
+    file = run_dir / CONFIGURATION
+    return OmegaConf.load(file) if file.is_file() else {}
 
 
 def _begins_again(run_dir: Path, checkpoint: Path) -> bool:
@@ -558,10 +566,12 @@ class ContinuesAfterCheckpoint(Callback):
 
     Args:
         checkpoint: that this rank continues from, or None.
+        run_dir: the folder of the run.
     """
 
-    def __init__(self, checkpoint: str | None) -> None:
+    def __init__(self, checkpoint: str | None, run_dir: str) -> None:
         self._checkpoint = checkpoint
+        self._run_dir = Path(run_dir)
         self._has_trained = False
         self._at_start: dict[str, bool] = {}  # see `_switches`
         self._switched: dict[str, bool] = {}  # what the run of the checkpoint had changed
@@ -609,12 +619,21 @@ class ContinuesAfterCheckpoint(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Correct the loop. Called by Lightning when the checkpoint has been loaded."""
         self._has_trained = True
+        self._take_back(trainer)
         begin_next_epoch(trainer)
         self._at_start = {}
         # The epoch does not tell that it stopped in the first one, nor the reason that another rank had one.
         running = EarlyStoppingReason.NOT_STOPPED
         if any(each.stopped_epoch > 0 or each.stopping_reason != running for each in trainer.early_stopping_callbacks):
             trainer.should_stop = True
+
+    def _take_back(self, trainer: Trainer) -> None:
+        """Replace last.ckpt by an earlier checkpoint of its run, or that would be continued if this run is killed."""
+        if self._checkpoint is None or not trainer.is_global_zero:
+            return
+        path, last = Path(self._checkpoint), self._run_dir / OF_A_RUN["last"]
+        if last.exists() and is_of(self._run_dir, path) and path.resolve() != last.resolve():
+            copy(path, last)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Freeze and unfreeze what the run before had, after all hooks of the start and before those of the epoch.
@@ -705,8 +724,6 @@ class BestCheckpoint(ModelCheckpoint):
         if not self.best_model_path or path.resolve() == own.resolve():
             return
         if trainer.is_global_zero:
-            own.parent.mkdir(exist_ok=True)
-            copy = shutil.copytree if path.is_dir() else shutil.copy2
             copy(path, own)
         trainer.strategy.barrier()
         assert self.best_model_score is not None
@@ -741,9 +758,9 @@ class BestCheckpoint(ModelCheckpoint):
         path, own = state_dict["best_model_path"], Path(self.dirpath or "", OF_A_RUN["best"].name)
         best_score = state_dict.get("best_model_score")
         beside = Path(self._config.get("ckpt_path") or own).with_name(own.name)
-        for copy in (beside, own):  # the folder of the run has been moved, or copied
-            if path and copy.exists() and (not Path(path).exists() or _best_score(copy, self) == best_score):
-                path = str(copy)
+        for moved in (beside, own):  # the folder of the run has been moved, or copied
+            if path and moved.exists() and (not Path(path).exists() or _best_score(moved, self) == best_score):
+                path = str(moved)
         if path and not Path(path).exists():
             raise FileNotFoundError(f"test=best: the best weights so far are gone; put {path} back, or use test=last")
         is_elsewhere = path and Path(path).resolve().parent != Path(self.dirpath or "").resolve()

@@ -38,6 +38,7 @@ from lightning_dp.runs.command_line import (
 )
 from lightning_dp.runs.hydra_versions import instantiate
 from lightning_dp.runs.metrics import (
+    IMAGES_PER_S,
     MetricsFile,
     RowsInCheckpoint,
     draw_curves,
@@ -160,7 +161,11 @@ def first_rows(config: Config) -> list[dict[str, str]]:
     """Return the rows with which the metrics.csv of a run from a checkpoint begins."""
     if is_tested_again(config):  # the weights of an earlier epoch, maybe, and the run has gone on from there
         return rows_of(Path(config["run_dir"]))
-    return rows_before(Path(config["ckpt_path"]))
+    rows = rows_before(Path(config["ckpt_path"]))
+    if is_of(Path(config["run_dir"]), Path(config["ckpt_path"])):
+        return rows
+    # `compare` averages the speed of a run, and that of another one may come from other machines or another strategy.
+    return [{name: value for name, value in row.items() if name != IMAGES_PER_S} for row in rows]
 
 
 def is_tested_again(config: Config) -> bool:
@@ -228,7 +233,7 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     if config.get("test") == "best" and config["train"]:
         callbacks.insert(0, BestCheckpoint(config))
     callbacks += [RowsInCheckpoint(logger) for logger in loggers or () if isinstance(logger, MetricsFile)]
-    callbacks.insert(0, ContinuesAfterCheckpoint(config.get("ckpt_path")))
+    callbacks.insert(0, ContinuesAfterCheckpoint(config.get("ckpt_path"), config["run_dir"]))
     trainer = instantiate(config["trainer"], callbacks=callbacks, logger=loggers or False, _convert_="all")
     if loggers is None:
         # Every run has a logger, so that a module may write to it. Hydra would take this one for a configuration.

@@ -75,6 +75,20 @@ def write_file(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None
         remove(unfinished)
 
 
+def copy(source: Path, path: Path) -> None:
+    """Copy a checkpoint, a file or a folder. What is there is replaced once the copy is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = hidden_beside(path)
+    try:
+        if source.is_dir():
+            shutil.copytree(source, unfinished)
+        else:
+            shutil.copy2(source, unfinished)
+        replace(path, unfinished)
+    finally:
+        remove(unfinished)
+
+
 @contextmanager
 def naming_checkpoint(path: Any) -> Iterator[None]:
     """Let an error within the context say which checkpoint was read. torch's do not, if a file is truncated."""

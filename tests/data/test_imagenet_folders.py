@@ -135,6 +135,13 @@ def test_a_label_file_may_be_elsewhere(tmp_path):
     assert len(list_val(tmp_path / "images", CLASSES, tmp_path / "val_labels.txt")[1]) == 6
 
 
+def test_a_label_file_for_class_folders_is_refused(tmp_path):
+    write_imagenet(tmp_path, 1, 2)
+    (tmp_path / "labels.txt").touch()
+    with pytest.raises(ValueError, match=r"val_labels=.*labels.txt has no effect on class folders, which .*val has"):
+        list_val(tmp_path, CLASSES, tmp_path / "labels.txt")
+
+
 def test_a_folder_that_is_not_imagenet_is_refused_with_the_remedy(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no folder train; set data.root"):
         list_train(tmp_path)

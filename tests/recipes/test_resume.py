@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from lightning_dp.models import Classifier
 from lightning_dp.runs import train as training
 from lightning_dp.runs.command_line import arguments_of_rank, named_run_dir
-from lightning_dp.runs.metrics import rows_before
+from lightning_dp.runs.metrics import IMAGES_PER_S, rows_before
 from lightning_dp.runs.resume import (
     CURVES,
     VERSION,
@@ -356,7 +356,8 @@ def test_rows_of_before_are_not_lost_in_a_run_that_has_logged_none_itself(tmp_pa
     config["callbacks"] |= {"fails": {"_target_": f"{__name__}.Fails"}}
     with pytest.raises(RuntimeError, match="failed"):
         train(config)
-    assert rows_before(last(second)) == rows_before(last(first)) != []
+    rows = [{name: row[name] for name in row if name != IMAGES_PER_S} for row in rows_before(last(first))]
+    assert rows_before(last(second)) == rows != []
 
 
 def warned_of(rank, run_dir, *options):
@@ -587,8 +588,18 @@ def test_a_run_that_was_killed_before_its_first_row_starts(tmp_path):
     run = tmp_path / "runs" / "tiny" / "run"
     save(tmp_path / "runs" / "tiny" / "other")
     (run / ".hydra").mkdir(parents=True)
-    (run / ".hydra" / "config.yaml").write_text("ckpt_path: null\n")
+    (run / ".hydra" / "config.yaml").write_text("ckpt_path: null\ntrain: true\n")
     assert find("last", run) is None
+    with pytest.raises(FileNotFoundError, match=r"run has no checkpoints/last\.ckpt to test, because its run ended"):
+        find("last", run, train=False)
+
+
+def test_a_test_of_the_newest_run_is_repeated_in_its_folder(tmp_path):
+    """It may have been killed, and has no weights of its own."""
+    newest, test = save(tmp_path / "tiny" / "old"), tmp_path / "tiny" / "test"
+    (test / ".hydra").mkdir(parents=True)
+    (test / ".hydra" / "config.yaml").write_text(f"ckpt_path: {newest}\ntrain: false\n")
+    assert find("last", test, train=False) == newest
 
 
 @pytest.mark.ci
@@ -963,6 +974,40 @@ def test_the_best_of_later_epochs_is_not_tested_by_a_run_that_is_taken_back(tmp_
                f"+callbacks.save.path={first}"))  # fmt: skip
     with pytest.raises(FileNotFoundError, match="best.ckpt is now of a later epoch; .* with its options"):
         train(tiny(tmp_path, *options, "trainer.max_epochs=2", f"ckpt_path={first}"))
+
+
+class FailAfter(Callback):
+    """Ends a run by an error after a number of steps."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.steps:
+            raise ValueError("the end")
+
+
+@pytest.mark.ci
+def test_a_run_that_is_taken_back_and_killed_before_its_next_checkpoint_goes_on_from_there(tmp_path):
+    """Its last.ckpt would be that of the epochs which it was taken back from."""
+    run = tmp_path / "run"
+    first = run / "checkpoints" / "first.ckpt"
+    options = ("+optim.scheduler.total_steps=9", "test=false")
+    train(tiny(run, *options, f"+callbacks.save._target_={__name__}.SaveAtStart", f"+callbacks.save.path={first}"))
+    ends = (f"+callbacks.end._target_={__name__}.FailAfter", "+callbacks.end.steps=4")
+    with pytest.raises(ValueError, match="the end"):
+        train(tiny(run, *options, *ends, f"ckpt_path={first}"))
+    assert completed_steps(last(run)) == 3
+
+
+@pytest.mark.ci
+def test_the_speed_of_another_run_is_not_that_of_one_which_begins_from_its_checkpoint(tmp_path):
+    steps = ("+optim.scheduler.total_steps=12", "test=false")
+    train(tiny(tmp_path / "first", *steps))
+    train(tiny(tmp_path / "second", *steps, "trainer.max_epochs=3", f"ckpt_path={last(tmp_path / 'first')}"))
+    train(tiny(tmp_path / "second", *steps, "trainer.max_epochs=4", f"ckpt_path={last(tmp_path / 'second')}"))
+    rows = [row for row in metrics(tmp_path / "second", times=True) if row["time/train_s"]]
+    assert [bool(row["time/images_per_s"]) for row in rows] == [False, False, True, True]
 
 
 class GoesOn(Callback):

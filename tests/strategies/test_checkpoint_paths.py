@@ -10,7 +10,7 @@ import pytest
 from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_dp import KrizhevskyHybridStrategy, LayeredSGDStrategy
-from lightning_dp.strategies.complete_files import CompleteFiles
+from lightning_dp.strategies.complete_files import CompleteFiles, copy
 from tests.ranks import run_processes
 from tests.strategies.krizhevsky_hybrid.modules import HybridNet, batches
 from tests.strategies.modules import trainer
@@ -65,3 +65,12 @@ def test_a_folder_that_the_strategy_does_not_read_is_an_error_with_a_remedy(tmp_
     run_processes(2, _from_a_folder, str(tmp_path))
     with pytest.raises(ValueError, match="make a file of it"):
         CompleteFiles().load_checkpoint(tmp_path)
+
+
+def test_a_copy_replaces_a_checkpoint_that_is_a_folder_too(tmp_path):
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"of_{name}").touch()
+    copy(tmp_path / "new", tmp_path / "old")
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")} == {"new/of_new", "old/of_new"}
+    assert {path.name for path in tmp_path.iterdir()} == {"new", "old"}, "nothing hidden is left"
