@@ -635,6 +635,14 @@ class ContinuesAfterCheckpoint(Callback):
         if last.exists() and is_of(self._run_dir, path) and path.resolve() != last.resolve():
             copy(path, last)
 
+    def _keep_copy(self, trainer: Trainer) -> None:
+        """Copy the checkpoint of a run that was complete to the folder of this one, which would have none."""
+        if self._checkpoint is None or not trainer.is_global_zero or not trainer.checkpoint_callbacks:
+            return
+        path, last = Path(self._checkpoint), self._run_dir / OF_A_RUN["last"]
+        if not is_of(self._run_dir, path):
+            copy(path, last)
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Freeze and unfreeze what the run before had, after all hooks of the start and before those of the epoch.
 
@@ -672,6 +680,8 @@ class ContinuesAfterCheckpoint(Callback):
         """
         epoch: Any = trainer.fit_loop.epoch_progress.current
         epoch.completed = epoch.processed
+        if not self._has_trained:
+            self._keep_copy(trainer)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             # SWA's epoch for batch norm ends with the mean in the module, and so in the checkpoint.
             has_mean = isinstance(callback, StochasticWeightAveraging) and trainer.current_epoch > callback.swa_end + 1

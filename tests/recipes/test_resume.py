@@ -1001,6 +1001,18 @@ def test_a_run_that_is_taken_back_and_killed_before_its_next_checkpoint_goes_on_
 
 
 @pytest.mark.ci
+def test_a_finished_run_that_is_continued_in_a_new_folder_has_its_last_weights_there(tmp_path):
+    """It trains nothing, and so Lightning writes no checkpoint."""
+    first, second = tmp_path / "tiny" / "first", tmp_path / "second" / "tiny" / "second"
+    expected = train(tiny(first))
+    train(tiny(second, f"ckpt_path={last(first)}"))
+    first.rename(tmp_path / "elsewhere")
+    config = tiny(second, "ckpt_path=last")
+    config["ckpt_path"] = str(find_checkpoint(config))
+    assert train(config)["test/loss"] == expected["test/loss"]
+
+
+@pytest.mark.ci
 def test_the_speed_of_another_run_is_not_that_of_one_which_begins_from_its_checkpoint(tmp_path):
     steps = ("+optim.scheduler.total_steps=12", "test=false")
     train(tiny(tmp_path / "first", *steps))
