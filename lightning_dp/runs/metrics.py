@@ -172,8 +172,8 @@ def rows_before(checkpoint: Path) -> list[dict[str, str]]:
         return [row for row in rows if int(row["step"]) < content["global_step"]]
     after = list(takewhile(lambda row: int(row["step"]) in state["steps"], rows[state["num_rows"] :]))
     means = {name: str(value) for name, value in state.get("means", {}).items()}
-    # The run may have been killed before it wrote them.
-    if means and not any(means.keys() <= row.keys() and row["step"] == means["step"] for row in after):
+    # The run may have been killed before it wrote them. A folder that it continued in does not have the speed.
+    if means and not any(means.keys() - {IMAGES_PER_S} <= row.keys() and row["step"] == means["step"] for row in after):
         after.append(means)
     return rows[: state["num_rows"]] + after
 

@@ -33,6 +33,24 @@ class Kill(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class KillAt(Callback):
+    """Kills the process at a call of a hook: KILL_AT="on_test_start 1" is the first one. Else it does nothing."""
+
+    def __init__(self) -> None:
+        hook, count = os.environ.get("KILL_AT", "no_hook 0").split()
+        self.calls_left = int(count)
+        setattr(self, hook, self.call)
+
+    def call(self, *args: Any, **kwargs: Any) -> None:
+        self.calls_left -= 1
+        if self.calls_left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KillAtLast(KillAt, Checkpoint):
+    """The same, but it comes after the callbacks that write checkpoints: Lightning calls all such callbacks last."""
+
+
 class SignalOfSlurm(Callback):
     """Sends this process the signal on which Lightning saves a checkpoint, and has SLURM queue the job again."""
 
