@@ -94,6 +94,13 @@ def stop_ignoring_in_ddp(module: nn.Module, names: Collection[str]) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, others)
 
 
+def ignore_buffers(model: DistributedDataParallel, names: Collection[str]) -> None:
+    """Tell a model that is wrapped already to leave these buffers alone. It looks for buffers before it sends them."""
+    if not model.parameters_to_ignore.issuperset(names):
+        model.parameters_to_ignore.update(names)
+        model._assign_modules_buffers()  # if none is left, it must know that before it looks again
+
+
 def time_ddp_steps(model: DistributedDataParallel, is_each: bool) -> None:
     """Make DDP time each step, or the sample that it times by default: its first ten, then one in a hundred."""
     model._set_ddp_runtime_logging_sample_rate(1 if is_each else 100)

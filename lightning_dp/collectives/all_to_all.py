@@ -77,6 +77,7 @@ class Channel:
         self.waited_s = 0.0
         self.num_exchanges = 0
         self._host = None if host_group is None else Channel(host_group, on_stage, hint)
+        self._begun: list[AllToAll] = []  # by `begin`, and not finished
 
     def all_to_all(self, name: str, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> AllToAll:
         """Start sending ``sends[r]`` to rank r and receiving ``receives[r]`` from it, for every other rank r.
@@ -95,12 +96,22 @@ class Channel:
     def begin(self, name: str, sends: Sequence[Tensor], receives: Sequence[Tensor], result: Finish) -> Finish:
         """Start `all_to_all`, and return what waits for it and returns ``result()``."""
         exchange = self.all_to_all(name, sends, receives)
+        self._begun.append(exchange)
 
         def finish() -> Tensor:
+            self._begun.remove(exchange)
             exchange.wait()
             return result()
 
         return finish
+
+    def finish_begun(self) -> None:
+        """Wait for all that `begin` has started and nobody will finish, after an exception on all ranks.
+
+        It would arrive in memory that is free by then, or in the place of a later message.
+        """
+        while self._begun:
+            self._begun.pop(0).wait()
 
     def all_gather(self, name: str, tensor: Tensor) -> Tensor:
         """Return ``tensor`` of every rank, in rank order: (N, *shape of ``tensor``). Shape and dtype must be equal."""

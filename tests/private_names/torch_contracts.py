@@ -98,6 +98,22 @@ def check_ddp_ignores_what_it_is_told_to() -> None:
     in_one_process(check)
 
 
+@contract(DistributedDataParallel, "_assign_modules_buffers")
+def check_ddp_that_has_wrapped_a_module_ignores_buffers() -> None:
+    def check() -> None:
+        model = DistributedDataParallel(nn.BatchNorm1d(2))
+        model.module.register_buffer("later", torch.ones(3))
+        torch_names.ignore_buffers(model, ["later"])
+        assert model.will_sync_module_buffers()
+        model(torch.ones(2, 2))
+        assert "later" not in model.named_module_buffers
+        torch_names.ignore_buffers(model, [name for name, _ in model.module.named_buffers()])
+        assert not model.will_sync_module_buffers()
+        model(torch.ones(2, 2))
+
+    in_one_process(check)
+
+
 @contract(DistributedDataParallel, "_set_ddp_runtime_logging_sample_rate")
 @contract(DistributedDataParallel, "_get_ddp_logging_data")
 def check_ddp_times_every_step() -> None:

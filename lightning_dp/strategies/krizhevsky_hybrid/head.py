@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any, Self
 
@@ -100,6 +100,12 @@ class ShardedHead(SharedOnDeepcopy):
     def whole_shape(self, parameter: Tensor) -> torch.Size:
         """Return the shape of ``parameter`` when it is not sharded."""
         return torch.Size([self._bounds_of_parameter[parameter][-1][1], *parameter.shape[1:]])
+
+    @cached_property
+    def shapes_of_shards(self) -> set[torch.Size]:
+        """The shapes that the parameters have on any of the ranks."""
+        of_parameters = self._bounds_of_parameter.items()
+        return {torch.Size([end - begin, *p.shape[1:]]) for p, bounds in of_parameters for begin, end in bounds}
 
     def local_shard(self, whole: Tensor, parameter: Tensor) -> Tensor:
         """Return this rank's local shard of ``whole``, a tensor with the shape of the whole ``parameter``: a view."""

@@ -18,7 +18,7 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -28,7 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp._private.torch_names import has_tensor_hooks, keeps_graph, version_of
-from lightning_dp.collectives.all_to_all import Channel, Finish
+from lightning_dp.collectives.all_to_all import CallMismatchError, Channel, Finish
+from lightning_dp.collectives.point_to_point import PeerError
 from lightning_dp.losses import CHUNK_BYTES, LastLayer, ShardedForward
 from lightning_dp.strategies.krizhevsky_hybrid.checks import require_unchanged
 from lightning_dp.strategies.krizhevsky_hybrid.exchange import (
@@ -119,7 +120,8 @@ class HeadPasses(SharedOnDeepcopy):
         sizes, seed = self.exchange.exchange_batch_sizes(features, needs_seed=self.head.draws_random_numbers)
         after_trunk, receivers = self._take_after_trunk()
         with_graph = torch.is_grad_enabled()
-        logits = _LocalBatch.apply(self, self._plan(sizes), seed, after_trunk, with_graph, features, *receivers)
+        with self._leaving_nothing_in_flight():
+            logits = _LocalBatch.apply(self, self._plan(sizes), seed, after_trunk, with_graph, features, *receivers)
         logits = self._remembered(logits)
         if logits.grad_fn is not None:
             self._direct.append(logits.grad_fn)
@@ -182,7 +184,7 @@ class HeadPasses(SharedOnDeepcopy):
 
         after_trunk, receivers = self._take_after_trunk()
         # Within torch.utils.checkpoint, what the passes keep must not count: they run backward at once.
-        with _keep_activations():
+        with _keep_activations(), self._leaving_nothing_in_flight():
             result = run_passes(self, features, self._plan(sizes), seed, loss_of, update, scale)
         self.num_steps += 1
         if not has_graph:  # the result has none either, so that a backward from it alone is torch's error
@@ -190,6 +192,22 @@ class HeadPasses(SharedOnDeepcopy):
         self._factors.append(torch.tensor(math.nan, dtype=torch.float64))
         check_factor = partial(self._check_factor, self._factors[-1], is_compared, only_factor)
         return self._remembered(_HandOut.apply(result, check_factor, after_trunk, features, *receivers))
+
+    @contextmanager
+    def _leaving_nothing_in_flight(self) -> Iterator[None]:
+        """Finish the messages that an exception within the context has left, as of the next pass.
+
+        All ranks may raise it, as for a target that is no class, and a ``training_step`` may catch it and go on.
+        """
+        try:
+            yield
+        except (CallMismatchError, PeerError):  # they may never come
+            raise
+        except Exception:
+            with suppress(RuntimeError):  # of a rank that is gone: the first error counts
+                for channel in self.channels:
+                    channel.finish_begun()
+            raise
 
     def _check_factor(self, kept: Tensor, is_compared: bool, only_factor: float | None, factor: Tensor) -> None:
         # The ranks compare it where all of them come next. One rank may have run a backward of its own before this one,

@@ -538,13 +538,15 @@ class StateDictHooks(SharedOnDeepcopy):
                 )
 
     def _on_load(self, layer: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
-        *_, errors = others  # that torch raises when it has loaded all
+        metadata, *_, errors = others  # those that torch raises when it has loaded all
         for name, parameter in layer.named_parameters(recurse=False):
             value: Any = state.get(prefix + name)
             # While a sharded checkpoint is loaded, `_instead` has the local shards, and so has ``state``. Those of a
             # larger head may have the shape of this whole one: torch refuses them.
             if not self._head.owns(parameter) or parameter in self._instead:
                 continue
+            # With assign=True torch would put a new parameter there, which nobody makes whole again.
+            metadata["assign_to_params_buffers"] = False
             whole_shape = self._head.whole_shape(parameter)
             if is_like(value, whole_shape):
                 state[prefix + name] = self._head.local_shard(value, parameter).clone()

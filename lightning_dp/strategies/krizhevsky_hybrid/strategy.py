@@ -14,7 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dp._private.torch_names import ddp_ignored_names
+from lightning_dp._private.torch_names import (
+    ddp_ignored_names,
+    ignore_buffers,
+    ignore_in_ddp,
+    stop_ignoring_in_ddp,
+)
 from lightning_dp.collectives.groups import OnStage, free_earlier_groups
 from lightning_dp.strategies import complete_files
 from lightning_dp.strategies.base import BaseStrategy
@@ -92,6 +97,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         checks.check_options(self._options, ddp_kwargs)
         super().__init__(**ddp_kwargs)
         self._fitting: HybridFitState | None = None  # from set-up to teardown
+        self._first_buffers: frozenset[Tensor] = frozenset()  # of the module, when the run began
         self._finds_unused = bool(ddp_kwargs.get("find_unused_parameters"))
         self._syncs_buffers = all(ddp_kwargs.get(name, True) for name in ("broadcast_buffers", "forward_sync_buffers"))
         self._restores_after_setup = False
@@ -160,6 +166,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
         else:
             checks.require_whole(module, self._options.head)
         super().model_to_device()
+        self._first_buffers = frozenset(module.buffers())
 
     @override
     def configure_ddp(self) -> None:
@@ -176,8 +183,13 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     @override
     def _wrap_again(self, reduced: ReducedParameters, names: list[str], keep_hooks: bool = True) -> None:
         is_wrapped = isinstance(self.model, DistributedDataParallel)  # else `configure_ddp` is called
-        with self._fitting.marked() if self._fitting and is_wrapped and self._finds_unused else nullcontext():
-            super()._wrap_again(reduced, names, keep_hooks)
+        copies = self._copies_of_shards()
+        ignore_in_ddp(self.lightning_module, copies)
+        try:
+            with self._fitting.marked() if self._fitting and is_wrapped and self._finds_unused else nullcontext():
+                super()._wrap_again(reduced, names, keep_hooks)
+        finally:
+            stop_ignoring_in_ddp(self.lightning_module, copies)
 
     def _take_from_rank_0(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Give parameters and buffers of the module the values of rank 0, but not those that DDP is told to ignore."""
@@ -204,10 +216,24 @@ class KrizhevskyHybridStrategy(BaseStrategy):
     def _sync_buffers(self) -> None:
         """Take the buffers of rank 0, as DDP does, if there is no DDP because the whole trunk is frozen.
 
-        Its batch norm moves statistics all the same.
+        Its batch norm moves statistics all the same. Let neither take rank 0's copies of its local shard.
         """
-        if self._syncs_buffers and not isinstance(self.model, DistributedDataParallel):
-            self._take_from_rank_0(self.lightning_module.named_buffers())
+        copies = self._copies_of_shards()
+        if isinstance(self.model, DistributedDataParallel):
+            ignore_buffers(self.model, copies)
+        elif self._syncs_buffers:
+            buffers = self.lightning_module.named_buffers()
+            self._take_from_rank_0((name, buffer) for name, buffer in buffers if name not in copies)
+
+    def _copies_of_shards(self) -> list[str]:
+        """Return the names of buffers that were made while fitting and have the shape of a local shard of some rank.
+
+        They are copies or averages of this rank's shard, as in a penalty on the distance to the first weights.
+        """
+        assert self._fitting is not None
+        shapes, first = self._fitting.head.shapes_of_shards, self._first_buffers
+        buffers = self.lightning_module.named_buffers()
+        return [name for name, buffer in buffers if buffer not in first and buffer.shape in shapes]
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -317,6 +343,7 @@ class KrizhevskyHybridStrategy(BaseStrategy):
 
     @override
     def teardown(self) -> None:
+        self._first_buffers = frozenset()
         if self._fitting is not None:
             self._end(self.lightning_module.trainer.interrupted)
             free_earlier_groups()

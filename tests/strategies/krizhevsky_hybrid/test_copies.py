@@ -55,7 +55,7 @@ def test_a_state_dict_saved_by_hand_is_whole_at_the_end_and_else_there_is_a_warn
                         {name: value for name, value in after.items() if name.startswith("head.")}, 0.0)  # fmt: skip
 
 
-def _loads(rank: int) -> dict[str, Tensor]:
+def _loads(rank: int, assign: bool) -> dict[str, Tensor]:
     module = StepNet()
     before = {name: value.clone() for name, value in module.state_dict().items()}
 
@@ -63,7 +63,7 @@ def _loads(rank: int) -> dict[str, Tensor]:
         def on_train_batch_end(self, trainer: Any, module: HybridNet, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 2:
                 module.load_state_dict(module.state_dict())  # rows stay rows
-                module.load_state_dict(before)
+                module.load_state_dict(before, assign=assign)
 
     runner = trainer(KrizhevskyHybridStrategy(), 2, use_distributed_sampler=False, callbacks=[Load()], max_steps=3)
     runner.fit(module, batches(rank, 2, steps=STEPS))
@@ -71,8 +71,9 @@ def _loads(rank: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.ci
-def test_whole_tensors_can_be_loaded_by_hand_while_fitting():
-    for after in run_processes(2, _loads):
+@pytest.mark.parametrize("assign", [False, True])
+def test_whole_tensors_can_be_loaded_by_hand_while_fitting(assign):
+    for after in run_processes(2, _loads, assign):
         assert_same(after, dict(StepNet().state_dict()), 0.0)
 
 

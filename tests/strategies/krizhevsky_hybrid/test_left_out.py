@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_dp import KrizhevskyHybridStrategy
 from tests.ranks import run_processes
-from tests.strategies.krizhevsky_hybrid.modules import HybridNet, Result, StepNet, all_batches, batches, fit_with
-from tests.strategies.modules import assert_same
+from tests.strategies.krizhevsky_hybrid.modules import STEPS, HybridNet, Result, StepNet, all_batches, batches, fit_with
+from tests.strategies.modules import CLASSES, assert_same
 
 
 class LeavesLogitsOut:
@@ -129,6 +129,33 @@ def test_the_loss_of_a_pass_may_have_no_graph(scheme):
     expected = fit_with(all_batches(2), "auto", 1, OnlySome, {})
     for actual in run_processes(2, _only_some, scheme):
         assert_same(actual, expected, 1e-10)
+
+
+class NoClass(StepNet):
+    """In one step a target is no class. All ranks raise in the first pass, and train the trunk alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        features = self.trunk(batch[0])
+        try:
+            return self.head_step(features, batch[1] + CLASSES * (self.global_step == 1))
+        except IndexError:
+            return 0 * features.sum()
+
+
+def _catch(rank: int, scheme: str) -> tuple[Result, int]:
+    strategy, stages = KrizhevskyHybridStrategy(scheme=scheme), []
+    strategy.on_stage = lambda name, *_: stages.append(name)
+    return fit_with(batches(rank, 2), strategy, 2, NoClass, {}), stages.count("features")
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("scheme", ["b", "c"])
+def test_an_exception_of_head_step_on_all_ranks_may_be_caught(scheme):
+    """The features of the next pass, which are on their way, are received. Nobody would wait for them."""
+    expected = fit_with(all_batches(2), "auto", 1, NoClass, {})
+    for actual, num_received in run_processes(2, _catch, scheme):
+        assert_same(actual, expected, 1e-10)
+        assert num_received == 2 * STEPS
 
 
 def _train(rank: int, net: type[HybridNet]) -> None:

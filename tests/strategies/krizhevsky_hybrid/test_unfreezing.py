@@ -81,7 +81,38 @@ class Finetuning(BaseFinetuning):
             self.unfreeze_and_add_param_group([module.trunk, module.head[1]], optimizer, lr=0.05)
 
 
-NETS = [FrozenAtFirst, FrozenTrunk, FrozenHead, FrozenBoth, OwnBatches, Finetuned]
+class Anchored(FrozenAtFirst):
+    """L2-SP: the head stays near its first weights, of which each rank keeps its local shard in buffers."""
+
+    def on_fit_start(self) -> None:
+        for name, p in list(self.head.named_parameters()):
+            self.register_buffer(f"first_{name.replace('.', '_')}", p.detach().clone(), persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        named = [(p, self.get_buffer(f"first_{name.replace('.', '_')}")) for name, p in self.head.named_parameters()]
+        return super().training_step(batch, batch_idx) + 0.1 * sum((p - first).square().sum() for p, first in named)
+
+
+class AnchoredBesideBuffer(Anchored):
+    """DDP gives all ranks the buffers of rank 0 if it has found one at set-up; among them those of later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+
+
+class AnchoredFrozenTrunk(Anchored):
+    """A buffer of before stays under its name."""
+
+    frozen = ("trunk",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first_1_weight", torch.zeros(()), persistent=False)
+
+
+NETS = [FrozenAtFirst, FrozenTrunk, FrozenHead, FrozenBoth, OwnBatches, Finetuned, Anchored]
+NETS += [AnchoredBesideBuffer, AnchoredFrozenTrunk]
 
 
 def run(strategy: Any, world_size: int, net: type[HybridNet], loader: Any) -> Result:
