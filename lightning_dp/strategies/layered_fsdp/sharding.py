@@ -128,6 +128,18 @@ def shard(
             register_fsdp_forward_method(module, step)
 
 
+def attributes_of(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return what users have set on parameters of ``module`` (``p.no_weight_decay = True``), by name; not on shards."""
+    named = module.named_parameters()
+    return {name: vars(p).copy() for name, p in named if vars(p) and not isinstance(p, DTensor)}
+
+
+def give_attributes(module: nn.Module, attributes: dict[str, dict[str, Any]]) -> None:
+    """Give them to the present parameters of ``module``: FSDP2 makes others of those that it shards."""
+    for name, own in attributes.items():
+        vars(module.get_parameter(name)).update(own)
+
+
 def check_parameters(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
     """Raise ValueError for an optimizer of a parameter that `shard` has taken out of ``module``: nothing trains it."""
     whole = {parameter: name for name, kept in _whole.get(module, ()) if (parameter := kept()) is not None}

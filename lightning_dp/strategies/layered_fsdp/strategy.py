@@ -38,6 +38,7 @@ from lightning_dp.strategies.layered_fsdp.reduction import Residuals, ShardReduc
 from lightning_dp.strategies.layered_fsdp.sharding import (
     STEPS,
     Wrap,
+    attributes_of,
     broadcast_from_rank_0,
     check_all_reduced,
     check_embeddings,
@@ -48,6 +49,7 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     forget_failed_backward,
     forget_failed_step,
     gather_added,
+    give_attributes,
     load_optimizer,
     load_optimizer_shards,
     loading_whole_values,
@@ -278,6 +280,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
             self._check_callbacks(trainer)
             check_layers(module, type(self).__name__)
             check_embeddings(module)
+        attributes = attributes_of(module)
         self.model = self.precision_plugin.convert_module(module)
         if not any(isinstance(part, FSDPModule) for part in module.modules()):
             self.model_to_device()
@@ -297,7 +300,9 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
             begin_passes_at(root)  # a callback may run a part of the module first
         for unit in self._units:  # now, for what is gathered in inference mode first cannot be trained any more
             unit.unshard()
+            give_attributes(module, attributes)
             unit.reshard()
+        give_attributes(module, attributes)
         self.barrier()
         if is_fitting:
             self.setup_optimizers(trainer)

@@ -415,6 +415,24 @@ class SaveFirst(pl.Callback):
             trainer.strategy.optimizer_state(optimizer)
 
 
+class Marked(Net):
+    """Attributes of parameters say how they are trained and used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.bias.no_weight_decay = True
+        self.last.weight.scale = 0.5
+
+    def forward(self, x):
+        return super().forward(x) * self.last.weight.scale
+
+    def configure_optimizers(self):
+        marked = [p for p in self.parameters() if getattr(p, "no_weight_decay", False)]
+        others = [p for p in self.parameters() if not getattr(p, "no_weight_decay", False)]
+        groups = [{"params": marked, "weight_decay": 0.0}, {"params": others}]
+        return torch.optim.SGD(groups, lr=0.1, weight_decay=0.1)
+
+
 class Transformer(Net):
     """Attention, which uses the weight of its part ``out_proj`` itself; in evaluation a layer uses all its parts'."""
 
@@ -509,6 +527,7 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "read on one rank": (ZeroedInPlace, {"callbacks": [ReadOnOneRank]}),
     "clamp": (Tied, {"callbacks": [Clamp]}),
     "replace": (OneRow, {"callbacks": [Replace], "accumulate_grad_batches": 2}),
+    "marked": (Marked, {}),
     "save first": (lambda: Net("adamw"), {"callbacks": [SaveFirst]}),
     "transformer": (Transformer, {}),
     "step timer": (Net, {"callbacks": [StepTimer]}),
