@@ -36,6 +36,7 @@ from lightning_dp._private.torch_names import (
     is_in_backward,
     keystr,
     local_part,
+    tree_leaves,
     tree_leaves_with_path,
     tree_map_with_path,
     without_torch_function,
@@ -532,6 +533,24 @@ def gather_added(checkpoint: dict[str, Any], keep: bool) -> dict[str, Any]:
         gathered["state_dict"] = values
     dims = {place: each.placements[0].dim for place, each in sharded.items() if isinstance(each.placements[0], Shard)}
     return gathered | {SHARDED: dims}
+
+
+def with_parts_as_given(checkpoint: dict[str, Any], module: LightningModule) -> dict[str, Any]:
+    """Return ``checkpoint`` with the parts of ``module`` that `save_hyperparameters` keeps as they were then: whole.
+
+    Python cannot write a part that is sharded. The values of its parameters are in the checkpoint's ``state_dict``.
+    """
+    key = module.CHECKPOINT_HYPER_PARAMS_KEY
+    present = checkpoint.get(key)
+    if not isinstance(present, dict):
+        return checkpoint
+    sharded = [name for name, value in present.items() if any(map(_is_sharded, tree_leaves(value)))]
+    given = module.hparams_initial if sharded else {}
+    return checkpoint | {key: present | {name: given[name] for name in sharded if name in given}}
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, nn.Module) and any(isinstance(parameter, DTensor) for parameter in value.parameters())
 
 
 def shard_added(checkpoint: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:

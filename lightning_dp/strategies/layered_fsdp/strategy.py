@@ -62,6 +62,7 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     sharded_units,
     whole_optimizer_state,
     whole_values,
+    with_parts_as_given,
 )
 from lightning_dp.strategies.layered_sgd.hooks import PostponedUpdates
 from lightning_dp.strategies.layered_sgd.options import CommunicatorOptions, check_layers, check_optimizers
@@ -515,6 +516,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         by_rank = ("state_dict", "optimizer_states") if self._saves_shards else ()
         others = {key: value for key, value in checkpoint.items() if key not in by_rank}
         checkpoint = checkpoint | gather_added(others, keep=self.is_global_zero)
+        checkpoint = with_parts_as_given(checkpoint, self.lightning_module)
         place = self.broadcast(filepath)
         if self._saves_shards:
             checkpoint["state_dict"] = self._with_buffers_of_rank_0(checkpoint["state_dict"])

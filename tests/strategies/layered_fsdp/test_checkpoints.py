@@ -374,6 +374,34 @@ def test_what_the_module_itself_puts_into_a_checkpoint_is_whole(tmp_path):
     run_processes(4, save_own_choice, str(tmp_path), timeout=60)
 
 
+class GivenParts(Net):
+    """Keeps the parts that it is given as hyperparameters, too."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.save_hyperparameters()
+        self.shared = part
+
+
+def save_given_parts(rank, folder):
+    warnings.filterwarnings("ignore", "Attribute 'part' is an instance of `nn.Module`")
+    for saves_shards in (False, True):
+        part = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double()
+        strategy = layered(wrap=None, save_distributed_checkpoint=saves_shards)
+        module, trainer = fit(strategy, 2, GivenParts(part), steps=2)
+        trainer.save_checkpoint(path := f"{folder}/{saves_shards}")
+        expected = {name: whole(p) for name, p in module.named_parameters()}
+        if rank == 0:
+            if saves_shards:
+                consolidate_checkpoint(path, path := f"{path}.ckpt", weights_only=False)
+            loaded = GivenParts.load_from_checkpoint(path, weights_only=False)
+            assert_same({name: p.detach() for name, p in loaded.named_parameters()}, expected)
+
+
+def test_a_module_is_built_again_from_parts_that_are_hyperparameters(tmp_path):
+    run_processes(2, save_given_parts, str(tmp_path), timeout=60)
+
+
 class SeesBuffers(Callback):
     """Saves in the middle of an epoch, and keeps the buffers of then, or of when training begins."""
 
