@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import BaseFinetuning
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torchmetrics import MeanMetric, Metric
 
 from lightning_dp import AdaptiveGlobalBatchNorm, StepTimer
@@ -100,6 +101,20 @@ class WithDistance(Net):
 
 class ManualDistance(WithDistance, Manual):
     """The same with manual optimization."""
+
+
+class AccumulatesByHand(Manual):
+    """Gradients stay whole on each rank until the last of three batches, as users of FSDP2 write it."""
+
+    def training_step(self, batch, batch_idx):
+        for part in self.children():
+            if isinstance(part, FSDPModule):
+                part.set_requires_gradient_sync(batch_idx % 3 == 2)
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 3 == 2:
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 class Gan(TogglesOptimizers):
@@ -509,6 +524,7 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "manual with a network in a metric": (ManualDistance, {}),
     "network in a metric": (WithDistance, {}),
     "two backwards": (TwoBackwards, {}),
+    "accumulates by hand": (AccumulatesByHand, {"steps": 6}),
     "gan": (Gan, {}),
     "tied": (Tied, {}),
     "normalized": (Normalized, {}),
