@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -38,6 +39,8 @@ from lightning_dp._private.torch_names import (
     local_part,
     tree_leaves,
     tree_leaves_with_path,
+    tree_map,
+    tree_map_only,
     tree_map_with_path,
     without_torch_function,
 )
@@ -466,8 +469,9 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     saved = [number for group in state["param_groups"] for number in group["params"]]
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     of_number = dict(zip(saved, own, strict=False))  # `load_state_dict` says what is wrong with other numbers
+    # A state that is not of a parameter has a name in place of a number, and may be any value.
     sharded = {
-        number: {key: shard_like(of_number.get(number), value) for key, value in values.items()}
+        number: tree_map(partial(shard_like, of_number.get(number)), values)
         for number, values in state["state"].items()
     }
     optimizer.load_state_dict({**state, "state": sharded})
@@ -478,11 +482,16 @@ def whole_values(values: dict[str, Any], keep: bool) -> dict[str, Any]:
     whole = copy.copy(values)  # not a new dictionary, which would lose the versions of the layers
     whole.clear()
     for name, value in values.items():
-        if isinstance(value, DTensor):
-            value = value.full_tensor()
-        if keep:  # else it is dropped before the next one is gathered
-            whole[name] = value.detach().cpu() if isinstance(value, Tensor) else value
+        gathered = tree_map_only(Tensor, lambda each: _whole_value(each, keep), value)
+        if keep:
+            whole[name] = gathered
     return whole
+
+
+def _whole_value(value: Tensor, keep: bool) -> Tensor | None:
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.detach().cpu() if keep else None  # dropped before the next one is gathered
 
 
 def whole_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
@@ -493,8 +502,8 @@ def whole_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
     """
     state = optimizer.state_dict()
     # In one order on all ranks: they update units as sums arrive, so states were made in different orders.
-    numbers = sorted(state["state"], key=str)
-    whole = {number: whole_values(state["state"][number], keep) for number in numbers}
+    ordered = dict(sorted(state["state"].items(), key=lambda item: str(item[0])))
+    whole = whole_values(ordered, keep)
     return {**state, "state": whole} if keep else {}
 
 

@@ -13,6 +13,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 
 from lightning_dp import AdaptiveGlobalBatchNorm, LayeredSGDStrategy
+from lightning_dp._private.torch_names import keystr, tree_leaves_with_path
 from lightning_dp.strategies import consolidate_checkpoint
 from lightning_dp.strategies.layered_sgd import update
 from tests.ranks import run_cases, run_processes
@@ -45,6 +46,30 @@ class Compiled(Net):
     def __init__(self):
         super().__init__("adamw")
         self.shared = torch.compile(self.shared, backend="eager")
+
+
+class CountsSteps(torch.optim.Optimizer):
+    """Momentum, kept in a list, and a count of steps that belongs to no parameter."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure):
+        loss = closure()
+        self.state["count"] = self.state.get("count", 0) + 1
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                (momentum,) = self.state[p].setdefault("buffers", [torch.zeros_like(p)])
+                p.sub_(momentum.lerp_(p.grad, 0.5), alpha=0.1 / self.state["count"])
+        return loss
+
+
+class OwnOptimizer(Net):
+    """Its optimizer has states that PyTorch's do not have."""
+
+    def configure_optimizers(self):
+        return CountsSteps(self.parameters())
 
 
 class PartlyUsed(Net):
@@ -114,6 +139,7 @@ class Copied(Net):
 MODULES = {
     "other order": OtherOrder,
     "others' order": OthersOrder,
+    "own optimizer": OwnOptimizer,
     "tied": Tied,
     "compiled": Compiled,
     "partly used": PartlyUsed,
@@ -131,8 +157,8 @@ def content(path):
     values = dict(checkpoint["state_dict"])
     for index, optimizer in enumerate(checkpoint["optimizer_states"]):
         values[f"{index}.groups"] = torch.tensor([n for group in optimizer["param_groups"] for n in group["params"]])
-        for number, state in optimizer["state"].items():
-            values |= {f"{index}.{number}.{key}": value for key, value in state.items()}
+        states = tree_leaves_with_path(optimizer["state"])
+        values |= {f"{index}.{keystr(path)}": torch.as_tensor(value) for path, value in states}
     return values
 
 
