@@ -65,6 +65,8 @@ SHARDED = "layered_fsdp_sharded"
 
 # Names and parameters of a module before it was sharded. Those that nobody has kept are gone.
 _whole: WeakKeyDictionary[nn.Module, list[tuple[str, ref[Tensor]]]] = WeakKeyDictionary()
+# What users have set on parameters before that, by name.
+_attributes: WeakKeyDictionary[nn.Module, dict[str, dict[str, Any]]] = WeakKeyDictionary()
 
 
 def check_wrap(wrap: Any) -> None:
@@ -133,9 +135,13 @@ def shard(
 
 
 def attributes_of(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return what users have set on parameters of ``module`` (``p.no_weight_decay = True``), by name; not on shards."""
-    named = module.named_parameters()
-    return {name: vars(p).copy() for name, p in named if vars(p) and not isinstance(p, DTensor)}
+    """Return what users have set on parameters of ``module`` (``p.no_weight_decay = True``), by name.
+
+    Once they are sharded, what was set before: `torch.nn.Module.to`, with which a fit ends, drops attributes of shards.
+    """
+    if whole := {name: p for name, p in module.named_parameters() if not isinstance(p, DTensor)}:
+        _attributes[module] = {name: vars(p).copy() for name, p in whole.items() if vars(p)}
+    return _attributes.get(module, {})
 
 
 def give_attributes(module: nn.Module, attributes: dict[str, dict[str, Any]]) -> None:
