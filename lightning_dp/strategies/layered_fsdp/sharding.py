@@ -150,6 +150,20 @@ def give_attributes(module: nn.Module, attributes: dict[str, dict[str, Any]]) ->
         vars(module.get_parameter(name)).update(own)
 
 
+@contextmanager
+def with_own_classes(module: nn.Module) -> Iterator[None]:
+    """Let the parts that `shard` has made units have their own classes within the context.
+
+    FSDP2 makes others of them. Users choose parameters by ``type(part)``, and would silently get other groups.
+    """
+    with ExitStack() as undo:
+        for part in module.modules() if module in _whole else ():
+            if isinstance(part, FSDPModule):
+                undo.callback(setattr, part, "__class__", type(part))
+                part.__class__ = type(part).__bases__[1]
+        yield
+
+
 def check_parameters(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
     """Raise ValueError for an optimizer of a parameter that `shard` has taken out of ``module``: nothing trains it."""
     whole = {parameter: name for name, kept in _whole.get(module, ()) if (parameter := kept()) is not None}

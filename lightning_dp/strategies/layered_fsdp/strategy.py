@@ -62,6 +62,7 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     sharded_units,
     whole_optimizer_state,
     whole_values,
+    with_own_classes,
     with_parts_as_given,
 )
 from lightning_dp.strategies.layered_sgd.hooks import PostponedUpdates
@@ -306,7 +307,8 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         give_attributes(module, attributes)
         self.barrier()
         if is_fitting:
-            self.setup_optimizers(trainer)
+            with with_own_classes(module):
+                self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, type(self).__name__)
             check_parameters(self.optimizers, module)
         self.setup_precision_plugin()

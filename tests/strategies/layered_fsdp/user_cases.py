@@ -448,6 +448,15 @@ class Marked(Net):
         return torch.optim.SGD(groups, lr=0.1, weight_decay=0.1)
 
 
+class GroupedByType(Net):
+    """The class of a part says how its weight is trained."""
+
+    def configure_optimizers(self):
+        weights = [part.weight for part in self.children() if type(part) is nn.Linear]
+        biases = [part.bias for part in self.children() if type(part).__name__ == "Linear"]
+        return torch.optim.SGD([{"params": weights, "weight_decay": 0.1}, {"params": biases}], lr=0.1)
+
+
 class Transformer(Net):
     """Attention, which uses the weight of its part ``out_proj`` itself; in evaluation a layer uses all its parts'."""
 
@@ -544,6 +553,7 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "clamp": (Tied, {"callbacks": [Clamp]}),
     "replace": (OneRow, {"callbacks": [Replace], "accumulate_grad_batches": 2}),
     "marked": (Marked, {}),
+    "grouped by type": (GroupedByType, {}),
     "save first": (lambda: Net("adamw"), {"callbacks": [SaveFirst]}),
     "transformer": (Transformer, {}),
     "step timer": (Net, {"callbacks": [StepTimer]}),
