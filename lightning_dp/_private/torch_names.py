@@ -31,6 +31,7 @@ from torch.utils._pytree import (
     tree_flatten,
     tree_leaves,
     tree_leaves_with_path,
+    tree_map,
     tree_map_only,
     tree_map_with_path,
     tree_unflatten,
@@ -45,6 +46,7 @@ __all__ = [
     "tree_flatten",
     "tree_leaves",
     "tree_leaves_with_path",
+    "tree_map",
     "tree_map_only",
     "tree_map_with_path",
     "tree_unflatten",
@@ -199,8 +201,12 @@ def drop_unreduced_gradients(unit: Any) -> None:
 
 
 def has_unreduced_gradients(unit: Any) -> bool:
-    """Return whether a gradient of ``unit`` has come after FSDP2 had reduced its gradients: nothing reduces it."""
-    parameters = [parameter for group in _fsdp_groups(unit) for parameter in group.fsdp_params]
+    """Return whether a gradient of ``unit`` has come after FSDP2 had reduced its gradients: nothing reduces it.
+
+    With ``set_requires_gradient_sync(False)`` gradients stay until a later backward reduces them.
+    """
+    groups = [group for group in _fsdp_groups(unit) if group.reduce_grads]
+    parameters = [parameter for group in groups for parameter in group.fsdp_params]
     gathered = [getattr(parameter, "unsharded_param", None) for parameter in parameters]  # none if it never was
     return any(each is not None and each.grad is not None for each in gathered)
 

@@ -217,12 +217,16 @@ class _Step:
     def __init__(self, trainer: Any, module: LightningModule, is_global: bool) -> None:
         self._trainer, self._module = trainer, module
         combined = importlib.import_module(f"{FRAMEWORK}.utilities").CombinedLoader
-        loaders = combined(trainer.datamodule.train_dataloader(), "max_size_cycle")
+        data = trainer.datamodule
+        kept = vars(data).copy()
+        loaders = combined(data.train_dataloader(), "max_size_cycle")
         generators = [each for loader in loaders.flattened for each in generators_of(loader).values()]
         with unchanged(generators):  # training draws, too
             batch, _, _ = next(iter(loaders))
+        vars(data).clear()
+        vars(data).update(kept)  # a loader may be seeded by the number of those that were made
         self.loaded_sizes = _sizes_of(loaders.flattened)
-        self.present_size = trainer.datamodule.batch_size // (trainer.world_size if is_global else 1)
+        self.present_size = data.batch_size // (trainer.world_size if is_global else 1)
         self.largest_size = min(map(self._largest_size, loaders.flattened))
         self._is_checked = trainer.world_size == 1
         # What follows is as the training loop does it.

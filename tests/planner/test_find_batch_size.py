@@ -228,7 +228,18 @@ class PartOfTwo(Data):
         return DataLoader(self.images, batch_size=self.batch_size)
 
 
-@pytest.mark.parametrize("data", [Drawn, PartOfTwo])
+class Counting(Data):
+    """Seeds each loader by the number of those that it has made."""
+
+    num_made = 0
+
+    def train_dataloader(self) -> DataLoader:
+        self.num_made += 1
+        generator = torch.Generator().manual_seed(self.num_made)
+        return DataLoader(super().train_dataloader().dataset, self.batch_size, shuffle=True, generator=generator)
+
+
+@pytest.mark.parametrize("data", [Drawn, PartOfTwo, Counting])
 def test_a_training_with_a_teacher_and_generators_of_its_own_is_the_same(data):
     states = []
     for callbacks in ([], [FindBatchSize((2,), repeats=1)]):

@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -36,7 +37,10 @@ from lightning_dp._private.torch_names import (
     is_in_backward,
     keystr,
     local_part,
+    tree_leaves,
     tree_leaves_with_path,
+    tree_map,
+    tree_map_only,
     tree_map_with_path,
     without_torch_function,
 )
@@ -61,6 +65,8 @@ SHARDED = "layered_fsdp_sharded"
 
 # Names and parameters of a module before it was sharded. Those that nobody has kept are gone.
 _whole: WeakKeyDictionary[nn.Module, list[tuple[str, ref[Tensor]]]] = WeakKeyDictionary()
+# What users have set on parameters before that, by name.
+_attributes: WeakKeyDictionary[nn.Module, dict[str, dict[str, Any]]] = WeakKeyDictionary()
 
 
 def check_wrap(wrap: Any) -> None:
@@ -126,6 +132,36 @@ def shard(
     if isinstance(module, FSDPModule):
         for step in STEPS:
             register_fsdp_forward_method(module, step)
+
+
+def attributes_of(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return what users have set on parameters of ``module`` (``p.no_weight_decay = True``), by name.
+
+    Once they are sharded, what was set before: `torch.nn.Module.to`, with which a fit ends, drops attributes of shards.
+    """
+    if whole := {name: p for name, p in module.named_parameters() if not isinstance(p, DTensor)}:
+        _attributes[module] = {name: vars(p).copy() for name, p in whole.items() if vars(p)}
+    return _attributes.get(module, {})
+
+
+def give_attributes(module: nn.Module, attributes: dict[str, dict[str, Any]]) -> None:
+    """Give them to the present parameters of ``module``: FSDP2 makes others of those that it shards."""
+    for name, own in attributes.items():
+        vars(module.get_parameter(name)).update(own)
+
+
+@contextmanager
+def with_own_classes(module: nn.Module) -> Iterator[None]:
+    """Let the parts that `shard` has made units have their own classes within the context.
+
+    FSDP2 makes others of them. Users choose parameters by ``type(part)``, and would silently get other groups.
+    """
+    with ExitStack() as undo:
+        for part in module.modules() if module in _whole else ():
+            if isinstance(part, FSDPModule):
+                undo.callback(setattr, part, "__class__", type(part))
+                part.__class__ = type(part).__bases__[1]
+        yield
 
 
 def check_parameters(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
@@ -453,8 +489,9 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     saved = [number for group in state["param_groups"] for number in group["params"]]
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     of_number = dict(zip(saved, own, strict=False))  # `load_state_dict` says what is wrong with other numbers
+    # A state that is not of a parameter has a name in place of a number, and may be any value.
     sharded = {
-        number: {key: shard_like(of_number.get(number), value) for key, value in values.items()}
+        number: tree_map(partial(shard_like, of_number.get(number)), values)
         for number, values in state["state"].items()
     }
     optimizer.load_state_dict({**state, "state": sharded})
@@ -465,11 +502,16 @@ def whole_values(values: dict[str, Any], keep: bool) -> dict[str, Any]:
     whole = copy.copy(values)  # not a new dictionary, which would lose the versions of the layers
     whole.clear()
     for name, value in values.items():
-        if isinstance(value, DTensor):
-            value = value.full_tensor()
-        if keep:  # else it is dropped before the next one is gathered
-            whole[name] = value.detach().cpu() if isinstance(value, Tensor) else value
+        gathered = tree_map_only(Tensor, lambda each: _whole_value(each, keep), value)
+        if keep:
+            whole[name] = gathered
     return whole
+
+
+def _whole_value(value: Tensor, keep: bool) -> Tensor | None:
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.detach().cpu() if keep else None  # dropped before the next one is gathered
 
 
 def whole_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
@@ -480,8 +522,8 @@ def whole_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
     """
     state = optimizer.state_dict()
     # In one order on all ranks: they update units as sums arrive, so states were made in different orders.
-    numbers = sorted(state["state"], key=str)
-    whole = {number: whole_values(state["state"][number], keep) for number in numbers}
+    ordered = dict(sorted(state["state"].items(), key=lambda item: str(item[0])))
+    whole = whole_values(ordered, keep)
     return {**state, "state": whole} if keep else {}
 
 
@@ -520,6 +562,24 @@ def gather_added(checkpoint: dict[str, Any], keep: bool) -> dict[str, Any]:
         gathered["state_dict"] = values
     dims = {place: each.placements[0].dim for place, each in sharded.items() if isinstance(each.placements[0], Shard)}
     return gathered | {SHARDED: dims}
+
+
+def with_parts_as_given(checkpoint: dict[str, Any], module: LightningModule) -> dict[str, Any]:
+    """Return ``checkpoint`` with the parts of ``module`` that `save_hyperparameters` keeps as they were then: whole.
+
+    Python cannot write a part that is sharded. The values of its parameters are in the checkpoint's ``state_dict``.
+    """
+    key = module.CHECKPOINT_HYPER_PARAMS_KEY
+    present = checkpoint.get(key)
+    if not isinstance(present, dict):
+        return checkpoint
+    sharded = [name for name, value in present.items() if any(map(_is_sharded, tree_leaves(value)))]
+    given = module.hparams_initial if sharded else {}
+    return checkpoint | {key: present | {name: given[name] for name in sharded if name in given}}
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, nn.Module) and any(isinstance(parameter, DTensor) for parameter in value.parameters())
 
 
 def shard_added(checkpoint: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from lightning_dp.strategies.layered_fsdp.reduction import Residuals, ShardReduc
 from lightning_dp.strategies.layered_fsdp.sharding import (
     STEPS,
     Wrap,
+    attributes_of,
     broadcast_from_rank_0,
     check_all_reduced,
     check_embeddings,
@@ -48,6 +49,7 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     forget_failed_backward,
     forget_failed_step,
     gather_added,
+    give_attributes,
     load_optimizer,
     load_optimizer_shards,
     loading_whole_values,
@@ -60,6 +62,8 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     sharded_units,
     whole_optimizer_state,
     whole_values,
+    with_own_classes,
+    with_parts_as_given,
 )
 from lightning_dp.strategies.layered_sgd.hooks import PostponedUpdates
 from lightning_dp.strategies.layered_sgd.options import CommunicatorOptions, check_layers, check_optimizers
@@ -278,6 +282,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
             self._check_callbacks(trainer)
             check_layers(module, type(self).__name__)
             check_embeddings(module)
+        attributes = attributes_of(module)
         self.model = self.precision_plugin.convert_module(module)
         if not any(isinstance(part, FSDPModule) for part in module.modules()):
             self.model_to_device()
@@ -297,10 +302,13 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
             begin_passes_at(root)  # a callback may run a part of the module first
         for unit in self._units:  # now, for what is gathered in inference mode first cannot be trained any more
             unit.unshard()
+            give_attributes(module, attributes)
             unit.reshard()
+        give_attributes(module, attributes)
         self.barrier()
         if is_fitting:
-            self.setup_optimizers(trainer)
+            with with_own_classes(module):
+                self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, type(self).__name__)
             check_parameters(self.optimizers, module)
         self.setup_precision_plugin()
@@ -510,6 +518,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         by_rank = ("state_dict", "optimizer_states") if self._saves_shards else ()
         others = {key: value for key, value in checkpoint.items() if key not in by_rank}
         checkpoint = checkpoint | gather_added(others, keep=self.is_global_zero)
+        checkpoint = with_parts_as_given(checkpoint, self.lightning_module)
         place = self.broadcast(filepath)
         if self._saves_shards:
             checkpoint["state_dict"] = self._with_buffers_of_rank_0(checkpoint["state_dict"])

@@ -13,6 +13,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 
 from lightning_dp import AdaptiveGlobalBatchNorm, LayeredSGDStrategy
+from lightning_dp._private.torch_names import keystr, tree_leaves_with_path
 from lightning_dp.strategies import consolidate_checkpoint
 from lightning_dp.strategies.layered_sgd import update
 from tests.ranks import run_cases, run_processes
@@ -45,6 +46,30 @@ class Compiled(Net):
     def __init__(self):
         super().__init__("adamw")
         self.shared = torch.compile(self.shared, backend="eager")
+
+
+class CountsSteps(torch.optim.Optimizer):
+    """Momentum, kept in a list, and a count of steps that belongs to no parameter."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure):
+        loss = closure()
+        self.state["count"] = self.state.get("count", 0) + 1
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                (momentum,) = self.state[p].setdefault("buffers", [torch.zeros_like(p)])
+                p.sub_(momentum.lerp_(p.grad, 0.5), alpha=0.1 / self.state["count"])
+        return loss
+
+
+class OwnOptimizer(Net):
+    """Its optimizer has states that PyTorch's do not have."""
+
+    def configure_optimizers(self):
+        return CountsSteps(self.parameters())
 
 
 class PartlyUsed(Net):
@@ -114,6 +139,7 @@ class Copied(Net):
 MODULES = {
     "other order": OtherOrder,
     "others' order": OthersOrder,
+    "own optimizer": OwnOptimizer,
     "tied": Tied,
     "compiled": Compiled,
     "partly used": PartlyUsed,
@@ -131,8 +157,8 @@ def content(path):
     values = dict(checkpoint["state_dict"])
     for index, optimizer in enumerate(checkpoint["optimizer_states"]):
         values[f"{index}.groups"] = torch.tensor([n for group in optimizer["param_groups"] for n in group["params"]])
-        for number, state in optimizer["state"].items():
-            values |= {f"{index}.{number}.{key}": value for key, value in state.items()}
+        states = tree_leaves_with_path(optimizer["state"])
+        values |= {f"{index}.{keystr(path)}": torch.as_tensor(value) for path, value in states}
     return values
 
 
@@ -372,6 +398,34 @@ def save_own_choice(rank, folder):
 @pytest.mark.ci
 def test_what_the_module_itself_puts_into_a_checkpoint_is_whole(tmp_path):
     run_processes(4, save_own_choice, str(tmp_path), timeout=60)
+
+
+class GivenParts(Net):
+    """Keeps the parts that it is given as hyperparameters, too."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.save_hyperparameters()
+        self.shared = part
+
+
+def save_given_parts(rank, folder):
+    warnings.filterwarnings("ignore", "Attribute 'part' is an instance of `nn.Module`")
+    for saves_shards in (False, True):
+        part = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double()
+        strategy = layered(wrap=None, save_distributed_checkpoint=saves_shards)
+        module, trainer = fit(strategy, 2, GivenParts(part), steps=2)
+        trainer.save_checkpoint(path := f"{folder}/{saves_shards}")
+        expected = {name: whole(p) for name, p in module.named_parameters()}
+        if rank == 0:
+            if saves_shards:
+                consolidate_checkpoint(path, path := f"{path}.ckpt", weights_only=False)
+            loaded = GivenParts.load_from_checkpoint(path, weights_only=False)
+            assert_same({name: p.detach() for name, p in loaded.named_parameters()}, expected)
+
+
+def test_a_module_is_built_again_from_parts_that_are_hyperparameters(tmp_path):
+    run_processes(2, save_given_parts, str(tmp_path), timeout=60)
 
 
 class SeesBuffers(Callback):

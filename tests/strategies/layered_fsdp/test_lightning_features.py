@@ -35,6 +35,7 @@ from tests.strategies.layered_fsdp.user_cases import (
     CASES,
     Manual,
     ManualNamed,
+    Marked,
     Named,
     Normalized,
     Teacher,
@@ -92,6 +93,18 @@ def name_parts_twice(rank):
 @pytest.mark.ci
 def test_a_part_may_have_several_names_and_a_tie_of_its_own():
     run_processes(4, name_parts_twice)
+
+
+def fit_after_validation(rank):
+    expected = snapshot(*fit(DDPStrategy(), 2, Marked()))
+    module = Marked()
+    trainer(layered(1), 2, use_distributed_sampler=False).validate(module, data(1, 1), verbose=False)
+    assert_same(snapshot(*fit(layered(1), 2, module)), expected)
+
+
+@pytest.mark.ci
+def test_attributes_of_parameters_are_kept_between_runs():
+    run_processes(2, fit_after_validation)
 
 
 class Uses(Callback):

@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import BaseFinetuning
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torchmetrics import MeanMetric, Metric
 
 from lightning_dp import AdaptiveGlobalBatchNorm, StepTimer
@@ -100,6 +101,20 @@ class WithDistance(Net):
 
 class ManualDistance(WithDistance, Manual):
     """The same with manual optimization."""
+
+
+class AccumulatesByHand(Manual):
+    """Gradients stay whole on each rank until the last of three batches, as users of FSDP2 write it."""
+
+    def training_step(self, batch, batch_idx):
+        for part in self.children():
+            if isinstance(part, FSDPModule):
+                part.set_requires_gradient_sync(batch_idx % 3 == 2)
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 3 == 2:
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 class Gan(TogglesOptimizers):
@@ -415,6 +430,33 @@ class SaveFirst(pl.Callback):
             trainer.strategy.optimizer_state(optimizer)
 
 
+class Marked(Net):
+    """Attributes of parameters say how they are trained and used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.bias.no_weight_decay = True
+        self.last.weight.scale = 0.5
+
+    def forward(self, x):
+        return super().forward(x) * self.last.weight.scale
+
+    def configure_optimizers(self):
+        marked = [p for p in self.parameters() if getattr(p, "no_weight_decay", False)]
+        others = [p for p in self.parameters() if not getattr(p, "no_weight_decay", False)]
+        groups = [{"params": marked, "weight_decay": 0.0}, {"params": others}]
+        return torch.optim.SGD(groups, lr=0.1, weight_decay=0.1)
+
+
+class GroupedByType(Net):
+    """The class of a part says how its weight is trained."""
+
+    def configure_optimizers(self):
+        weights = [part.weight for part in self.children() if type(part) is nn.Linear]
+        biases = [part.bias for part in self.children() if type(part).__name__ == "Linear"]
+        return torch.optim.SGD([{"params": weights, "weight_decay": 0.1}, {"params": biases}], lr=0.1)
+
+
 class Transformer(Net):
     """Attention, which uses the weight of its part ``out_proj`` itself; in evaluation a layer uses all its parts'."""
 
@@ -491,6 +533,7 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "manual with a network in a metric": (ManualDistance, {}),
     "network in a metric": (WithDistance, {}),
     "two backwards": (TwoBackwards, {}),
+    "accumulates by hand": (AccumulatesByHand, {"steps": 6}),
     "gan": (Gan, {}),
     "tied": (Tied, {}),
     "normalized": (Normalized, {}),
@@ -509,6 +552,8 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "read on one rank": (ZeroedInPlace, {"callbacks": [ReadOnOneRank]}),
     "clamp": (Tied, {"callbacks": [Clamp]}),
     "replace": (OneRow, {"callbacks": [Replace], "accumulate_grad_batches": 2}),
+    "marked": (Marked, {}),
+    "grouped by type": (GroupedByType, {}),
     "save first": (lambda: Net("adamw"), {"callbacks": [SaveFirst]}),
     "transformer": (Transformer, {}),
     "step timer": (Net, {"callbacks": [StepTimer]}),
