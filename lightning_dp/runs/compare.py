@@ -134,7 +134,8 @@ def _rows(folder: Path) -> list[dict[str, str]]:
 
 def _load(path: Path) -> Any:
     with naming_damage(path):
-        return OmegaConf.load(path)
+        # With the interpolations as they are: those of an override name values of its job.
+        return OmegaConf.to_container(OmegaConf.load(path), resolve=False)
 
 
 @contextmanager
@@ -163,7 +164,7 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
         # A later test in the folder (train=false), of any weights, has step 0.
         reached = found[max(found)] if found else math.nan
     path = folder / ".hydra" / "config.yaml"
-    config: Any = OmegaConf.to_container(_load(path), resolve=False)
+    config = _load(path)
     with naming_damage(path):
         is_optimized, optimizes_least = metric == config["optimized_metric"], config["optimized_mode"] == "min"
     share = mean(shares) if shares else None

@@ -65,6 +65,14 @@ def test_a_job_that_was_continued_is_in_the_row_of_the_others(tmp_path):
     assert [job.label for job in read_sweep(tmp_path, "val/acc")] == 2 * ["all jobs"]
 
 
+def test_an_override_that_names_another_value_is_shown_as_it_was_written(tmp_path):
+    overrides = ["+callbacks.own.path=${run_dir}/a", "optim.lr=${oc.env:NOT_SET_HERE}"]
+    for number, override in enumerate(overrides):
+        job(tmp_path / str(number), ["seed=1"], rows([0.5], [10], 0.7))
+        OmegaConf.save([override], tmp_path / str(number) / ".hydra" / "overrides.yaml")
+    assert [job.label for job in read_sweep(tmp_path, "val/acc")] == overrides
+
+
 def test_jobs_from_other_checkpoints_are_rows_of_their_own(tmp_path):
     for name in ("a", "b"):
         job(tmp_path / name, [f"ckpt_path={name}/last.ckpt", "seed=1"], rows([0.5], [10], 0.7))
