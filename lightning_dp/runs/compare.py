@@ -30,6 +30,7 @@ from lightning_dp.runs.command_line import argument_parser, hydra_of, message_of
 from lightning_dp.runs.metrics import IMAGES_PER_S, rows_of
 from lightning_dp.runs.resume import CURVES, METRICS, OF_A_RUN
 from lightning_dp.runs.traffic import bytes_per_step
+from lightning_dp.runs.validation import resolved_part
 
 log = logging.getLogger("compare")
 
@@ -191,8 +192,9 @@ def _num_bytes(config: Any, folder: Path, global_share: float) -> float | None:
     try:
         with hydra_of(folder):
             # The folder of a run may have been moved since.
-            resolved: Any = OmegaConf.to_container(OmegaConf.create(config | {"run_dir": str(folder)}), resolve=True)
-        return bytes_per_step(resolved, global_share)
+            cfg = OmegaConf.create(config | {"run_dir": str(folder)})
+            found = resolved_part(cfg, ("data", "model", "trainer", "strategy", "callbacks"))
+        return bytes_per_step(found, global_share)
     except Exception as error:  # a model of the user's can raise any error, or is not importable here
         log.warning("bytes are not counted: the model of %s cannot be built (%s)", folder, message_of(error))
         return None

@@ -219,6 +219,7 @@ def test_bytes_are_counted_if_the_data_is_where_the_job_was_started(sweep, caplo
     for place in sweep.glob("*/.hydra"):
         config = OmegaConf.load(place / "config.yaml")
         config.where = "${hydra:runtime.cwd}/data"
+        config.name = "${oc.env:NOT_SET_HERE}"  # nothing here reads it
         OmegaConf.save(config, place / "config.yaml")
         OmegaConf.save({"hydra": {"runtime": {"cwd": "/home"}}}, place / "hydra.yaml")
     read_sweep(sweep, "val/acc")
