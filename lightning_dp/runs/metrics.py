@@ -171,10 +171,11 @@ def rows_before(checkpoint: Path) -> list[dict[str, str]]:
     if state is None:  # of version 0.1
         return [row for row in rows if int(row["step"]) < content["global_step"]]
     after = list(takewhile(lambda row: int(row["step"]) in state["steps"], rows[state["num_rows"] :]))
-    means = {name: str(value) for name, value in state.get("means", {}).items()}
-    # The run may have been killed before it wrote them. A folder that it continued in does not have the speed.
-    if means and not any(means.keys() - {IMAGES_PER_S} <= row.keys() and row["step"] == means["step"] for row in after):
-        after.append(means)
+    if means := {name: str(value) for name, value in state.get("means", {}).items()}:
+        names = means.keys() - {IMAGES_PER_S}  # a folder that a run continued in does not have the speed
+        written = [names <= row.keys() and row["step"] == means["step"] for row in after]
+        # The run may have been killed before it wrote them. After them comes the next epoch, maybe with their step.
+        after = after[: written.index(True) + 1] if any(written) else [*after, means]
     return rows[: state["num_rows"]] + after
 
 

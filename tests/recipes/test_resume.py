@@ -202,6 +202,18 @@ def test_rows_are_those_before_the_checkpoint_whatever_their_step(tmp_path):
     assert len([row for row in metrics(tmp_path / "cut") if row["own/seen"]]) == 3
 
 
+class OwnStep(Classifier):
+    """Gives loggers the number of steps as the step of an epoch, which the first row of the next epoch has as well."""
+
+    def on_train_epoch_end(self):
+        self.log("step", float(self.global_step))
+
+
+@pytest.mark.ci
+def test_rows_of_the_next_epoch_are_not_kept_where_it_begins_with_the_step_of_the_means(tmp_path):
+    whole_and_continued(tmp_path, tiny, f"model._target_={__name__}.OwnStep")
+
+
 class Drawing(Named):
     """Keeps what it draws for each image."""
 
