@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -286,7 +287,8 @@ def draw_curves(run_dir: str | Path, at_end: bool = True) -> Path:
         axes.set_xlim(left=0)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    if min((value for _, value in _named(series, "train", "loss")), default=0.0) > 0:
+    losses = [value for _, value in _named(series, "train", "loss") if math.isfinite(value)]  # a run may have diverged
+    if min(losses, default=0.0) > 0:
         loss.set_yscale("log")
     if tested := _named(series, "test", "acc"):
         _, value = max(tested, key=lambda each: each[0])  # later tests in the folder (train=false) have step 0
