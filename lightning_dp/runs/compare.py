@@ -22,6 +22,7 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
@@ -92,7 +93,7 @@ def read_sweep(folder: Path, metric: str, result: str = TESTED, count_bytes: boo
         ValueError: a file is damaged.
     """
     folders = _job_folders(folder)
-    overrides = [list(map(str, _load(path / ".hydra" / "overrides.yaml"))) for path in folders]
+    overrides = [_overrides(path / ".hydra" / "overrides.yaml") for path in folders]
     shared = set.intersection(*map(set, overrides))
     jobs = []
     for path, own in zip(folders, overrides, strict=True):
@@ -101,6 +102,14 @@ def read_sweep(folder: Path, metric: str, result: str = TESTED, count_bytes: boo
     # One of several rows may have no overrides of its own: the defaults.
     empty = "defaults" if any(label for _, label in jobs) else "all jobs"
     return [_read_job(path, label or empty, metric, result, count_bytes) for path, label in jobs]
+
+
+def _overrides(path: Path) -> list[str]:
+    """Return the overrides of a job, spelled as Hydra spells them in a sweep. Its folder may have been run singly."""
+    texts = list(map(str, _load(path)))
+    with naming_damage(path):
+        parsed = OverridesParser.create().parse_overrides(texts)
+        return [f"{each.get_key_element()}={each.get_value_element_as_str()}" for each in parsed]
 
 
 def _job_folders(folder: Path) -> list[Path]:

@@ -66,11 +66,20 @@ def test_a_job_that_was_continued_is_in_the_row_of_the_others(tmp_path):
 
 
 def test_an_override_that_names_another_value_is_shown_as_it_was_written(tmp_path):
-    overrides = ["+callbacks.own.path=${run_dir}/a", "optim.lr=${oc.env:NOT_SET_HERE}"]
+    overrides = ['+callbacks.own.path="${run_dir}/a"', 'optim.lr="${oc.env:NOT_SET_HERE}"']
     for number, override in enumerate(overrides):
         job(tmp_path / str(number), ["seed=1"], rows([0.5], [10], 0.7))
         OmegaConf.save([override], tmp_path / str(number) / ".hydra" / "overrides.yaml")
     assert [job.label for job in read_sweep(tmp_path, "val/acc")] == overrides
+
+
+def test_a_job_that_was_repeated_by_a_command_of_its_own_is_in_the_row_of_the_others(tmp_path):
+    """Hydra spells the overrides of a sweep's jobs itself: false is False there, and 1e-2 is 0.01."""
+    sweep = ["trainer.enable_progress_bar=False", "optim.lr=0.01", "trainer.devices=[0,1]"]
+    single = ["trainer.enable_progress_bar=false", "optim.lr=1e-2", "trainer.devices=[0, 1]", "ckpt_path=last"]
+    for number, overrides in enumerate((sweep, single)):
+        job(tmp_path / str(number), [*overrides, f"seed={number}"], rows([0.5], [10], 0.7))
+    assert [job.label for job in read_sweep(tmp_path, "val/acc")] == 2 * ["all jobs"]
 
 
 def test_jobs_from_other_checkpoints_are_rows_of_their_own(tmp_path):
