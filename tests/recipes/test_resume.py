@@ -1012,14 +1012,21 @@ def test_a_run_that_is_taken_back_and_killed_before_its_next_checkpoint_goes_on_
     assert completed_steps(last(run)) == 3
 
 
+STOPS = ("+callbacks.stop._target_=pytorch_lightning.callbacks.EarlyStopping", "+callbacks.stop.monitor=val/loss")
+
+
 @pytest.mark.ci
-def test_a_finished_run_that_is_continued_in_a_new_folder_has_its_last_weights_there(tmp_path):
+@pytest.mark.parametrize(
+    "options", [(), (*STOPS, "+callbacks.stop.patience=1", "+callbacks.stop.min_delta=9")], ids=["epochs", "stopped"]
+)
+def test_a_finished_run_that_is_continued_in_a_new_folder_has_its_last_weights_there(tmp_path, options):
     """It trains nothing, and so Lightning writes no checkpoint."""
     first, second = tmp_path / "tiny" / "first", tmp_path / "second" / "tiny" / "second"
-    expected = train(tiny(first))
-    train(tiny(second, f"ckpt_path={last(first)}"))
+    options = ("trainer.max_epochs=3", *options)
+    expected = train(tiny(first, *options))
+    train(tiny(second, *options, f"ckpt_path={last(first)}"))
     first.rename(tmp_path / "elsewhere")
-    config = tiny(second, "ckpt_path=last")
+    config = tiny(second, *options, "ckpt_path=last")
     config["ckpt_path"] = str(find_checkpoint(config))
     assert train(config)["test/loss"] == expected["test/loss"]
 
