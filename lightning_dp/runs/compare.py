@@ -22,6 +22,7 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
@@ -30,6 +31,7 @@ from lightning_dp.runs.command_line import argument_parser, hydra_of, message_of
 from lightning_dp.runs.metrics import IMAGES_PER_S, rows_of
 from lightning_dp.runs.resume import CURVES, METRICS, OF_A_RUN
 from lightning_dp.runs.traffic import bytes_per_step
+from lightning_dp.runs.validation import resolved_part
 
 log = logging.getLogger("compare")
 
@@ -91,7 +93,7 @@ def read_sweep(folder: Path, metric: str, result: str = TESTED, count_bytes: boo
         ValueError: a file is damaged.
     """
     folders = _job_folders(folder)
-    overrides = [list(map(str, _load(path / ".hydra" / "overrides.yaml"))) for path in folders]
+    overrides = [_overrides(path / ".hydra" / "overrides.yaml") for path in folders]
     shared = set.intersection(*map(set, overrides))
     jobs = []
     for path, own in zip(folders, overrides, strict=True):
@@ -100,6 +102,14 @@ def read_sweep(folder: Path, metric: str, result: str = TESTED, count_bytes: boo
     # One of several rows may have no overrides of its own: the defaults.
     empty = "defaults" if any(label for _, label in jobs) else "all jobs"
     return [_read_job(path, label or empty, metric, result, count_bytes) for path, label in jobs]
+
+
+def _overrides(path: Path) -> list[str]:
+    """Return the overrides of a job, spelled as Hydra spells them in a sweep. Its folder may have been run singly."""
+    texts = list(map(str, _load(path)))
+    with naming_damage(path):
+        parsed = OverridesParser.create().parse_overrides(texts)
+        return [f"{each.get_key_element()}={each.get_value_element_as_str()}" for each in parsed]
 
 
 def _job_folders(folder: Path) -> list[Path]:
@@ -134,7 +144,8 @@ def _rows(folder: Path) -> list[dict[str, str]]:
 
 def _load(path: Path) -> Any:
     with naming_damage(path):
-        return OmegaConf.load(path)
+        # With the interpolations as they are: those of an override name values of its job.
+        return OmegaConf.to_container(OmegaConf.load(path), resolve=False)
 
 
 @contextmanager
@@ -163,7 +174,7 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
         # A later test in the folder (train=false), of any weights, has step 0.
         reached = found[max(found)] if found else math.nan
     path = folder / ".hydra" / "config.yaml"
-    config: Any = OmegaConf.to_container(_load(path), resolve=False)
+    config = _load(path)
     with naming_damage(path):
         is_optimized, optimizes_least = metric == config["optimized_metric"], config["optimized_mode"] == "min"
     share = mean(shares) if shares else None
@@ -190,8 +201,9 @@ def _num_bytes(config: Any, folder: Path, global_share: float) -> float | None:
     try:
         with hydra_of(folder):
             # The folder of a run may have been moved since.
-            resolved: Any = OmegaConf.to_container(OmegaConf.create(config | {"run_dir": str(folder)}), resolve=True)
-        return bytes_per_step(resolved, global_share)
+            cfg = OmegaConf.create(config | {"run_dir": str(folder)})
+            found = resolved_part(cfg, ("data", "model", "trainer", "strategy", "callbacks"))
+        return bytes_per_step(found, global_share)
     except Exception as error:  # a model of the user's can raise any error, or is not importable here
         log.warning("bytes are not counted: the model of %s cannot be built (%s)", folder, message_of(error))
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -171,10 +172,11 @@ def rows_before(checkpoint: Path) -> list[dict[str, str]]:
     if state is None:  # of version 0.1
         return [row for row in rows if int(row["step"]) < content["global_step"]]
     after = list(takewhile(lambda row: int(row["step"]) in state["steps"], rows[state["num_rows"] :]))
-    means = {name: str(value) for name, value in state.get("means", {}).items()}
-    # The run may have been killed before it wrote them. A folder that it continued in does not have the speed.
-    if means and not any(means.keys() - {IMAGES_PER_S} <= row.keys() and row["step"] == means["step"] for row in after):
-        after.append(means)
+    if means := {name: str(value) for name, value in state.get("means", {}).items()}:
+        names = means.keys() - {IMAGES_PER_S}  # a folder that a run continued in does not have the speed
+        written = [names <= row.keys() and row["step"] == means["step"] for row in after]
+        # The run may have been killed before it wrote them. After them comes the next epoch, maybe with their step.
+        after = after[: written.index(True) + 1] if any(written) else [*after, means]
     return rows[: state["num_rows"]] + after
 
 
@@ -285,7 +287,8 @@ def draw_curves(run_dir: str | Path, at_end: bool = True) -> Path:
         axes.set_xlim(left=0)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    if min((value for _, value in _named(series, "train", "loss")), default=0.0) > 0:
+    losses = [value for _, value in _named(series, "train", "loss") if math.isfinite(value)]  # a run may have diverged
+    if min(losses, default=0.0) > 0:
         loss.set_yscale("log")
     if tested := _named(series, "test", "acc"):
         _, value = max(tested, key=lambda each: each[0])  # later tests in the folder (train=false) have step 0

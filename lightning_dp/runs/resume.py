@@ -640,7 +640,8 @@ class ContinuesAfterCheckpoint(Callback):
         if self._checkpoint is None or not trainer.is_global_zero or not trainer.checkpoint_callbacks:
             return
         path, last = Path(self._checkpoint), self._run_dir / OF_A_RUN["last"]
-        if not is_of(self._run_dir, path):
+        # After EarlyStopping, training has begun without a step.
+        if not is_of(self._run_dir, path) and completed_steps(path) == trainer.global_step:
             copy(path, last)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -680,8 +681,7 @@ class ContinuesAfterCheckpoint(Callback):
         """
         epoch: Any = trainer.fit_loop.epoch_progress.current
         epoch.completed = epoch.processed
-        if not self._has_trained:
-            self._keep_copy(trainer)
+        self._keep_copy(trainer)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             # SWA's epoch for batch norm ends with the mean in the module, and so in the checkpoint.
             has_mean = isinstance(callback, StochasticWeightAveraging) and trainer.current_epoch > callback.swa_end + 1

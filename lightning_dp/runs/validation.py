@@ -77,6 +77,18 @@ def resolved(cfg: DictConfig, *also_read: str) -> Config:
     return config
 
 
+def resolved_part(cfg: DictConfig, keys: Sequence[str]) -> Config:
+    """Return the values that a configuration has of these keys of the top level, in plain dicts and lists.
+
+    Others may name what only Hydra knows while a run is on, as ``${now:%Y}``, or only the machine of the run.
+    """
+    found = {key: cfg[key] for key in keys if key in cfg}
+    return {
+        key: OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+        for key, node in found.items()
+    }
+
+
 def validate(config: Config) -> int:
     """Check arguments, devices and data, download the data if requested, and return the number of processes per node.
 

@@ -65,6 +65,23 @@ def test_a_job_that_was_continued_is_in_the_row_of_the_others(tmp_path):
     assert [job.label for job in read_sweep(tmp_path, "val/acc")] == 2 * ["all jobs"]
 
 
+def test_an_override_that_names_another_value_is_shown_as_it_was_written(tmp_path):
+    overrides = ['+callbacks.own.path="${run_dir}/a"', 'optim.lr="${oc.env:NOT_SET_HERE}"']
+    for number, override in enumerate(overrides):
+        job(tmp_path / str(number), ["seed=1"], rows([0.5], [10], 0.7))
+        OmegaConf.save([override], tmp_path / str(number) / ".hydra" / "overrides.yaml")
+    assert [job.label for job in read_sweep(tmp_path, "val/acc")] == overrides
+
+
+def test_a_job_that_was_repeated_by_a_command_of_its_own_is_in_the_row_of_the_others(tmp_path):
+    """Hydra spells the overrides of a sweep's jobs itself: false is False there, and 1e-2 is 0.01."""
+    sweep = ["trainer.enable_progress_bar=False", "optim.lr=0.01", "trainer.devices=[0,1]"]
+    single = ["trainer.enable_progress_bar=false", "optim.lr=1e-2", "trainer.devices=[0, 1]", "ckpt_path=last"]
+    for number, overrides in enumerate((sweep, single)):
+        job(tmp_path / str(number), [*overrides, f"seed={number}"], rows([0.5], [10], 0.7))
+    assert [job.label for job in read_sweep(tmp_path, "val/acc")] == 2 * ["all jobs"]
+
+
 def test_jobs_from_other_checkpoints_are_rows_of_their_own(tmp_path):
     for name in ("a", "b"):
         job(tmp_path / name, [f"ckpt_path={name}/last.ckpt", "seed=1"], rows([0.5], [10], 0.7))
@@ -211,6 +228,7 @@ def test_bytes_are_counted_if_the_data_is_where_the_job_was_started(sweep, caplo
     for place in sweep.glob("*/.hydra"):
         config = OmegaConf.load(place / "config.yaml")
         config.where = "${hydra:runtime.cwd}/data"
+        config.name = "${oc.env:NOT_SET_HERE}"  # nothing here reads it
         OmegaConf.save(config, place / "config.yaml")
         OmegaConf.save({"hydra": {"runtime": {"cwd": "/home"}}}, place / "hydra.yaml")
     read_sweep(sweep, "val/acc")

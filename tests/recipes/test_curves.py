@@ -51,6 +51,13 @@ def test_epochs_may_have_fewer_and_fewer_steps(tmp_path):
     assert [epoch for epoch, _ in read_metrics(tmp_path)["train/loss"]] == [1.0, 2.0, 3.0, 4.0, 4.2]
 
 
+@pytest.mark.parametrize("losses", [("inf", "nan"), ("1.0", "inf")])
+def test_a_run_that_has_diverged_has_a_plot(tmp_path, losses):
+    rows = "".join(f"{epoch},{4 * epoch + 3},{loss},{loss}\n" for epoch, loss in enumerate(losses))
+    (tmp_path / "metrics.csv").write_text(f"epoch,step,train/loss,val/loss\n{rows}")
+    assert draw_curves(tmp_path).is_file()
+
+
 def test_learning_rates_of_several_groups_have_one_scale(tmp_path, monkeypatch):
     (tmp_path / "metrics.csv").write_text("epoch,lr-SGD/head,lr-SGD/trunk,step\n0,0.1,0.4,4\n1,0.01,0.04,9\n")
     drawn = []

@@ -78,10 +78,11 @@ def test_an_argument_that_the_run_did_not_give_is_added(run_dir):
             evaluate(checkpoint, [nothing])
 
 
-def test_loggers_may_name_what_only_a_run_knows(run_dir, tmp_path):
+def test_what_is_not_read_may_name_what_only_a_run_knows(run_dir, tmp_path):
     shutil.copytree(run_dir, tmp_path / "copy")
     config = OmegaConf.load(tmp_path / "copy" / ".hydra" / "config.yaml")
     config.logger = {"own": {"_target_": "own.Logger", "save_dir": "${hydra:runtime.output_dir}"}}
+    config.name = "${oc.env:NOT_SET_HERE}"
     OmegaConf.save(config, tmp_path / "copy" / ".hydra" / "config.yaml")
     checkpoint = tmp_path / "copy" / "checkpoints" / "last.ckpt"
     assert evaluate(checkpoint, []).keys() == {"test/acc", "test/acc5", "test/loss"}

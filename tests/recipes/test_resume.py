@@ -202,6 +202,18 @@ def test_rows_are_those_before_the_checkpoint_whatever_their_step(tmp_path):
     assert len([row for row in metrics(tmp_path / "cut") if row["own/seen"]]) == 3
 
 
+class OwnStep(Classifier):
+    """Gives loggers the number of steps as the step of an epoch, which the first row of the next epoch has as well."""
+
+    def on_train_epoch_end(self):
+        self.log("step", float(self.global_step))
+
+
+@pytest.mark.ci
+def test_rows_of_the_next_epoch_are_not_kept_where_it_begins_with_the_step_of_the_means(tmp_path):
+    whole_and_continued(tmp_path, tiny, f"model._target_={__name__}.OwnStep")
+
+
 class Drawing(Named):
     """Keeps what it draws for each image."""
 
@@ -1000,14 +1012,21 @@ def test_a_run_that_is_taken_back_and_killed_before_its_next_checkpoint_goes_on_
     assert completed_steps(last(run)) == 3
 
 
+STOPS = ("+callbacks.stop._target_=pytorch_lightning.callbacks.EarlyStopping", "+callbacks.stop.monitor=val/loss")
+
+
 @pytest.mark.ci
-def test_a_finished_run_that_is_continued_in_a_new_folder_has_its_last_weights_there(tmp_path):
+@pytest.mark.parametrize(
+    "options", [(), (*STOPS, "+callbacks.stop.patience=1", "+callbacks.stop.min_delta=9")], ids=["epochs", "stopped"]
+)
+def test_a_finished_run_that_is_continued_in_a_new_folder_has_its_last_weights_there(tmp_path, options):
     """It trains nothing, and so Lightning writes no checkpoint."""
     first, second = tmp_path / "tiny" / "first", tmp_path / "second" / "tiny" / "second"
-    expected = train(tiny(first))
-    train(tiny(second, f"ckpt_path={last(first)}"))
+    options = ("trainer.max_epochs=3", *options)
+    expected = train(tiny(first, *options))
+    train(tiny(second, *options, f"ckpt_path={last(first)}"))
     first.rename(tmp_path / "elsewhere")
-    config = tiny(second, "ckpt_path=last")
+    config = tiny(second, *options, "ckpt_path=last")
     config["ckpt_path"] = str(find_checkpoint(config))
     assert train(config)["test/loss"] == expected["test/loss"]
 
