@@ -175,8 +175,12 @@ def rows_before(checkpoint: Path) -> list[dict[str, str]]:
     if means := {name: str(value) for name, value in state.get("means", {}).items()}:
         names = means.keys() - {IMAGES_PER_S}  # a folder that a run continued in does not have the speed
         written = [names <= row.keys() and row["step"] == means["step"] for row in after]
-        # The run may have been killed before it wrote them. After them comes the next epoch, maybe with their step.
-        after = after[: written.index(True) + 1] if any(written) else [*after, means]
+        if any(written):
+            end = written.index(True) + 1
+            # Then come rows of the same batch, as of the end of the run. The next epoch may begin with the means' step.
+            after = after[:end] + [row for row in after[end:] if int(row["step"]) == state["steps"][0]]
+        else:  # the run may have been killed before it wrote them
+            after.append(means)
     return rows[: state["num_rows"]] + after
 
 

@@ -214,6 +214,22 @@ def test_rows_of_the_next_epoch_are_not_kept_where_it_begins_with_the_step_of_th
     whole_and_continued(tmp_path, tiny, f"model._target_={__name__}.OwnStep")
 
 
+class LogsAtEnd(Classifier):
+    """Writes to its logger when training has ended."""
+
+    def on_train_end(self):
+        self.logger.log_metrics({"own/end": 1.0}, self.trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
+
+
+@pytest.mark.ci
+def test_rows_of_the_end_are_kept_where_a_run_that_has_ended_is_started_again(tmp_path):
+    options = (f"model._target_={__name__}.LogsAtEnd", "trainer.max_epochs=1")
+    train(tiny(tmp_path, *options))
+    expected = metrics(tmp_path)
+    train(tiny(tmp_path, *options, f"ckpt_path={last(tmp_path)}"))
+    assert metrics(tmp_path) == expected
+
+
 class Drawing(Named):
     """Keeps what it draws for each image."""
 
