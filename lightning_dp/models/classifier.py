@@ -141,7 +141,13 @@ class Classifier(LightningModule):
         fill = {}
         if "total_steps" in arguments and given.get("total_steps") is None:
             fill["total_steps"] = self._planned_steps = self._schedule_steps()
-        scheduler = self.scheduler(optimizer, **fill)
+        try:
+            scheduler = self.scheduler(optimizer, **fill)
+        except ZeroDivisionError as error:  # of OneCycleLR, where pct_start * total_steps is 1
+            raise ValueError(
+                f"the schedule has a phase without a step if training has {fill.get('total_steps', 'its')} "
+                f"{self.interval}s; train for more or fewer, or use another schedule"
+            ) from error
         schedule: dict[str, Any] = {"scheduler": scheduler, "interval": self.interval}
         if isinstance(scheduler, ReduceLROnPlateau):
             metric = "val/acc" if scheduler.mode == "max" else "val/loss"
