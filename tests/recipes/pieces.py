@@ -188,6 +188,33 @@ class GeneratorData(JitterData):
         return DataLoader(part, 16, shuffle=True, num_workers=self.num_workers, generator=generator)
 
 
+class LargeJitter(Jitter):
+    """Images as large as CIFAR-10's."""
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return image.repeat(1, 4, 4), label
+
+
+class DrawnData(LightningDataModule):
+    """Shuffled by a generator of the loader's own, or divided and shuffled by that of PyTorch."""
+
+    def __init__(self, has_own: bool, num_workers: int = 0) -> None:
+        super().__init__()
+        self.has_own, self.num_workers = has_own, num_workers
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(3) if self.has_own else None
+        images = LargeJitter(48) if self.has_own else random_split(LargeJitter(60), [48, 12])[0]
+        return DataLoader(images, 16, shuffle=True, num_workers=self.num_workers, generator=generator)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(LargeJitter(20), 16)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(LargeJitter(21), 16)
+
+
 class Resumable:
     """A loader with a state of its own, as torchdata's. Only the next iterator begins there."""
 

@@ -21,6 +21,8 @@ from lightning_dp.runs.resume import CONFIGURATION, find_checkpoint
 from lightning_dp.runs.validation import validate
 from tests.recipes.in_process import tiny, train
 
+Case = tuple[list[str], dict[str, Any] | None]  # options, and what replaces the data
+
 CALLBACKS = "pytorch_lightning.callbacks"
 # A run has one of each, where the first one is what most users have. Several options have spaces between them.
 OPTIONS = (
@@ -52,6 +54,11 @@ OPTIONS = (
     # It is called before or after the callbacks that write checkpoints.
     tuple(f"+callbacks.kill._target_=tests.recipes.pieces.{name}" for name in ("KillAt", "KillAtLast")),
 )  # fmt: skip
+# In place of the small data: what draws random numbers itself.
+DATA = (
+    None,
+    *({"has_own": has_own, "num_workers": num_workers} for has_own in (False, True) for num_workers in (0, 1)),
+)
 HOOKS = (
     *("on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_after_backward", "on_before_zero_grad"),
     *("on_train_batch_end", "on_validation_batch_start", "on_validation_epoch_end", "on_validation_end"),
@@ -59,29 +66,32 @@ HOOKS = (
 )
 
 
-def run(run_dir: Path, options: list[str], ckpt_path: str = "null", kill: str | None = None) -> Any:
+def run(case: Case, run_dir: Path, ckpt_path: str = "null", kill: str | None = None) -> Any:
     """Return the results of a run in a process of its own, the text of an error, or None if it was killed."""
     context = multiprocessing.get_context("fork")  # all is imported, so that a run takes a second
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(sender, run_dir, [*options, f"ckpt_path={ckpt_path}"], kill))
+    process = context.Process(target=_run, args=(sender, case, run_dir, ckpt_path, kill))
     process.start()
     sender.close()
     try:
         return receiver.recv()
     except EOFError:
         process.join()
-        assert process.exitcode == -signal.SIGKILL, (options, ckpt_path, kill)
+        assert process.exitcode == -signal.SIGKILL, (case, ckpt_path, kill)
         return None
     finally:
         process.join()
         receiver.close()
 
 
-def _run(sender: Connection, run_dir: Path, options: list[str], kill: str | None) -> None:
+def _run(sender: Connection, case: Case, run_dir: Path, ckpt_path: str, kill: str | None) -> None:
     if kill is not None:
         os.environ["KILL_AT"] = kill
+    options, data = case
     try:
-        config = tiny(run_dir, *options)
+        config = tiny(run_dir, *options, f"ckpt_path={ckpt_path}")
+        if data is not None:
+            config["data"] = {"_target_": "tests.recipes.pieces.DrawnData", **data}
         validate(config)
         checkpoint = find_checkpoint(config)
         config["ckpt_path"] = None if checkpoint is None else str(checkpoint)
@@ -118,20 +128,20 @@ def check(seed: int, folder: Path) -> bool:
     It continues in its folder, by ``last`` or the file, or in a new one.
     """
     draw = random.Random(seed)
-    options = [option for choices in OPTIONS for option in draw.choice(choices).split()]
+    case = [option for choices in OPTIONS for option in draw.choice(choices).split()], draw.choice(DATA)
     whole, run_dir, ckpt_path = folder / "tiny" / "whole", folder / "0" / "tiny" / "cut", "null"
-    expected = run(whole, options)
+    expected = run(case, whole)
     if isinstance(expected, str):
         return False
-    story: list[Any] = [seed, options]
+    story: list[Any] = [seed, case]
     for number in range(draw.choice([1, 1, 2, 3])):
         kill = f"{draw.choice(HOOKS)} {draw.choice([1, 1, 2, 3, 4, 6])}"
-        story += [ckpt_path, kill, run(run_dir, options, ckpt_path, kill)]
+        story += [ckpt_path, kill, run(case, run_dir, ckpt_path, kill)]
         last = run_dir / "checkpoints" / "last.ckpt"
         ckpt_path = draw.choice(["last", str(last)]) if last.exists() else "last"
         if last.exists() and draw.random() < 0.3:
             run_dir, ckpt_path = folder / str(number + 1) / "tiny" / "cut", str(last)
-    found = run(run_dir, options, ckpt_path)
+    found = run(case, run_dir, ckpt_path)
     assert is_same(found, expected), (story, ckpt_path, found, expected)
     assert is_same(state_of(run_dir), state_of(whole)), (story, ckpt_path)
     return True
