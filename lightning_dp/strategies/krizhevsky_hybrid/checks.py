@@ -270,13 +270,18 @@ def check_hooks(head: ShardedHead) -> None:
 
 
 def require_whole(module: nn.Module, head_name: str) -> None:
-    """Raise ValueError if an earlier `fit` has left this rank's local shard in the head."""
+    """Raise ValueError if an earlier `fit` has left this rank's local shard in the head, or it has no values yet."""
     try:
         head = module.get_submodule(head_name)
     except AttributeError:
         return  # a module without this head, evaluated with this strategy, is whole
     for path, layer in head.named_modules(prefix=head_name):
         if type(layer) is nn.Linear:
+            if layer.weight.is_meta:
+                raise ValueError(
+                    f"{path} is on the meta device, and validate, test and predict need the whole head on each rank; "
+                    "build it on the CPU, or validate within fit"
+                )
             require_whole_layer(layer, path)
 
 

@@ -138,6 +138,7 @@ class HybridFitState(SharedOnDeepcopy):
         # If set-up has failed on another rank, this call fails, while `fail` can still restore the module.
         self.head.control.all_gather("end of set-up", torch.zeros(1, device=self._device))
         self._parameters.keep()
+        self.head.cut_assigned()  # by configure_optimizers
         self._shard_states()
         if self._gathers:
             self._gather_now()

@@ -112,7 +112,13 @@ class Imprinted(NamedNet):
         self.head = nn.Linear(6, CLASSES, bias=False).double()
         self.validated: list[Tensor] = []
 
+    def configure_optimizers(self) -> Any:
+        self.head.weight.data = torch.linspace(-1, 1, 6 * CLASSES).double().view(CLASSES, 6)
+        return super().configure_optimizers()
+
     def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 0:
+            return
         generator = torch.Generator().manual_seed(self.current_epoch)
         self.head.weight.data = torch.randn(CLASSES, 6, generator=generator, dtype=torch.float64)
 

@@ -156,6 +156,24 @@ def test_a_whole_head_is_not_taken_for_the_local_shard_of_a_larger_one(tmp_path)
     run_processes(2, _meta_of_more_classes, path)
 
 
+def _meta_evaluated(rank: int, path: str | None) -> None:
+    # Lightning loads the checkpoint before it moves the module.
+    runner = trainer(KrizhevskyHybridStrategy(evaluation="sharded"), 2)
+    with pytest.raises(ValueError, match=r"head\.1 is on the meta device, .*; build it on the CPU"):
+        runner.predict(MetaNet(), batches(rank, 2), ckpt_path=path)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_outside_of_fit_a_head_on_the_meta_device_is_an_error(tmp_path, is_loaded):
+    path = str(tmp_path / "one.ckpt") if is_loaded else None
+    if path is not None:
+        runner = trainer("auto", 1)
+        runner.fit(StepNet(), all_batches(2))
+        runner.save_checkpoint(path)
+    run_processes(2, _meta_evaluated, path)
+
+
 class MetaTrunk(StepNet):
     def __init__(self) -> None:
         super().__init__()
