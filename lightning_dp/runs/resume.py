@@ -699,7 +699,14 @@ def _switches(trainer: Trainer) -> dict[str, bool]:
     return found | {f"{name}.training": mode for name, mode in modes_in_training(trainer).items()}
 
 
-# --- the best weights ---
+# --- the last and the best weights ---
+
+
+class LastCheckpoint(ModelCheckpoint):
+    """Writes last.ckpt beside a ModelCheckpoint of the user's that counts alike, such as one that keeps every epoch.
+
+    In a checkpoint Lightning tells the states of two by their class and by what they count, and refuses equal ones.
+    """
 
 
 class BestCheckpoint(ModelCheckpoint):

@@ -52,6 +52,7 @@ from lightning_dp.runs.resume import (
     BestCheckpoint,
     ConfigurationInCheckpoint,
     ContinuesAfterCheckpoint,
+    LastCheckpoint,
     SeedEachEpoch,
     alone_in,
     find_checkpoint,
@@ -228,6 +229,9 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     made = make_callbacks(config)
     # Other checkpoints of an epoch come before last.ckpt, which holds what these callbacks know of theirs.
     writes_last = made.get("checkpoint")
+    keys = [each.state_key for each in made.values()]
+    if type(writes_last) is ModelCheckpoint and keys.count(writes_last.state_key) > 1:
+        writes_last = made["checkpoint"] = instantiate(config["callbacks"]["checkpoint"], _target_=LastCheckpoint)
     callbacks = sorted(made.values(), key=lambda each: each is writes_last or not isinstance(each, ModelCheckpoint))
     callbacks += [SeedEachEpoch(config["seed"]), ConfigurationInCheckpoint(config)]
     if config.get("test") == "best" and config["train"]:

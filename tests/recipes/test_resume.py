@@ -511,6 +511,21 @@ def test_the_last_checkpoint_knows_the_best_ones_of_its_epoch(tmp_path):
 
 
 @pytest.mark.ci
+def test_a_second_callback_keeps_the_checkpoint_of_each_epoch(tmp_path):
+    """Lightning refuses two whose states it cannot tell apart, and the recipes' counts epochs, too."""
+    config = tiny(tmp_path, "test=false", "trainer.max_epochs=2", "optim=sgd_multistep")
+    config["callbacks"]["all"] = {
+        "_target_": "pytorch_lightning.callbacks.ModelCheckpoint",
+        **{"dirpath": str(tmp_path / "all"), "filename": "{epoch}", "save_top_k": -1},
+    }
+    train(config)
+    longer = tiny(tmp_path, "test=false", "trainer.max_epochs=3", "optim=sgd_multistep", f"ckpt_path={last(tmp_path)}")
+    train(longer | {"callbacks": config["callbacks"]})
+    assert {path.name for path in (tmp_path / "all").iterdir()} == {f"epoch={epoch}.ckpt" for epoch in range(3)}
+    assert torch.load(last(tmp_path), weights_only=True)["epoch"] == 2
+
+
+@pytest.mark.ci
 def test_to_test_an_epoch_again_leaves_the_rows_of_later_ones(tmp_path):
     steps = "+optim.scheduler.total_steps=6"
     train(tiny(tmp_path, "trainer.max_epochs=1", steps))
