@@ -141,6 +141,11 @@ def _of_a_run(requested: str, config: Config, in_sweep: bool, launched: bool) ->
                 f"ckpt_path={requested}: {run_dir} has no {file} to test, because its run ended before{kept}; name "
                 "another file with ckpt_path=PATH"
             )
+    if _has_results(run_dir) and _recorded(run_dir).get("train", True):
+        raise FileNotFoundError(
+            f"ckpt_path={requested}: {run_dir} has no {file} beside the results of its run{kept}; put the file "
+            "back, or name another one with ckpt_path=PATH"
+        )
     if in_sweep:
         raise FileNotFoundError(
             f"ckpt_path={requested}: {run_dir} has no {file}{kept}; continue a sweep with hydra.sweep.dir=FOLDER, or "

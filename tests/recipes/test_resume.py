@@ -621,9 +621,21 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts(tmp_path):
     for result in (CURVES, "checkpoints/epoch=3.ckpt"):
         (run / result).touch()
         for options in ({}, {"launched": True}, {"in_sweep": True}):
-            with pytest.raises(FileNotFoundError, match="has no checkpoints/last.ckpt"):
+            with pytest.raises(FileNotFoundError, match=r"run has no checkpoints/last.ckpt beside .*ckpt_path=PATH"):
                 find("last", run, **options)
         (run / result).unlink()
+
+
+def test_a_run_whose_checkpoints_were_deleted_is_not_told_to_continue_from_them(tmp_path):
+    """Beside another run of the same options, whose weights would replace its own."""
+    save(tmp_path / "tiny" / "other")
+    run = tmp_path / "tiny" / "run"
+    run.mkdir()
+    for left in ("metrics.csv", CURVES):
+        (run / left).touch()
+    for options in ({}, {"train": False}):
+        with pytest.raises(FileNotFoundError, match=r"run has no checkpoints/last.ckpt beside the results"):
+            find("last", run, **options)
 
 
 def test_a_run_that_was_killed_before_its_first_row_starts(tmp_path):
