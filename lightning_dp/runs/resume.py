@@ -642,7 +642,8 @@ class ContinuesAfterCheckpoint(Callback):
 
     def _keep_copy(self, trainer: Trainer) -> None:
         """Copy the checkpoint of a run that was complete to the folder of this one, which would have none."""
-        if self._checkpoint is None or not trainer.is_global_zero or not trainer.checkpoint_callbacks:
+        saves = bool(trainer.checkpoint_callbacks) and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        if self._checkpoint is None or not trainer.is_global_zero or not saves:
             return
         path, last = Path(self._checkpoint), self._run_dir / OF_A_RUN["last"]
         # After EarlyStopping, training has begun without a step.
