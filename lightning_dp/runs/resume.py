@@ -785,7 +785,7 @@ class BestCheckpoint(ModelCheckpoint):
             if path and moved.exists() and (not Path(path).exists() or _best_score(moved, self) == best_score):
                 path = str(moved)
         if path and not Path(path).exists():
-            raise FileNotFoundError(f"test=best: the best weights so far are gone; put {path} back, or use test=last")
+            raise FileNotFoundError(f"test=best: the best weights so far are gone; put {beside} back, or use test=last")
         is_elsewhere = path and Path(path).resolve().parent != Path(self.dirpath or "").resolve()
         # In its own folder, a run that was killed between the two files writes the same best weights again. With other
         # values, such as fewer epochs, it may write none, and test those of the epochs that it was taken back from.
@@ -804,8 +804,11 @@ def _best_score(path: Path, keeper: BestCheckpoint) -> Any:
 
 
 def _require_best_is_known(checkpoint: Path, config: Config) -> None:
-    if BestCheckpoint(config).state_key not in read_checkpoint(checkpoint)["callbacks"]:
+    keeper = BestCheckpoint(config | {"ckpt_path": str(checkpoint)})
+    state = read_checkpoint(checkpoint)["callbacks"].get(keeper.state_key)
+    if state is None:
         raise ValueError(
             f"test=best: the run of {checkpoint} did not keep its best weights by {config['optimized_mode']} "
             f"optimized_metric={config['optimized_metric']}, so the best of all its epochs is not known; use test=last"
         )
+    keeper.load_state_dict(state)  # as each rank will, but before the run is taken for one that has not ended

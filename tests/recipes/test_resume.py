@@ -985,8 +985,16 @@ def test_a_best_that_is_not_known_is_refused(tmp_path):
     path = save(tmp_path / "before")
     with pytest.raises(ValueError, match="did not keep its best weights by max optimized_metric=train/loss.*test=last"):
         find_checkpoint(config | {"ckpt_path": str(path)})
-    with pytest.raises(FileNotFoundError, match="the best weights so far are gone; put gone.ckpt back"):
-        BestCheckpoint(config).load_state_dict({"best_model_path": "gone.ckpt"})
+
+
+def test_a_best_that_is_gone_is_an_error_before_the_run_is_taken_for_an_unfinished_one(tmp_path):
+    """It belongs beside the checkpoint, also if the folder had another name."""
+    config = tiny(tmp_path / "run", *BEST)
+    state = {"best_model_path": str(tmp_path / "before" / "best.ckpt"), "best_model_score": torch.tensor(0.5)}
+    path = save(tmp_path / "run")
+    torch.save(WHOLE | {"global_step": 1, "callbacks": {BestCheckpoint(config).state_key: state}}, path)
+    with pytest.raises(FileNotFoundError, match=f"are gone; put {path.with_name('best.ckpt')} back"):
+        find_checkpoint(config | {"ckpt_path": str(path)})
 
 
 def test_the_best_of_a_run_whose_folder_was_moved_is_in_that_folder(tmp_path):
