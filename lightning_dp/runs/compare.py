@@ -29,7 +29,7 @@ from omegaconf import OmegaConf
 from lightning_dp.planner.plots import colors_of
 from lightning_dp.runs.command_line import argument_parser, hydra_of, message_of
 from lightning_dp.runs.metrics import IMAGES_PER_S, rows_of
-from lightning_dp.runs.resume import CURVES, METRICS, OF_A_RUN
+from lightning_dp.runs.resume import CONFIGURATION, CURVES, METRICS, OF_A_RUN
 from lightning_dp.runs.traffic import bytes_per_step
 from lightning_dp.runs.validation import resolved_part
 
@@ -138,8 +138,13 @@ def choose_metrics(folder: Path, wanted: str | None) -> tuple[str, str]:
 
 
 def _rows(folder: Path) -> list[dict[str, str]]:
+    """Return the rows of a job, but no later test in its folder (train=false), which may be of any weights."""
+    config = _load(folder / CONFIGURATION)
+    with naming_damage(folder / CONFIGURATION):
+        trains = config.get("train", True)
     with naming_damage(folder / METRICS):
-        return rows_of(folder)
+        # Lightning logs these with step 0.
+        return [row for row in rows_of(folder) if not (trains and row["step"] == "0" and TESTED in row)]
 
 
 def _load(path: Path) -> Any:
@@ -171,11 +176,9 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
         shares = list(values("agbn/is_global").values())
         rates = list(values(IMAGES_PER_S).values())
         found = values(result) if finished else {}
-        # A later test in the folder (train=false), of any weights, has step 0.
         reached = found[max(found)] if found else math.nan
-    path = folder / ".hydra" / "config.yaml"
-    config = _load(path)
-    with naming_damage(path):
+    config = _load(folder / CONFIGURATION)
+    with naming_damage(folder / CONFIGURATION):
         is_optimized, optimizes_least = metric == config["optimized_metric"], config["optimized_mode"] == "min"
     share = mean(shares) if shares else None
     # Steps count from 0. The time is logged where an epoch ends, and a validation may come within one.

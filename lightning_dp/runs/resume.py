@@ -141,6 +141,11 @@ def _of_a_run(requested: str, config: Config, in_sweep: bool, launched: bool) ->
                 f"ckpt_path={requested}: {run_dir} has no {file} to test, because its run ended before{kept}; name "
                 "another file with ckpt_path=PATH"
             )
+    if _has_results(run_dir) and _recorded(run_dir).get("train", True):
+        raise FileNotFoundError(
+            f"ckpt_path={requested}: {run_dir} has no {file} beside the results of its run{kept}; put the file "
+            "back, or name another one with ckpt_path=PATH"
+        )
     if in_sweep:
         raise FileNotFoundError(
             f"ckpt_path={requested}: {run_dir} has no {file}{kept}; continue a sweep with hydra.sweep.dir=FOLDER, or "
@@ -637,7 +642,8 @@ class ContinuesAfterCheckpoint(Callback):
 
     def _keep_copy(self, trainer: Trainer) -> None:
         """Copy the checkpoint of a run that was complete to the folder of this one, which would have none."""
-        if self._checkpoint is None or not trainer.is_global_zero or not trainer.checkpoint_callbacks:
+        saves = bool(trainer.checkpoint_callbacks) and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        if self._checkpoint is None or not trainer.is_global_zero or not saves:
             return
         path, last = Path(self._checkpoint), self._run_dir / OF_A_RUN["last"]
         # After EarlyStopping, training has begun without a step.
@@ -699,7 +705,14 @@ def _switches(trainer: Trainer) -> dict[str, bool]:
     return found | {f"{name}.training": mode for name, mode in modes_in_training(trainer).items()}
 
 
-# --- the best weights ---
+# --- the last and the best weights ---
+
+
+class LastCheckpoint(ModelCheckpoint):
+    """Writes last.ckpt beside a ModelCheckpoint of the user's that counts alike, such as one that keeps every epoch.
+
+    In a checkpoint Lightning tells the states of two by their class and by what they count, and refuses equal ones.
+    """
 
 
 class BestCheckpoint(ModelCheckpoint):
@@ -772,7 +785,7 @@ class BestCheckpoint(ModelCheckpoint):
             if path and moved.exists() and (not Path(path).exists() or _best_score(moved, self) == best_score):
                 path = str(moved)
         if path and not Path(path).exists():
-            raise FileNotFoundError(f"test=best: the best weights so far are gone; put {path} back, or use test=last")
+            raise FileNotFoundError(f"test=best: the best weights so far are gone; put {beside} back, or use test=last")
         is_elsewhere = path and Path(path).resolve().parent != Path(self.dirpath or "").resolve()
         # In its own folder, a run that was killed between the two files writes the same best weights again. With other
         # values, such as fewer epochs, it may write none, and test those of the epochs that it was taken back from.
@@ -791,8 +804,11 @@ def _best_score(path: Path, keeper: BestCheckpoint) -> Any:
 
 
 def _require_best_is_known(checkpoint: Path, config: Config) -> None:
-    if BestCheckpoint(config).state_key not in read_checkpoint(checkpoint)["callbacks"]:
+    keeper = BestCheckpoint(config | {"ckpt_path": str(checkpoint)})
+    state = read_checkpoint(checkpoint)["callbacks"].get(keeper.state_key)
+    if state is None:
         raise ValueError(
             f"test=best: the run of {checkpoint} did not keep its best weights by {config['optimized_mode']} "
             f"optimized_metric={config['optimized_metric']}, so the best of all its epochs is not known; use test=last"
         )
+    keeper.load_state_dict(state)  # as each rank will, but before the run is taken for one that has not ended

@@ -52,6 +52,7 @@ from lightning_dp.runs.resume import (
     BestCheckpoint,
     ConfigurationInCheckpoint,
     ContinuesAfterCheckpoint,
+    LastCheckpoint,
     SeedEachEpoch,
     alone_in,
     find_checkpoint,
@@ -82,7 +83,7 @@ def job(cfg: DictConfig) -> float | None:
             raise config_error(error) from error
         if is_first:
             # The folder keeps the configuration of its training, also in hparams.yaml.
-            if not is_tested_again(config):
+            if not keeps_run(config):
                 write_configuration(cfg)
             if cfg.print_config:
                 print(OmegaConf.to_yaml(cfg, resolve=True), flush=True)
@@ -109,8 +110,8 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
     # Other ranks write no metrics, and must not read a file that rank 0 replaces.
     is_first = not external_rank()
     rows = first_rows(config) if is_first and config["ckpt_path"] is not None else []
-    tested_again = is_tested_again(config)  # which does not change whether the run has ended
-    if is_first and not tested_again:
+    keeps = keeps_run(config)  # which does not change whether the run has ended
+    if is_first and not keeps:
         Path(config["run_dir"], CURVES).unlink(missing_ok=True)
     trainer, model, data = build(config, loggers=make_loggers(config, rows))
     metrics: dict[str, Any] = {}
@@ -135,7 +136,7 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
             for found in tested:  # by each loader
                 metrics |= found
     if trainer.is_global_zero and Path(config["run_dir"], METRICS).exists():
-        draw_curves(config["run_dir"], at_end=not tested_again)
+        draw_curves(config["run_dir"], at_end=not keeps)
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -159,7 +160,7 @@ def leaving_nothing() -> Iterator[None]:
 
 def first_rows(config: Config) -> list[dict[str, str]]:
     """Return the rows with which the metrics.csv of a run from a checkpoint begins."""
-    if is_tested_again(config):  # the weights of an earlier epoch, maybe, and the run has gone on from there
+    if keeps_run(config):  # the weights of an earlier epoch, maybe, and the run has gone on from there
         return rows_of(Path(config["run_dir"]))
     rows = rows_before(Path(config["ckpt_path"]))
     if is_of(Path(config["run_dir"]), Path(config["ckpt_path"])):
@@ -168,10 +169,11 @@ def first_rows(config: Config) -> list[dict[str, str]]:
     return [{name: value for name, value in row.items() if name != IMAGES_PER_S} for row in rows]
 
 
-def is_tested_again(config: Config) -> bool:
-    """Return whether a run is only tested, in its own folder."""
+def keeps_run(config: Config) -> bool:
+    """Return whether the run of a folder stays as it is: it is only tested there, or tried with fast_dev_run."""
     path = config["ckpt_path"]
-    return not config["train"] and path is not None and is_of(Path(config["run_dir"]), Path(path))
+    trains = config["train"] and not config["trainer"].get("fast_dev_run")
+    return not trains and path is not None and is_of(Path(config["run_dir"]), Path(path))
 
 
 def make_loggers(config: Config, rows: list[dict[str, str]]) -> list[Any]:
@@ -180,7 +182,7 @@ def make_loggers(config: Config, rows: list[dict[str, str]]) -> list[Any]:
     The first one is ``self.logger`` of a module.
     """
     chosen = [instantiate(node) for node in config["logger"].values() if node is not None]
-    return [*chosen, MetricsFile(config["run_dir"], rows, writes_hyperparameters=not is_tested_again(config))]
+    return [*chosen, MetricsFile(config["run_dir"], rows, writes_hyperparameters=not keeps_run(config))]
 
 
 def remove_checkpoints_of_slurm(trainer: Any, config: Config) -> None:
@@ -228,6 +230,9 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     made = make_callbacks(config)
     # Other checkpoints of an epoch come before last.ckpt, which holds what these callbacks know of theirs.
     writes_last = made.get("checkpoint")
+    keys = [each.state_key for each in made.values()]
+    if type(writes_last) is ModelCheckpoint and keys.count(writes_last.state_key) > 1:
+        writes_last = made["checkpoint"] = instantiate(config["callbacks"]["checkpoint"], _target_=LastCheckpoint)
     callbacks = sorted(made.values(), key=lambda each: each is writes_last or not isinstance(each, ModelCheckpoint))
     callbacks += [SeedEachEpoch(config["seed"]), ConfigurationInCheckpoint(config)]
     if config.get("test") == "best" and config["train"]:

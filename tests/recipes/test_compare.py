@@ -7,7 +7,7 @@ import torch
 from omegaconf import OmegaConf
 
 from lightning_dp.runs import compare
-from lightning_dp.runs.compare import common_accuracy, main, read_sweep, table
+from lightning_dp.runs.compare import choose_metrics, common_accuracy, main, read_sweep, table
 from lightning_dp.runs.hydra_versions import VERSION_BASE, instantiate
 from lightning_dp.runs.metrics import CURVES
 from lightning_dp.runs.traffic import bytes_per_step
@@ -209,6 +209,16 @@ def test_a_later_test_of_other_weights_is_not_the_result_of_a_job(sweep):
     with open(sweep / "0" / "metrics.csv", "a") as file:
         file.write(",0,0,0.99,,,\n")
     assert [each.accuracy for each in read_sweep(sweep, "val/acc")] == before
+
+
+def test_a_later_test_of_one_job_leaves_the_metric_of_jobs_that_do_not_test(tmp_path):
+    for name, accuracies in (("0", [0.5, 0.8]), ("1", [0.4, 0.6])):
+        job(tmp_path / name, [f"optim.lr=0.{name}", "test=false"], rows(accuracies, [10, 20], 0.0)[:-1])
+    with open(tmp_path / "0" / "metrics.csv", "a") as file:
+        file.write(",0,0,0.99,,,\n")
+    metric, result = choose_metrics(tmp_path, None)
+    assert result == "val/acc"
+    assert [each.accuracy for each in read_sweep(tmp_path, metric, result)] == [0.8, 0.6]
 
 
 @pytest.mark.ci

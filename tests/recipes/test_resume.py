@@ -511,6 +511,21 @@ def test_the_last_checkpoint_knows_the_best_ones_of_its_epoch(tmp_path):
 
 
 @pytest.mark.ci
+def test_a_second_callback_keeps_the_checkpoint_of_each_epoch(tmp_path):
+    """Lightning refuses two whose states it cannot tell apart, and the recipes' counts epochs, too."""
+    config = tiny(tmp_path, "test=false", "trainer.max_epochs=2", "optim=sgd_multistep")
+    config["callbacks"]["all"] = {
+        "_target_": "pytorch_lightning.callbacks.ModelCheckpoint",
+        **{"dirpath": str(tmp_path / "all"), "filename": "{epoch}", "save_top_k": -1},
+    }
+    train(config)
+    longer = tiny(tmp_path, "test=false", "trainer.max_epochs=3", "optim=sgd_multistep", f"ckpt_path={last(tmp_path)}")
+    train(longer | {"callbacks": config["callbacks"]})
+    assert {path.name for path in (tmp_path / "all").iterdir()} == {f"epoch={epoch}.ckpt" for epoch in range(3)}
+    assert torch.load(last(tmp_path), weights_only=True)["epoch"] == 2
+
+
+@pytest.mark.ci
 def test_to_test_an_epoch_again_leaves_the_rows_of_later_ones(tmp_path):
     steps = "+optim.scheduler.total_steps=6"
     train(tiny(tmp_path, "trainer.max_epochs=1", steps))
@@ -606,9 +621,21 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts(tmp_path):
     for result in (CURVES, "checkpoints/epoch=3.ckpt"):
         (run / result).touch()
         for options in ({}, {"launched": True}, {"in_sweep": True}):
-            with pytest.raises(FileNotFoundError, match="has no checkpoints/last.ckpt"):
+            with pytest.raises(FileNotFoundError, match=r"run has no checkpoints/last.ckpt beside .*ckpt_path=PATH"):
                 find("last", run, **options)
         (run / result).unlink()
+
+
+def test_a_run_whose_checkpoints_were_deleted_is_not_told_to_continue_from_them(tmp_path):
+    """Beside another run of the same options, whose weights would replace its own."""
+    save(tmp_path / "tiny" / "other")
+    run = tmp_path / "tiny" / "run"
+    run.mkdir()
+    for left in ("metrics.csv", CURVES):
+        (run / left).touch()
+    for options in ({}, {"train": False}):
+        with pytest.raises(FileNotFoundError, match=r"run has no checkpoints/last.ckpt beside the results"):
+            find("last", run, **options)
 
 
 def test_a_run_that_was_killed_before_its_first_row_starts(tmp_path):
@@ -958,8 +985,16 @@ def test_a_best_that_is_not_known_is_refused(tmp_path):
     path = save(tmp_path / "before")
     with pytest.raises(ValueError, match="did not keep its best weights by max optimized_metric=train/loss.*test=last"):
         find_checkpoint(config | {"ckpt_path": str(path)})
-    with pytest.raises(FileNotFoundError, match="the best weights so far are gone; put gone.ckpt back"):
-        BestCheckpoint(config).load_state_dict({"best_model_path": "gone.ckpt"})
+
+
+def test_a_best_that_is_gone_is_an_error_before_the_run_is_taken_for_an_unfinished_one(tmp_path):
+    """It belongs beside the checkpoint, also if the folder had another name."""
+    config = tiny(tmp_path / "run", *BEST)
+    state = {"best_model_path": str(tmp_path / "before" / "best.ckpt"), "best_model_score": torch.tensor(0.5)}
+    path = save(tmp_path / "run")
+    torch.save(WHOLE | {"global_step": 1, "callbacks": {BestCheckpoint(config).state_key: state}}, path)
+    with pytest.raises(FileNotFoundError, match=f"are gone; put {path.with_name('best.ckpt')} back"):
+        find_checkpoint(config | {"ckpt_path": str(path)})
 
 
 def test_the_best_of_a_run_whose_folder_was_moved_is_in_that_folder(tmp_path):
