@@ -632,22 +632,24 @@ class ContinuesAfterCheckpoint(Callback):
         if any(each.stopped_epoch > 0 or each.stopping_reason != running for each in trainer.early_stopping_callbacks):
             trainer.should_stop = True
 
+    def _writes(self, trainer: Trainer) -> bool:
+        """Return whether this is the rank that writes last.ckpt, in a run that began from a checkpoint and has one."""
+        saves = bool(trainer.checkpoint_callbacks) and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        return self._checkpoint is not None and trainer.is_global_zero and saves
+
     def _take_back(self, trainer: Trainer) -> None:
         """Replace last.ckpt by an earlier checkpoint of its run, or that would be continued if this run is killed."""
-        if self._checkpoint is None or not trainer.is_global_zero:
-            return
-        path, last = Path(self._checkpoint), self._run_dir / OF_A_RUN["last"]
-        if last.exists() and is_of(self._run_dir, path) and path.resolve() != last.resolve():
+        path, last = Path(self._checkpoint or ""), self._run_dir / OF_A_RUN["last"]
+        is_own = self._writes(trainer) and last.exists() and is_of(self._run_dir, path)
+        if is_own and path.resolve() != last.resolve():
             copy(path, last)
 
     def _keep_copy(self, trainer: Trainer) -> None:
         """Copy the checkpoint of a run that was complete to the folder of this one, which would have none."""
-        saves = bool(trainer.checkpoint_callbacks) and not trainer.fast_dev_run  # type: ignore[attr-defined]
-        if self._checkpoint is None or not trainer.is_global_zero or not saves:
-            return
-        path, last = Path(self._checkpoint), self._run_dir / OF_A_RUN["last"]
+        path, last = Path(self._checkpoint or ""), self._run_dir / OF_A_RUN["last"]
         # After EarlyStopping, training has begun without a step.
-        if not is_of(self._run_dir, path) and completed_steps(path) == trainer.global_step:
+        is_new = self._writes(trainer) and not is_of(self._run_dir, path)
+        if is_new and completed_steps(path) == trainer.global_step:
             copy(path, last)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

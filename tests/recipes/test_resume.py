@@ -1058,9 +1058,10 @@ def test_a_run_that_is_taken_back_and_killed_before_its_next_checkpoint_goes_on_
     options = ("+optim.scheduler.total_steps=9", "test=false")
     train(tiny(run, *options, f"+callbacks.save._target_={__name__}.SaveAtStart", f"+callbacks.save.path={first}"))
     ends = (f"+callbacks.end._target_={__name__}.FailAfter", "+callbacks.end.steps=4")
-    with pytest.raises(ValueError, match="the end"):
-        train(tiny(run, *options, *ends, f"ckpt_path={first}"))
-    assert completed_steps(last(run)) == 3
+    for others, num_steps in ((("callbacks.checkpoint=null", "trainer.enable_checkpointing=false"), 6), ((), 3)):
+        with pytest.raises(ValueError, match="the end"):
+            train(tiny(run, *options, *ends, f"ckpt_path={first}", *others))
+        assert completed_steps(last(run)) == num_steps, "without checkpoints, nothing may replace it"
 
 
 STOPS = ("+callbacks.stop._target_=pytorch_lightning.callbacks.EarlyStopping", "+callbacks.stop.monitor=val/loss")
