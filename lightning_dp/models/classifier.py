@@ -144,9 +144,10 @@ class Classifier(LightningModule):
         try:
             scheduler = self.scheduler(optimizer, **fill)
         except ZeroDivisionError as error:  # of OneCycleLR, where pct_start * total_steps is 1
+            total = {**given, **fill}.get("total_steps", "so many")
             raise ValueError(
-                f"the schedule has a phase without a step if training has {fill.get('total_steps', 'its')} "
-                f"{self.interval}s; train for more or fewer, or use another schedule"
+                f"the schedule has a phase without a step if training has {total} {self.interval}s; train for more or "
+                "fewer, or use another schedule"
             ) from error
         schedule: dict[str, Any] = {"scheduler": scheduler, "interval": self.interval}
         if isinstance(scheduler, ReduceLROnPlateau):

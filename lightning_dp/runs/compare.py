@@ -129,7 +129,8 @@ def choose_metrics(folder: Path, wanted: str | None) -> tuple[str, str]:
         FileNotFoundError: there are no jobs.
         ValueError: no job of the sweep has the metric.
     """
-    logged = {name for path in _job_folders(folder) for row in _rows(path) for name in row}
+    folders = _job_folders(folder)
+    logged = {name for path in folders for row in _rows(path, _load(path / CONFIGURATION)) for name in row}
     for metric in DEFAULT_METRICS if wanted is None else (wanted,):
         if metric in logged:
             return metric, TESTED if TESTED in logged else metric
@@ -137,9 +138,8 @@ def choose_metrics(folder: Path, wanted: str | None) -> tuple[str, str]:
     raise ValueError(f"--metric {wanted or DEFAULT_METRICS[0]} was logged by no job of {folder}; use one of {known}")
 
 
-def _rows(folder: Path) -> list[dict[str, str]]:
+def _rows(folder: Path, config: Any) -> list[dict[str, str]]:
     """Return the rows of a job, but no later test in its folder (train=false), which may be of any weights."""
-    config = _load(folder / CONFIGURATION)
     with naming_damage(folder / CONFIGURATION):
         trains = config.get("train", True)
     with naming_damage(folder / METRICS):
@@ -164,7 +164,8 @@ def naming_damage(path: Path) -> Iterator[None]:
 
 
 def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: bool) -> Job:
-    rows = _rows(folder)
+    config = _load(folder / CONFIGURATION)
+    rows = _rows(folder, config)
 
     def values(name: str) -> dict[int, float]:
         return {int(row["step"]): float(row[name]) for row in rows if name in row}
@@ -177,7 +178,6 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
         rates = list(values(IMAGES_PER_S).values())
         found = values(result) if finished else {}
         reached = found[max(found)] if found else math.nan
-    config = _load(folder / CONFIGURATION)
     with naming_damage(folder / CONFIGURATION):
         is_optimized, optimizes_least = metric == config["optimized_metric"], config["optimized_mode"] == "min"
     share = mean(shares) if shares else None

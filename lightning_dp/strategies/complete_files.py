@@ -66,24 +66,26 @@ def require_file(path: Any) -> None:
 def write_file(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Save to a local file, without a copy in memory. What is there is replaced once the new file is complete."""
     path = Path(path).expanduser()  # as Lightning does
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = hidden_beside(path)
-    try:
+    with _replacing(path) as unfinished:
         save(checkpoint, unfinished)
-        replace(path, unfinished)
-    finally:
-        remove(unfinished)
 
 
 def copy(source: Path, path: Path) -> None:
     """Copy a checkpoint, a file or a folder. What is there is replaced once the copy is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = hidden_beside(path)
-    try:
+    with _replacing(path) as unfinished:
         if source.is_dir():
             shutil.copytree(source, unfinished)
         else:
             shutil.copy2(source, unfinished)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Give a hidden name to write to, and `replace` ``path`` by what is there after the context. Not after an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = hidden_beside(path)
+    try:
+        yield unfinished
         replace(path, unfinished)
     finally:
         remove(unfinished)

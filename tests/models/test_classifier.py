@@ -238,7 +238,7 @@ def test_schedules_count_what_they_should_and_checkpoints_hold_plain_values(tmp_
     assert set(checkpoint["state_dict"]) == {f"model.{name}" for name in model.model.state_dict()}
 
 
-def test_a_schedule_with_a_phase_of_no_step_is_refused(tmp_path):
+def test_a_schedule_with_a_phase_of_no_step_is_refused():
     """torch divides by its length. It is the default one of the recipes, with max_steps=5."""
     model = classifier(scheduler=partial(OneCycleLR, max_lr=0.1, pct_start=0.2, cycle_momentum=False), interval="step")
     images = DataLoader([batch(4, seed) for seed in range(5)], batch_size=None)
