@@ -34,7 +34,8 @@ from lightning_dp.data.imagenet import read_labels
 from lightning_dp.data.jpeg import BrokenImageError, open_image
 from lightning_dp.data.shards import find_shards, require_distinct, scan_shard
 from lightning_dp.runs import compare, evaluate, metrics, plan, train
-from lightning_dp.runs.resume import VERSION, find_checkpoint, naming_another_model
+from lightning_dp.runs.checkpoints import VERSION, naming_another_model
+from lightning_dp.runs.resume import find_checkpoint
 from tests.data.images import FOLDER, numpy_pickle, pack, pixels_and_labels, write_folder
 from tests.data.jpegs import CLASSES, encoded, picture, write_imagenet
 from tests.data.shards import sample, write_shards, write_tar

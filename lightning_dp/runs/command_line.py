@@ -32,8 +32,8 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from lightning_dp.launch import LaunchError, environment_restored, external_rank
 from lightning_dp.planner.report import read_plan
+from lightning_dp.runs.checkpoints import OF_A_RUN
 from lightning_dp.runs.hydra_versions import MAIN_OPTIONS
-from lightning_dp.runs.resume import OF_A_RUN
 from lightning_dp.runs.validation import Config, check_given_optim, interpolated_keys, resolved, with_keys
 
 log = logging.getLogger("train")

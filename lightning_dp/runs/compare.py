@@ -27,9 +27,9 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from lightning_dp.planner.plots import colors_of
+from lightning_dp.runs.checkpoints import CONFIGURATION, CURVES, METRICS, OF_A_RUN
 from lightning_dp.runs.command_line import argument_parser, hydra_of, message_of
 from lightning_dp.runs.metrics import IMAGES_PER_S, rows_of
-from lightning_dp.runs.resume import CONFIGURATION, CURVES, METRICS, OF_A_RUN
 from lightning_dp.runs.traffic import bytes_per_step
 from lightning_dp.runs.validation import resolved_part
 

@@ -23,6 +23,7 @@ from pytorch_lightning import seed_everything
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from lightning_dp.data.module import ImageDataModule
+from lightning_dp.runs.checkpoints import OTHERS, naming_another_model, read_checkpoint, require_intact, run_folder
 from lightning_dp.runs.command_line import (
     argument_parser,
     conf_folder,
@@ -32,7 +33,6 @@ from lightning_dp.runs.command_line import (
     require_new_names,
 )
 from lightning_dp.runs.hydra_versions import VERSION_BASE
-from lightning_dp.runs.resume import OTHERS, naming_another_model, read_checkpoint, require_intact, run_folder
 from lightning_dp.runs.train import build
 from lightning_dp.runs.validation import Config, check_arguments, check_top_level_types, resolved_part, targets
 

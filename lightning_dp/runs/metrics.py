@@ -23,8 +23,8 @@ from torch import Tensor
 
 from lightning_dp._private.lightning_names import epoch_means
 from lightning_dp.planner.plots import COLORS
+from lightning_dp.runs.checkpoints import CURVES, METRICS, read_checkpoint, run_folder
 from lightning_dp.runs.command_line import argument_parser
-from lightning_dp.runs.resume import CURVES, METRICS, read_checkpoint, run_folder
 
 Series = list[tuple[float, float]]  # (epochs trained, value)
 Phase = tuple[float, float, bool]  # start, end (epochs trained), whether statistics were global

@@ -26,6 +26,7 @@ from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.plugins.precision import DoublePrecision
 
 from lightning_dp.launch import external_rank, launch
+from lightning_dp.runs.checkpoints import CURVES, METRICS, ConfigurationInCheckpoint, is_of, naming_another_model
 from lightning_dp.runs.command_line import (
     config_error,
     is_in_sweep,
@@ -46,19 +47,8 @@ from lightning_dp.runs.metrics import (
     rows_before,
     rows_of,
 )
-from lightning_dp.runs.resume import (
-    CURVES,
-    METRICS,
-    BestCheckpoint,
-    ConfigurationInCheckpoint,
-    ContinuesAfterCheckpoint,
-    LastCheckpoint,
-    SeedEachEpoch,
-    alone_in,
-    find_checkpoint,
-    is_of,
-    naming_another_model,
-)
+from lightning_dp.runs.resume import alone_in, find_checkpoint
+from lightning_dp.runs.uninterrupted import BestCheckpoint, ContinuesAfterCheckpoint, LastCheckpoint, SeedEachEpoch
 from lightning_dp.runs.validation import Config, make_callbacks, validate
 from lightning_dp.strategies.complete_files import write_complete_files
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
+from lightning_dp.runs.checkpoints import completed_steps
 from lightning_dp.runs.evaluate import evaluate
-from lightning_dp.runs.resume import completed_steps
 from lightning_dp.runs.validation import validate
 from tests.recipes.in_process import tiny, train
 

@@ -16,8 +16,9 @@ import torch
 from omegaconf import OmegaConf
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
+from lightning_dp.runs.checkpoints import CONFIGURATION
 from lightning_dp.runs.metrics import rows_of
-from lightning_dp.runs.resume import CONFIGURATION, find_checkpoint
+from lightning_dp.runs.resume import find_checkpoint
 from lightning_dp.runs.validation import validate
 from tests.recipes.in_process import tiny, train
 

@@ -26,20 +26,19 @@ from torch.utils.data import DataLoader
 
 from lightning_dp.models import Classifier
 from lightning_dp.runs import train as training
-from lightning_dp.runs.command_line import arguments_of_rank, named_run_dir
-from lightning_dp.runs.metrics import IMAGES_PER_S, rows_before
-from lightning_dp.runs.resume import (
+from lightning_dp.runs.checkpoints import (
     CURVES,
     VERSION,
-    BestCheckpoint,
     ConfigurationInCheckpoint,
-    alone_in,
     completed_steps,
     differences,
-    find_checkpoint,
     require_complete,
 )
+from lightning_dp.runs.command_line import arguments_of_rank, named_run_dir
+from lightning_dp.runs.metrics import IMAGES_PER_S, rows_before
+from lightning_dp.runs.resume import alone_in, find_checkpoint
 from lightning_dp.runs.train import build
+from lightning_dp.runs.uninterrupted import BestCheckpoint
 from lightning_dp.runs.validation import is_of_validation
 from lightning_dp.strategies.complete_files import CompleteFiles
 from tests.ranks import RankError, run_processes

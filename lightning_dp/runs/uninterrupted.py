@@ -1,0 +1,378 @@
+"""What makes a run that continues from a checkpoint end as if it had not been interrupted.
+
+`CompleteFiles` writes the checkpoints, so that one is complete at every moment; `RowsInCheckpoint` keeps the metrics.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
+from pytorch_lightning.utilities import CombinedLoader
+
+from lightning_dp._private.lightning_names import begin_next_epoch, modes_in_training, restart_loader
+from lightning_dp._private.torch_names import BatchNorm
+from lightning_dp.data.loading import derive_seed
+from lightning_dp.runs.checkpoints import FOLDER, OF_A_RUN, completed_steps, differences, is_of, read_checkpoint
+from lightning_dp.runs.validation import Config, is_of_validation
+from lightning_dp.strategies.complete_files import copy
+from lightning_dp.trial_run import generators_of
+
+log = logging.getLogger("train")
+
+
+class SeedEachEpoch(Callback):
+    """Seed the generators of PyTorch, NumPy and Python from the run's seed and the epoch, the same on all ranks.
+
+    A checkpoint does not hold the state of these generators. With this callback, a run that continues from the end of
+    an epoch draws what the uninterrupted run draws, for example in dropout.
+
+    On one rank it also puts the states of the training loaders' own generators into checkpoints, as of
+    ``DataLoader(generator=...)``. On several each rank may have another state, and a checkpoint is that of one.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._own: dict[str, torch.Generator] = {}  # those that are put into checkpoints
+        self._saved: dict[str, torch.Tensor] = {}  # of the checkpoint that this run continues from
+        self._of_loaders: list[Any] = []  # the states of loaders in it
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps. Called by Lightning."""
+        return {name: generator.get_state() for name, generator in self._own.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the states until the loaders have been made. Called by Lightning."""
+        self._saved = state_dict
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep the states of loaders, which Lightning forgets. A checkpoint to test may have weights only."""
+        loop = checkpoint.get("loops", {}).get("fit_loop", {})
+        self._of_loaders = loop.get("state_dict", {}).get("combined_loader", [])
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Seed the generators before the loader is made, for epoch 0 also in a run that continues.
+
+        What makes the loader may draw from them, as `random_split` does. So does its iterator: the seed of its workers,
+        and the order of a RandomSampler; then the dataset draws for the first batch.
+        """
+        self._seed_generators(0)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the iterator of a run that continues be made again: it was made for epoch 0. Seed before each loader."""
+        found = _own_generators(trainer)
+        is_kept = trainer.world_size == 1 and not trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+        self._own = {name: each for name, each in found.items() if is_kept and isinstance(each, torch.Generator)}
+        if trainer.current_epoch > 0:
+            for name in self._own.keys() & self._saved.keys():
+                self._own[name].set_state(self._saved[name])
+            _warn_of_what_starts_over(trainer, sorted(found.keys() - (self._own.keys() & self._saved.keys())))
+            self._seed_generators(trainer.current_epoch)
+            restart_loader(trainer, trainer.current_epoch, self._of_loaders)
+        # With reload_dataloaders_every_n_epochs, what makes the loader of an epoch draws, and so do its workers. No
+        # hook is right before it: the module's `on_train_start` and `on_train_epoch_end` follow those of callbacks.
+        loop: Any = trainer.fit_loop
+        set_up_data = loop.setup_data
+
+        def seed_and_set_up() -> None:
+            if trainer.current_epoch > 0:
+                self._seed_generators(trainer.current_epoch)
+            set_up_data()
+
+        loop.setup_data = seed_and_set_up
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Do the same in later epochs. That of epoch 0 has been made by now."""
+        if trainer.current_epoch > 0:
+            self._seed_generators(trainer.current_epoch)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Seed the generators at the first batch of an epoch: not all epochs draw as much before it."""
+        if batch_idx == 0:
+            # By another seed: the first batch has been drawn by that of the epoch, and the second would be as it is.
+            # -1, because `TrainingSampler` has seeds for the numbers of batches.
+            self._seed_generators(trainer.current_epoch, -1)
+
+    def _seed_generators(self, *numbers: int) -> None:
+        seed = derive_seed(self._seed, *numbers)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+
+
+def _own_generators(trainer: Any) -> dict[str, Any]:
+    """Return the generators of the training loaders. Without those that each epoch's workers have a new copy of."""
+    found: dict[str, Any] = {}
+    for number, loader in enumerate(CombinedLoader(trainer.train_dataloader).flattened):
+        is_copied = getattr(loader, "num_workers", 0) > 0 and not getattr(loader, "persistent_workers", False)
+        of_dataset = generators_of(getattr(loader, "dataset", None)) if is_copied else {}
+        for name, generator in generators_of(loader).items():
+            if not any(generator is each for each in of_dataset.values()):
+                found[f"{name} of training loader {number}" if number else name] = generator
+    return found
+
+
+def _warn_of_what_starts_over(trainer: Trainer, generators: list[str]) -> None:
+    """Warn once, on rank 0, of what the checkpoint does not hold: a continued run may end with other weights."""
+    lost = [f"{name} begins from its seed" for name in generators]
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelPruning):
+            lost.append(f"{type(callback).__name__} has no masks until it prunes again")
+    if lost and trainer.is_global_zero:
+        log.warning("this run may differ from one that was not interrupted: %s", "; ".join(lost))
+
+
+class ContinuesAfterCheckpoint(Callback):
+    """Continues with the epoch after that of the checkpoint, or not at all where EarlyStopping had stopped the run.
+
+    With ``max_steps`` Lightning would go through the epoch that has ended again, and after EarlyStopping train another.
+    The callback comes before the others, so that they see the right epoch.
+
+    Args:
+        checkpoint: that this rank continues from, or None.
+        run_dir: the folder of the run.
+    """
+
+    def __init__(self, checkpoint: str | None, run_dir: str) -> None:
+        self._checkpoint = checkpoint
+        self._run_dir = Path(run_dir)
+        self._has_trained = False
+        self._at_start: dict[str, bool] = {}  # see `_switches`
+        self._switched: dict[str, bool] = {}  # what the run of the checkpoint had changed
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add what has been frozen or unfrozen since training began. Called by Lightning.
+
+        Not what the module's constructor has: a run may continue on purpose with a part frozen.
+        """
+        now = _switches(trainer).items()
+        switched = {name: value for name, value in now if value != self._at_start.get(name, value)}
+        checkpoint["callbacks"][self.state_key] = {"switched": switched}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep that until the first epoch or batch. Called by Lightning."""
+        self._switched = state_dict["switched"]
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Raise ValueError if this rank continues from elsewhere than rank 0: its momentum and images would be others.
+
+        A machine that does not see the run folder finds no ``ckpt_path=last`` there, and would start. Also raise it for
+        a search for the batch size, of which no checkpoint has the result.
+        """
+        if stage != "fit":
+            return
+        steps = 0 if self._checkpoint is None else completed_steps(Path(self._checkpoint))
+        first = trainer.strategy.broadcast(steps)
+        if steps != first:
+            raise ValueError(
+                f"rank {trainer.global_rank} would continue after {steps} steps, but rank 0 after {first}: all "
+                "machines must see one run folder; name one that they share with hydra.run.dir=FOLDER"
+            )
+        if self._checkpoint is not None:
+            # The optimizer's state has the rate that was found. After a search at the start, Lightning has forgotten
+            # all of the checkpoint but the weights, and would begin with epoch 0.
+            of: Any = trainer
+            search = LearningRateFinder.on_fit_start
+            of.callbacks = [each for each in of.callbacks if type(each).on_fit_start is not search]
+            if any(type(each).on_fit_start is BatchSizeFinder.on_fit_start for each in of.callbacks):
+                raise ValueError(
+                    f"ckpt_path={self._checkpoint}: BatchSizeFinder would search again, and Lightning then begins with "
+                    "epoch 0; leave it out, and set the batch size that it has found"
+                )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Correct the loop. Called by Lightning when the checkpoint has been loaded."""
+        self._has_trained = True
+        self._take_back(trainer)
+        begin_next_epoch(trainer)
+        self._at_start = {}
+        # The epoch does not tell that it stopped in the first one, nor the reason that another rank had one.
+        running = EarlyStoppingReason.NOT_STOPPED
+        if any(each.stopped_epoch > 0 or each.stopping_reason != running for each in trainer.early_stopping_callbacks):
+            trainer.should_stop = True
+
+    def _writes(self, trainer: Trainer) -> bool:
+        """Return whether this is the rank that writes last.ckpt, in a run that began from a checkpoint and has one."""
+        saves = bool(trainer.checkpoint_callbacks) and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        return self._checkpoint is not None and trainer.is_global_zero and saves
+
+    def _take_back(self, trainer: Trainer) -> None:
+        """Replace last.ckpt by an earlier checkpoint of its run, or that would be continued if this run is killed."""
+        path, last = Path(self._checkpoint or ""), self._run_dir / OF_A_RUN["last"]
+        is_own = self._writes(trainer) and last.exists() and is_of(self._run_dir, path)
+        if is_own and path.resolve() != last.resolve():
+            copy(path, last)
+
+    def _keep_copy(self, trainer: Trainer) -> None:
+        """Copy the checkpoint of a run that was complete to the folder of this one, which would have none."""
+        path, last = Path(self._checkpoint or ""), self._run_dir / OF_A_RUN["last"]
+        # After EarlyStopping, training has begun without a step.
+        is_new = self._writes(trainer) and not is_of(self._run_dir, path)
+        if is_new and completed_steps(path) == trainer.global_step:
+            copy(path, last)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Freeze and unfreeze what the run before had, after all hooks of the start and before those of the epoch.
+
+        Lightning restores neither: after the epoch that unfreezes a part, it would stay frozen to the end.
+        """
+        self._at_start = self._at_start or _switches(trainer)
+        owners = {**dict(pl_module.named_parameters()), **dict(pl_module.named_modules())}
+        for key, value in self._switched.items():
+            name, _, switch = key.rpartition(".")
+            if name in owners:
+                setattr(owners[name], switch, value)
+        self._switched = {}
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Do the same in a run that continues within an epoch."""
+        if not self._at_start:
+            self.on_train_epoch_start(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep a last.ckpt that was written before this run continued.
+
+        Lightning does not know of it any more, and would write it again, with other weights if a monitored metric has
+        not improved since.
+        """
+        for each in trainer.checkpoint_callbacks:
+            # With filename: last, one file is both, and a kill between the two writes leaves it known as the best only.
+            if isinstance(each, ModelCheckpoint) and (each.last_model_path or each.kth_best_model_path):
+                each.save_last = False
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count the epoch of a checkpoint as completed, also if no step was left: then no hook of training was called.
+
+        Lightning does so itself for ``max_epochs``, not for ``max_steps``. The test is logged with this number. The
+        mean of the weights, which is tested, is put into the module when training ends.
+        """
+        epoch: Any = trainer.fit_loop.epoch_progress.current
+        epoch.completed = epoch.processed
+        self._keep_copy(trainer)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            # SWA's epoch for batch norm ends with the mean in the module, and so in the checkpoint.
+            has_mean = isinstance(callback, StochasticWeightAveraging) and trainer.current_epoch > callback.swa_end + 1
+            is_averaging = isinstance(callback, WeightAveraging | StochasticWeightAveraging)
+            if is_averaging and not has_mean and not self._has_trained:
+                callback.on_train_end(trainer, pl_module)
+
+
+def _switches(trainer: Trainer) -> dict[str, bool]:
+    """Return what fine-tuning switches and no state_dict has: of parameters, batch norms and all modules, by name."""
+    module = trainer.lightning_module
+    norms = {name: each for name, each in module.named_modules() if isinstance(each, BatchNorm)}
+    found = {f"{name}.requires_grad": each.requires_grad for name, each in module.named_parameters()}
+    found |= {f"{name}.track_running_stats": each.track_running_stats for name, each in norms.items()}
+    return found | {f"{name}.training": mode for name, mode in modes_in_training(trainer).items()}
+
+
+# --- the last and the best weights ---
+
+
+class LastCheckpoint(ModelCheckpoint):
+    """Writes last.ckpt beside a ModelCheckpoint of the user's that counts alike, such as one that keeps every epoch.
+
+    In a checkpoint Lightning tells the states of two by their class and by what they count, and refuses equal ones.
+    """
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """Keeps the weights with the best ``optimized_metric`` of all epochs or validations in checkpoints/best.ckpt.
+
+    It is a class of its own so that its state in a checkpoint is never that of a user's ModelCheckpoint. It must come
+    before the callback that writes last.ckpt. Else last.ckpt would hold the best of the epochs before.
+    """
+
+    def __init__(self, config: Config) -> None:
+        metric = config["optimized_metric"]
+        super().__init__(
+            dirpath=Path(config["run_dir"], FOLDER),
+            filename="best",
+            monitor=metric,
+            mode=config["optimized_mode"],
+            # None: right after a validation, if not each epoch ends with one. Later weights are not those it measured.
+            save_on_train_epoch_end=None if is_of_validation(metric) else True,
+            enable_version_counter=False,
+        )
+        self._config = config
+        self._has_batches = False  # in this epoch
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Copy the best weights of before: the run that they are of may go on, and replace them."""
+        super().on_train_start(trainer, pl_module)
+        self.keep_copy(trainer)
+
+    def keep_copy(self, trainer: Trainer) -> None:
+        """Copy the best weights to the folder of this run, if the best epoch was before it continued there."""
+        path, own = Path(self.best_model_path), Path(self.dirpath or "", OF_A_RUN["best"].name)
+        if not self.best_model_path or path.resolve() == own.resolve():
+            return
+        if trainer.is_global_zero:
+            copy(path, own)
+        trainer.strategy.barrier()
+        assert self.best_model_score is not None
+        self.best_k_models = {str(own): self.best_model_score}
+        self.best_model_path = self.kth_best_model_path = str(own)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Note that the epoch has a batch. Called by Lightning."""
+        self._has_batches = True
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the weights if they are the best.
+
+        Raises:
+            ValueError: the metric is not logged.
+        """
+        every = trainer.check_val_every_n_epoch  # None: val_check_interval counts steps, over epochs
+        # A run that continues from the checkpoint of a validation at the end of an epoch has nothing of that epoch.
+        is_validated = self._has_batches and every is not None and (trainer.current_epoch + 1) % every == 0
+        self._has_batches = False
+        if is_validated and self.monitor not in trainer.callback_metrics:
+            there_are = ", ".join(sorted(trainer.callback_metrics))
+            raise ValueError(f"test=best: optimized_metric={self.monitor} is not logged; use one of {there_are}")
+        super().on_train_epoch_end(trainer, pl_module)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the best of the epochs before, also if the run continues in another folder.
+
+        Raises:
+            FileNotFoundError: its weights are gone.
+        """
+        path, own = state_dict["best_model_path"], Path(self.dirpath or "", OF_A_RUN["best"].name)
+        best_score = state_dict.get("best_model_score")
+        beside = Path(self._config.get("ckpt_path") or own).with_name(own.name)
+        for moved in (beside, own):  # the folder of the run has been moved, or copied
+            if path and moved.exists() and (not Path(path).exists() or _best_score(moved, self) == best_score):
+                path = str(moved)
+        if path and not Path(path).exists():
+            raise FileNotFoundError(f"test=best: the best weights so far are gone; put {beside} back, or use test=last")
+        is_elsewhere = path and Path(path).resolve().parent != Path(self.dirpath or "").resolve()
+        # In its own folder, a run that was killed between the two files writes the same best weights again. With other
+        # values, such as fewer epochs, it may write none, and test those of the epochs that it was taken back from.
+        is_another = path and (is_elsewhere or differences(Path(path), self._config))
+        if is_another and _best_score(Path(path), self) != best_score:
+            raise FileNotFoundError(
+                f"test=best: the best weights so far are gone: {path} is now of a later epoch; continue in the folder "
+                "of that run and with its options, or use test=last"
+            )
+        # Without its scores, the best of the remaining epochs would be taken for the best of all.
+        super().load_state_dict(state_dict | {"dirpath": self.dirpath, "best_model_path": path})
+
+
+def _best_score(path: Path, keeper: BestCheckpoint) -> Any:
+    return read_checkpoint(path)["callbacks"].get(keeper.state_key, {}).get("best_model_score")
