@@ -131,8 +131,10 @@ def modes_in_training(trainer: Any) -> dict[str, bool]:
     return {name: module.training for name, module in trainer.lightning_module.named_modules()}
 
 
-def restart_loader(trainer: Any, epoch: int, states: Sequence[Any] = ()) -> None:
-    """Let the training loader begin again, with its samplers in ``epoch``. Call it in on_train_start.
+def restart_loader(trainer: Any, epoch: int, states: Sequence[Any] = ()) -> bool:
+    """Let the training loader begin again, with its samplers in ``epoch``; return whether a whole epoch is to come.
+
+    Call it in on_train_start.
 
     Lightning starts worker processes before it tells the samplers the epoch that a run continues with: they would load
     the images of epoch 0 in its order. Where a whole epoch is to come, let Lightning make the iterator once more, as in
@@ -144,7 +146,7 @@ def restart_loader(trainer: Any, epoch: int, states: Sequence[Any] = ()) -> None
     loop = trainer.fit_loop
     if not loop.epoch_loop.restarting:
         loop._resuming_from_checkpoint = False
-        return
+        return True
     fetcher = loop._data_fetcher  # of a checkpoint within an epoch
     loaders = fetcher.combined_loader.flattened
     for loader in loaders:
@@ -157,6 +159,12 @@ def restart_loader(trainer: Any, epoch: int, states: Sequence[Any] = ()) -> None
     for loader, state in zip(stateful, states, strict=False):
         loader.load_state_dict(state)
     iter(fetcher)
+    return False
+
+
+def count_loader_from(trainer: Any, epoch: float) -> None:
+    """Let Lightning count the epochs of ``reload_dataloaders_every_n_epochs`` from one, as if its loader were of it."""
+    trainer.fit_loop._last_train_dl_reload_epoch = epoch
 
 
 def converts_batch_norm(strategy: Any) -> bool:

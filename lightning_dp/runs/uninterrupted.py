@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,12 @@ from pytorch_lightning.callbacks import (
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 from pytorch_lightning.utilities import CombinedLoader
 
-from lightning_dp._private.lightning_names import begin_next_epoch, modes_in_training, restart_loader
+from lightning_dp._private.lightning_names import (
+    begin_next_epoch,
+    count_loader_from,
+    modes_in_training,
+    restart_loader,
+)
 from lightning_dp._private.torch_names import BatchNorm
 from lightning_dp.data.loading import derive_seed
 from lightning_dp.runs.checkpoints import FOLDER, OF_A_RUN, completed_steps, differences, is_of, read_checkpoint
@@ -82,16 +88,21 @@ class SeedEachEpoch(Callback):
                 self._own[name].set_state(self._saved[name])
             _warn_of_what_starts_over(trainer, sorted(found.keys() - (self._own.keys() & self._saved.keys())))
             self._seed_generators(trainer.current_epoch)
-            restart_loader(trainer, trainer.current_epoch, self._of_loaders)
+            if restart_loader(trainer, trainer.current_epoch, self._of_loaders):
+                count_loader_from(trainer, -math.inf)  # this one was made as that of epoch 0
         # With reload_dataloaders_every_n_epochs, what makes the loader of an epoch draws, and so do its workers. No
         # hook is right before it: the module's `on_train_start` and `on_train_epoch_end` follow those of callbacks.
         loop: Any = trainer.fit_loop
         set_up_data = loop.setup_data
+        every = trainer.reload_dataloaders_every_n_epochs or 1  # type: ignore[attr-defined]
 
         def seed_and_set_up() -> None:
+            # A run that continues between two of these epochs has the loader of the one before.
+            epoch = trainer.current_epoch - trainer.current_epoch % every
             if trainer.current_epoch > 0:
-                self._seed_generators(trainer.current_epoch)
+                self._seed_generators(epoch)
             set_up_data()
+            count_loader_from(trainer, epoch)
 
         loop.setup_data = seed_and_set_up
 

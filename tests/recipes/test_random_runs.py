@@ -5,14 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
-import signal
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
@@ -20,6 +18,7 @@ from lightning_dp.runs.checkpoints import CONFIGURATION
 from lightning_dp.runs.metrics import rows_of
 from lightning_dp.runs.resume import find_checkpoint
 from lightning_dp.runs.validation import validate
+from tests.ranks import ends_of_processes
 from tests.recipes.in_process import tiny, train
 
 Case = tuple[list[str], dict[str, Any] | None]  # options, and what replaces the data
@@ -60,6 +59,7 @@ DATA = (
     None,
     *({"has_own": has_own, "num_workers": num_workers} for has_own in (False, True) for num_workers in (0, 1)),
 )
+OF_TWO_RANKS = ("ddp", "layered_sgd", "layered_sgd_single", "krizhevsky_hybrid", "layered_fsdp")
 HOOKS = (
     *("on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_after_backward", "on_before_zero_grad"),
     *("on_train_batch_end", "on_validation_batch_start", "on_validation_epoch_end", "on_validation_end"),
@@ -67,42 +67,47 @@ HOOKS = (
 )
 
 
-def run(case: Case, run_dir: Path, ckpt_path: str = "null", kill: str | None = None) -> Any:
-    """Return the results of a run in a process of its own, the text of an error, or None if it was killed."""
-    context = multiprocessing.get_context("fork")  # all is imported, so that a run takes a second
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(sender, case, run_dir, ckpt_path, kill))
-    process.start()
-    sender.close()
-    try:
-        return receiver.recv()
-    except EOFError:
-        process.join()
-        assert process.exitcode == -signal.SIGKILL, (case, ckpt_path, kill)
-        return None
-    finally:
-        process.join()
-        receiver.close()
+def run(case: Case, run_dir: Path, ckpt_path: str = "null", kill: dict[int, str] | None = None) -> Any:
+    """Return the results of a run in processes of its own, the text of an error, or None where ranks may be killed.
 
-
-def _run(sender: Connection, case: Case, run_dir: Path, ckpt_path: str, kill: str | None) -> None:
-    if kill is not None:
-        os.environ["KILL_AT"] = kill
+    Args:
+        case: options and data.
+        run_dir: the folder of the run.
+        ckpt_path: what it continues from.
+        kill: of each rank that is killed, a hook and the number of its call.
+    """
     options, data = case
     try:
         config = tiny(run_dir, *options, f"ckpt_path={ckpt_path}")
         if data is not None:
             config["data"] = {"_target_": "tests.recipes.pieces.DrawnData", **data}
-        validate(config)
+        num_ranks = validate(config)
         checkpoint = find_checkpoint(config)
-        config["ckpt_path"] = None if checkpoint is None else str(checkpoint)
-        (run_dir / CONFIGURATION).parent.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(config, run_dir / CONFIGURATION)
+    except ValueError as error:
+        return str(error)
+    config["ckpt_path"] = None if checkpoint is None else str(checkpoint)
+    (run_dir / CONFIGURATION).parent.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, run_dir / CONFIGURATION)
+    ends = ends_of_processes(num_ranks, _train, config, kill or {}, timeout=60, grace=15)
+    errors = [error for error, _ in ends if error is not None]
+    if kill is None:
+        assert not errors, (case, ckpt_path, errors)
+        return ends[0][1]
+    is_killed = any("exit code -9" in error for error in errors)
+    assert is_killed or not errors, (case, ckpt_path, kill, errors)
+    return None
+
+
+def _train(rank: int, config: dict[str, Any], kill: dict[int, str]) -> Any:
+    multiprocessing.current_process()._config["daemon"] = False  # else it may start no workers
+    multiprocessing.set_start_method("fork", force=True)  # of the workers; another takes seconds
+    if rank in kill:
+        os.environ["KILL_AT"] = kill[rank]
+    try:
         found = train(config)
-        sender.send({name: value for name, value in found.items() if name.startswith(("train/", "val/", "test/"))})
-    except (ValueError, MisconfigurationException) as error:
-        sender.send(str(error))
-    sender.close()
+    except (ValueError, MisconfigurationException, InstantiationException) as error:
+        return str(error)
+    return {name: value for name, value in found.items() if name.startswith(("train/", "val/", "test/"))}
 
 
 def state_of(run_dir: Path) -> tuple[Any, ...]:
@@ -123,21 +128,28 @@ def is_same(ours: Any, others: Any) -> bool:
     return bool(ours == others) or str(ours) == str(others) == "nan"
 
 
-def check(seed: int, folder: Path) -> bool:
+def check(seed: int, num_ranks: int, folder: Path) -> bool:
     """Return whether a run with random options is one; it is compared then with one that is killed up to three times.
 
     It continues in its folder, by ``last`` or the file, or in a new one.
     """
     draw = random.Random(seed)
     case = [option for choices in OPTIONS for option in draw.choice(choices).split()], draw.choice(DATA)
+    if num_ranks > 1:
+        case = (
+            [*case[0], f"trainer.devices={num_ranks}", f"strategy={draw.choice(OF_TWO_RANKS)}"],
+            draw.choice(DATA[:3]),
+        )
     whole, run_dir, ckpt_path = folder / "tiny" / "whole", folder / "0" / "tiny" / "cut", "null"
     expected = run(case, whole)
     if isinstance(expected, str):
         return False
     story: list[Any] = [seed, case]
     for number in range(draw.choice([1, 1, 2, 3])):
-        kill = f"{draw.choice(HOOKS)} {draw.choice([1, 1, 2, 3, 4, 6])}"
-        story += [ckpt_path, kill, run(case, run_dir, ckpt_path, kill)]
+        call = f"{draw.choice(HOOKS)} {draw.choice([1, 1, 2, 3, 4, 6])}"
+        ranks = draw.sample(range(num_ranks), draw.randint(1, num_ranks))
+        story += [ckpt_path, ranks, call]
+        run(case, run_dir, ckpt_path, dict.fromkeys(ranks, call))
         last = run_dir / "checkpoints" / "last.ckpt"
         ckpt_path = draw.choice(["last", str(last)]) if last.exists() else "last"
         if last.exists() and draw.random() < 0.3:
@@ -148,20 +160,16 @@ def check(seed: int, folder: Path) -> bool:
     return True
 
 
-def _check_all(seeds: range, folder: Path) -> int:
-    torch.set_num_threads(1)  # a fork has no others
-    return sum(check(seed, folder / str(seed)) for seed in seeds)
-
-
 @pytest.mark.parametrize(
-    "seeds",
+    ("num_ranks", "seeds"),
     [
-        pytest.param(range(4), marks=pytest.mark.ci),
-        *(pytest.param(range(start, start + 25), marks=pytest.mark.slow) for start in range(100, 300, 25)),
+        pytest.param(1, range(4), marks=pytest.mark.ci),
+        pytest.param(2, range(3), marks=pytest.mark.ci),
+        *(pytest.param(1, range(start, start + 25), marks=pytest.mark.slow) for start in range(100, 300, 25)),
+        *(pytest.param(2, range(start, start + 15), marks=pytest.mark.slow) for start in range(100, 220, 15)),
     ],
-    ids=lambda seeds: f"{seeds.start}",
+    ids=lambda value: f"{value.start}" if isinstance(value, range) else f"ranks{value}",
 )
-def test_a_random_run_that_is_killed_and_continued_is_the_unbroken_one(seeds, tmp_path):
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:  # to fork, it has no threads
-        num_runs = process.submit(_check_all, seeds, tmp_path).result()
+def test_a_random_run_that_is_killed_and_continued_is_the_unbroken_one(num_ranks, seeds, tmp_path):
+    num_runs = sum(check(seed, num_ranks, tmp_path / str(seed)) for seed in seeds)
     assert num_runs > len(seeds) / 3, "the others are combinations that Lightning or the recipes refuse"

@@ -475,6 +475,20 @@ def test_what_a_module_draws_between_epochs_leaves_the_images_of_a_loader_that_i
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("optim", ["sgd_onecycle", "goyal"])  # only the first asks for the loader before the epoch
+@pytest.mark.parametrize(("end", "reload"), [(2, 1), (1, 2), (3, 2), (4, 3)])
+def test_a_loader_that_is_made_again_every_few_epochs_is_made_in_the_same_ones(tmp_path, end, reload, optim):
+    """What makes it divides the images at random."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    every = f"+trainer.reload_dataloaders_every_n_epochs={reload}"
+    for run_dir, *options in continued(whole, cut, end, epochs=5):
+        config = tiny(run_dir, *options, every, f"optim={optim}", "trainer.limit_val_batches=0", "test=false")
+        config["model"]["scheduler"]["total_steps"] = 15
+        train(config | {"data": {"_target_": "tests.recipes.pieces.DrawnData", "has_own": False}})
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
+
+
+@pytest.mark.ci
 def test_the_mean_of_the_weights_is_tested_of_a_run_that_has_ended(tmp_path):
     config = tiny(tmp_path, "trainer.max_epochs=1")
     config["callbacks"]["mean"] = {"_target_": "pytorch_lightning.callbacks.EMAWeightAveraging", "decay": 0.5}
