@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the server of the ranks, if there are tests that need it."""
-    needed = {"run_processes", "run_cases", "run_case", "forked"}
+    needed = {"run_processes", "ends_of_processes", "run_cases", "run_case", "forked"}
     if any(needed & vars(module).keys() for module in {item.module for item in session.items}):
         from tests.ranks import start_server
 
