@@ -229,11 +229,11 @@ class ContinuesAfterCheckpoint(Callback):
             copy(path, last)
 
     def _keep_copy(self, trainer: Trainer) -> None:
-        """Copy the checkpoint of a run that was complete to the folder of this one, which would have none."""
+        """Copy the checkpoint of a run that has no step left: last.ckpt would be missing, or that of later epochs."""
         path, last = Path(self._checkpoint or ""), self._run_dir / OF_A_RUN["last"]
         # After EarlyStopping, training has begun without a step.
-        is_new = self._writes(trainer) and not is_of(self._run_dir, path)
-        if is_new and completed_steps(path) == trainer.global_step:
+        is_another = self._writes(trainer) and path.resolve() != last.resolve()
+        if is_another and completed_steps(path) == trainer.global_step:
             copy(path, last)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1077,6 +1077,18 @@ def test_a_run_that_is_taken_back_and_killed_before_its_next_checkpoint_goes_on_
         assert completed_steps(last(run)) == num_steps, "without checkpoints, nothing may replace it"
 
 
+@pytest.mark.ci
+def test_a_run_that_is_taken_back_to_its_last_epoch_has_the_weights_of_that_epoch(tmp_path):
+    """It trains nothing: its rows are those up to that epoch, and last.ckpt would be that of later ones."""
+    options = ("+optim.scheduler.total_steps=9", "test=false")
+    each = "+callbacks.each._target_=pytorch_lightning.callbacks.ModelCheckpoint +callbacks.each.save_top_k=-1"
+    train(tiny(tmp_path, *options, *each.split(), f"+callbacks.each.dirpath={tmp_path}/checkpoints"))
+    assert completed_steps(last(tmp_path)) == 6
+    first = tmp_path / "checkpoints" / "epoch=0-step=3.ckpt"
+    train(tiny(tmp_path, *options, "trainer.max_epochs=1", f"ckpt_path='{first}'"))
+    assert completed_steps(last(tmp_path)) == 3 and {row["epoch"] for row in metrics(tmp_path)} <= {"0", ""}
+
+
 STOPS = ("+callbacks.stop._target_=pytorch_lightning.callbacks.EarlyStopping", "+callbacks.stop.monitor=val/loss")
 
 
