@@ -100,8 +100,8 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Write the rows of a run that continued and logged nothing, if the file lacks any."""
-        if status == "success" and len(rows_of(self._folder)) < len(self._rows):
+        """Write the rows of a run that continued and logged nothing, if the file has fewer, or those of later epochs."""
+        if status == "success" and len(rows_of(self._folder)) != len(self._rows):
             self._write_all()
 
     def _write_all(self) -> None:
