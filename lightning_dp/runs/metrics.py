@@ -100,7 +100,7 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Write the rows of a run that continued and logged nothing, if the file has fewer, or those of later epochs."""
+        """Write the rows of a run that continued and logged nothing, if the file has fewer or those of later epochs."""
         if status == "success" and len(rows_of(self._folder)) != len(self._rows):
             self._write_all()
 

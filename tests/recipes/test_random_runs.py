@@ -152,7 +152,9 @@ def check(seed: int, num_ranks: int, folder: Path) -> bool:
         run(case, run_dir, ckpt_path, dict.fromkeys(ranks, call))
         last = run_dir / "checkpoints" / "last.ckpt"
         ckpt_path = draw.choice(["last", str(last)]) if last.exists() else "last"
-        if last.exists() and draw.random() < 0.3:
+        # Of a run that was killed between the two files, best.ckpt may be of a later epoch: an error in a new folder.
+        is_whole = last.exists() and not (call.startswith("on_save") and "test=best" in case[0])
+        if is_whole and draw.random() < 0.3:
             run_dir, ckpt_path = folder / str(number + 1) / "tiny" / "cut", str(last)
     found = run(case, run_dir, ckpt_path)
     assert is_same(found, expected), (story, ckpt_path, found, expected)
