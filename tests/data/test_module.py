@@ -269,7 +269,9 @@ def test_predictions_are_the_logits_of_the_test_images_in_order():
     weight = Probe().layer.weight
     torch.testing.assert_close(one[: len(images)], (images.flatten(1) @ weight.T).detach())
     ranks = run_processes(2, predict, 2)
-    assert torch.equal(torch.cat([part for parts in zip(*ranks, strict=True) for part in parts]), one)
+    # Products of fewer images at once may be rounded in another way.
+    all_ranks = torch.cat([part for parts in zip(*ranks, strict=True) for part in parts])
+    torch.testing.assert_close(all_ranks, one, atol=1e-3, rtol=0)
 
 
 def test_lightnings_advice_on_workers_is_suppressed(monkeypatch):

@@ -328,6 +328,27 @@ def check_a_loader_begins_again_in_the_epoch_of_a_checkpoint() -> None:
     assert epochs_in_which_a_loader_begins("within")[:2] == [0, 1]
 
 
+RELOAD = "_last_train_dl_reload_epoch"
+OF_FIRST = property(lambda loop: 0, lambda loop, value: None)
+
+
+@contract(FitLoop, RELOAD, lambda patch: patch.setattr(FitLoop, RELOAD, OF_FIRST, raising=False))
+def check_a_loader_is_made_again_so_many_epochs_after_that_of_the_last_one() -> None:
+    made = []
+
+    class Makes(Net):
+        def train_dataloader(self) -> DataLoader:
+            made.append(self.trainer.current_epoch)
+            return DataLoader(torch.ones(2, 1))
+
+    class Counts(Callback):
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            lightning_names.count_loader_from(trainer, -1)
+
+    trainer(max_epochs=4, reload_dataloaders_every_n_epochs=2, callbacks=[Counts()]).fit(Makes())
+    assert made == [0, 1, 3]
+
+
 STILL_RESUMES = property(lambda loop: True, lambda loop, value: None)
 
 
