@@ -1210,6 +1210,12 @@ def test_a_run_continues_from_the_best_weights_that_a_validation_has_measured(tm
     assert "test/acc" in train(tiny(tmp_path / "second", *every, f"ckpt_path={best}"))
 
 
+@pytest.mark.ci
+def test_the_best_weights_are_tested_where_a_run_goes_on_for_less_than_an_epoch(tmp_path):
+    """Lightning does not validate such an epoch, here the third, so the metric is not logged again."""
+    whole_and_continued(tmp_path, tiny, "trainer.max_steps=8", "test=best", kill_after=7)
+
+
 class FirstIsBest(Callback):
     """Logs in each validation the number of steps before it, by a name as a user's module may have it."""
 
