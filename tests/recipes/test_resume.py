@@ -652,6 +652,20 @@ def test_a_run_whose_checkpoints_were_deleted_is_not_told_to_continue_from_them(
             find("last", run, **options)
 
 
+def test_a_run_whose_checkpoints_are_elsewhere_does_not_begin_again(tmp_path):
+    """It would replace them. Those of another run in that folder are not its own."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    run.mkdir()
+    (run / "metrics.csv").touch()
+    path = save_as(tiny(other))
+    callbacks = {"checkpoint": {"dirpath": str(path.parent)}}
+    assert find("last", run, callbacks=callbacks) is None
+    callbacks_of_run = {ConfigurationInCheckpoint.__qualname__: {"config": tiny(run)}}
+    torch.save(WHOLE | {"global_step": 1, "callbacks": callbacks_of_run}, path)
+    with pytest.raises(ValueError, match=f"callbacks.checkpoint.dirpath={path.parent} .* ckpt_path={path}, "):
+        find("last", run, callbacks=callbacks)
+
+
 def test_a_run_that_was_killed_before_its_first_row_starts(tmp_path):
     """With the same options, another run beside it would be taken for it."""
     run = tmp_path / "runs" / "tiny" / "run"
