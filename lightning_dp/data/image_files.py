@@ -27,6 +27,7 @@ from lightning_dp.data.jpeg import (
     RandomCrops,
     central_square,
     denominator_for,
+    in_rgb,
     open_image,
 )
 from lightning_dp.data.loading import BatchSlice, require_slice
@@ -335,7 +336,7 @@ def plain_file(data: bytes) -> tuple[bytes, int, int]:
     """Return a file that any decoder can read, and the image's height and width.
 
     Raises:
-        BrokenImageError: the bytes are not an image that Pillow knows.
+        BrokenImageError: the bytes are not an image that Pillow knows, or `in_rgb` refuses it.
     """
     import PIL.Image
 
@@ -343,7 +344,7 @@ def plain_file(data: bytes) -> tuple[bytes, int, int]:
         image = PIL.Image.open(io.BytesIO(data))
         if image.format not in ("JPEG", "PNG") or image.mode not in ("RGB", "L"):
             buffer = io.BytesIO()
-            image.convert("RGB").save(buffer, "PNG", compress_level=1, icc_profile=None)  # nobody reads the profile
+            in_rgb(image).save(buffer, "PNG", compress_level=1, icc_profile=None)  # nobody reads the profile
             data = buffer.getvalue()
     except Exception as error:  # parsers of broken files raise errors of any kind
         raise BrokenImageError(str(error)) from error

@@ -145,6 +145,22 @@ class _SimpleJpeg:
             return _Pillow(self._data).decode(denominator, fast)
 
 
+def in_rgb(image: Any) -> Any:
+    """Return an image of Pillow in RGB, with 8 bits. Pillow itself makes white of every gray value above 255.
+
+    Raises:
+        ValueError: its pixels have 32 bits, of which no range is known.
+    """
+    import PIL.Image
+
+    # Pillow reads a gray PPM file of 16 bits as one of 32.
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
+        return PIL.Image.fromarray((np.asarray(image) // 256).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ValueError("its pixels have 32 bits, of which the range is not known; save it with 8 or 16")
+    return image.convert("RGB")
+
+
 class _Pillow:
     """An image for Pillow."""
 
@@ -163,7 +179,7 @@ class _Pillow:
             # Only JPEG files have this. Of others the whole image is decoded, and every n-th block averaged.
             self._image.draft("RGB", (self.width // denominator, self.height // denominator))
             reduced = -(-self.width // denominator), -(-self.height // denominator)
-            image = self._image.convert("RGB")
+            image = in_rgb(self._image)
             if image.size != reduced:
                 image = image.reduce(denominator)
             return np.asarray(image)

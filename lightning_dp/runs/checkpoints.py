@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import textwrap
+import traceback
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -120,9 +121,19 @@ def require_complete(path: Path) -> None:
 
 @contextmanager
 def naming_another_model(path: Any) -> Iterator[None]:
-    """Shorten torch's error for weights that do not fit a model, which names each of them."""
+    """Shorten torch's error for weights that do not fit a model, and name the file in those for an optimizer's state.
+
+    Some of the latter come in the first step, where the optimizer or schedule looks for a key of its own in the state.
+    """
     try:
         yield
+    except (KeyError, ValueError) as error:
+        if path is None or not _is_of_optimizer(error):
+            raise
+        raise ValueError(
+            f"{path} holds the state of another optimizer or schedule than the configuration ({type(error).__name__}: "
+            f"{error}); give the options of its run, or start a new one"
+        ) from error
     except RuntimeError as error:
         if not str(error).startswith("Error(s) in loading state_dict"):
             raise
@@ -132,6 +143,13 @@ def naming_another_model(path: Any) -> Iterator[None]:
             f"{path} holds another model than the configuration: {textwrap.shorten(first, 200)}{more}; give the "
             "options of its run"
         ) from error
+
+
+def _is_of_optimizer(error: Exception) -> bool:
+    """Return whether torch raises this error for the state of another optimizer or schedule, or of other parameters."""
+    is_missing = isinstance(error, KeyError) or str(error).startswith("loaded state dict")
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return is_missing and Path(last.filename).is_relative_to(Path(torch.optim.__file__).parent)
 
 
 def completed_steps(checkpoint: Path) -> int:

@@ -23,7 +23,14 @@ from pytorch_lightning import seed_everything
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from lightning_dp.data.module import ImageDataModule
-from lightning_dp.runs.checkpoints import OTHERS, naming_another_model, read_checkpoint, require_intact, run_folder
+from lightning_dp.runs.checkpoints import (
+    OF_A_RUN,
+    OTHERS,
+    naming_another_model,
+    read_checkpoint,
+    require_intact,
+    run_folder,
+)
 from lightning_dp.runs.command_line import (
     argument_parser,
     conf_folder,
@@ -93,6 +100,9 @@ def evaluate(
 def check_weights(path: Path) -> None:
     """Raise an error unless a file is a whole checkpoint with weights. No code in it is executed."""
     if path.is_dir():
+        for last in (path / OF_A_RUN["last"], path / OF_A_RUN["last"].name):
+            if last.exists():
+                raise ValueError(f"{path} is a folder with checkpoints; give one of them, such as {last}")
         raise ValueError(
             f"{path} is a folder, as of a sharded checkpoint; make a plain file of it with "
             "lightning_dp.strategies.consolidate_checkpoint, put that in its place, and leave it in the run folder"

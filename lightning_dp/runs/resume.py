@@ -109,6 +109,7 @@ def _of_a_run(requested: str, config: Config, in_sweep: bool, launched: bool) ->
     kept = "" if requested == "last" else "; test=best keeps the best weights"
     if (launched or begun) and not _has_results(run_dir):
         if config["train"]:
+            _require_none_elsewhere(requested, config)
             return None
         if begun and _recorded(run_dir).get("train", True):  # else a test of another run's weights is repeated
             raise FileNotFoundError(
@@ -132,6 +133,19 @@ def _of_a_run(requested: str, config: Config, in_sweep: bool, launched: bool) ->
             "the folder of the run with hydra.run.dir=FOLDER, or the file with ckpt_path=PATH"
         )
     return min(others, key=lambda path: _num_differences(path, config))
+
+
+def _require_none_elsewhere(requested: str, config: Config) -> None:
+    """Raise ValueError if the run of this folder has its checkpoints in another: begun again, it would replace them."""
+    run_dir = Path(config["run_dir"])
+    folder = (config.get("callbacks", {}).get("checkpoint") or {}).get("dirpath")
+    path = Path(folder or run_dir / FOLDER, OF_A_RUN["last"].name)
+    if path.exists() and Path(configuration_of(path).get("run_dir", "")) == run_dir:
+        raise ValueError(
+            f"ckpt_path={requested}: callbacks.checkpoint.dirpath={folder} has the checkpoints of this run, but "
+            f"{run_dir} has none; continue in a new folder with ckpt_path={path}, or make {run_dir / FOLDER} a link to "
+            "that folder"
+        )
 
 
 def _has_results(run_dir: Path) -> bool:

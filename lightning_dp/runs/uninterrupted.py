@@ -350,13 +350,16 @@ class BestCheckpoint(ModelCheckpoint):
             ValueError: the metric is not logged.
         """
         every = trainer.check_val_every_n_epoch  # None: val_check_interval counts steps, over epochs
-        # A run that continues from the checkpoint of a validation at the end of an epoch has nothing of that epoch.
-        is_validated = self._has_batches and every is not None and (trainer.current_epoch + 1) % every == 0
+        # A run that continues from the checkpoint of a validation at the end of an epoch has nothing of that epoch, and
+        # Lightning does not validate an epoch that max_steps ends before its last batch.
+        is_whole = self._has_batches and trainer.is_last_batch
+        is_validated = is_whole and every is not None and (trainer.current_epoch + 1) % every == 0
         self._has_batches = False
         if is_validated and self.monitor not in trainer.callback_metrics:
             there_are = ", ".join(sorted(trainer.callback_metrics))
             raise ValueError(f"test=best: optimized_metric={self.monitor} is not logged; use one of {there_are}")
-        super().on_train_epoch_end(trainer, pl_module)
+        if self.monitor in trainer.callback_metrics:  # else Lightning would warn that it is never logged
+            super().on_train_epoch_end(trainer, pl_module)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the best of the epochs before, also if the run continues in another folder.

@@ -21,7 +21,7 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning import Callback, LightningDataModule, LightningModule
 from pytorch_lightning.callbacks import Checkpoint, ModelSummary, ProgressBar
-from pytorch_lightning.loggers import Logger
+from pytorch_lightning.loggers import CSVLogger, Logger
 from torch import nn
 
 from lightning_dp.data.module import ImageDataModule
@@ -122,16 +122,28 @@ def validate(config: Config) -> int:
             # In a SLURM job with one task, whose processes we start, Lightning would ask for as many tasks as devices.
             alone = {"devices": 1, "num_nodes": 1, "strategy": "auto"} if external_rank() is None else {}
             made = instantiate(trainer | alone, logger=False, _convert_="all")
-        for group, kind in (("callbacks", Callback), ("logger", Logger)):
-            for name, node in config[group].items():
-                if node is not None:
-                    with naming_keys(f"{group}.{name}", config):
-                        _require_kind(type(instantiate(node)), kind, f"{group}.{name}", node)
+        _check_callbacks_and_loggers(config)
         _check_optimizer(config)
         _check_model(config)
         with naming_keys("data", config):
             _check_data(instantiate(config["data"]), config, num_processes * trainer["num_nodes"], made)
         return num_processes
+
+
+def _check_callbacks_and_loggers(config: Config) -> None:
+    """Raise ValueError for what is none, and for a logger that would write the metrics.csv of the run."""
+    for group, kind in (("callbacks", Callback), ("logger", Logger)):
+        for name, node in config[group].items():
+            if node is None:
+                continue
+            with naming_keys(f"{group}.{name}", config):
+                made = instantiate(node)
+                _require_kind(type(made), kind, f"{group}.{name}", node)
+            if isinstance(made, CSVLogger) and Path(made.log_dir).resolve() == Path(config["run_dir"]).resolve():
+                raise ValueError(
+                    f"logger.{name} would write {config['run_dir']}/metrics.csv, which every run has anyway; leave it "
+                    f"out, or name a folder in that one with logger.{name}.name=FOLDER"
+                )
 
 
 def _require_kind(made: type, kind: type, path: str, node: Config) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_dp.data import jpeg
-from lightning_dp.data.image_files import resize, training_image
+from lightning_dp.data.image_files import plain_file, resize, training_image
 from lightning_dp.data.jpeg import Box, BrokenImageError, RandomCrops, denominator_for, open_image, resolve_decoder
 from tests.data.jpegs import DECODERS, encoded, picture
 
@@ -68,6 +68,38 @@ def test_a_file_of_another_format_is_decoded(decoder, form, denominator):
     decoded = open_image(encoded(pixels, form=form), decoder).decode(denominator)
     assert decoded.shape == (-(-33 // denominator), 48 // denominator, 3)
     assert denominator > 1 or np.array_equal(decoded, pixels)
+
+
+def encoded_wide(form: str, kind: str) -> tuple[bytes, np.ndarray]:
+    """A gray file of wider pixels than eight bits, and their upper eight bits."""
+    gray = picture(33, 48)[..., 0]
+    buffer = io.BytesIO()
+    PIL.Image.fromarray((gray.astype(np.uint32) * 256 + 200).astype(kind)).save(buffer, form)
+    return buffer.getvalue(), gray
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("form", ["PNG", "TIFF", "PPM"])
+def test_a_file_of_16_bits_is_scaled_to_8(decoder, form):
+    """Pillow's conversion makes white of every value above 255."""
+    data, expected = encoded_wide(form, "uint16")
+    for denominator in (1, 2):
+        pixels = open_image(data, decoder).decode(denominator)
+        assert pixels.shape == (-(-33 // denominator), 48 // denominator, 3)
+        assert denominator > 1 or np.array_equal(pixels, np.stack([expected] * 3, -1))
+    plain, height, width = plain_file(data)
+    assert (height, width) == (33, 48)
+    assert np.array_equal(pillow(plain)[..., 0], expected)
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("kind", ["int32", "float32"])
+def test_a_file_of_32_bits_is_refused(decoder, kind):
+    data, _ = encoded_wide("TIFF", kind)
+    with pytest.raises(BrokenImageError, match="32 bits"):
+        open_image(data, decoder).decode()
+    with pytest.raises(BrokenImageError, match="32 bits"):
+        plain_file(data)
 
 
 @pytest.mark.parametrize("decoder", DECODERS)

@@ -53,6 +53,15 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path):
     assert Trap.sprung, "the trap works"
 
 
+def test_the_folder_of_a_run_is_not_taken_for_a_sharded_checkpoint(tmp_path):
+    checkpoint = tmp_path / "checkpoints" / "last.ckpt"
+    checkpoint.parent.mkdir()
+    checkpoint.touch()
+    for folder in (tmp_path, checkpoint.parent):
+        with pytest.raises(ValueError, match=f"{folder} is a folder with checkpoints; .* such as {checkpoint}$"):
+            check_weights(folder)
+
+
 @pytest.mark.ci
 def test_another_model_is_one_line(run_dir, monkeypatch):
     checkpoint = str(run_dir / "checkpoints" / "last.ckpt")

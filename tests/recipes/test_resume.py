@@ -32,6 +32,7 @@ from lightning_dp.runs.checkpoints import (
     ConfigurationInCheckpoint,
     completed_steps,
     differences,
+    naming_another_model,
     require_complete,
 )
 from lightning_dp.runs.command_line import arguments_of_rank, named_run_dir
@@ -651,6 +652,20 @@ def test_a_run_whose_checkpoints_were_deleted_is_not_told_to_continue_from_them(
             find("last", run, **options)
 
 
+def test_a_run_whose_checkpoints_are_elsewhere_does_not_begin_again(tmp_path):
+    """It would replace them. Those of another run in that folder are not its own."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    run.mkdir()
+    (run / "metrics.csv").touch()
+    path = save_as(tiny(other))
+    callbacks = {"checkpoint": {"dirpath": str(path.parent)}}
+    assert find("last", run, callbacks=callbacks) is None
+    callbacks_of_run = {ConfigurationInCheckpoint.__qualname__: {"config": tiny(run)}}
+    torch.save(WHOLE | {"global_step": 1, "callbacks": callbacks_of_run}, path)
+    with pytest.raises(ValueError, match=f"callbacks.checkpoint.dirpath={path.parent} .* ckpt_path={path}, "):
+        find("last", run, callbacks=callbacks)
+
+
 def test_a_run_that_was_killed_before_its_first_row_starts(tmp_path):
     """With the same options, another run beside it would be taken for it."""
     run = tmp_path / "runs" / "tiny" / "run"
@@ -792,6 +807,42 @@ def test_a_schedule_of_another_kind_is_the_new_one(tmp_path, caplog):
     assert "model.scheduler._target_=torch.optim.lr_scheduler.OneCycleLR, not torch" in caplog.text
     (kept,) = [each.message for each in caplog.records if "go on with their values" in each.message]
     assert kept.endswith("in the checkpoint: model.optimizer.momentum=0.9, not 0")
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("before", "options", "named"),
+    [
+        ("sgd_multistep", ("optim=lars",), "lr_lambdas"),
+        ("sgd_multistep", ("optim=goyal",), "different number of parameter groups"),
+        ("sgd_multistep", ("optim.optimizer._target_=torch.optim.Adam", "~optim.optimizer.momentum"), "step"),
+        ("sgd_multistep", ("optim=sgd_onecycle",), "max_lr"),
+    ],
+)
+def test_the_state_of_an_optimizer_or_schedule_that_does_not_fit_is_named(tmp_path, before, options, named):
+    """torch names a key or a size, and no file. The first error comes where the state is loaded, or in a step."""
+    short = ("trainer.max_epochs=1", "test=false", f"optim={before}")
+    train(tiny(tmp_path / "before", *short))
+    path = last(tmp_path / "before")
+    config = tiny(tmp_path / "after", "test=false", f"optim={before}", *options, f"ckpt_path={path}")
+    with pytest.raises(ValueError, match=rf"last.ckpt holds the state of another optimizer .*{named}.*; give the opt"):
+        train(config)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_other_errors_are_not_taken_for_those_of_another_optimizer(tmp_path):
+    """That a schedule has ended, for example, or a key that the user's code looks for."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2)
+    for _ in range(2):
+        schedule.step()
+    with pytest.raises(ValueError, match="^Tried to step"), naming_another_model(tmp_path):
+        schedule.step()
+    with pytest.raises(KeyError, match="mine"), naming_another_model(tmp_path):
+        optimizer.param_groups[0]["mine"]
+    optimizer.param_groups[0].clear()
+    with pytest.raises(KeyError), naming_another_model(None):  # of a run from the beginning
+        optimizer.step()
 
 
 def hold(run_dir, connection):
@@ -1208,6 +1259,12 @@ def test_a_run_continues_from_the_best_weights_that_a_validation_has_measured(tm
     train(tiny(tmp_path / "first", *every))
     best = last(tmp_path / "first").with_name("best.ckpt")
     assert "test/acc" in train(tiny(tmp_path / "second", *every, f"ckpt_path={best}"))
+
+
+@pytest.mark.ci
+def test_the_best_weights_are_tested_where_a_run_goes_on_for_less_than_an_epoch(tmp_path):
+    """Lightning does not validate such an epoch, here the third, so the metric is not logged again."""
+    whole_and_continued(tmp_path, tiny, "trainer.max_steps=8", "test=best", kill_after=7)
 
 
 class FirstIsBest(Callback):

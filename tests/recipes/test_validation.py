@@ -253,3 +253,15 @@ def test_a_whole_number_may_be_written_with_an_exponent(tmp_path, value):
     validate(config)
     assert repr(config["data"]["batch_size"]) == "100"
     assert repr(config["trainer"]["max_epochs"]) == "10"
+
+
+def test_a_logger_may_not_write_the_metrics_file_of_the_run(tmp_path):
+    """The rows of both would go into one file, each with columns of its own."""
+    own = (
+        "trainer=cpu",
+        "+logger.own._target_=pytorch_lightning.loggers.CSVLogger",
+        f"+logger.own.save_dir={tmp_path}",
+    )
+    validate(composed(tmp_path, *own))
+    with pytest.raises(ValueError, match=r"logger\.own would write .*metrics\.csv, .*logger\.own\.name="):
+        validate(composed(tmp_path, *own, "+logger.own.name=''", "+logger.own.version=''"))
