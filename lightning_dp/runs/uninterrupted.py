@@ -24,6 +24,7 @@ from pytorch_lightning.callbacks import (
 )
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 from pytorch_lightning.utilities import CombinedLoader
+from torchmetrics import MaxMetric, MinMetric
 
 from lightning_dp._private.lightning_names import (
     begin_next_epoch,
@@ -143,6 +144,10 @@ def _warn_of_what_starts_over(trainer: Trainer, generators: list[str]) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelPruning):
             lost.append(f"{type(callback).__name__} has no masks until it prunes again")
+    for name, module in trainer.lightning_module.named_modules():
+        # What users keep over epochs, such as the best accuracy. Other metrics are of an epoch.
+        if isinstance(module, MaxMetric | MinMetric) and not module.state_dict():
+            lost.append(f"{name} begins again without persistent(True)")
     if lost and trainer.is_global_zero:
         log.warning("this run may differ from one that was not interrupted: %s", "; ".join(lost))
 

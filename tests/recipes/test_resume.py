@@ -23,6 +23,7 @@ from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.trainer.connectors import signal_connector
 from torch.utils.data import DataLoader
+from torchmetrics import MaxMetric
 
 from lightning_dp.models import Classifier
 from lightning_dp.runs import train as training
@@ -333,6 +334,22 @@ def test_a_loader_with_a_generator_of_its_own_goes_on_where_it_was(tmp_path, num
         train(own_loop(run_dir, "test=false", *options) | {"data": data})
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
     assert "may differ" not in caplog.text
+
+
+class WithBest(TwoOptimizers):
+    def __init__(self):
+        super().__init__()
+        self.best, self.kept = MaxMetric(), MaxMetric()
+        self.kept.persistent(True)
+
+
+@pytest.mark.ci
+def test_a_metric_that_is_kept_over_epochs_is_warned_of_where_it_is_in_no_checkpoint(tmp_path, caplog):
+    for options in (["trainer.max_epochs=1"], ["trainer.max_epochs=2", f"ckpt_path={last(tmp_path)}"]):
+        assert "may differ" not in caplog.text
+        train(own_loop(tmp_path, "test=false", *options) | {"model": {"_target_": f"{__name__}.WithBest"}})
+    (found,) = [record.message for record in caplog.records if "may differ" in record.message]
+    assert found.endswith(": best begins again without persistent(True)")
 
 
 @pytest.mark.ci
