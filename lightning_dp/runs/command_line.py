@@ -30,6 +30,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.utilities.exceptions import SIGTERMException
+from yaml import YAMLError  # type: ignore[import-untyped]  # of OmegaConf
 
 from lightning_dp.launch import LaunchError, environment_restored, external_rank
 from lightning_dp.planner.report import read_plan
@@ -106,7 +107,7 @@ def run(job: Callable[[DictConfig], Any], config_name: str) -> None:
             # Hydra would write .hydra before the configuration is checked: see `write_configuration`.
             sys.argv.insert(1, "hydra.output_subdir=null")
             hydra.main(**MAIN_OPTIONS, config_path=str(conf_folder()), config_name=config_name)(job)()
-        except (JobError, HydraException, OmegaConfBaseException) as error:
+        except (JobError, HydraException, OmegaConfBaseException, YAMLError) as error:
             if SweepFolder.path is not None:
                 _discard(SweepFolder.path, {"multirun.yaml"})
             if before == "1":
@@ -223,7 +224,7 @@ def with_plan(arguments: Sequence[str]) -> tuple[list[str], str | None]:
         FileNotFoundError: there is no such file.
         ValueError: the file is no plan, two are given, or the command line also sets what the plan sets.
     """
-    given_files = [argument.removeprefix(PLAN) for argument in arguments if argument.startswith(PLAN)]
+    given_files = [argument.partition("=")[2] for argument in arguments if _is_plan(argument)]
     # As in other values, a second pair of quotes is not part of the name.
     files = [re.sub(r"""^(["'])(.*)\1$""", r"\2", text) for text in given_files]
     if not files:
@@ -235,7 +236,7 @@ def with_plan(arguments: Sequence[str]) -> tuple[list[str], str | None]:
         raise FileNotFoundError(f"plan={files[0]}: there is no such file; lightning-dp-plan writes one, plan.yaml")
     plan = read_plan(path)
     overrides, world_size = plan["overrides"], plan.get("world_size")
-    others = [argument for argument in arguments if not argument.startswith(PLAN)]
+    others = [argument for argument in arguments if not _is_plan(argument)]
     given = {key_of(argument) for argument in others if "=" in argument}
     if twice := [override for override in overrides if _sets_again(key_of(override), given)]:
         raise ValueError(f"plan={path} sets {twice[0]}, and so does the command line; leave out one of the two")
@@ -243,6 +244,10 @@ def with_plan(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     if images := plan.get("images_per_rank"):
         made_for += f" of {images} images"
     return [*others, *overrides], f"plan={path}{made_for}: {' '.join(overrides)}"
+
+
+def _is_plan(argument: str) -> bool:
+    return argument.lstrip("+").startswith(PLAN)
 
 
 def _sets_again(key: str, given: set[str]) -> bool:
@@ -275,6 +280,8 @@ def explain(error: Exception) -> str:
         group, name = missing.groups()
         return f"{group}={name} needs a plugin of Hydra: pip install {PLUGINS[name]}"
     text = str(error)
+    if isinstance(error, YAMLError):  # names the file and the line
+        return " ".join(text.split())
     if isinstance(error, OverrideParseException):
         key, sign, value = error.override.partition("=")
         if not sign:

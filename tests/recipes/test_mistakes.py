@@ -177,6 +177,13 @@ def test_a_plugin_that_is_not_installed_is_named_with_its_package(name, package)
     assert explain(error) == f"hydra/{name} needs a plugin of Hydra: pip install {package}"
 
 
+def test_a_file_of_the_users_that_is_no_yaml_is_named(fail, tmp_path_factory):
+    file = tmp_path_factory.mktemp("own") / "experiment" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text("seed: 7\n  name: mine\n")
+    assert f'not allowed here in "{file}", line 2' in fail("experiment=mine", "--config-dir", str(file.parents[1]))
+
+
 @pytest.mark.parametrize("option", ["--config-dir", "-cd", "hydra.searchpath"])
 def test_a_file_of_the_users_that_ours_would_hide_is_named(fail, tmp_path_factory, option):
     folder = tmp_path_factory.mktemp("own")
@@ -234,7 +241,8 @@ def test_only_the_first_rank_of_a_launcher_has_a_run_folder():
 
 
 @pytest.mark.parametrize(
-    "options", [("-m",), ("--cfg", "job"), ("--config-dir", "a=b", "--resolve"), ("--config-dir=a",), ("--info", "plugins")]
+    "options",
+    [("-m",), ("--cfg", "job"), ("--config-dir", "a=b", "--resolve"), ("--config-dir=a",), ("--info", "plugins")],
 )
 def test_options_of_hydra_may_stand_between_overrides(options):
     assert arguments_of_rank(["a=1", *options, "b=1,2", "~c"], None, "") == ["a=1", "b=1,2", "~c", *options]
