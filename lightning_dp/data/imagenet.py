@@ -321,6 +321,8 @@ def list_val(root: Path, classes: Sequence[str], label_file: Path | None = None)
             f"{folder} has no class folders, and there is no file with its labels; put one of "
             f"{', '.join(LABEL_FILES)} into {root}, or set val_labels"
         )
+    if not label_file.is_file():
+        raise FileNotFoundError(f"val_labels={label_file} is no file; name the one with the labels of {folder}")
     labels = read_labels(label_file, names, classes)
     return _packed(f"val/{name}" for name in names), torch.tensor(labels)
 

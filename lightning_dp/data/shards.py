@@ -595,8 +595,10 @@ class ImagesInShards:
         shard = int(self._shard_of[index])
         length = int(self._lengths[index])
         # Reads at a position, so processes that share an open file do not disturb each other.
-        data = os.pread(self._descriptor(shard), length, int(self._offsets[index]))
-        if len(data) != length:
+        descriptor = self._descriptor(shard)
+        data = os.pread(descriptor, length, int(self._offsets[index]))
+        # An open shard may have been written over, and another image may be there now.
+        if len(data) != length or Stamp.of(os.fstat(descriptor)) != self._stamps[shard]:
             raise self._changed(shard)
         return data
 

@@ -14,6 +14,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,6 +30,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.utilities.exceptions import SIGTERMException
+from yaml import YAMLError  # type: ignore[import-untyped]  # of OmegaConf
 
 from lightning_dp.launch import LaunchError, environment_restored, external_rank
 from lightning_dp.planner.report import read_plan
@@ -43,6 +45,9 @@ LOG_FILE = "train.log"
 GROUPS = ("debug", "experiment", "hparams_search", "plan")  # keys of a command line that choose files, and `plan=FILE`
 PLAN = "plan="
 OF_A_SWEEP = ("hydra.sweep.", "hydra.launcher.", "hydra/launcher", "hydra.sweeper.", "hydra/sweeper")
+# Options of Hydra that take a value; the second ones may have none.
+WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
+MAY_HAVE_VALUE = ("--info", "-i")
 NO_SWEEP = "--multirun starts the processes of each job itself; use python, not torchrun or srun"
 # Launchers and sweepers of Hydra -> the extra that brings their plugin.
 PLUGINS = {
@@ -99,8 +104,10 @@ def run(job: Callable[[DictConfig], Any], config_name: str) -> None:
                 sys.argv[1:] = arguments_of_rank(sys.argv[1:], external_rank(), folder)
             except (ValueError, FileNotFoundError) as error:
                 raise JobError(str(error)) from error
+            # Hydra would write .hydra before the configuration is checked: see `write_configuration`.
+            sys.argv.insert(1, "hydra.output_subdir=null")
             hydra.main(**MAIN_OPTIONS, config_path=str(conf_folder()), config_name=config_name)(job)()
-        except (JobError, HydraException, OmegaConfBaseException) as error:
+        except (JobError, HydraException, OmegaConfBaseException, YAMLError) as error:
             if SweepFolder.path is not None:
                 _discard(SweepFolder.path, {"multirun.yaml"})
             if before == "1":
@@ -152,11 +159,9 @@ def arguments_of_rank(arguments: list[str], rank: int | None, folder: str) -> li
         ValueError, FileNotFoundError: the command is a sweep, whose jobs start processes of their own, but runs under
             such a launcher; or an option has no effect; or its plan cannot be applied.
     """
-    sweep = [argument for argument in arguments if argument in ("-m", "--multirun")]
-    if sweep and rank is not None:
+    arguments, options = overrides_and_options(arguments)
+    if rank is not None and not {"-m", "--multirun"}.isdisjoint(options):
         raise ValueError(NO_SWEEP)
-    if sweep:  # at the front, because Hydra's parser does not find the flag between overrides
-        arguments = [*sweep, *(argument for argument in arguments if argument not in sweep)]
     # Hydra has another way to write this.
     nulls = [f"{path.name}=null" for path in conf_folder().iterdir()]
     arguments = [f"~{text.removesuffix('=null')}" if text in nulls else text for text in arguments]
@@ -164,15 +169,32 @@ def arguments_of_rank(arguments: list[str], rank: int | None, folder: str) -> li
         raise ValueError(f"{given[0]} has no effect on Hydra's files; name the run folder with hydra.run.dir=FOLDER")
     if empty := [text for text in arguments if text in ("hydra.run.dir=", "hydra.sweep.dir=")]:
         raise ValueError(f"{empty[0]} names no folder; write {empty[0]}FOLDER, or leave it out")
+    if subdir := [text for text in arguments if key_of(text) == "hydra.output_subdir" and not text.endswith("=null")]:
+        raise ValueError(
+            f"{subdir[0]} has no effect: the configuration is written to .hydra in the run folder; leave it out"
+        )
     arguments, applied = with_plan(arguments)
     run_dir = None if rank is None else named_run_dir(arguments)
     if applied is not None and not rank:
         print(applied, flush=True)
     if not rank:
-        return arguments
+        return [*arguments, *options]
     # Where rank 0 keeps its checkpoints, so that this rank finds the same one.
     same = [] if run_dir is None else [f"run_dir={QuotedString(run_dir, Quote.single).with_quotes()}"]
-    return [*arguments, f"hydra.run.dir={folder}", "hydra/job_logging=none", *same]
+    return [*arguments, f"hydra.run.dir={folder}", "hydra/job_logging=none", *same, *options]
+
+
+def overrides_and_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the overrides of a command line, and the options of Hydra, each with its value.
+
+    Hydra's parser takes no override behind an option that is behind another override.
+    """
+    overrides: list[str] = []
+    options: list[str] = []
+    for before, argument in pairwise(["", *arguments]):
+        is_value = before in WITH_VALUE or (before in MAY_HAVE_VALUE and "=" not in argument)
+        (options if is_value or argument.startswith("-") else overrides).append(argument)
+    return overrides, options
 
 
 def named_run_dir(arguments: Sequence[str]) -> str | None:
@@ -202,7 +224,7 @@ def with_plan(arguments: Sequence[str]) -> tuple[list[str], str | None]:
         FileNotFoundError: there is no such file.
         ValueError: the file is no plan, two are given, or the command line also sets what the plan sets.
     """
-    given_files = [argument.removeprefix(PLAN) for argument in arguments if argument.startswith(PLAN)]
+    given_files = [argument.partition("=")[2] for argument in arguments if _is_plan(argument)]
     # As in other values, a second pair of quotes is not part of the name.
     files = [re.sub(r"""^(["'])(.*)\1$""", r"\2", text) for text in given_files]
     if not files:
@@ -214,7 +236,7 @@ def with_plan(arguments: Sequence[str]) -> tuple[list[str], str | None]:
         raise FileNotFoundError(f"plan={files[0]}: there is no such file; lightning-dp-plan writes one, plan.yaml")
     plan = read_plan(path)
     overrides, world_size = plan["overrides"], plan.get("world_size")
-    others = [argument for argument in arguments if not argument.startswith(PLAN)]
+    others = [argument for argument in arguments if not _is_plan(argument)]
     given = {key_of(argument) for argument in others if "=" in argument}
     if twice := [override for override in overrides if _sets_again(key_of(override), given)]:
         raise ValueError(f"plan={path} sets {twice[0]}, and so does the command line; leave out one of the two")
@@ -222,6 +244,10 @@ def with_plan(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     if images := plan.get("images_per_rank"):
         made_for += f" of {images} images"
     return [*others, *overrides], f"plan={path}{made_for}: {' '.join(overrides)}"
+
+
+def _is_plan(argument: str) -> bool:
+    return argument.lstrip("+").startswith(PLAN)
 
 
 def _sets_again(key: str, given: set[str]) -> bool:
@@ -254,6 +280,8 @@ def explain(error: Exception) -> str:
         group, name = missing.groups()
         return f"{group}={name} needs a plugin of Hydra: pip install {PLUGINS[name]}"
     text = str(error)
+    if isinstance(error, YAMLError):  # names the file and the line
+        return " ".join(text.split())
     if isinstance(error, OverrideParseException):
         key, sign, value = error.override.partition("=")
         if not sign:

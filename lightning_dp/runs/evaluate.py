@@ -32,16 +32,25 @@ from lightning_dp.runs.checkpoints import (
     run_folder,
 )
 from lightning_dp.runs.command_line import (
+    GROUPS,
     argument_parser,
     conf_folder,
     hydra_of,
     key_of,
     message_of,
     require_new_names,
+    with_plan,
 )
 from lightning_dp.runs.hydra_versions import VERSION_BASE
 from lightning_dp.runs.train import build
-from lightning_dp.runs.validation import Config, check_arguments, check_top_level_types, resolved_part, targets
+from lightning_dp.runs.validation import (
+    Config,
+    check_arguments,
+    check_top_level,
+    check_top_level_types,
+    resolved_part,
+    targets,
+)
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +103,8 @@ def evaluate(
     with naming_another_model(checkpoint):
         # Lightning loads the weights when the module has the layers of its configure_model, and its precision.
         tested = trainer.test(model, datamodule=data, ckpt_path=str(checkpoint), verbose=False, weights_only=True)
+    if not tested:
+        raise ValueError("the configuration has no test images; give data that has some, with data.KEY=VALUE")
     return {name: value for of_loader in tested for name, value in of_loader.items()}
 
 
@@ -145,9 +156,10 @@ def check_overrides(overrides: list[str]) -> None:
         key, sign, _ = text.lstrip("+").partition("=")  # ``++`` adds or changes
         if not sign:
             raise ValueError(f"{text} is no override; write KEY=VALUE")
-        if key in READ:
+        if key in (*READ, "optim", *GROUPS):
+            group = key if key in READ else "GROUP"
             raise ValueError(
-                f"{text} chooses a file, but the run folder has values: write {key}.OPTION=..., or use --own"
+                f"{text} chooses a file, but the run folder has values: write {group}.OPTION=..., or use --own"
             )
         if is_unread(key) or (text.startswith("+") and not key.startswith(tuple(f"{name}." for name in READ))):
             raise ValueError(f"{text} has no effect: a test is on one device, without callbacks; leave it out")
@@ -166,8 +178,11 @@ def own_config(overrides: list[str], config_dir: Path | None = None) -> DictConf
             raise FileNotFoundError(f"--config-dir {config_dir}: there is no such folder")
         require_new_names(config_dir)
         more = [f"hydra.searchpath=['file://{config_dir.resolve()}']"]
+    overrides, _ = with_plan(overrides)
     with initialize_config_dir(str(conf_folder()), **VERSION_BASE):
-        return compose("train", [*overrides, *more, "run_dir=."])
+        cfg = compose("train", [*overrides, *more, "run_dir=."])
+    check_top_level(cfg)
+    return cfg
 
 
 def on_one_device(cfg: DictConfig) -> Config:

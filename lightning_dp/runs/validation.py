@@ -39,6 +39,7 @@ TOP_LEVEL_TYPES: dict[str, Any] = {
     **{"test": str | bool, "optimized_metric": str | None, "optimized_mode": str, "matmul_precision": str},
 }
 READ_GROUPS = {"data", "model", "optim", "strategy", "trainer", "callbacks", "logger"}
+OVERRIDING = {"experiment", "debug", "hparams_search"}  # groups whose files override values of the others
 READ_BY_RECIPES = READ_GROUPS | {*TOP_LEVEL_TYPES, "num_classes"}
 
 # Option of the Trainer -> the base class of what it switches off.
@@ -65,6 +66,9 @@ def resolved(cfg: DictConfig, *also_read: str) -> Config:
             raise ValueError(
                 f"{group} has no _target_; choose a file that has it with {group}=NAME (--help names them)"
             )
+    for group in ("callbacks", "logger"):
+        if OmegaConf.is_list(cfg.get(group)):
+            raise ValueError(f"{group} is a list; give each of its objects a name: {group}.NAME._target_=CLASS")
     if missing := [key for key in TOP_LEVEL_TYPES if key not in cfg]:
         raise ValueError(f"{missing[0]} was taken away, and every run needs it; leave out ~{missing[0]}")
     config: Config = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
@@ -318,7 +322,7 @@ def check_arguments(path: str, node: dict[str, Any]) -> None:
             raise ValueError(f"{path}.{key}={value} must be a finite number")
         is_default = key in parameters and value == parameters[key].default
         if key in types and not is_default and not fits(value, types[key]):
-            raise ValueError(f"{path}.{key}={value} must be {spelled(types[key])}")
+            raise ValueError(f"{path}.{key}={shown(value)} must be {spelled(types[key])}")
         if key in types and not is_default and needs_target(value, types[key]):
             raise ValueError(f"{path}.{key}={value} must be an object, with a _target_; choose a file of its group")
         is_whole = isinstance(value, float) and value.is_integer()
@@ -387,6 +391,12 @@ def spelled(annotation: Any) -> str:
     return " or ".join(text for each, text in PLAIN.items() if each in _plain_types(annotation))
 
 
+def shown(value: Any) -> str:
+    """Return a value as errors show it: a text that looks like a number, as of ``${oc.env:...}``, as a text."""
+    looks_right = isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?|true|false|null", value, re.I)
+    return f"'{value}', a text," if looks_right else str(value)
+
+
 def count_processes(accelerator: str, devices: Any, *, num_gpus: int, num_cores: int) -> int:
     """Return the number of processes per node: one per device.
 
@@ -430,7 +440,7 @@ def check_top_level_types(config: Config) -> None:
     """Raise ValueError for a value of the wrong type, or one that NumPy or torch does not take."""
     for key, annotation in TOP_LEVEL_TYPES.items():
         if key in config and not fits(config[key], annotation):
-            raise ValueError(f"{key}={config[key]} must be {spelled(annotation)}")
+            raise ValueError(f"{key}={shown(config[key])} must be {spelled(annotation)}")
     config["seed"] = int(config["seed"])  # 1e3, which would seed other images than 1000
     if not 0 <= config["seed"] <= MAX_SEED:
         raise ValueError(f"seed={config['seed']} must be 0 to {MAX_SEED}")
@@ -448,6 +458,8 @@ def check_top_level(config: DictConfig, *also_read: str) -> None:
     """
     read = READ_BY_RECIPES | {*also_read} | interpolated_keys(config)
     for key in map(str, config):
+        if key in OVERRIDING:  # where Hydra puts the values of a file without this line
+            raise ValueError(f"the file of {key}=NAME lacks its first line, # @package _global_; write it there")
         if key not in read:
             similar = difflib.get_close_matches(key, sorted(READ_BY_RECIPES), n=1)
             remedy = f"did you mean {similar[0]}?" if similar else f"there are {', '.join(sorted(READ_BY_RECIPES))}"

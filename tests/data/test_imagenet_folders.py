@@ -135,6 +135,15 @@ def test_a_label_file_may_be_elsewhere(tmp_path):
     assert len(list_val(tmp_path / "images", CLASSES, tmp_path / "val_labels.txt")[1]) == 6
 
 
+@pytest.mark.parametrize("name", ["gone.txt", "images"])
+def test_a_label_file_that_is_none_is_named_with_its_key(tmp_path, name):
+    flatten_val(write_imagenet(tmp_path / "images", 1, 2))
+    with pytest.raises(
+        FileNotFoundError, match=f"val_labels=.*{name} is no file; name the one with the labels of .*val"
+    ):
+        list_val(tmp_path / "images", CLASSES, tmp_path / name)
+
+
 def test_a_label_file_for_class_folders_is_refused(tmp_path):
     write_imagenet(tmp_path, 1, 2)
     (tmp_path / "labels.txt").touch()

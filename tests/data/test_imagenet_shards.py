@@ -134,6 +134,17 @@ def test_a_shard_that_is_cut_while_it_is_open_is_an_error(tmp_path):
         data.source.read(0)
 
 
+def test_a_shard_that_is_written_over_while_it_is_open_is_an_error(tmp_path):
+    """Its images would get the labels of those that were there."""
+    data = dataset(ImageNetShards(broken_shards(tmp_path), **OPTIONS), "train")
+    data.source.read(0)
+    path = tmp_path / "train-0.tar"
+    path.write_bytes(path.read_bytes())
+    os.utime(path, ns=(1, 1))  # sooner than the clock of some file systems ticks
+    with pytest.raises(RuntimeError, match=r"train-0.tar has changed"):
+        data.source.read(0)
+
+
 def test_a_subset_of_the_shards_is_read_and_the_index_may_be_elsewhere(root, tmp_path):
     module = ImageNetShards(root, "imagenet-train-{000000..000001}.tar", index_dir=tmp_path / "index", **OPTIONS)
     module.check(2)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 import warnings
@@ -16,8 +17,9 @@ from pytorch_lightning import LightningDataModule
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from lightning_dp.models import Classifier
+from lightning_dp.planner.report import PLAN_VERSION
 from lightning_dp.runs.command_line import hydra_of, message_of
-from lightning_dp.runs.evaluate import check_weights, config_of_run, evaluate, main
+from lightning_dp.runs.evaluate import check_overrides, check_weights, config_of_run, evaluate, main, own_config
 from tests.recipes.conftest import TINY, metrics
 from tests.recipes.in_process import tiny, train
 
@@ -95,6 +97,39 @@ def test_what_is_not_read_may_name_what_only_a_run_knows(run_dir, tmp_path):
     OmegaConf.save(config, tmp_path / "copy" / ".hydra" / "config.yaml")
     checkpoint = tmp_path / "copy" / "checkpoints" / "last.ckpt"
     assert evaluate(checkpoint, []).keys() == {"test/acc", "test/acc5", "test/loss"}
+
+
+@pytest.mark.parametrize(
+    "text", ["experiment=digits_resnet20", "debug=limit", "plan=plan.yaml", "optim=lars", "+data=1"]
+)
+def test_what_chooses_a_file_is_refused_for_the_values_of_a_run(text):
+    with pytest.raises(
+        ValueError, match=r"chooses a file, but the run folder has values: write \w+\.OPTION=\.\.\., or use"
+    ):
+        check_overrides([text])
+
+
+def test_with_own_a_key_that_nothing_reads_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="nothing reads the key other"):
+        own_config(["+other=1"])
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("data:\n  batch_size: 8\n")
+    with pytest.raises(ValueError, match="the file of experiment=NAME lacks its first line"):
+        own_config(["experiment=mine"], tmp_path)
+    own_config(["+classes=3", "num_classes=${classes}"])
+
+
+def test_with_own_the_plan_of_a_training_may_stay(tmp_path):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(json.dumps({"version": PLAN_VERSION, "overrides": ["strategy=layered_sgd"]}))
+    assert own_config([f"plan={plan}"]).strategy._target_ == "lightning_dp.LayeredSGDStrategy"
+
+
+@pytest.mark.filterwarnings("ignore:Total length of")
+def test_an_evaluation_without_images_is_an_error(run_dir):
+    """It would print nothing, and end with status 0."""
+    with pytest.raises(ValueError, match="the configuration has no test images"):
+        evaluate(run_dir / "checkpoints" / "last.ckpt", ["data.num_test=0"])
 
 
 @pytest.mark.ci

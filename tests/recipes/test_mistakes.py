@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import os
 import signal
@@ -20,6 +21,7 @@ from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
+from lightning_dp.planner.report import PLAN_VERSION
 from lightning_dp.runs import command_line, train
 from lightning_dp.runs.command_line import arguments_of_rank, config_error, explain, job_error
 from lightning_dp.runs.validation import with_keys
@@ -42,6 +44,8 @@ def fail(monkeypatch, tmp_path, capsys):
         handlers, level = list(logging.root.handlers), logging.root.level
         with pytest.raises(SystemExit) as caught:
             command_line.run(train.job, "train")
+        for handler in set(logging.root.handlers) - set(handlers):
+            handler.close()
         logging.root.handlers[:], logging.root.level = handlers, level
         assert list(tmp_path.iterdir()) == [], "something was left on disk"
         assert "Traceback" not in capsys.readouterr().err
@@ -173,6 +177,13 @@ def test_a_plugin_that_is_not_installed_is_named_with_its_package(name, package)
     assert explain(error) == f"hydra/{name} needs a plugin of Hydra: pip install {package}"
 
 
+def test_a_file_of_the_users_that_is_no_yaml_is_named(fail, tmp_path_factory):
+    file = tmp_path_factory.mktemp("own") / "experiment" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text("seed: 7\n  name: mine\n")
+    assert f'not allowed here in "{file}", line 2' in fail("experiment=mine", "--config-dir", str(file.parents[1]))
+
+
 @pytest.mark.parametrize("option", ["--config-dir", "-cd", "hydra.searchpath"])
 def test_a_file_of_the_users_that_ours_would_hide_is_named(fail, tmp_path_factory, option):
     folder = tmp_path_factory.mktemp("own")
@@ -229,8 +240,44 @@ def test_only_the_first_rank_of_a_launcher_has_a_run_folder():
     assert arguments_of_rank(["seed=1"], 1, "/elsewhere")[1] == "hydra.run.dir=/elsewhere"
 
 
-def test_multirun_is_accepted_between_overrides():
-    assert arguments_of_rank(["a=1", "-m", "b=1,2"], None, "/elsewhere") == ["-m", "a=1", "b=1,2"]
+@pytest.mark.parametrize(
+    "options",
+    [("-m",), ("--cfg", "job"), ("--config-dir", "a=b", "--resolve"), ("--config-dir=a",), ("--info", "plugins")],
+)
+def test_options_of_hydra_may_stand_between_overrides(options):
+    assert arguments_of_rank(["a=1", *options, "b=1,2", "~c"], None, "") == ["a=1", "b=1,2", "~c", *options]
+
+
+def test_an_option_of_hydra_without_its_value_takes_no_override():
+    assert arguments_of_rank(["--info", "a=1", "--multirun", "b=1"], None, "") == ["a=1", "b=1", "--info", "--multirun"]
+
+
+def test_what_is_added_to_the_overrides_is_before_options(tmp_path):
+    """Hydra's parser takes no override behind them."""
+    assert arguments_of_rank(["a=1", "--config-dir", "b"], 1, "/elsewhere") == [
+        "a=1",
+        "hydra.run.dir=/elsewhere",
+        "hydra/job_logging=none",
+        "--config-dir",
+        "b",
+    ]
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(json.dumps({"version": PLAN_VERSION, "overrides": ["strategy=ddp"]}))
+    assert arguments_of_rank([f"plan={plan}", "--cfg", "job"], None, "") == ["strategy=ddp", "--cfg", "job"]
+
+
+@pytest.mark.parametrize("subdir", [".hydra", "null"])
+def test_a_run_that_is_refused_leaves_the_configuration_in_its_folder(fail, tmp_path_factory, subdir):
+    """Also where the configuration has no `hydra: default`, as the one that a run has left."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / ".hydra").mkdir()
+    (folder / ".hydra" / "config.yaml").write_text("name: old\n")
+    (folder / "metrics.csv").write_text("epoch\n")
+    fail("--config-path", str(folder / ".hydra"), "--config-name", "config", f"hydra.run.dir={folder}")
+    assert (folder / ".hydra" / "config.yaml").read_text() == "name: old\n"
+    fail(f"hydra.output_subdir={subdir}", f"hydra.run.dir={folder}", "trainer=cpu")
+    assert (folder / ".hydra" / "config.yaml").read_text() == "name: old\n"
+    assert [path.name for path in (folder / ".hydra").iterdir()] == ["config.yaml"]
 
 
 def test_a_folder_with_results_is_never_removed(tmp_path):

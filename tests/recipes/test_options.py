@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_dp.runs.train import build, make_loggers, result_line
-from lightning_dp.runs.validation import check_given_optim, check_top_level, make_callbacks, validate
+from lightning_dp.runs.validation import check_given_optim, check_top_level, make_callbacks, resolved, validate
 from tests.recipes.conftest import metrics
 from tests.recipes.in_process import composed, tiny, train
 
@@ -27,6 +27,19 @@ def test_a_key_that_nobody_reads_is_refused():
     check_top_level(OmegaConf.create({"plan": {}}), "plan")
     check_top_level(OmegaConf.create({"width": 8, "model": {"_target_": "a.B", "width": "${width}"}}))
     check_top_level(OmegaConf.create({"size": 8, "model": {"width": "${oc.select:size,3}"}}))
+
+
+@pytest.mark.parametrize("group", ["experiment", "debug", "hparams_search"])
+def test_a_file_that_would_override_nothing_is_refused_with_the_line_that_it_lacks(group):
+    with pytest.raises(ValueError, match=f"the file of {group}=NAME lacks its first line, # @package _global_"):
+        check_top_level(OmegaConf.create({group: {"seed": 1}}))
+
+
+@pytest.mark.parametrize("group", ["callbacks", "logger"])
+def test_objects_without_names_are_refused(group):
+    objects = {name: {"_target_": "a.B"} for name in ("data", "model", "strategy", "trainer")}
+    with pytest.raises(ValueError, match=rf"{group} is a list; give each .* a name: {group}\.NAME\._target_=CLASS"):
+        resolved(OmegaConf.create({**objects, group: [{"_target_": "a.B"}]}))
 
 
 def test_an_option_of_optim_that_nobody_reads_is_refused():

@@ -91,3 +91,8 @@ def test_the_line_says_for_which_job_the_plan_was_made(tmp_path):
 def test_its_name_may_have_the_quotes_of_other_values(plan, quote):
     name, _, file = plan("strategy=ddp").partition("=")
     assert command_line.with_plan([f"{name}={quote}{file}{quote}"])[0] == ["strategy=ddp"]
+
+
+@pytest.mark.parametrize("sign", ["+", "++"])
+def test_it_may_have_the_signs_of_other_overrides(plan, sign):
+    assert command_line.with_plan([sign + plan("strategy=ddp")])[0] == ["strategy=ddp"]

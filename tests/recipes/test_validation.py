@@ -21,6 +21,7 @@ from lightning_dp.runs.validation import (
     fits,
     make_callbacks,
     naming_keys,
+    shown,
     targets,
     validate,
 )
@@ -160,6 +161,15 @@ def test_a_seed_that_is_written_as_a_float_is_the_whole_number(tmp_path):
 )
 def test_only_plain_values_of_the_wrong_type_are_refused(value, annotation, accepted):
     assert fits(value, annotation) is accepted
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [("16", "'16', a text,"), ("-1e3", "'-1e3', a text,"), ("True", "'True', a text,"), (1, "1"), ("x1", "x1")],
+)
+def test_a_text_that_looks_like_another_value_is_shown_as_a_text(value, text):
+    """As environment variables are, in ``${oc.env:...}``."""
+    assert shown(value) == text
 
 
 def test_null_leaves_a_switch_of_the_trainer_at_its_default(tmp_path):
