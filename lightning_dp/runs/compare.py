@@ -135,7 +135,9 @@ def choose_metrics(folder: Path, wanted: str | None) -> tuple[str, str]:
         if metric in logged:
             return metric, TESTED if TESTED in logged else metric
     known = ", ".join(sorted(logged - {"epoch", "step"}))
-    raise ValueError(f"--metric {wanted or DEFAULT_METRICS[0]} was logged by no job of {folder}; use one of {known}")
+    if wanted is None:
+        raise ValueError(f"no job of {folder} has logged {' or '.join(DEFAULT_METRICS)}; give --metric one of {known}")
+    raise ValueError(f"--metric {wanted} was logged by no job of {folder}; use one of {known}")
 
 
 def _rows(folder: Path, config: Any) -> list[dict[str, str]]:

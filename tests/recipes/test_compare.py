@@ -221,6 +221,17 @@ def test_a_later_test_of_one_job_leaves_the_metric_of_jobs_that_do_not_test(tmp_
     assert [each.accuracy for each in read_sweep(tmp_path, metric, result)] == [0.8, 0.6]
 
 
+def test_a_sweep_without_the_usual_metrics_names_those_that_it_has(tmp_path):
+    """Nobody has given --metric, so the error must not say that it is wrong."""
+    job(tmp_path / "0", [], rows([0.5], [10], 0.0)[:-1])
+    file = tmp_path / "0" / "metrics.csv"
+    file.write_text(file.read_text().replace("/acc", "/f1"))
+    with pytest.raises(
+        ValueError, match=r"^no job of .* has logged val/acc or train/acc; give --metric one of .*val/f1"
+    ):
+        choose_metrics(tmp_path, None)
+
+
 @pytest.mark.ci
 def test_a_model_that_cannot_be_built_here_costs_the_bytes_only(sweep, caplog, monkeypatch, capsys):
     for path in sweep.glob("*/.hydra/config.yaml"):
