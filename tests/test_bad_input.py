@@ -365,6 +365,8 @@ OTHER_COMMANDS = [
     ),
     evaluated("trainer.devices=4", "trainer.devices=4 has no effect: a test is on one device"),
     evaluated("strategy.bucket_cap_mb=1", "strategy.bucket_cap_mb=1 has no effect"),
+    evaluated("optim.lr=0.2", "optim.lr=0.2 has no effect: a test is on one device, and trains nothing; leave it out"),
+    evaluated("trainer.accumulate_grad_batches=2", "trainer.accumulate_grad_batches=2 has no effect"),
     evaluated("data=cifar10", "data=cifar10 chooses a file ... data.OPTION=..., or use --own"),
     evaluated("data.root", "data.root is no override; write KEY=VALUE"),
     evaluated("seed=abc", "seed=abc must be a whole number"),

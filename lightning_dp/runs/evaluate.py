@@ -57,9 +57,10 @@ log = logging.getLogger(__name__)
 READ = ("data", "model", "trainer")  # what is built of a configuration
 # Nothing is trained, on one device, without callbacks. So nothing reads these keys of a run.
 HERE = {"devices": 1, "num_nodes": 1, "strategy": "auto", "enable_checkpointing": False}
+OF_TRAINING = ("max_epochs", "max_steps", "accumulate_grad_batches", "gradient_clip_val", "check_val_every_n_epoch")
 UNREAD = {
-    *("callbacks", "logger", "strategy", "name", "run_dir", "ckpt_path", "train", "test", "print_config"),
-    *("optimized_metric", "optimized_mode", *(f"trainer.{key}" for key in HERE)),
+    *("callbacks", "logger", "strategy", "optim", "name", "run_dir", "ckpt_path", "train", "test", "print_config"),
+    *("optimized_metric", "optimized_mode", *(f"trainer.{key}" for key in (*HERE, *OF_TRAINING))),
 }
 
 
@@ -162,7 +163,7 @@ def check_overrides(overrides: list[str]) -> None:
                 f"{text} chooses a file, but the run folder has values: write {group}.OPTION=..., or use --own"
             )
         if is_unread(key) or (text.startswith("+") and not key.startswith(tuple(f"{name}." for name in READ))):
-            raise ValueError(f"{text} has no effect: a test is on one device, without callbacks; leave it out")
+            raise ValueError(f"{text} has no effect: a test is on one device, and trains nothing; leave it out")
 
 
 def is_unread(key: str) -> bool:
