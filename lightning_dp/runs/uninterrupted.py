@@ -84,26 +84,29 @@ class SeedEachEpoch(Callback):
         found = _own_generators(trainer)
         is_kept = trainer.world_size == 1 and not trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
         self._own = {name: each for name, each in found.items() if is_kept and isinstance(each, torch.Generator)}
+        every = trainer.reload_dataloaders_every_n_epochs or 1  # type: ignore[attr-defined]
+
+        def epoch_of_loader() -> int:
+            """A run that continues between two of these epochs has the loader of the one before."""
+            return trainer.current_epoch - trainer.current_epoch % every
+
         if trainer.current_epoch > 0:
             for name in self._own.keys() & self._saved.keys():
                 self._own[name].set_state(self._saved[name])
             _warn_of_what_starts_over(trainer, sorted(found.keys() - (self._own.keys() & self._saved.keys())))
             self._seed_generators(trainer.current_epoch)
-            if restart_loader(trainer, trainer.current_epoch, self._of_loaders):
+            if restart_loader(trainer, trainer.current_epoch, self._of_loaders) and epoch_of_loader() > 0:
                 count_loader_from(trainer, -math.inf)  # this one was made as that of epoch 0
         # With reload_dataloaders_every_n_epochs, what makes the loader of an epoch draws, and so do its workers. No
         # hook is right before it: the module's `on_train_start` and `on_train_epoch_end` follow those of callbacks.
         loop: Any = trainer.fit_loop
         set_up_data = loop.setup_data
-        every = trainer.reload_dataloaders_every_n_epochs or 1  # type: ignore[attr-defined]
 
         def seed_and_set_up() -> None:
-            # A run that continues between two of these epochs has the loader of the one before.
-            epoch = trainer.current_epoch - trainer.current_epoch % every
             if trainer.current_epoch > 0:
-                self._seed_generators(epoch)
+                self._seed_generators(epoch_of_loader())
             set_up_data()
-            count_loader_from(trainer, epoch)
+            count_loader_from(trainer, epoch_of_loader())
 
         loop.setup_data = seed_and_set_up
 
