@@ -6,6 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from lightning_dp.models import Classifier
 from lightning_dp.runs import compare
 from lightning_dp.runs.compare import choose_metrics, common_accuracy, main, read_sweep, table
 from lightning_dp.runs.hydra_versions import VERSION_BASE, instantiate
@@ -326,6 +327,21 @@ def test_features_and_shards_travel_in_each_batch(tmp_path):
         nodes = ("trainer.devices=2", "trainer.num_nodes=2", "strategy=layered_fsdp")
         # Half for each of reduce-scatter and two gathers inside the group, and half around the ring between groups.
         assert num_bytes(tmp_path, *nodes, four) == 4 * 269_722 * (4 * 1.5 + 0.5)
+
+
+class Frozen(Classifier):
+    """Trains its first parameter only."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.requires_grad_(False)
+        next(self.parameters()).requires_grad_()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "layered_sgd_single"])
+def test_gradients_of_frozen_parameters_do_not_travel(tmp_path, strategy):
+    own = f"model._target_={__name__}.Frozen"
+    assert num_bytes(tmp_path, "trainer.devices=2", f"strategy={strategy}", own) == 4 * 16 * 3 * 9
 
 
 def test_a_sharded_head_sends_less_than_its_gradients(tmp_path):
