@@ -105,7 +105,7 @@ def _of_a_run(requested: str, config: Config, in_sweep: bool, launched: bool) ->
         )
     others = sorted(run_dir.parent.glob(f"*/{file}"), key=lambda path: path.stat().st_mtime, reverse=True)
     begun = any((run_dir / file).exists() for file in (METRICS, CONFIGURATION))
-    begun = begun or (in_sweep and any(run_dir.parent.glob(f"*/{METRICS}")))
+    begun = begun or (in_sweep and any(_sweep_of(run_dir).rglob(METRICS)))
     kept = "" if requested == "last" else "; test=best keeps the best weights"
     if (launched or begun) and not _has_results(run_dir):
         if config["train"]:
@@ -133,6 +133,11 @@ def _of_a_run(requested: str, config: Config, in_sweep: bool, launched: bool) ->
             "the folder of the run with hydra.run.dir=FOLDER, or the file with ckpt_path=PATH"
         )
     return min(others, key=lambda path: _num_differences(path, config))
+
+
+def _sweep_of(run_dir: Path) -> Path:
+    """Return the folder of a job's sweep. With hydra.sweep.subdir it may have folders between."""
+    return next((path for path in run_dir.parents if (path / "multirun.yaml").exists()), run_dir.parent)
 
 
 def _require_none_elsewhere(requested: str, config: Config) -> None:

@@ -60,6 +60,18 @@ def test_jobs_that_differ_in_their_seed_are_one_row_with_its_spread(sweep):
     ]
 
 
+def test_jobs_may_be_in_folders_of_folders(tmp_path):
+    """As with ``hydra.sweep.subdir='${data.batch_size}/${seed}'``."""
+    for size, seed in ((64, 2), (8, 1), (64, 1)):
+        job(tmp_path / str(size) / str(seed), [f"data.batch_size={size}", f"seed={seed}"], rows([0.5], [10], 0.7))
+    with pytest.raises(FileNotFoundError, match="give the folder of a sweep"):
+        read_sweep(tmp_path, "val/acc")
+    (tmp_path / "multirun.yaml").touch()
+    assert [each.label for each in read_sweep(tmp_path, "val/acc")] == [
+        f"data.batch_size={size}" for size in (8, 64, 64)
+    ]
+
+
 def test_a_job_that_was_continued_is_in_the_row_of_the_others(tmp_path):
     job(tmp_path / "0", ["strategy=ddp", "seed=1"], rows([0.5], [10], 0.7))
     job(tmp_path / "1", ["strategy=ddp", "seed=2", "ckpt_path=last"], rows([0.5], [10], 0.7))

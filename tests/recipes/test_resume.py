@@ -633,6 +633,16 @@ def test_a_job_of_an_interrupted_sweep_continues_itself_or_starts(tmp_path):
         find("last", sweep / "1", in_sweep=True, train=False)
 
 
+def test_a_job_in_a_folder_of_a_folder_of_its_sweep_starts(tmp_path):
+    """As with ``hydra.sweep.subdir='${data.fold}/${seed}'``."""
+    (tmp_path / "0" / "1").mkdir(parents=True)
+    (tmp_path / "0" / "1" / "metrics.csv").touch()
+    with pytest.raises(FileNotFoundError, match=r"0 has no checkpoints/last.ckpt; .*hydra\.sweep\.dir="):
+        find("last", tmp_path / "1" / "0", in_sweep=True)
+    (tmp_path / "multirun.yaml").touch()  # Hydra writes it first
+    assert find("last", tmp_path / "1" / "0", in_sweep=True) is None
+
+
 def test_a_job_whose_folder_is_named_by_its_overrides_is_not_started_again_in_another_one(tmp_path):
     """With hydra.sweep.subdir=${hydra.job.override_dirname}, the name has also what continues the job."""
     save(tmp_path / "seed=1")
