@@ -387,6 +387,11 @@ def is_in_sweep() -> bool:
     return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
+def names_folder() -> bool:
+    """Return whether the command line names the folder of the run or of the sweep."""
+    return not {"hydra.run.dir", "hydra.sweep.dir"}.isdisjoint(map(key_of, HydraConfig.get().overrides.hydra))
+
+
 def given_keys() -> list[str]:
     """Return the keys of the overrides on the command line."""
     return list(map(key_of, HydraConfig.get().overrides.task))

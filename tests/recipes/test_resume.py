@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric
 
 from lightning_dp.models import Classifier
+from lightning_dp.runs import command_line
 from lightning_dp.runs import train as training
 from lightning_dp.runs.checkpoints import (
     CURVES,
@@ -83,6 +84,25 @@ def test_a_run_that_was_killed_continues_bitwise_as_if_nothing_had_happened(tmp_
 
 
 @pytest.fixture
+def begin(monkeypatch, tmp_path):
+    """``begin("ckpt_path=last")``: the command, up to the start of its processes."""
+
+    def begin(*arguments: str) -> None:
+        monkeypatch.setattr(training, "launch", lambda *_, **__: {})
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["train.py", *TINY, *arguments])
+        handlers, level = list(logging.root.handlers), logging.root.level
+        try:
+            command_line.run(training.job, "train")
+        finally:
+            for handler in set(logging.root.handlers) - set(handlers):
+                handler.close()
+            logging.root.handlers[:], logging.root.level = handlers, level
+
+    return begin
+
+
+@pytest.fixture
 def requeue(monkeypatch):
     """A job of SLURM with one task; what Lightning calls to queue it again."""
     job = {"NTASKS": "1", "JOB_NAME": "train", "JOB_ID": "7", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
@@ -90,6 +110,19 @@ def requeue(monkeypatch):
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setattr(signal_connector, "call", called := Mock(return_value=0))
     return called
+
+
+def test_a_job_of_slurm_has_one_command_for_its_start_and_when_it_is_queued_again(
+    tmp_path, begin, requeue, monkeypatch
+):
+    """With one task, too, where the command starts the ranks."""
+    begin("ckpt_path=last", "hydra.run.dir=run")
+    assert (tmp_path / "run" / ".hydra" / "config.yaml").is_file()
+    with pytest.raises(SystemExit, match="has no checkpoints/last.ckpt"):
+        begin("ckpt_path=last")  # a folder of its own, in which it would never continue
+    monkeypatch.setenv("SLURM_JOB_NAME", "bash")
+    with pytest.raises(SystemExit, match="has no checkpoints/last.ckpt"):
+        begin("ckpt_path=last", "hydra.run.dir=other")
 
 
 @pytest.mark.ci
