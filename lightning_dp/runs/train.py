@@ -74,13 +74,13 @@ def job(cfg: DictConfig) -> float | None:
                 stack.enter_context(alone_in(Path(cfg.run_dir)))
         except Exception as error:
             raise config_error(error) from error
-        if is_first:
-            # The folder keeps the configuration of its training, also in hparams.yaml.
-            if not keeps_run(config):
-                write_configuration(cfg)
-            if cfg.print_config:
-                print(OmegaConf.to_yaml(cfg, resolve=True), flush=True)
         try:
+            if is_first:
+                # The folder keeps the configuration of its training, also in hparams.yaml.
+                if not keeps_run(config):
+                    write_configuration(cfg)
+                if cfg.print_config:
+                    print(OmegaConf.to_yaml(cfg, resolve=True), flush=True)
             num_nodes = config["trainer"]["num_nodes"]
             metrics = launch(train, config, job_logging(), num_processes=num_processes, num_nodes=num_nodes)
             if not is_first:
