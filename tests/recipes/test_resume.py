@@ -1494,6 +1494,14 @@ def test_a_checkpoint_in_no_folder_has_no_rows(tmp_path, monkeypatch):
     assert rows_before(Path("last.ckpt")) == []
 
 
+def test_rows_that_are_lost_are_warned_of(tmp_path, caplog):
+    """A checkpoint may have been copied without them, or a disk have lost them."""
+    rows = {"RowsInCheckpoint": {"num_rows": 2, "steps": [2, -1], "means": {}}}
+    torch.save(WHOLE | {"global_step": 3, "callbacks": rows}, path := save(tmp_path))
+    assert rows_before(path) == []
+    assert "metrics.csv has 0 of the 2 rows before" in caplog.text
+
+
 def test_rows_are_those_of_the_run_of_a_checkpoint_whose_name_has_a_slash(tmp_path):
     """As Lightning writes ``filename="{epoch}-{val/acc}"``: to a folder below checkpoints/."""
     (tmp_path / ".hydra").mkdir()
