@@ -210,7 +210,11 @@ class ConfigurationInCheckpoint(Callback):
         self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warn of a checkpoint that no run can continue from now, and not when a run is to be continued."""
+        """Warn of a checkpoint that no run can continue from now, and not when a run is to be continued.
+
+        Raises:
+            ValueError: the run needs it for its test.
+        """
         path = Path(self._config["run_dir"], OF_A_RUN["last"])
         if self._has_read or not trainer.is_global_zero or not path.exists():
             return
@@ -218,6 +222,8 @@ class ConfigurationInCheckpoint(Callback):
         try:
             read_checkpoint(path)
         except ValueError as error:
+            if self._config.get("test") == "best":  # it could not be read at the end of the run
+                raise ValueError(f"test=best reads the best checkpoint again: {error}") from error
             log.warning("no run can continue from this checkpoint: %s", error)
 
     def state_dict(self) -> dict[str, Any]:
