@@ -109,9 +109,17 @@ def require_intact(path: Path) -> None:
             raise ValueError(f"{file} is damaged: {damaged} in it does not have the checksum it had; {OTHERS}")
 
 
+def require_version(path: Path) -> None:
+    """Raise ValueError if a checkpoint does not say which Lightning wrote it, without which Lightning reads none."""
+    if VERSION not in read_checkpoint(path):
+        raise ValueError(
+            f"{path} has no {VERSION}, so Lightning cannot read it; take that of the checkpoint whose weights these are"
+        )
+
+
 def require_complete(path: Path) -> None:
     """Raise ValueError if a checkpoint has no more than weights, with which no training can go on as it was."""
-    missing = sorted({"loops", "lr_schedulers", "optimizer_states", VERSION} - read_checkpoint(path).keys())
+    missing = sorted({"loops", "lr_schedulers", "optimizer_states"} - read_checkpoint(path).keys())
     if missing:
         raise ValueError(
             f"{path} has no {', '.join(missing)}, so no training can continue from it; test its weights with "

@@ -27,6 +27,7 @@ from lightning_dp.runs.checkpoints import (
     read_checkpoint,
     require_complete,
     require_intact,
+    require_version,
 )
 from lightning_dp.runs.uninterrupted import BestCheckpoint
 from lightning_dp.runs.validation import Config
@@ -76,6 +77,7 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
         return None
     read_checkpoint(path)
     require_intact(path)
+    require_version(path)
     if config["train"]:
         require_complete(path)
         if config["test"] == "best":

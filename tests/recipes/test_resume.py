@@ -1526,3 +1526,11 @@ def test_a_machine_that_does_not_see_the_run_folder_is_named(tmp_path):
     config = tiny(tmp_path, "trainer.devices=2", "test=false", steps, f"ckpt_path={last(tmp_path)}")
     with pytest.raises(RankError, match="rank 1 would continue after 0 steps, but rank 0 after 3: all machines must"):
         run_processes(2, train_apart, config, grace=5)
+
+
+def test_a_checkpoint_without_its_version_is_refused(tmp_path):
+    """Lightning reads none, also to test its weights."""
+    save(tmp_path)
+    torch.save({"state_dict": {}, "global_step": 0}, last(tmp_path))
+    with pytest.raises(ValueError, match="has no pytorch-lightning_version, so Lightning cannot read it"):
+        find(str(last(tmp_path)), tmp_path / "new", train=False)
