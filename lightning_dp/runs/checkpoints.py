@@ -178,14 +178,19 @@ def differences(checkpoint: Path, config: Config) -> list[str]:
     if "run_dir" not in saved:
         return []
     free = FREE if is_of(Path(config["run_dir"]), checkpoint) else FREE - PLACE
-    theirs, ours = (dict(_leaves(each, each["run_dir"], free)) for each in (saved, config))
     found: dict[tuple[bool, str, str, str], str] = {}
     # A value, such as the seed, is passed on to several objects; it is named once, and once of what a state has.
-    for key in sorted({**theirs, **ours}, key=lambda key: (key.count("."), key)):
-        old, new = theirs.get(key, "nothing"), ours.get(key, "nothing")
-        if old != new:
-            found.setdefault((key.startswith(IN_STATE), key.rpartition(".")[2], old, new), f"{key}={old}, not {new}")
+    for key, old, new in _different(saved, config, free):
+        found.setdefault((key.startswith(IN_STATE), key.rpartition(".")[2], old, new), f"{key}={old}, not {new}")
     return list(found.values())
+
+
+def _different(theirs: Config, ours: Config, free: set[str]) -> list[tuple[str, str, str]]:
+    """Return the keys with other values in two configurations, except free ones, with both values as text."""
+    old, new = (dict(_leaves(each, each["run_dir"], free)) for each in (theirs, ours))
+    keys = sorted({**old, **new}, key=lambda key: (key.count("."), key))
+    both = [(key, old.get(key, "nothing"), new.get(key, "nothing")) for key in keys]
+    return [(key, before, after) for key, before, after in both if before != after]
 
 
 def configuration_of(checkpoint: Path) -> Config:
@@ -207,11 +212,26 @@ def _leaves(node: Any, run_dir: str, free: set[str], path: str = "") -> Iterator
 
 
 class ConfigurationInCheckpoint(Callback):
-    """Puts the configuration of a run into its checkpoints, and sees that the first of them can be read again."""
+    """Puts the configuration of a run into its checkpoints, and sees that the first of them can be read again.
+
+    It is that of all ranks, which may be started by a command on each machine.
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._has_read = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Raise ValueError if rank 0 has other options: the weights would differ, or ranks wait for each other.
+
+        Machines may have files in folders of their own.
+        """
+        first = trainer.strategy.broadcast(self._config)
+        found = _different(first, self._config, FREE)
+        if others := [f"{key}={new}, but rank 0 {old}" for key, old, new in found if "/" not in old + new]:
+            raise ValueError(
+                f"rank {trainer.global_rank} has {others[0]}; start all machines with the same command and files"
+            )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do what the next epoch would have begun with, for a run of one epoch."""

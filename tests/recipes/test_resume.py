@@ -1534,3 +1534,26 @@ def test_a_checkpoint_without_its_version_is_refused(tmp_path):
     torch.save({"state_dict": {}, "global_step": 0}, last(tmp_path))
     with pytest.raises(ValueError, match="has no pytorch-lightning_version, so Lightning cannot read it"):
         find(str(last(tmp_path)), tmp_path / "new", train=False)
+
+
+def train_with_seeds(rank, config):
+    """As by a command on each machine, of which one has another option."""
+    return train(config | {"seed": rank})
+
+
+@pytest.mark.ci
+def test_a_machine_with_other_options_is_named(tmp_path):
+    """Its rank would train other weights, or wait for batches that others do not have."""
+    with pytest.raises(RankError, match="rank 1 has seed=1, but rank 0 0; start all machines with the same command"):
+        run_processes(2, train_with_seeds, tiny(tmp_path, "trainer.devices=2", "test=false"), grace=5)
+
+
+@pytest.mark.parametrize("name", ["root", "cache"])
+def test_machines_may_have_files_in_folders_of_their_own(tmp_path, name):
+    first, second = (tiny(tmp_path / rank) for rank in "01")
+    first["data"][name], second["data"][name] = "/local/0", "/local/1"
+    rank = Mock(global_rank=1, strategy=Mock(broadcast=lambda _: first))
+    ConfigurationInCheckpoint(second).setup(rank, Mock(), "fit")
+    second["optim"]["lr"] = 7
+    with pytest.raises(ValueError, match="rank 1 has optim.lr=7, but rank 0 0.1"):
+        ConfigurationInCheckpoint(second).setup(rank, Mock(), "fit")
