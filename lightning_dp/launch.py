@@ -65,6 +65,15 @@ class LaunchError(RuntimeError):
         self.traceback = traceback
 
 
+def is_job_of_slurm() -> bool:
+    """Return whether this process is in a batch job of SLURM, which may queue it again with the same command."""
+    return "SLURM_JOB_ID" in os.environ and not _is_interactive()
+
+
+def _is_interactive() -> bool:
+    return os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+
+
 def external_rank() -> int | None:
     """Return the global rank that torchrun or SLURM gave to this process, or None if neither started it.
 
@@ -74,10 +83,9 @@ def external_rank() -> int | None:
         ValueError: the environment is that of such a launcher, as in a shell of ``salloc``, but it did not start this.
     """
     environment = os.environ
-    interactive = environment.get("SLURM_JOB_NAME") in ("bash", "interactive")
     if "TORCHELASTIC_RUN_ID" in environment:
         launcher, sign, name = "torchrun", "TORCHELASTIC_RUN_ID", "RANK"
-    elif int(environment.get("SLURM_NTASKS", 1)) > 1 and not interactive:
+    elif int(environment.get("SLURM_NTASKS", 1)) > 1 and not _is_interactive():
         launcher, sign, name = "srun", "SLURM_NTASKS", "SLURM_PROCID"
     else:
         return None

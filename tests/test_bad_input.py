@@ -300,7 +300,7 @@ def evaluated(arguments: str, says: str, config: str | None = None) -> Bad:
     def write(folder: Path) -> None:
         for name in ("checkpoints", ".hydra"):
             (folder / "run" / name).mkdir(parents=True)
-        torch.save({"state_dict": {}, "global_step": 1}, folder / "run" / "checkpoints" / "last.ckpt")
+        torch.save({"state_dict": {}, "global_step": 1, VERSION: "2.6.6"}, folder / "run" / "checkpoints" / "last.ckpt")
         path = folder / "run" / ".hydra" / "config.yaml"
         if config is None:
             OmegaConf.save(evaluate.own_config(["trainer=cpu"]), path)
@@ -355,13 +355,13 @@ OTHER_COMMANDS = [
         "evaluate: outside of a run folder",
         "there is no ... .hydra/config.yaml; leave the checkpoint in its run folder, or use --own",
         lambda _: command(evaluate.main, "a.ckpt"),
-        lambda folder: torch.save({"state_dict": {}, "global_step": 1}, folder / "a.ckpt"),
+        lambda folder: torch.save({"state_dict": {}, "global_step": 1, VERSION: "2.6.6"}, folder / "a.ckpt"),
     ),
     Bad(
         "evaluate: --config-dir without --own",
         "--config-dir mine has no effect on the configuration in a run folder; add --own",
         lambda _: command(evaluate.main, "a.ckpt --config-dir mine"),
-        lambda folder: torch.save({"state_dict": {}, "global_step": 1}, folder / "a.ckpt"),
+        lambda folder: torch.save({"state_dict": {}, "global_step": 1, VERSION: "2.6.6"}, folder / "a.ckpt"),
     ),
     evaluated("trainer.devices=4", "trainer.devices=4 has no effect: a test is on one device"),
     evaluated("strategy.bucket_cap_mb=1", "strategy.bucket_cap_mb=1 has no effect"),
@@ -444,7 +444,7 @@ CHECKPOINTS = [
         "a.ckpt has no optimizer_states, so no training can continue from it; test its weights with train=false",
         optimizer_states=None,
     ),
-    checkpoint("of no version of Lightning", f"a.ckpt has no {VERSION}, so no training", **{VERSION: None}),
+    checkpoint("of no version of Lightning", f"a.ckpt has no {VERSION}, so Lightning cannot", **{VERSION: None}),
     Bad(
         "checkpoint: another model",
         "a.ckpt holds another model than the configuration: size mismatch ... more such lines); give the options of",

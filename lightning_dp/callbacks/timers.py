@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -178,7 +179,7 @@ class ImageRate:
             self.train_s += step_s
             self._epoch_s += step_s
             with suppress(ValueError):
-                self._epoch_images += self._num_images(batch) * _num_slices(trainer)
+                self._epoch_images += sum(map(self._num_images, _batches(trainer, batch))) * _num_slices(trainer)
         self._has_begun = True
 
     def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -188,6 +189,18 @@ class ImageRate:
     def _num_images(self, batch: Any) -> int:
         """Return the images of a batch. Raise ValueError if that cannot be told."""
         return local_batch_size(batch)
+
+
+def _batches(trainer: Any, batch: Any) -> list[Any]:
+    """Return the batches of a step: with several training loaders, that of each. One that has ended gives None."""
+    loaders = getattr(trainer, "train_dataloader", None)
+    if isinstance(loaders, Mapping) and isinstance(batch, Mapping) and batch.keys() == loaders.keys():
+        batches = list(batch.values())
+    elif isinstance(loaders, list | tuple) and isinstance(batch, list | tuple) and len(batch) == len(loaders):
+        batches = list(batch)
+    else:
+        return [batch]
+    return [each for each in batches if each is not None]
 
 
 def _num_slices(trainer: Any) -> int:

@@ -109,9 +109,17 @@ def require_intact(path: Path) -> None:
             raise ValueError(f"{file} is damaged: {damaged} in it does not have the checksum it had; {OTHERS}")
 
 
+def require_version(path: Path) -> None:
+    """Raise ValueError if a checkpoint does not say which Lightning wrote it, without which Lightning reads none."""
+    if VERSION not in read_checkpoint(path):
+        raise ValueError(
+            f"{path} has no {VERSION}, so Lightning cannot read it; take that of the checkpoint whose weights these are"
+        )
+
+
 def require_complete(path: Path) -> None:
     """Raise ValueError if a checkpoint has no more than weights, with which no training can go on as it was."""
-    missing = sorted({"loops", "lr_schedulers", "optimizer_states", VERSION} - read_checkpoint(path).keys())
+    missing = sorted({"loops", "lr_schedulers", "optimizer_states"} - read_checkpoint(path).keys())
     if missing:
         raise ValueError(
             f"{path} has no {', '.join(missing)}, so no training can continue from it; test its weights with "
@@ -170,14 +178,19 @@ def differences(checkpoint: Path, config: Config) -> list[str]:
     if "run_dir" not in saved:
         return []
     free = FREE if is_of(Path(config["run_dir"]), checkpoint) else FREE - PLACE
-    theirs, ours = (dict(_leaves(each, each["run_dir"], free)) for each in (saved, config))
     found: dict[tuple[bool, str, str, str], str] = {}
     # A value, such as the seed, is passed on to several objects; it is named once, and once of what a state has.
-    for key in sorted({**theirs, **ours}, key=lambda key: (key.count("."), key)):
-        old, new = theirs.get(key, "nothing"), ours.get(key, "nothing")
-        if old != new:
-            found.setdefault((key.startswith(IN_STATE), key.rpartition(".")[2], old, new), f"{key}={old}, not {new}")
+    for key, old, new in _different(saved, config, free):
+        found.setdefault((key.startswith(IN_STATE), key.rpartition(".")[2], old, new), f"{key}={old}, not {new}")
     return list(found.values())
+
+
+def _different(theirs: Config, ours: Config, free: set[str]) -> list[tuple[str, str, str]]:
+    """Return the keys with other values in two configurations, except free ones, with both values as text."""
+    old, new = (dict(_leaves(each, each["run_dir"], free)) for each in (theirs, ours))
+    keys = sorted({**old, **new}, key=lambda key: (key.count("."), key))
+    both = [(key, old.get(key, "nothing"), new.get(key, "nothing")) for key in keys]
+    return [(key, before, after) for key, before, after in both if before != after]
 
 
 def configuration_of(checkpoint: Path) -> Config:
@@ -199,18 +212,37 @@ def _leaves(node: Any, run_dir: str, free: set[str], path: str = "") -> Iterator
 
 
 class ConfigurationInCheckpoint(Callback):
-    """Puts the configuration of a run into its checkpoints, and sees that the first of them can be read again."""
+    """Puts the configuration of a run into its checkpoints, and sees that the first of them can be read again.
+
+    It is that of all ranks, which may be started by a command on each machine.
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._has_read = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Raise ValueError if rank 0 has other options: the weights would differ, or ranks wait for each other.
+
+        Machines may have files in folders of their own.
+        """
+        first = trainer.strategy.broadcast(self._config)
+        found = _different(first, self._config, FREE)
+        if others := [f"{key}={new}, but rank 0 {old}" for key, old, new in found if "/" not in old + new]:
+            raise ValueError(
+                f"rank {trainer.global_rank} has {others[0]}; start all machines with the same command and files"
+            )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do what the next epoch would have begun with, for a run of one epoch."""
         self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warn of a checkpoint that no run can continue from now, and not when a run is to be continued."""
+        """Warn of a checkpoint that no run can continue from now, and not when a run is to be continued.
+
+        Raises:
+            ValueError: the run needs it for its test.
+        """
         path = Path(self._config["run_dir"], OF_A_RUN["last"])
         if self._has_read or not trainer.is_global_zero or not path.exists():
             return
@@ -218,6 +250,8 @@ class ConfigurationInCheckpoint(Callback):
         try:
             read_checkpoint(path)
         except ValueError as error:
+            if self._config.get("test") == "best":  # it could not be read at the end of the run
+                raise ValueError(f"test=best reads the best checkpoint again: {error}") from error
             log.warning("no run can continue from this checkpoint: %s", error)
 
     def state_dict(self) -> dict[str, Any]:

@@ -333,8 +333,11 @@ def job_error(run_dir: str, error: Exception, config: dict[str, Any]) -> JobErro
         # Only rank 0 has a log file that stays.
         return _make_job_error(f"rank {external_rank()}: {text}")
     log_file = Path(run_dir, LOG_FILE)
-    with open(log_file, "a") as file:
-        file.write(text)
+    try:
+        with open(log_file, "a") as file:
+            file.write(text)
+    except OSError as failed:  # a full disk, or the folder is gone
+        return _make_job_error(f"{message}\nThe traceback cannot be written to {log_file}: {failed.strerror}")
     return _make_job_error(f"{message}\nThe traceback is in {log_file}")
 
 
@@ -349,7 +352,10 @@ def write_configuration(cfg: DictConfig) -> None:
     folder.mkdir(exist_ok=True)
     nodes = {"config": cfg, "hydra": {"hydra": hydra_cfg}, "overrides": hydra_cfg.overrides.task}
     for name, node in nodes.items():
-        (folder / f"{name}.yaml").write_text(OmegaConf.to_yaml(node))
+        part = folder / f"{name}.part"
+        part.write_text(OmegaConf.to_yaml(node))
+        # At once: a full disk must not cut the file, which tells how the run has begun.
+        part.replace(folder / f"{name}.yaml")
 
 
 @contextmanager
@@ -385,6 +391,11 @@ def hydra_of(run_dir: Path) -> Iterator[None]:
 def is_in_sweep() -> bool:
     """Return whether this job is one of a sweep."""
     return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def names_folder() -> bool:
+    """Return whether the command line names the folder of the run or of the sweep."""
+    return not {"hydra.run.dir", "hydra.sweep.dir"}.isdisjoint(map(key_of, HydraConfig.get().overrides.hydra))
 
 
 def given_keys() -> list[str]:

@@ -113,10 +113,13 @@ def _overrides(path: Path) -> list[str]:
 
 
 def _job_folders(folder: Path) -> list[Path]:
-    paths = [path.parents[1] for path in folder.glob("*/.hydra/overrides.yaml")]
+    found = list(folder.glob("*/.hydra/overrides.yaml"))
+    if not found and (folder / "multirun.yaml").exists():  # hydra.sweep.subdir may have several parts
+        found = list(folder.rglob(".hydra/overrides.yaml"))
+    paths = [path.parents[1] for path in found]
     if not any((path / METRICS).exists() for path in paths):
         raise FileNotFoundError(f"{folder} has no jobs with a metrics.csv; give the folder of a sweep, sweep_DATE")
-    return sorted(paths, key=lambda path: (len(path.name), path.name))
+    return sorted(paths, key=lambda path: [(len(part), part) for part in path.relative_to(folder).parts])
 
 
 def choose_metrics(folder: Path, wanted: str | None) -> tuple[str, str]:

@@ -29,6 +29,7 @@ from lightning_dp.runs.checkpoints import (
     naming_another_model,
     read_checkpoint,
     require_intact,
+    require_version,
     run_folder,
 )
 from lightning_dp.runs.command_line import (
@@ -123,6 +124,7 @@ def check_weights(path: Path) -> None:
         raise FileNotFoundError(f"there is no checkpoint {path}; {OTHERS}")
     read_checkpoint(path)
     require_intact(path)
+    require_version(path)
 
 
 def config_of_run(checkpoint: Path, overrides: list[str]) -> DictConfig:

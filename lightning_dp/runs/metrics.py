@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 import math
 import sys
 from argparse import Namespace
@@ -25,6 +26,8 @@ from lightning_dp._private.lightning_names import epoch_means
 from lightning_dp.planner.plots import COLORS
 from lightning_dp.runs.checkpoints import CURVES, METRICS, read_checkpoint, run_folder
 from lightning_dp.runs.command_line import argument_parser
+
+log = logging.getLogger("train")
 
 Series = list[tuple[float, float]]  # (epochs trained, value)
 Phase = tuple[float, float, bool]  # start, end (epochs trained), whether statistics were global
@@ -171,6 +174,13 @@ def rows_before(checkpoint: Path) -> list[dict[str, str]]:
     state = content["callbacks"].get(RowsInCheckpoint.__qualname__)
     if state is None:  # of version 0.1
         return [row for row in rows if int(row["step"]) < content["global_step"]]
+    if len(rows) < state["num_rows"]:
+        log.warning(
+            "%s has %d of the %d rows before this checkpoint: curves and times of the epochs before it lack the others",
+            run_folder(checkpoint) / METRICS,
+            len(rows),
+            state["num_rows"],
+        )
     after = list(takewhile(lambda row: int(row["step"]) in state["steps"], rows[state["num_rows"] :]))
     if means := {name: str(value) for name, value in state.get("means", {}).items()}:
         names = means.keys() - {IMAGES_PER_S}  # a folder that a run continued in does not have the speed

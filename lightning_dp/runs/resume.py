@@ -27,6 +27,7 @@ from lightning_dp.runs.checkpoints import (
     read_checkpoint,
     require_complete,
     require_intact,
+    require_version,
 )
 from lightning_dp.runs.uninterrupted import BestCheckpoint
 from lightning_dp.runs.validation import Config
@@ -76,6 +77,7 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
         return None
     read_checkpoint(path)
     require_intact(path)
+    require_version(path)
     if config["train"]:
         require_complete(path)
         if config["test"] == "best":
@@ -105,7 +107,7 @@ def _of_a_run(requested: str, config: Config, in_sweep: bool, launched: bool) ->
         )
     others = sorted(run_dir.parent.glob(f"*/{file}"), key=lambda path: path.stat().st_mtime, reverse=True)
     begun = any((run_dir / file).exists() for file in (METRICS, CONFIGURATION))
-    begun = begun or (in_sweep and any(run_dir.parent.glob(f"*/{METRICS}")))
+    begun = begun or (in_sweep and any(_sweep_of(run_dir).rglob(METRICS)))
     kept = "" if requested == "last" else "; test=best keeps the best weights"
     if (launched or begun) and not _has_results(run_dir):
         if config["train"]:
@@ -133,6 +135,11 @@ def _of_a_run(requested: str, config: Config, in_sweep: bool, launched: bool) ->
             "the folder of the run with hydra.run.dir=FOLDER, or the file with ckpt_path=PATH"
         )
     return min(others, key=lambda path: _num_differences(path, config))
+
+
+def _sweep_of(run_dir: Path) -> Path:
+    """Return the folder of a job's sweep. With hydra.sweep.subdir it may have folders between."""
+    return next((path for path in run_dir.parents if (path / "multirun.yaml").exists()), run_dir.parent)
 
 
 def _require_none_elsewhere(requested: str, config: Config) -> None:

@@ -22,7 +22,8 @@ def bytes_per_step(config: dict[str, Any], global_share: float = 0.0) -> float |
     """Return the bytes that a rank sends in a training step, the mean over the ranks.
 
     It counts 32-bit gradients, the features and activations of a sharded head, and the statistics of global batch norm.
-    All-reduces are taken to be rings. Parameters that are not trained are counted, too. A step with several batches
+    All-reduces are taken to be rings. Parameters that the module's constructor has frozen are not counted, but FSDP2
+    gathers them. A step with several batches
     (``accumulate_grad_batches``) sends what belongs to a batch in each of them. None with compression, with strategies
     other than DDP and those of this package, with SyncBatchNorm or gradients of 16 or 64 bits, and if the configuration
     does not say how many ranks there were, for the hybrid how many images, or for global statistics how many ranks
@@ -83,7 +84,9 @@ def _ranks_per_node(devices: Any) -> int | None:
 
 def _gradient_bytes(module: nn.Module, strategy: Any, config: dict[str, Any], rank: int, ranks: tuple[int, int]) -> int:
     """Return what one rank sends. ``ranks``: number of nodes, and of ranks on each."""
-    num_elements = sum(parameter.numel() for parameter in module.parameters())
+    # What callbacks freeze later is counted.
+    trained = [each for each in module.parameters() if each.requires_grad or isinstance(strategy, LayeredFSDPStrategy)]
+    num_elements = sum(parameter.numel() for parameter in trained)
     world_size = ranks[0] * ranks[1]
     if isinstance(strategy, KrizhevskyHybridStrategy):
         return _hybrid_bytes(module, config, num_elements, world_size, rank)
@@ -111,7 +114,7 @@ def _hybrid_bytes(module: nn.Module, config: dict[str, Any], num_elements: int, 
     options = config["strategy"]
     head = module.get_submodule(options["head"])
     layers = [layer for layer in head.modules() if isinstance(layer, nn.Linear)]
-    trunk_elements = num_elements - sum(parameter.numel() for parameter in head.parameters())
+    trunk_elements = num_elements - sum(each.numel() for each in head.parameters() if each.requires_grad)
     widths = [layers[0].in_features, *(layer.out_features for layer in layers)]
     batch_sizes = [config["data"]["batch_size"] // world_size] * world_size
     num_passes = options.get("num_passes")

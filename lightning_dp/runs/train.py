@@ -25,7 +25,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint, WeightAveraging
 from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.plugins.precision import DoublePrecision
 
-from lightning_dp.launch import external_rank, launch
+from lightning_dp.launch import external_rank, is_job_of_slurm, launch
 from lightning_dp.runs.checkpoints import CURVES, METRICS, ConfigurationInCheckpoint, is_of, naming_another_model
 from lightning_dp.runs.command_line import (
     config_error,
@@ -33,6 +33,7 @@ from lightning_dp.runs.command_line import (
     is_search,
     job_error,
     job_logging,
+    names_folder,
     resolved_command,
     run,
     write_configuration,
@@ -65,19 +66,21 @@ def job(cfg: DictConfig) -> float | None:
         try:
             config = resolved_command(cfg)
             num_processes = validate(config)
-            checkpoint = find_checkpoint(config, in_sweep=is_in_sweep(), launched=external_rank() is not None)
+            # SLURM starts a job again with the same command, whose folder is that of the first time.
+            launched = external_rank() is not None or (is_job_of_slurm() and names_folder())
+            checkpoint = find_checkpoint(config, in_sweep=is_in_sweep(), launched=launched)
             cfg.ckpt_path = config["ckpt_path"] = None if checkpoint is None else str(checkpoint)
             if is_first:
                 stack.enter_context(alone_in(Path(cfg.run_dir)))
         except Exception as error:
             raise config_error(error) from error
-        if is_first:
-            # The folder keeps the configuration of its training, also in hparams.yaml.
-            if not keeps_run(config):
-                write_configuration(cfg)
-            if cfg.print_config:
-                print(OmegaConf.to_yaml(cfg, resolve=True), flush=True)
         try:
+            if is_first:
+                # The folder keeps the configuration of its training, also in hparams.yaml.
+                if not keeps_run(config):
+                    write_configuration(cfg)
+                if cfg.print_config:
+                    print(OmegaConf.to_yaml(cfg, resolve=True), flush=True)
             num_nodes = config["trainer"]["num_nodes"]
             metrics = launch(train, config, job_logging(), num_processes=num_processes, num_nodes=num_nodes)
             if not is_first:

@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import LearningRateFinder
 from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import ImagesPerSecond, StepTimer, TimeToAccuracy
@@ -104,6 +105,26 @@ def test_an_epoch_of_one_batch_has_no_rate(clock, capsys):
     runner.fit(Net(clock), loader(3), loader(3))
     assert "images_per_s/train" not in runner.callback_metrics
     assert "images per second" not in capsys.readouterr().out, "those of the fit before"
+
+
+class OfSeveral(Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(next(iter(batch.values() if isinstance(batch, dict) else batch)), batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.parametrize(
+    ("loaders", "rate"),
+    [
+        ({"labeled": loader(), "unlabeled": loader(24)}, 6 / 2),
+        ([loader(), loader(24)], 6 / 2),
+        (CombinedLoader({"long": loader(24), "short": loader()}, "max_size"), 36 / 16),
+    ],
+)
+def test_the_images_of_all_loaders_count(clock, loaders, rate):
+    runner = trainer(Throughput(), max_epochs=1)
+    runner.fit(OfSeveral(clock), loaders, loader(3))
+    assert runner.callback_metrics["time/images_per_s"].item() == pytest.approx(rate)
 
 
 class Divided(Net):

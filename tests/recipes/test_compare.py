@@ -6,6 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from lightning_dp.models import Classifier
 from lightning_dp.runs import compare
 from lightning_dp.runs.compare import choose_metrics, common_accuracy, main, read_sweep, table
 from lightning_dp.runs.hydra_versions import VERSION_BASE, instantiate
@@ -56,6 +57,18 @@ def test_jobs_that_differ_in_their_seed_are_one_row_with_its_spread(sweep):
         "strategy=layered_sgd_single",
         "1",
         "0.6000",
+    ]
+
+
+def test_jobs_may_be_in_folders_of_folders(tmp_path):
+    """As with ``hydra.sweep.subdir='${data.batch_size}/${seed}'``."""
+    for size, seed in ((64, 2), (8, 1), (64, 1)):
+        job(tmp_path / str(size) / str(seed), [f"data.batch_size={size}", f"seed={seed}"], rows([0.5], [10], 0.7))
+    with pytest.raises(FileNotFoundError, match="give the folder of a sweep"):
+        read_sweep(tmp_path, "val/acc")
+    (tmp_path / "multirun.yaml").touch()
+    assert [each.label for each in read_sweep(tmp_path, "val/acc")] == [
+        f"data.batch_size={size}" for size in (8, 64, 64)
     ]
 
 
@@ -326,6 +339,21 @@ def test_features_and_shards_travel_in_each_batch(tmp_path):
         nodes = ("trainer.devices=2", "trainer.num_nodes=2", "strategy=layered_fsdp")
         # Half for each of reduce-scatter and two gathers inside the group, and half around the ring between groups.
         assert num_bytes(tmp_path, *nodes, four) == 4 * 269_722 * (4 * 1.5 + 0.5)
+
+
+class Frozen(Classifier):
+    """Trains its first parameter only."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.requires_grad_(False)
+        next(self.parameters()).requires_grad_()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "layered_sgd_single"])
+def test_gradients_of_frozen_parameters_do_not_travel(tmp_path, strategy):
+    own = f"model._target_={__name__}.Frozen"
+    assert num_bytes(tmp_path, "trainer.devices=2", f"strategy={strategy}", own) == 4 * 16 * 3 * 9
 
 
 def test_a_sharded_head_sends_less_than_its_gradients(tmp_path):

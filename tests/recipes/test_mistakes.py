@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import logging
@@ -23,7 +24,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from lightning_dp.planner.report import PLAN_VERSION
 from lightning_dp.runs import command_line, train
-from lightning_dp.runs.command_line import arguments_of_rank, config_error, explain, job_error
+from lightning_dp.runs.command_line import arguments_of_rank, config_error, explain, job_error, write_configuration
 from lightning_dp.runs.validation import with_keys
 from tests.ranks import environment_of_rank, run_processes
 from tests.recipes.in_process import composed
@@ -201,6 +202,29 @@ def test_an_error_of_a_rank_without_a_log_file_has_its_traceback(monkeypatch, tm
         monkeypatch.setenv(name, value)
     assert str(job_error(str(tmp_path), ValueError("no data"), {})) == "rank 1: ValueError: no data\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_whose_traceback_cannot_be_written_is_named(tmp_path):
+    """The disk is full, or the folder is gone."""
+    HydraConfig.instance().cfg = OmegaConf.create({"hydra": {"mode": "RUN"}})
+    message = str(job_error(str(tmp_path / "gone"), ValueError("no data"), {}))
+    assert message.startswith("ValueError: no data\nThe traceback cannot be written to ")
+
+
+def test_a_full_disk_leaves_the_configuration_of_a_run_as_it_was(tmp_path, monkeypatch):
+    found = OmegaConf.create({"runtime": {"output_dir": str(tmp_path)}, "overrides": {"task": []}})
+    monkeypatch.setattr(command_line.HydraConfig, "get", lambda: found)
+    write_configuration(OmegaConf.create({"seed": 1}))
+
+    def cut(path, text):
+        path.write_bytes(text[:3].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", cut)
+        with pytest.raises(OSError, match="No space left"):
+            write_configuration(OmegaConf.create({"seed": 2}))
+    assert OmegaConf.load(tmp_path / ".hydra" / "config.yaml") == {"seed": 1}
 
 
 def test_other_ranks_need_no_handler_of_the_log(monkeypatch):

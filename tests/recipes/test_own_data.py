@@ -46,6 +46,13 @@ def test_an_object_among_its_hyperparameters_is_warned_of(tmp_path, caplog):
 
 
 @pytest.mark.ci
+def test_an_object_among_its_hyperparameters_ends_a_run_that_tests_its_best_checkpoint(tmp_path):
+    config = own(tmp_path, batch_size=8, transform={"_target_": "fractions.Fraction"}) | {"test": "best"}
+    with pytest.raises(ValueError, match="test=best reads the best checkpoint again: .* object of fractions.Fraction"):
+        train(config)
+
+
+@pytest.mark.ci
 def test_a_list_among_its_hyperparameters_can_be_read_if_hydra_converts_it(tmp_path, caplog):
     """Else it is an object of OmegaConf, and the warning says how to convert it."""
     checkpoint = tmp_path / "checkpoints" / "last.ckpt"

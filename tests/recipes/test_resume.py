@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric
 
 from lightning_dp.models import Classifier
+from lightning_dp.runs import command_line
 from lightning_dp.runs import train as training
 from lightning_dp.runs.checkpoints import (
     CURVES,
@@ -83,6 +84,25 @@ def test_a_run_that_was_killed_continues_bitwise_as_if_nothing_had_happened(tmp_
 
 
 @pytest.fixture
+def begin(monkeypatch, tmp_path):
+    """``begin("ckpt_path=last")``: the command, up to the start of its processes."""
+
+    def begin(*arguments: str) -> None:
+        monkeypatch.setattr(training, "launch", lambda *_, **__: {})
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["train.py", *TINY, *arguments])
+        handlers, level = list(logging.root.handlers), logging.root.level
+        try:
+            command_line.run(training.job, "train")
+        finally:
+            for handler in set(logging.root.handlers) - set(handlers):
+                handler.close()
+            logging.root.handlers[:], logging.root.level = handlers, level
+
+    return begin
+
+
+@pytest.fixture
 def requeue(monkeypatch):
     """A job of SLURM with one task; what Lightning calls to queue it again."""
     job = {"NTASKS": "1", "JOB_NAME": "train", "JOB_ID": "7", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
@@ -90,6 +110,19 @@ def requeue(monkeypatch):
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setattr(signal_connector, "call", called := Mock(return_value=0))
     return called
+
+
+def test_a_job_of_slurm_has_one_command_for_its_start_and_when_it_is_queued_again(
+    tmp_path, begin, requeue, monkeypatch
+):
+    """With one task, too, where the command starts the ranks."""
+    begin("ckpt_path=last", "hydra.run.dir=run")
+    assert (tmp_path / "run" / ".hydra" / "config.yaml").is_file()
+    with pytest.raises(SystemExit, match="has no checkpoints/last.ckpt"):
+        begin("ckpt_path=last")  # a folder of its own, in which it would never continue
+    monkeypatch.setenv("SLURM_JOB_NAME", "bash")
+    with pytest.raises(SystemExit, match="has no checkpoints/last.ckpt"):
+        begin("ckpt_path=last", "hydra.run.dir=other")
 
 
 @pytest.mark.ci
@@ -631,6 +664,16 @@ def test_a_job_of_an_interrupted_sweep_continues_itself_or_starts(tmp_path):
     assert find("last", sweep / "1", in_sweep=True) is None, "not the weights of another job"
     with pytest.raises(FileNotFoundError, match=r"1 has no checkpoints/last.ckpt"):
         find("last", sweep / "1", in_sweep=True, train=False)
+
+
+def test_a_job_in_a_folder_of_a_folder_of_its_sweep_starts(tmp_path):
+    """As with ``hydra.sweep.subdir='${data.fold}/${seed}'``."""
+    (tmp_path / "0" / "1").mkdir(parents=True)
+    (tmp_path / "0" / "1" / "metrics.csv").touch()
+    with pytest.raises(FileNotFoundError, match=r"0 has no checkpoints/last.ckpt; .*hydra\.sweep\.dir="):
+        find("last", tmp_path / "1" / "0", in_sweep=True)
+    (tmp_path / "multirun.yaml").touch()  # Hydra writes it first
+    assert find("last", tmp_path / "1" / "0", in_sweep=True) is None
 
 
 def test_a_job_whose_folder_is_named_by_its_overrides_is_not_started_again_in_another_one(tmp_path):
@@ -1451,6 +1494,14 @@ def test_a_checkpoint_in_no_folder_has_no_rows(tmp_path, monkeypatch):
     assert rows_before(Path("last.ckpt")) == []
 
 
+def test_rows_that_are_lost_are_warned_of(tmp_path, caplog):
+    """A checkpoint may have been copied without them, or a disk have lost them."""
+    rows = {"RowsInCheckpoint": {"num_rows": 2, "steps": [2, -1], "means": {}}}
+    torch.save(WHOLE | {"global_step": 3, "callbacks": rows}, path := save(tmp_path))
+    assert rows_before(path) == []
+    assert "metrics.csv has 0 of the 2 rows before" in caplog.text
+
+
 def test_rows_are_those_of_the_run_of_a_checkpoint_whose_name_has_a_slash(tmp_path):
     """As Lightning writes ``filename="{epoch}-{val/acc}"``: to a folder below checkpoints/."""
     (tmp_path / ".hydra").mkdir()
@@ -1475,3 +1526,34 @@ def test_a_machine_that_does_not_see_the_run_folder_is_named(tmp_path):
     config = tiny(tmp_path, "trainer.devices=2", "test=false", steps, f"ckpt_path={last(tmp_path)}")
     with pytest.raises(RankError, match="rank 1 would continue after 0 steps, but rank 0 after 3: all machines must"):
         run_processes(2, train_apart, config, grace=5)
+
+
+def test_a_checkpoint_without_its_version_is_refused(tmp_path):
+    """Lightning reads none, also to test its weights."""
+    save(tmp_path)
+    torch.save({"state_dict": {}, "global_step": 0}, last(tmp_path))
+    with pytest.raises(ValueError, match="has no pytorch-lightning_version, so Lightning cannot read it"):
+        find(str(last(tmp_path)), tmp_path / "new", train=False)
+
+
+def train_with_seeds(rank, config):
+    """As by a command on each machine, of which one has another option."""
+    return train(config | {"seed": rank})
+
+
+@pytest.mark.ci
+def test_a_machine_with_other_options_is_named(tmp_path):
+    """Its rank would train other weights, or wait for batches that others do not have."""
+    with pytest.raises(RankError, match="rank 1 has seed=1, but rank 0 0; start all machines with the same command"):
+        run_processes(2, train_with_seeds, tiny(tmp_path, "trainer.devices=2", "test=false"), grace=5)
+
+
+@pytest.mark.parametrize("name", ["root", "cache"])
+def test_machines_may_have_files_in_folders_of_their_own(tmp_path, name):
+    first, second = (tiny(tmp_path / rank) for rank in "01")
+    first["data"][name], second["data"][name] = "/local/0", "/local/1"
+    rank = Mock(global_rank=1, strategy=Mock(broadcast=lambda _: first))
+    ConfigurationInCheckpoint(second).setup(rank, Mock(), "fit")
+    second["optim"]["lr"] = 7
+    with pytest.raises(ValueError, match="rank 1 has optim.lr=7, but rank 0 0.1"):
+        ConfigurationInCheckpoint(second).setup(rank, Mock(), "fit")
