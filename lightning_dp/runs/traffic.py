@@ -23,11 +23,10 @@ def bytes_per_step(config: dict[str, Any], global_share: float = 0.0) -> float |
 
     It counts 32-bit gradients, the features and activations of a sharded head, and the statistics of global batch norm.
     All-reduces are taken to be rings. Parameters that the module's constructor has frozen are not counted, but FSDP2
-    gathers them. A step with several batches
-    (``accumulate_grad_batches``) sends what belongs to a batch in each of them. None with compression, with strategies
-    other than DDP and those of this package, with SyncBatchNorm or gradients of 16 or 64 bits, and if the configuration
-    does not say how many ranks there were, for the hybrid how many images, or for global statistics how many ranks
-    share them.
+    gathers them. A step with several batches (``accumulate_grad_batches``) sends what belongs to a batch in each of
+    them. None with compression, with strategies other than DDP and those of this package, with SyncBatchNorm or
+    gradients of 16 or 64 bits, and if the configuration does not say how many ranks there were, for the hybrid how many
+    images, or for global statistics how many ranks share them.
 
     Args:
         config: the configuration of a run, resolved.
