@@ -16,9 +16,9 @@ Parts, each in processes of its own, which are stopped when the time is up:
 - overlap: layered SGD between two such ranks: the share of the copies and messages that lies under kernels.
 - resnet20: images a second of one rank, in float32 as TensorFloat-32 and in bfloat16.
 
-NCCL refuses two ranks on one GPU, so no part measures it between GPUs. Sides of batch_norm take turns, round after
-round; shown are the median and the quartiles. Without a GPU nothing is measured; --smoke runs the parts on the CPU, as
-far as they go there. Writes results.json, table.md and gpu_check.png after each part.
+NCCL refuses two ranks on one GPU, so no part measures it between GPUs. The sides of batch_norm and resnet50 take turns,
+round after round; shown are the median and the quartiles. Without a GPU nothing is measured; --smoke runs the parts on
+the CPU, as far as they go there. Writes results.json, table.md and gpu_check.png after each part.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ FIRST_STAGE = ["tests", "batch_norm", "resnet50", "overlap", "resnet20"]
 PARTS = [*FIRST_STAGE, "cifar10"]
 LONGEST_S = {"tests": 270.0, "cifar10": 3600.0}  # of a part, if so much is left; others may take what is left
 SMOKE = {
-    "batch": 2, "image_size": 32, "steps": 4, "rounds": 1, "layer_steps": 1, "budget_s": 1200.0, "workers": 1,
+    "batch": 2, "image_size": 32, "steps": 4, "fits": 1, "rounds": 1, "layer_steps": 1,
+    "budget_s": 1200.0, "workers": 1,
 }  # fmt: skip
 
 
@@ -59,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--batch", type=int, default=64, help="images a rank, of ResNet-50 and of a layer")
     options.add_argument("--image-size", type=int, default=224, help="of ResNet-50")
     options.add_argument("--steps", type=int, default=40, help="of each training; the second half is timed")
+    options.add_argument("--fits", type=int, default=3, help="trainings of ResNet-50 with each strategy, in turns")
     options.add_argument("--layer-steps", type=int, default=10, help="of a layer in a round")
     options.add_argument("--rounds", type=int, default=8, help="of each shape of a layer")
     options.add_argument("--root", type=Path, help="folder that contains cifar-10-batches-py, for cifar10")
@@ -86,11 +88,11 @@ def measure(part: str, arguments: argparse.Namespace) -> Any:
     if part == "resnet50":
         return measure_strategies(arguments)
     batch, steps = (8, arguments.steps) if small else (128, 10 * arguments.steps)
-    rates = {}
     precisions = {"TensorFloat-32": "32-true"} if small else {"TensorFloat-32": "32-true", "bfloat16": "bf16-mixed"}
+    rates = {}
     for name, precision in precisions.items():
-        job = ("ResNet-20", "DDP", gpu_backend(), precision, batch, 32, steps)
-        rates[name] = launch(gpu_parts.images_per_s, *job, num_processes=1)
+        job = ("ResNet-20", ["DDP"], gpu_backend(), precision, (batch, 32), steps, 1)
+        (rates[name],) = launch(gpu_parts.images_per_s, *job, num_processes=1)["DDP"]
     return rates
 
 
@@ -121,18 +123,17 @@ def measure_batch_norm(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_strategies(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the images a second of ResNet-50 with each strategy, for each backend."""
+    """Return the images a second of ResNet-50 with each strategy, for each backend, one value a round."""
     precision = "32-true" if arguments.smoke else "bf16-mixed"
-    size = (arguments.batch, arguments.image_size, arguments.steps)
+    shape = (arguments.batch, arguments.image_size)
     results: dict[str, Any] = {}
     for backend, ranks in backends_of(arguments.smoke):
         engines = gpu_parts.nccl_engines(torch.__version__) if backend == "nccl" else {backend: {}}
+        job = ("ResNet-50", strategies_of(arguments.smoke), backend, precision, shape, arguments.steps, arguments.fits)
         for engine, environment in engines.items():
-            rates = results.setdefault(f"{engine}, {ranks} rank{'s' * (ranks > 1)}", {})
-            for strategy in strategies_of(arguments.smoke):
-                job = ("ResNet-50", strategy, backend, precision, *size)
-                with patch.dict(os.environ, environment):
-                    rates[strategy] = launch(gpu_parts.images_per_s, *job, num_processes=ranks)
+            with patch.dict(os.environ, environment):
+                rates = launch(gpu_parts.images_per_s, *job, num_processes=ranks)
+            results[f"{engine}, {ranks} rank{'s' * (ranks > 1)}"] = rates
     return results
 
 

@@ -163,18 +163,42 @@ class Clock(pl.Callback):
 
 
 def images_per_s(
-    network: str, strategy: str, backend: str, precision: Any, batch_size: int, image_size: int, num_steps: int
-) -> float:
-    """Return the images a second that all ranks train together."""
+    network: str,
+    strategies: list[str],
+    backend: str,
+    precision: Any,
+    shape: tuple[int, int],
+    num_steps: int,
+    rounds: int,
+) -> Times:
+    """Return the images a second that all ranks train together: for each strategy, one value a round.
+
+    The strategies take turns in the same processes, so that a slow spell hits all of them, and so that only the first
+    round pays for cuDNN's search.
+
+    Args:
+        network: ``"ResNet-50"`` or ``"ResNet-20"``.
+        strategies: keys of ``STRATEGIES``.
+        backend: of the process group.
+        precision: that of the Trainer.
+        shape: images of a rank in a step, and their height and width.
+        num_steps: of each training. The second half is timed.
+        rounds: trainings of each strategy.
+    """
     quiet()
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
     world_size = own_node()
-    clock = Clock(num_steps // 2, num_steps)
-    trainer = fixed_trainer(strategy, backend, world_size, precision=precision, callbacks=[clock])
-    trainer.fit(fixed(network, batch_size, image_size, num_steps))
-    dist.destroy_process_group()  # the next strategy may come in this process
-    return world_size * batch_size / clock.step_s
+
+    def rate(strategy: str) -> float:
+        clock = Clock(num_steps // 2, num_steps)
+        trainer = fixed_trainer(strategy, backend, world_size, precision=precision, callbacks=[clock])
+        trainer.fit(fixed(network, *shape, num_steps))
+        return world_size * shape[0] / clock.step_s
+
+    rates = alternate({name: partial(rate, name) for name in strategies}, rounds)
+    dist.destroy_process_group()  # of all strategies: torch cannot make it again under the launcher
+    return rates
 
 
 def fixed(network: str, batch_size: int, image_size: int, num_steps: int) -> Fixed:

@@ -9,7 +9,7 @@ from typing import Any
 from support.bars import Bar, draw_bars
 from support.gpu_parts import GLOBAL, LOCAL, SYNC
 from support.report import markdown_table
-from support.spread import Spread, quartiles, ratios
+from support.spread import quartiles, ratios
 
 Results = Mapping[str, Mapping[str, Any]]  # part -> figures, problem, took_s
 
@@ -60,11 +60,11 @@ def _batch_norm(figures: Any) -> str:
 
 
 def _strategies(figures: Any) -> str:
-    header = ["ranks", "strategy", "images/s", "over DDP's"]
+    header = ["ranks", "strategy", "images/s", "over DDP's (quartiles)"]
     rows = [
-        [ranks, name, f"{rate:.1f}", f"{rate / rates['DDP']:.2f}"]
+        [ranks, name, f"{quartiles(values).median:.1f}", quartiles(ratios(values, rates["DDP"])).text()]
         for ranks, rates in figures.items()
-        for name, rate in rates.items()
+        for name, values in rates.items()
     ]
     return markdown_table(header, rows)
 
@@ -99,10 +99,9 @@ def draw(results: Results, path: Path) -> None:
         if bars:
             panels[f"{setting}\nover SyncBatchNorm"] = bars
     for ranks, rates in (results.get("resnet50", {}).get("figures") or {}).items():
-        relative = {name: rate / rates["DDP"] for name, rate in rates.items()}
         panels[f"ResNet-50, {ranks}\nover DDP"] = [
-            Bar(name, Spread(value, value, value)) for name, value in relative.items()
+            Bar(name, quartiles(ratios(values, rates["DDP"]))) for name, values in rates.items()
         ]
     if panels:
-        axis = "throughput over that of the reference: median and quartiles; training: one run"
+        axis = "throughput over that of the reference: median and quartiles"
         draw_bars(panels, path, title="One GPU", axis=axis, digits=2, reference=1.0, max_columns=3)

@@ -31,7 +31,7 @@ def test_every_part_of_the_table_and_the_plot_is_written(tmp_path):
             "nccl-legacy": {"passed": 30, "failed": 2, "skipped": 4},
         },
         "batch_norm": {"nccl, 1 rank, float32": {"32 x 64 x 112 x 112": times}},
-        "resnet50": {"gloo, 2 ranks": {"DDP": 100.0, "hybrid": 90.0}},
+        "resnet50": {"gloo, 2 ranks": {"DDP": [100.0, 200.0], "hybrid": [90.0, 180.0]}},
         "overlap": {"layered SGD, step": overlap},
         "resnet20": {"bfloat16": 20000.0},
         "cifar10": {"accuracy": 0.9125, "took_s": 600.0},
@@ -43,7 +43,7 @@ def test_every_part_of_the_table_and_the_plot_is_written(tmp_path):
         "| nccl | 68 | 1 | 0 |",
         "| nccl-legacy | 30 | 2 | 4 |",
         "1.75 (1.62-1.88)",
-        "| 90.0 | 0.90 |",
+        "| 135.0 | 0.90 (0.90-0.90) |",
         "| 75% |",
         "stopped after 7 s",
         "| 0.9125 | 600 |",
@@ -103,16 +103,16 @@ def test_batch_norm_is_measured_on_the_cpu_without_sync_batch_norm():
     assert "needs a GPU" in rows
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks"), [("DDP", 1), pytest.param("layered SGD, step", 2, marks=pytest.mark.slow)]
-)
-def test_training_is_measured_on_the_cpu(strategy, ranks):
-    for rate in run_processes(ranks, train_on_the_cpu, strategy):
-        assert rate > 0
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_strategies_take_turns_on_the_cpu(ranks):
+    names = list(gpu_parts.STRATEGIES) if ranks > 1 else ["DDP"]
+    for rates in run_processes(ranks, train_on_the_cpu, names):
+        assert list(rates) == names
+        assert all(len(values) == 2 and min(values) > 0 for values in rates.values())
 
 
-def train_on_the_cpu(rank, strategy):
-    return gpu_parts.images_per_s("ResNet-20", strategy, "gloo", "32-true", 2, 8, 4)
+def train_on_the_cpu(rank, strategies):
+    return gpu_parts.images_per_s("ResNet-20", strategies, "gloo", "32-true", (2, 8), 4, 2)
 
 
 @pytest.mark.slow
