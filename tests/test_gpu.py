@@ -34,6 +34,7 @@ from tests.collectives.test_ring_in_lightning import RegisterRing
 from tests.ranks import run_processes
 from tests.strategies.krizhevsky_hybrid.modules import HybridNet, StepNet
 from tests.strategies.layered_fsdp.modules import whole
+from tests.strategies.layered_fsdp.test_lightning_features import Checkpoints
 from tests.strategies.modules import Net, data, trainer
 
 PACKAGE = str(Path(__file__).parents[1] / "lightning_dp")
@@ -163,6 +164,37 @@ def test_layered_fsdp_equals_ddp(place):
     for ddp, *others in place.run(train_sharded):
         for found in others:
             assert_close(found, ddp)
+
+
+def train_run_again(rank: int, place: Place) -> dict[str, dict[str, Tensor]]:
+    """Return the parameters of networks of which backward runs parts again: of DDP on the CPU, and of others there."""
+    sharded = lambda: LayeredFSDPStrategy(1, wrap=[nn.Linear], process_group_backend="gloo")  # noqa: E731
+    ddp = lambda: DDPStrategy(process_group_backend="gloo")  # noqa: E731
+    runs: dict[str, tuple[Any, bool, dict[str, Any]]] = {
+        "DDP, CPU": (ddp, False, {**place.options, "accelerator": "cpu"}),
+        "DDP": (ddp, False, place.options),
+        "layered FSDP": (sharded, False, place.options),
+        "layered FSDP, reentrant": (sharded, True, place.options),
+    }
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, (strategy, is_reentrant, options) in runs.items():
+            module = Checkpoints(is_reentrant)
+            trainer(strategy(), place.world_size, **options).fit(module, data(place.world_size, 8))
+            found[name] = {name: whole(p).cpu() for name, p in module.named_parameters()}
+    return found
+
+
+@pytest.mark.parametrize("place", [CPU, SHARED])
+def test_parts_that_backward_runs_again_are_trained_as_on_the_cpu(place):
+    for found in place.run(train_run_again):
+        expected = found.pop("DDP, CPU")
+        errors = {
+            name: max(float((own[each] - expected[each]).abs().max()) for each in expected)
+            for name, own in found.items()
+        }
+        assert max(errors.values()) < 1e-8, errors
 
 
 # --- the ring hook ---

@@ -129,9 +129,14 @@ def parse_benchmark(script: str, arguments: list[str], monkeypatch: pytest.Monke
         runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
+def swept(value: str) -> list[str]:
+    """Return the values that a sweep takes in turn: those between commas that are not within a list."""
+    return re.split(r",(?![^\[]*\])", value)
+
+
 def compose_recipe(overrides: list[str], name: str = "train") -> None:
     """Compose a recipe's configuration; of a sweep, that of each job. An unknown key is an error of Hydra's."""
-    values = [override.partition("=")[2].split(",") for override in overrides]
+    values = [swept(override.partition("=")[2]) for override in overrides]
     keys = [override.partition("=")[0] for override in overrides]
     with initialize_config_dir(str(ROOT / "conf"), **VERSION_BASE):
         for job in itertools.product(*values):
@@ -243,5 +248,5 @@ def test_a_command_runs(command, tmp_path):
     else:
         shorter = [] if any(override.startswith("debug=") for override in overrides) else ["debug=default"]
         printed = run(tmp_path, script, *overrides, *shorter)
-        sweeps = [override.partition("=")[2].split(",") for override in overrides if "--multirun" in overrides]
+        sweeps = [swept(override.partition("=")[2]) for override in overrides if "--multirun" in overrides]
         assert len(accuracies(printed)) == math.prod(map(len, sweeps))
