@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -79,7 +80,9 @@ class Job:
         return value <= other if self.lower_is_better else value >= other
 
 
-def read_sweep(folder: Path, metric: str, result: str = TESTED, count_bytes: bool = True) -> list[Job]:
+def read_sweep(
+    folder: Path, metric: str, result: str = TESTED, count_bytes: bool = True, mode: str | None = None
+) -> list[Job]:
     """Return the jobs of a sweep, in order, also those that have not finished.
 
     Args:
@@ -87,6 +90,8 @@ def read_sweep(folder: Path, metric: str, result: str = TESTED, count_bytes: boo
         metric: of the curves.
         result: metric that the jobs are compared by.
         count_bytes: build the models that the configurations name, to count the bytes that a rank sends.
+        mode: ``"min"`` or ``"max"``, which values of ``metric`` are better. None: ``optimized_mode`` of a job if it is
+            its ``optimized_metric``, else the least of what is called a loss or an error.
 
     Raises:
         FileNotFoundError: there are none with metrics.
@@ -101,7 +106,7 @@ def read_sweep(folder: Path, metric: str, result: str = TESTED, count_bytes: boo
         jobs.append((path, " ".join(text for text in different if not text.startswith("seed="))))
     # One of several rows may have no overrides of its own: the defaults.
     empty = "defaults" if any(label for _, label in jobs) else "all jobs"
-    return [_read_job(path, label or empty, metric, result, count_bytes) for path, label in jobs]
+    return [_read_job(path, label or empty, metric, result, count_bytes, mode) for path, label in jobs]
 
 
 def _overrides(path: Path) -> list[str]:
@@ -168,7 +173,7 @@ def naming_damage(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} is damaged ({reason}); move its job out of the sweep's folder") from error
 
 
-def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: bool) -> Job:
+def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: bool, mode: str | None) -> Job:
     config = _load(folder / CONFIGURATION)
     rows = _rows(folder, config)
 
@@ -183,8 +188,10 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
         rates = list(values(IMAGES_PER_S).values())
         found = values(result) if finished else {}
         reached = found[max(found)] if found else math.nan
-    with naming_damage(folder / CONFIGURATION):
-        is_optimized, optimizes_least = metric == config["optimized_metric"], config["optimized_mode"] == "min"
+    if mode is None:
+        with naming_damage(folder / CONFIGURATION):
+            is_optimized, optimized_mode = metric == config["optimized_metric"], config["optimized_mode"]
+        mode = optimized_mode if is_optimized else "min" if re.search("loss|err", metric) else "max"
     share = mean(shares) if shares else None
     # Steps count from 0. The time is logged where an epoch ends, and a validation may come within one.
     ends, times = [0, *(step + 1 for step, _ in seconds)], [0.0, *(value for _, value in seconds)]
@@ -196,7 +203,7 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
         images_per_s=mean(rates[1:] or rates) if rates else None,
         global_share=share,
         num_bytes=_num_bytes(config, folder, share or 0.0) if count_bytes else None,
-        lower_is_better=optimizes_least if is_optimized else "loss" in metric,
+        lower_is_better=mode == "min",
         curve=[
             (float(np.interp(step + 1, ends, times)), value)
             for step, value in logged
@@ -242,8 +249,8 @@ def table(jobs: Sequence[Job], metric: str, accuracy: float | None, result: str 
         ("MB sent per rank and step", ".3f", lambda job: None if job.num_bytes is None else job.num_bytes / 1e6),
     ]
     if accuracy is not None:
-        target = accuracy
-        columns.append((f"s of training to {metric} {target:.4g}", ".1f", lambda job: job.time_to(target)))
+        target, relation = accuracy, "<=" if jobs[0].lower_is_better else ">="
+        columns.append((f"s of training to {metric} {relation} {target:.4g}", ".1f", lambda job: job.time_to(target)))
     header = ["", "jobs", *(title for title, _, _ in columns)]
     rows = [header, ["---"] * len(header)]
     for label, group in by_label(jobs).items():
@@ -300,12 +307,13 @@ def main() -> None:
     parser = argument_parser("lightning-dp-compare", __doc__)
     parser.add_argument("sweep_dir", type=Path)
     parser.add_argument("--metric", help="of the curves and of the time to accuracy (default: val/acc, else train/acc)")
-    parser.add_argument("--accuracy", type=float, help="default: the best that every job has reached")
+    parser.add_argument("--mode", choices=["min", "max"], help="which values of --metric are better")
+    parser.add_argument("--accuracy", type=float, help="of --metric (default: the best that every job has reached)")
     parser.add_argument("--metrics-only", action="store_true", help="build no model, and count no bytes")
     arguments = parser.parse_args()
     try:
         metric, result = choose_metrics(arguments.sweep_dir, arguments.metric)
-        jobs = read_sweep(arguments.sweep_dir, metric, result, count_bytes=not arguments.metrics_only)
+        jobs = read_sweep(arguments.sweep_dir, metric, result, not arguments.metrics_only, arguments.mode)
         accuracy = common_accuracy(jobs) if arguments.accuracy is None else arguments.accuracy
         text = table(jobs, metric, accuracy, result)
         print(text, flush=True)  # before it is written: the folder may be somebody else's, and closed to this user
