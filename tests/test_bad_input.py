@@ -111,6 +111,10 @@ RECIPES = [
     ("strateggy=ddp", "strateggy is unknown; did you mean strategy? ... callbacks, ckpt_path, data"),
     ("experiments=digits_resnet20", "experiments is unknown; did you mean experiment?"),
     ("data.bach_size=3", "data.bach_size is unknown; did you mean batch_size? ... num_workers, seed"),
+    (
+        "callbacks=none callbacks.checkpoint.monitor=a",
+        "callbacks.checkpoint is unknown. In callbacks there is nothing.",
+    ),
     ("trainer.profiler=simple", "trainer.profiler is unknown ... write +trainer.profiler=..."),
     ("optim.weight_decay=0", "optim.weight_decay is unknown ... write ++optim.optimizer.weight_decay=..."),
     ("+optim.momentum=0.5", "nothing reads optim.momentum; ... write ++optim.optimizer.momentum=..."),

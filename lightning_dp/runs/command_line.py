@@ -309,7 +309,8 @@ def _unknown_key(key: Any, full_key: str, existing: list[str]) -> str:
     similar = difflib.get_close_matches(str(key), existing, n=1)
     suggestion = f"; did you mean {similar[0]}?" if similar else "."
     where = full_key.rpartition(".")[0]
-    there_are = f"In {where or 'the configuration'} there are: {', '.join(sorted(existing))}."
+    what = f"are: {', '.join(sorted(existing))}" if existing else "is nothing"
+    there_are = f"In {where or 'the configuration'} there {what}."
     # An object accepts more arguments than its file in conf/ lists. The group optim is none, but has one.
     argument = f"++optim.optimizer.{key}" if where == "optim" else f"+{full_key}"
     hint = f" To add an argument that is not in the file of its group, write {argument}=..." if where else ""

@@ -1052,8 +1052,11 @@ def test_the_results_of_a_run_are_not_replaced(tmp_path, left):
     run = tmp_path / "run"
     (run / left).parent.mkdir(parents=True)
     (run / left).touch()
+    remedy = "continue that with ckpt_path=last, or name another folder" if ".ckpt" in left else "name another folder"
     for requested in (None, save(tmp_path / "elsewhere")):
-        with pytest.raises(ValueError, match=r"hydra\.run\.dir: .*run holds the results of a run.*ckpt_path=last"):
+        with pytest.raises(
+            ValueError, match=rf"hydra\.run\.dir: .*run holds the results of a run.* replace; {remedy}$"
+        ):
             find(requested, run)
     own = run / "checkpoints" / "last.ckpt"
     own.parent.mkdir(exist_ok=True)
