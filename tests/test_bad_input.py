@@ -820,6 +820,7 @@ def test_bad_input_is_refused_in_one_line_and_nothing_is_lost(bad, tmp_path, mon
             bad.do(tmp_path)
     message, place = str(caught.value), 0
     assert "\n" not in message
+    assert " at 0x" not in message, "an address in memory tells nobody anything"
     for part in bad.says.split(" ... "):
         place = message.find(part, place)
         assert place >= 0, f"{part!r} is not in {message!r}"

@@ -29,6 +29,7 @@ from lightning_dp.data.jpeg import (
     denominator_for,
     in_rgb,
     open_image,
+    opened,
 )
 from lightning_dp.data.loading import BatchSlice, require_slice
 
@@ -323,11 +324,9 @@ class EncodedFiles(_Encoded):
 
     def name_the_broken(self, images: EncodedImages) -> None:
         """Raise BrokenImageError for the first file that Pillow cannot decode either, if there is one."""
-        import PIL.Image
-
         for file, index in zip(images.files(), images.indices, strict=True):
             try:
-                PIL.Image.open(io.BytesIO(file.tobytes())).load()
+                opened(file.tobytes()).load()
             except Exception as error:
                 raise self.broken(index, error) from error
 
@@ -338,10 +337,8 @@ def plain_file(data: bytes) -> tuple[bytes, int, int]:
     Raises:
         BrokenImageError: the bytes are not an image that Pillow knows, or `in_rgb` refuses it.
     """
-    import PIL.Image
-
     try:
-        image = PIL.Image.open(io.BytesIO(data))
+        image = opened(data)
         if image.format not in ("JPEG", "PNG") or image.mode not in ("RGB", "L"):
             buffer = io.BytesIO()
             in_rgb(image).save(buffer, "PNG", compress_level=1, icc_profile=None)  # nobody reads the profile

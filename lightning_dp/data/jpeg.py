@@ -161,14 +161,27 @@ def in_rgb(image: Any) -> Any:
     return image.convert("RGB")
 
 
+def opened(data: bytes) -> Any:
+    """Return the image in a file's bytes, which Pillow decodes when it is asked for pixels.
+
+    Raises:
+        BrokenImageError: the bytes are not an image that Pillow knows.
+        Exception: of any kind, from Pillow's parsers of broken files.
+    """
+    import PIL.Image
+
+    try:
+        return PIL.Image.open(io.BytesIO(data))
+    except PIL.UnidentifiedImageError as error:  # which names the buffer by its address
+        raise BrokenImageError("cannot identify image file") from error
+
+
 class _Pillow:
     """An image for Pillow."""
 
     def __init__(self, data: bytes) -> None:
-        import PIL.Image
-
         try:
-            self._image: Any = PIL.Image.open(io.BytesIO(data))
+            self._image: Any = opened(data)
         except Exception as error:  # parsers of broken files raise errors of any kind
             raise BrokenImageError(str(error)) from error
         self.width, self.height = self._image.size

@@ -255,8 +255,8 @@ def require_unused(run_dir: Path, checkpoint: Path | None, key: str) -> None:
     """Raise ValueError if a folder holds a run, and not the one that is continued."""
     used = (run_dir / METRICS).exists() or any(run_dir.glob(f"{FOLDER}/*.ckpt"))
     if used and (checkpoint is None or not (is_of(run_dir, checkpoint) or _begins_again(run_dir, checkpoint))):
-        # A test of another run's weights leaves no checkpoints.
-        continued = "continue that with ckpt_path=last, or " if any(run_dir.glob(f"{FOLDER}/*.ckpt")) else ""
+        has_trained = any(run_dir.glob(f"{FOLDER}/*.ckpt")) or _recorded(run_dir).get("train", True)
+        continued = "continue that with ckpt_path=last, or " if has_trained else ""
         raise ValueError(
             f"{key}: {run_dir} holds the results of a run, which this one would replace; {continued}name another folder"
         )

@@ -1048,15 +1048,17 @@ def test_a_run_puts_its_configuration_into_its_checkpoints(tmp_path):
 
 
 @pytest.mark.parametrize("left", ["metrics.csv", "checkpoints/best.ckpt"])
-def test_the_results_of_a_run_are_not_replaced(tmp_path, left):
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_results_of_a_run_are_not_replaced(tmp_path, left, trained):
     run = tmp_path / "run"
-    (run / left).parent.mkdir(parents=True)
-    (run / left).touch()
-    remedy = "continue that with ckpt_path=last, or name another folder" if ".ckpt" in left else "name another folder"
+    for name in (left, ".hydra/config.yaml"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).touch()
+    (run / ".hydra" / "config.yaml").write_text(f"train: {str(trained).lower()}\n")
+    goes_on = trained or ".ckpt" in left  # a test of another run's weights has nothing to continue
+    remedy = "continue that with ckpt_path=last, or name another folder" if goes_on else "name another folder"
     for requested in (None, save(tmp_path / "elsewhere")):
-        with pytest.raises(
-            ValueError, match=rf"hydra\.run\.dir: .*run holds the results of a run.* replace; {remedy}$"
-        ):
+        with pytest.raises(ValueError, match=rf"hydra\.run\.dir: .*run holds the results of a run.*; {remedy}$"):
             find(requested, run)
     own = run / "checkpoints" / "last.ckpt"
     own.parent.mkdir(exist_ok=True)
