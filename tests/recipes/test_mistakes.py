@@ -67,6 +67,36 @@ optim:
 """
 
 
+OWN_MODEL = """
+_target_: lightning_dp.models.Classifier
+model: {_target_: lightning_dp.models.resnet20, num_classes: 10}
+num_classes: 10
+optimizer: {_target_: torch.optim.SGD, _partial_: true, lr: 0.1}
+"""
+
+
+@pytest.mark.ci
+def test_an_option_that_only_unread_options_of_optim_read_is_refused(fail, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "model").mkdir()
+    (folder / "model" / "mine.yaml").write_text(OWN_MODEL)
+    plain = ["data=synthetic", "trainer=cpu"]
+    arguments = [f"hydra.searchpath=['file://{folder}']", "model=mine", *plain]
+    # `optim.optimizer` and `optim.scheduler` read the rate, but the model reads neither.
+    assert fail(*arguments, "optim.lr=0.3").startswith("error: nothing reads optim.lr; leave it out, or ")
+    assert fail(*arguments, "optim.optimizer.lr=0.3").startswith("error: nothing reads optim.optimizer; leave it out")
+    assert fail(*arguments, "optim=lars").startswith("error: nothing reads optim; leave it out, or ")
+    # Nothing is wrong with these but that no epoch is left to train.
+    reads = "+model.label_smoothing=${optim.lr}"
+    assert "trainer.max_epochs=0" in fail(*arguments, "trainer.max_epochs=0", "optim.lr=0.3", reads)
+    assert "trainer.max_epochs=0" in fail(*arguments, "trainer.max_epochs=0", "optim=null")
+    groups = ["optim=goyal", "model.parameter_groups=null", "optim.weight_decay=0.5"]
+    assert fail(*plain, *groups).startswith("error: nothing reads optim.weight_decay; if it is an argument of ")
+    # Without a schedule, it has an effect.
+    constant = ["model.scheduler=null", "optim.optimizer.lr=0.5"]
+    assert "trainer.max_epochs=0" in fail(*plain, *constant, "trainer.max_epochs=0")
+
+
 @pytest.mark.ci
 def test_an_option_of_optim_in_an_experiment_that_nothing_reads_is_refused(fail, tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
