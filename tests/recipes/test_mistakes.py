@@ -241,6 +241,24 @@ def test_an_error_whose_traceback_cannot_be_written_is_named(tmp_path):
     assert message.startswith("ValueError: no data\nThe traceback cannot be written to ")
 
 
+def test_a_name_that_is_no_utf8_can_be_logged(tmp_path):
+    """As of a broken image in an archive that was packed on Windows."""
+    HydraConfig.instance().cfg = OmegaConf.create({"hydra": {"mode": "RUN"}})
+    name = os.fsdecode(b"\xff.png")
+    message = str(job_error(str(tmp_path), ValueError(f"{name} cannot be decoded"), {}))
+    assert message.startswith(f"ValueError: {name} cannot be decoded\nThe traceback is in ")
+    assert "ValueError: \\udcff.png cannot be decoded" in (tmp_path / "train.log").read_text()
+    handlers, level = list(logging.root.handlers), logging.root.level
+    file = {"class": "logging.FileHandler", "filename": str(tmp_path / "warnings.log")}
+    config = {"version": 1, "handlers": {"file": file}, "root": {"handlers": ["file"]}}
+    train.configure_logging(config | {"disable_existing_loggers": False})
+    logging.getLogger("lightning_dp").warning("%s is skipped", name)
+    for handler in set(logging.root.handlers) - set(handlers):
+        handler.close()
+    logging.root.handlers[:], logging.root.level = handlers, level
+    assert (tmp_path / "warnings.log").read_text() == "\\udcff.png is skipped\n"
+
+
 def test_a_full_disk_leaves_the_configuration_of_a_run_as_it_was(tmp_path, monkeypatch):
     found = OmegaConf.create({"runtime": {"output_dir": str(tmp_path)}, "overrides": {"task": []}})
     monkeypatch.setattr(command_line.HydraConfig, "get", lambda: found)
