@@ -423,7 +423,19 @@ def _packed(names: Iterable[str]) -> NDArray[np.bytes_]:
 
 def _subfolders(folder: Path) -> list[str]:
     with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        return sorted(entry.name for entry in entries if _is_folder(entry))
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a folder that is not hidden, or raise FileNotFoundError for a link to nothing."""
+    if entry.name.startswith("."):
+        return False
+    if entry.is_symlink() and not _is_image(entry.name) and not os.path.exists(entry.path):
+        # Its class may be on a disk that is not mounted. Left out, it would be missing, and other classes renumbered.
+        raise FileNotFoundError(
+            f"{entry.path} is a link to {os.readlink(entry.path)}, which is missing; mount its disk, or remove the link"
+        )
+    return entry.is_dir()
 
 
 def _is_image(name: str) -> bool:
@@ -445,7 +457,7 @@ def _walk(folder: str | Path, prefix: str = "") -> Iterator[str]:
     """Yield the images. `os.walk` would leave out a folder that cannot be read."""
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.is_dir() and not entry.name.startswith("."):
+            if _is_folder(entry):
                 yield from _walk(entry.path, f"{prefix}{entry.name}/")
             elif _is_image(entry.name):
                 yield prefix + entry.name

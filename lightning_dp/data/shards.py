@@ -176,7 +176,8 @@ def _tar_files(folder: Path) -> list[str]:
         return []
     suffixes = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst", ".tar.lz4")
     with os.scandir(folder) as entries:
-        names = [entry.name for entry in entries if entry.is_file() and not entry.name.startswith(".")]
+        # Not `is_file`, which would leave out a link to a shard that is missing, without an error when it is read.
+        names = [entry.name for entry in entries if not entry.is_dir() and not entry.name.startswith(".")]
     return sorted(name for name in names if name.lower().endswith(suffixes))
 
 

@@ -42,6 +42,7 @@ log = logging.getLogger("train")
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 LOG_FILE = "train.log"
+UNREADABLE = "backslashreplace"  # names of files need not be UTF-8, as those of an archive made on Windows
 GROUPS = ("debug", "experiment", "hparams_search", "plan")  # keys of a command line that choose files, and `plan=FILE`
 PLAN = "plan="
 OF_A_SWEEP = ("hydra.sweep.", "hydra.launcher.", "hydra/launcher", "hydra.sweeper.", "hydra/sweeper")
@@ -335,7 +336,7 @@ def job_error(run_dir: str, error: Exception, config: dict[str, Any]) -> JobErro
         return _make_job_error(f"rank {external_rank()}: {text}")
     log_file = Path(run_dir, LOG_FILE)
     try:
-        with open(log_file, "a") as file:
+        with open(log_file, "a", errors=UNREADABLE) as file:
             file.write(text)
     except OSError as failed:  # a full disk, or the folder is gone
         return _make_job_error(f"{message}\nThe traceback cannot be written to {log_file}: {failed.strerror}")

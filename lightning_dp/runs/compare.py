@@ -39,6 +39,7 @@ log = logging.getLogger("compare")
 TESTED = "test/acc"
 DEFAULT_METRICS = ("val/acc", "train/acc")
 LEAST_SPAN = 0.02  # of the accuracy's axis
+OVERRIDES = ".hydra/overrides.yaml"  # in the folder of a job
 CONTINUED = {f"ckpt_path={requested}" for requested in OF_A_RUN}  # a job continues its own checkpoint
 
 Points = list[tuple[float, float]]  # (seconds of training, metric)
@@ -98,7 +99,7 @@ def read_sweep(
         ValueError: a file is damaged.
     """
     folders = _job_folders(folder)
-    overrides = [_overrides(path / ".hydra" / "overrides.yaml") for path in folders]
+    overrides = [_overrides(path / OVERRIDES) for path in folders]
     shared = set.intersection(*map(set, overrides))
     jobs = []
     for path, own in zip(folders, overrides, strict=True):
@@ -118,10 +119,16 @@ def _overrides(path: Path) -> list[str]:
 
 
 def _job_folders(folder: Path) -> list[Path]:
-    found = list(folder.glob("*/.hydra/overrides.yaml"))
-    if not found and (folder / "multirun.yaml").exists():  # hydra.sweep.subdir may have several parts
-        found = list(folder.rglob(".hydra/overrides.yaml"))
+    found, metrics = (list(folder.glob(f"*/{name}")) for name in (OVERRIDES, METRICS))
+    if not found and not metrics and (folder / "multirun.yaml").exists():  # hydra.sweep.subdir may have several parts
+        found, metrics = (list(folder.rglob(name)) for name in (OVERRIDES, METRICS))
     paths = [path.parents[1] for path in found]
+    # A copy by a pattern such as * has no hidden folders. Left out, the job would be missing in its row.
+    if lost := sorted(path.parent for path in metrics if set(paths).isdisjoint(path.parents)):
+        raise ValueError(
+            f"{lost[0]} has a {METRICS} and no {OVERRIDES}, which says what it ran; copy the hidden folder, too, or "
+            "move the job out of the sweep's folder"
+        )
     if not any((path / METRICS).exists() for path in paths):
         raise FileNotFoundError(f"{folder} has no jobs with a metrics.csv; give the folder of a sweep, sweep_DATE")
     return sorted(paths, key=lambda path: [(len(part), part) for part in path.relative_to(folder).parts])
@@ -319,6 +326,6 @@ def main() -> None:
         print(text, flush=True)  # before it is written: the folder may be somebody else's, and closed to this user
         (arguments.sweep_dir / "compare.md").write_text(text + "\n")
         draw(jobs, metric, arguments.sweep_dir / "compare.png", result)
+        print(f"\nwritten to {arguments.sweep_dir / 'compare.md'} and compare.png", flush=True)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    print(f"\nwritten to {arguments.sweep_dir / 'compare.md'} and compare.png")

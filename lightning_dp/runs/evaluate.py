@@ -207,8 +207,8 @@ def main() -> None:
     logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.WARNING)
     try:
         metrics = evaluate(arguments.checkpoint, arguments.overrides, arguments.own, arguments.config_dir)
+        print("  ".join(f"{name}={value:.4f}" for name, value in sorted(metrics.items())), flush=True)
     except SIGTERMException:  # else the status would be that of a test that has ended well
         sys.exit("error: ended by SIGTERM")
     except Exception as error:
         sys.exit(f"error: {' '.join(message_of(error).split())}")
-    print("  ".join(f"{name}={value:.4f}" for name, value in sorted(metrics.items())))

@@ -28,6 +28,7 @@ from pytorch_lightning.plugins.precision import DoublePrecision
 from lightning_dp.launch import external_rank, is_job_of_slurm, launch
 from lightning_dp.runs.checkpoints import CURVES, METRICS, ConfigurationInCheckpoint, is_of, naming_another_model
 from lightning_dp.runs.command_line import (
+    UNREADABLE,
     config_error,
     is_in_sweep,
     is_search,
@@ -206,6 +207,9 @@ def configure_logging(config: Config | None) -> None:
     """Configure logging on this rank, or leave it as it is for None. Only rank 0 logs to the file."""
     if config is None:
         return
+    for handler in (config.get("handlers") or {}).values():
+        if handler.get("class") == "logging.FileHandler":
+            handler["errors"] = UNREADABLE
     if external_rank():
         # hydra/job_logging=none has no handler.
         handlers = {name: each for name, each in config.get("handlers", {}).items() if name == "console"}

@@ -481,21 +481,41 @@ def check_given_optim(config: DictConfig, given: Sequence[str]) -> None:
         config: the whole configuration.
         given: the keys of the command line, and those that an experiment adds to the group.
     """
-    if "optim.optimizer.lr" in given and OmegaConf.select(config, "optim.scheduler.max_lr") is not None:
+    optim, read = config.get("optim") or {}, _read_of_optim(config)
+    schedule = OmegaConf.select(config, "optim.scheduler.max_lr") if "scheduler" in read else None
+    if "optim.optimizer.lr" in given and schedule is not None:
         raise ValueError(
             "optim.optimizer.lr has no effect, because the schedule takes the rate from max_lr; write optim.lr "
             "or optim.scheduler.max_lr"
         )
-    texts = list(_strings(OmegaConf.to_container(config, resolve=False)))
-    if any(re.search(r"[{:]\s*optim\s*[,}]", text) for text in texts):  # the whole of it
-        return
-    read = {name for text in texts for name in re.findall(r"\.(\w+)", text)}
     for group, _, option in (key.partition(".") for key in given):
         name = option.partition(".")[0]
-        if group == "optim" and name in (config.get("optim") or {}) and name not in read:
-            raise ValueError(
-                f"nothing reads optim.{name}; if it is an argument of the optimizer, write ++optim.optimizer.{name}=..."
-            )
+        unread = name in optim and name not in read if name else optim and not read
+        if group != "optim" or not unread:
+            continue
+        if "optimizer" in read:
+            remedy = f"if it is an argument of the optimizer, write ++optim.optimizer.{name}=..."
+        else:  # a model with an optimizer of its own
+            remedy = "leave it out, or let a value of the model name it, such as model.lr='${optim.lr}'"
+        raise ValueError(f"nothing reads {f'optim.{name}' if name else 'optim'}; {remedy}")
+
+
+def _read_of_optim(config: DictConfig) -> set[str]:
+    """Return the options of ``optim`` that an interpolation outside the group reads, and those that these read."""
+    texts: Any = OmegaConf.to_container(config, resolve=False)
+    optim = texts.pop("optim", None)
+    outside = list(_strings(texts))
+    names_all = any(re.search(r"[{:]\s*optim\s*[,}]", text) for text in outside)
+    if names_all or not isinstance(optim, dict):  # such as `optim: ${mine}`
+        return set(map(str, config.get("optim") or {}))
+    read: set[str] = set()
+    new = {name for text in outside for name in re.findall(r"\boptim[.\[](\w+)", text)}
+    while new := new - read:
+        read |= new
+        # `optim.optimizer.lr: ${optim.lr}` reads nothing if no one reads `optim.optimizer`.
+        within = [text for name in new for text in _strings(optim.get(name))]
+        new = {name for text in within for name in re.findall(r"[.\[](\w+)", text)}
+    return read
 
 
 def _strings(node: Any) -> Iterator[str]:

@@ -173,3 +173,16 @@ def test_images_that_were_not_moved_into_their_class_are_not_left_out(tmp_path, 
     (tmp_path / split / "1.JPEG").touch()
     with pytest.raises(ValueError, match=r"1\.JPEG is beside the class folders, and would be left out; move it"):
         list_val(tmp_path, list_train(tmp_path)[1])
+
+
+@pytest.mark.parametrize("place", ["train/n3", "val/n3", "train/n0/more"])
+def test_a_link_to_a_folder_that_is_missing_is_not_left_out(tmp_path, place):
+    """Its disk is not mounted."""
+    for split in ("train", "val"):
+        (tmp_path / split / "n0").mkdir(parents=True)
+        (tmp_path / split / "n0" / "1.jpg").touch()
+    (tmp_path / "train" / ".hidden").symlink_to("gone")
+    assert list_train(tmp_path)[1] == ["n0"]
+    (tmp_path / place).symlink_to("gone")
+    with pytest.raises(FileNotFoundError, match=rf"{place} is a link to gone, which is missing; mount its disk"):
+        list_val(tmp_path, list_train(tmp_path)[1])

@@ -58,6 +58,13 @@ def test_compressed_shards_are_not_left_out(tmp_path):
     assert find_shards(tmp_path, "train") == ["train-0.tar", "train-1.tar.gz"]
 
 
+def test_links_to_shards_that_are_missing_are_not_left_out(tmp_path):
+    """To read them is an error, which names them."""
+    touch(tmp_path, "train-0.tar")
+    (tmp_path / "train-1.tar").symlink_to("gone.tar")
+    assert find_shards(tmp_path, "train") == ["train-0.tar", "train-1.tar"]
+
+
 def test_two_places_for_the_same_split_are_refused(tmp_path):
     touch(tmp_path, "train-0.tar", "train/0.tar")
     with pytest.raises(ValueError, match=r"both .*train-0.tar and .*train/0.tar look like shards; set train_shards"):

@@ -153,6 +153,28 @@ def test_the_command_writes_a_table_and_a_plot(sweep, monkeypatch, capsys):
     assert (sweep / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_job_without_its_hidden_folder_is_not_left_out(sweep, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["compare.py", str(sweep)])
+    for name in ("1", "0", "2"):
+        (sweep / name / ".hydra").rename(sweep / f"hidden_{name}")
+        with pytest.raises(SystemExit, match=r"error: .*/[01] has a metrics\.csv and no \.hydra/overrides\.yaml"):
+            compare.main()
+
+
+@pytest.mark.parametrize("line", ["|  |", "written to"])
+def test_a_pipe_that_is_closed_is_an_error_in_one_line(sweep, monkeypatch, line):
+    """As of ``compare.py SWEEP_DIR | head``."""
+
+    def closed(*texts, **options):
+        if texts[0].strip().startswith(line):
+            raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("sys.argv", ["compare.py", str(sweep)])
+    monkeypatch.setattr("builtins.print", closed)
+    with pytest.raises(SystemExit, match=r"^error: \[Errno 32\] Broken pipe$"):
+        compare.main()
+
+
 def test_the_table_of_a_folder_that_cannot_be_written_to_is_printed(sweep, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["compare.py", str(sweep)])
     (sweep / "compare.md").mkdir()  # as an error of writing: root may write to any folder

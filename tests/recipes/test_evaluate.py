@@ -301,6 +301,19 @@ def test_layers_of_configure_model_are_there_when_weights_are_loaded(tmp_path):
     assert again == {name: value for name, value in found.items() if name.startswith("test/")}
 
 
+def test_a_result_that_nobody_reads_is_an_error_in_one_line(monkeypatch):
+    """As in a pipe that is closed."""
+
+    def closed(*texts, **options):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("sys.argv", ["evaluate.py", "last.ckpt"])
+    monkeypatch.setattr("lightning_dp.runs.evaluate.evaluate", lambda *arguments: {"test/acc": 0.5})
+    monkeypatch.setattr("builtins.print", closed)
+    with pytest.raises(SystemExit, match=r"^error: .*Broken pipe$"):
+        main()
+
+
 def test_the_help_says_that_a_configuration_is_a_program(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["/usr/bin/lightning-dp-evaluate", "--help"])
     with pytest.raises(SystemExit):

@@ -67,6 +67,36 @@ optim:
 """
 
 
+OWN_MODEL = """
+_target_: lightning_dp.models.Classifier
+model: {_target_: lightning_dp.models.resnet20, num_classes: 10}
+num_classes: 10
+optimizer: {_target_: torch.optim.SGD, _partial_: true, lr: 0.1}
+"""
+
+
+@pytest.mark.ci
+def test_an_option_that_only_unread_options_of_optim_read_is_refused(fail, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "model").mkdir()
+    (folder / "model" / "mine.yaml").write_text(OWN_MODEL)
+    plain = ["data=synthetic", "trainer=cpu"]
+    arguments = [f"hydra.searchpath=['file://{folder}']", "model=mine", *plain]
+    # `optim.optimizer` and `optim.scheduler` read the rate, but the model reads neither.
+    assert fail(*arguments, "optim.lr=0.3").startswith("error: nothing reads optim.lr; leave it out, or ")
+    assert fail(*arguments, "optim.optimizer.lr=0.3").startswith("error: nothing reads optim.optimizer; leave it out")
+    assert fail(*arguments, "optim=lars").startswith("error: nothing reads optim; leave it out, or ")
+    # Nothing is wrong with these but that no epoch is left to train.
+    reads = "+model.label_smoothing=${optim.lr}"
+    assert "trainer.max_epochs=0" in fail(*arguments, "trainer.max_epochs=0", "optim.lr=0.3", reads)
+    assert "trainer.max_epochs=0" in fail(*arguments, "trainer.max_epochs=0", "optim=null")
+    groups = ["optim=goyal", "model.parameter_groups=null", "optim.weight_decay=0.5"]
+    assert fail(*plain, *groups).startswith("error: nothing reads optim.weight_decay; if it is an argument of ")
+    # Without a schedule, it has an effect.
+    constant = ["model.scheduler=null", "optim.optimizer.lr=0.5"]
+    assert "trainer.max_epochs=0" in fail(*plain, *constant, "trainer.max_epochs=0")
+
+
 @pytest.mark.ci
 def test_an_option_of_optim_in_an_experiment_that_nothing_reads_is_refused(fail, tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
@@ -209,6 +239,24 @@ def test_an_error_whose_traceback_cannot_be_written_is_named(tmp_path):
     HydraConfig.instance().cfg = OmegaConf.create({"hydra": {"mode": "RUN"}})
     message = str(job_error(str(tmp_path / "gone"), ValueError("no data"), {}))
     assert message.startswith("ValueError: no data\nThe traceback cannot be written to ")
+
+
+def test_a_name_that_is_no_utf8_can_be_logged(tmp_path):
+    """As of a broken image in an archive that was packed on Windows."""
+    HydraConfig.instance().cfg = OmegaConf.create({"hydra": {"mode": "RUN"}})
+    name = os.fsdecode(b"\xff.png")
+    message = str(job_error(str(tmp_path), ValueError(f"{name} cannot be decoded"), {}))
+    assert message.startswith(f"ValueError: {name} cannot be decoded\nThe traceback is in ")
+    assert "ValueError: \\udcff.png cannot be decoded" in (tmp_path / "train.log").read_text()
+    handlers, level = list(logging.root.handlers), logging.root.level
+    file = {"class": "logging.FileHandler", "filename": str(tmp_path / "warnings.log")}
+    config = {"version": 1, "handlers": {"file": file}, "root": {"handlers": ["file"]}}
+    train.configure_logging(config | {"disable_existing_loggers": False})
+    logging.getLogger("lightning_dp").warning("%s is skipped", name)
+    for handler in set(logging.root.handlers) - set(handlers):
+        handler.close()
+    logging.root.handlers[:], logging.root.level = handlers, level
+    assert (tmp_path / "warnings.log").read_text() == "\\udcff.png is skipped\n"
 
 
 def test_a_full_disk_leaves_the_configuration_of_a_run_as_it_was(tmp_path, monkeypatch):

@@ -60,7 +60,8 @@ def test_an_option_of_optim_that_nobody_reads_is_refused():
 
 def test_a_learning_rate_that_the_schedule_replaces_is_refused():
     optim = {"lr": 0.1, "optimizer": {"lr": 0.1}, "scheduler": {"max_lr": "${optim.lr}"}}
-    config = OmegaConf.create({"optim": optim, "model": {"optimizer": "${optim.optimizer}"}})
+    model = {"optimizer": "${optim.optimizer}", "scheduler": "${optim.scheduler}"}
+    config = OmegaConf.create({"optim": optim, "model": model})
     with pytest.raises(ValueError, match=r"optim\.optimizer\.lr has no effect, because .* write optim\.lr"):
         check_given_optim(config, ["optim.optimizer.lr"])
     check_given_optim(config, ["optim.lr"])
