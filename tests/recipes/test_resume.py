@@ -248,6 +248,21 @@ def test_rows_of_the_next_epoch_are_not_kept_where_it_begins_with_the_step_of_th
     whole_and_continued(tmp_path, tiny, f"model._target_={__name__}.OwnStep")
 
 
+class LogsEachValidation(Classifier):
+    """Logs each batch of a validation, with the number of batches that validations have had."""
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.log("own/index", float(batch_idx), on_step=True, on_epoch=False)
+
+
+@pytest.mark.ci
+def test_batches_of_validations_are_counted_on_where_a_run_continues(tmp_path):
+    whole_and_continued(tmp_path, tiny, f"model._target_={__name__}.LogsEachValidation")
+    steps = [int(row["step"]) for row in metrics(tmp_path / "cut") if row["own/index"]]
+    assert steps == list(range(len(steps)))
+
+
 class LogsAtEnd(Classifier):
     """Writes to its logger when training has ended."""
 
