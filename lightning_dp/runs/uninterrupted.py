@@ -374,6 +374,18 @@ class BestCheckpoint(ModelCheckpoint):
         if self.monitor in trainer.callback_metrics:  # else Lightning would warn that it is never logged
             super().on_train_epoch_end(trainer, pl_module)
 
+    def check_monitor_top_k(self, trainer: Trainer, current: torch.Tensor | None = None) -> bool:
+        """Let rank 0 decide, whose values are in metrics.csv and in the checkpoint. All ranks must call it.
+
+        Without ``sync_dist=True`` each rank has a value of its own. Lightning saves where it is better on all ranks:
+        not always the best of metrics.csv, nor the same one in a run that continues, with the best of rank 0 on all.
+        """
+        is_better = current is not None
+        if current is not None and self.best_k_models:
+            best = self.best_k_models[self.kth_best_model_path]
+            is_better = bool(current < best if self.mode == "min" else current > best)
+        return trainer.strategy.broadcast(is_better)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the best of the epochs before, also if the run continues in another folder.
 

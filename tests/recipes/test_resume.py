@@ -1108,6 +1108,21 @@ def test_the_best_of_all_epochs_is_tested_after_a_continuation(tmp_path):
         assert all(torch.equal(value, reference[name]) for name, value in ours.items())
 
 
+class OfItsRank(Classifier):
+    """Logs a value of its own on each rank, as where ``sync_dist=True`` is forgotten."""
+
+    def on_validation_epoch_end(self):
+        values = ((1.0, 3.0, 2.0), (3.0, 1.0, 2.0))
+        self.log("val/own", values[self.global_rank][self.current_epoch])
+
+
+@pytest.mark.ci
+def test_the_best_is_that_of_rank_0_whose_values_are_logged(tmp_path):
+    own = (f"model._target_={__name__}.OfItsRank", "test=best", "optimized_metric=val/own", "trainer.devices=2")
+    run_processes(2, train_rank, tiny(tmp_path, *own, "trainer.max_epochs=3"))
+    assert torch.load(last(tmp_path).with_name("best.ckpt"), weights_only=True)["epoch"] == 1
+
+
 @pytest.mark.ci
 def test_a_best_checkpoint_that_later_epochs_were_not_compared_with_is_refused(tmp_path):
     run = tmp_path / "run"
