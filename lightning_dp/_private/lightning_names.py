@@ -123,6 +123,15 @@ def epoch_means(trainer: Any) -> dict[str, Any]:
     return {name: value.item() for name, value in means.items()}
 
 
+def validation_batches(trainer: Any) -> dict[int, int]:
+    """Return the number of batches that each validation loader has had. Changes to it count.
+
+    Lightning logs what ``validation_step`` logs with ``on_step=True`` under this number, and saves it nowhere.
+    """
+    seen: dict[int, int] = trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader
+    return seen
+
+
 def modes_in_training(trainer: Any) -> dict[str, bool]:
     """Return which modules train and do not evaluate, by name: during a validation, what each goes back to after it."""
     if trainer.evaluating:

@@ -270,7 +270,8 @@ def message_of(error: Exception) -> str:
 def explain(error: Exception) -> str:
     """Return the message of an error. For an unknown key, it names the keys that exist."""
     cause: BaseException = error
-    while cause.__cause__ is not None and not isinstance(error, JobError):
+    # An error of this package is complete, also one that a key which an object of the user's has missed has led to.
+    while cause.__cause__ is not None and isinstance(error, HydraException | OmegaConfBaseException):
         cause = cause.__cause__
     if isinstance(cause, OmegaConfBaseException):
         parent = cause.parent_node

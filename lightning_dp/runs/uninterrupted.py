@@ -31,6 +31,7 @@ from lightning_dp._private.lightning_names import (
     count_loader_from,
     modes_in_training,
     restart_loader,
+    validation_batches,
 )
 from lightning_dp._private.torch_names import BatchNorm
 from lightning_dp.data.loading import derive_seed
@@ -172,19 +173,22 @@ class ContinuesAfterCheckpoint(Callback):
         self._has_trained = False
         self._at_start: dict[str, bool] = {}  # see `_switches`
         self._switched: dict[str, bool] = {}  # what the run of the checkpoint had changed
+        self._validated: dict[int, int] = {}  # see `validation_batches`
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add what has been frozen or unfrozen since training began. Called by Lightning.
+        """Add what has been frozen or unfrozen since training began, and what was validated. Called by Lightning.
 
         Not what the module's constructor has: a run may continue on purpose with a part frozen.
         """
         now = _switches(trainer).items()
         switched = {name: value for name, value in now if value != self._at_start.get(name, value)}
-        checkpoint["callbacks"][self.state_key] = {"switched": switched}
+        validated = dict(validation_batches(trainer))
+        checkpoint["callbacks"][self.state_key] = {"switched": switched, "validated": validated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep that until the first epoch or batch. Called by Lightning."""
+        """Keep that until training begins. Called by Lightning. Files of before lack the second."""
         self._switched = state_dict["switched"]
+        self._validated = state_dict.get("validated", {})
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise ValueError if this rank continues from elsewhere than rank 0: its momentum and images would be others.
@@ -218,6 +222,7 @@ class ContinuesAfterCheckpoint(Callback):
         self._has_trained = True
         self._take_back(trainer)
         begin_next_epoch(trainer)
+        validation_batches(trainer).update(self._validated)
         self._at_start = {}
         # The epoch does not tell that it stopped in the first one, nor the reason that another rank had one.
         running = EarlyStoppingReason.NOT_STOPPED
@@ -368,6 +373,18 @@ class BestCheckpoint(ModelCheckpoint):
             raise ValueError(f"test=best: optimized_metric={self.monitor} is not logged; use one of {there_are}")
         if self.monitor in trainer.callback_metrics:  # else Lightning would warn that it is never logged
             super().on_train_epoch_end(trainer, pl_module)
+
+    def check_monitor_top_k(self, trainer: Trainer, current: torch.Tensor | None = None) -> bool:
+        """Let rank 0 decide, whose values are in metrics.csv and in the checkpoint. All ranks must call it.
+
+        Without ``sync_dist=True`` each rank has a value of its own. Lightning saves where it is better on all ranks:
+        not always the best of metrics.csv, nor the same one in a run that continues, with the best of rank 0 on all.
+        """
+        is_better = current is not None
+        if current is not None and self.best_k_models:
+            best = self.best_k_models[self.kth_best_model_path]
+            is_better = bool(current < best if self.mode == "min" else current > best)
+        return trainer.strategy.broadcast(is_better)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the best of the epochs before, also if the run continues in another folder.

@@ -19,6 +19,7 @@ import torch
 from hydra.errors import InstantiationException
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError
 from pytorch_lightning import Callback, LightningDataModule, LightningModule
 from pytorch_lightning.callbacks import Checkpoint, ModelSummary, ProgressBar
 from pytorch_lightning.loggers import CSVLogger, Logger
@@ -257,8 +258,12 @@ def naming_keys(path: str, config: Config) -> Iterator[None]:
     except Exception as error:
         cause = error.__cause__ or error if isinstance(error, InstantiationException) else error
         is_complete = isinstance(cause, ValueError | OSError | ImportError | MisconfigurationException)
-        message = " ".join((str(cause) if is_complete else f"{type(cause).__name__}: {cause}").split())
-        inner = re.search(r"full_key: (\S+)", str(error)) if isinstance(error, InstantiationException) else None
+        text = str(cause)
+        if isinstance(cause, ConfigAttributeError):  # its other lines name the key once more
+            text = f"{text.splitlines()[0]}; add it, or write _convert_: all beside the _target_ for a dict of Python's"
+        message = " ".join((text if is_complete else f"{type(cause).__name__}: {text}").split())
+        # The last line is Hydra's. An error of OmegaConf within it has another full_key, that of the dict it is about.
+        inner = re.search(r"\nfull_key: (\S+)$", str(error)) if isinstance(error, InstantiationException) else None
         if inner is not None and inner[1] != path and "[" not in inner[1]:
             path = f"{path}.{inner[1]}"  # of an object within the object
         node: Any = config

@@ -285,6 +285,16 @@ def check_the_modes_of_training_are_known_in_a_validation() -> None:
     assert modes.seen == 2 * [{"": True, "layer": False}]
 
 
+SEEN = "_seen_batches_per_dataloader"
+
+
+@contract(EvaluationLoop, SEEN, lambda patch: patch.setattr(EvaluationLoop, SEEN, property(), raising=False))
+def check_the_batches_of_validations_are_counted() -> None:
+    made = trainer(max_epochs=2)
+    made.fit(Frozen(), torch.ones(1, 1, 1), torch.ones(1, 1, 1))
+    assert lightning_names.validation_batches(made) == {0: 2}, "without those of the sanity check"
+
+
 class Restarts(Callback):
     """Lets the loader begin again in epoch 1, and saves a checkpoint within epoch 0 and one at its end."""
 

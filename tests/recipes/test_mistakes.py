@@ -293,6 +293,13 @@ def test_a_sweep_under_torchrun_is_refused(fail, monkeypatch):
     assert "2 processes were started, for 1 devices" in fail("trainer=cpu")
 
 
+def test_a_key_that_an_object_misses_in_its_options_is_named_with_the_object(fail):
+    """Lightning's Timer takes a dict of Python, and asks one of OmegaConf for its seconds."""
+    timer = ("+callbacks.timer._target_=pytorch_lightning.callbacks.Timer", "+callbacks.timer.duration.minutes=5")
+    message = fail("trainer=cpu", *timer)
+    assert "callbacks.timer: ConfigAttributeError: Missing key total_seconds; add it, or write _convert_:" in message
+
+
 def test_a_shell_of_salloc_is_named_in_one_line(fail, monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "4")
     assert "SLURM_NTASKS=4 is in the environment without SLURM_PROCID" in fail("trainer=cpu")

@@ -248,6 +248,21 @@ def test_rows_of_the_next_epoch_are_not_kept_where_it_begins_with_the_step_of_th
     whole_and_continued(tmp_path, tiny, f"model._target_={__name__}.OwnStep")
 
 
+class LogsEachValidation(Classifier):
+    """Logs each batch of a validation, with the number of batches that validations have had."""
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.log("own/index", float(batch_idx), on_step=True, on_epoch=False)
+
+
+@pytest.mark.ci
+def test_batches_of_validations_are_counted_on_where_a_run_continues(tmp_path):
+    whole_and_continued(tmp_path, tiny, f"model._target_={__name__}.LogsEachValidation")
+    steps = [int(row["step"]) for row in metrics(tmp_path / "cut") if row["own/index"]]
+    assert steps == list(range(len(steps)))
+
+
 class LogsAtEnd(Classifier):
     """Writes to its logger when training has ended."""
 
@@ -1091,6 +1106,21 @@ def test_the_best_of_all_epochs_is_tested_after_a_continuation(tmp_path):
             for run in (folder, "whole")
         )
         assert all(torch.equal(value, reference[name]) for name, value in ours.items())
+
+
+class OfItsRank(Classifier):
+    """Logs a value of its own on each rank, as where ``sync_dist=True`` is forgotten."""
+
+    def on_validation_epoch_end(self):
+        values = ((1.0, 3.0, 2.0), (3.0, 1.0, 2.0))
+        self.log("val/own", values[self.global_rank][self.current_epoch])
+
+
+@pytest.mark.ci
+def test_the_best_is_that_of_rank_0_whose_values_are_logged(tmp_path):
+    own = (f"model._target_={__name__}.OfItsRank", "test=best", "optimized_metric=val/own", "trainer.devices=2")
+    run_processes(2, train_rank, tiny(tmp_path, *own, "trainer.max_epochs=3"))
+    assert torch.load(last(tmp_path).with_name("best.ckpt"), weights_only=True)["epoch"] == 1
 
 
 @pytest.mark.ci

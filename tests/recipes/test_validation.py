@@ -243,6 +243,19 @@ def test_an_error_of_an_object_names_the_keys(tmp_path):
     )
 
 
+class ReadsOptions:
+    def __init__(self, options: Any) -> None:
+        self.max_size = options.max_size
+
+
+def test_an_object_that_reads_a_missing_key_of_its_options_is_named(tmp_path):
+    """The error of OmegaConf names that key in a line of its own, as Hydra's does the object's."""
+    config = composed(tmp_path) | {"data": {"_target_": f"{__name__}.ReadsOptions", "options": {"size": 3}}}
+    message = "^data: ConfigAttributeError: Missing key max_size; add it, or write _convert_: all beside the _target_"
+    with pytest.raises(ValueError, match=message), naming_keys("data", config):
+        instantiate(config["data"])
+
+
 def test_a_schedule_may_have_a_list_of_rates(tmp_path):
     """torch takes a list of OmegaConf for one rate of all groups, and fails where it counts with it."""
     config = composed(tmp_path, "trainer=cpu", "optim.scheduler.max_lr=[0.1]")
