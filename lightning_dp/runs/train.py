@@ -266,10 +266,16 @@ class NoLogger(DummyLogger):
 
 
 def result_line(metrics: dict[str, float], run_dir: str) -> str:
-    """Return the last line that a run prints, for example ``test/acc=0.9861  run_dir=runs/...``."""
+    """Return the last line that a run prints, for example ``test/acc=0.9861  run_dir=runs/...``.
+
+    Without test/acc it has all that was tested, as of several loaders, or else of the validation or training.
+    """
     folder = os.path.relpath(run_dir)
-    shown = [f"{name}={metrics[name]:.4f}" for name in ("test/acc", "val/acc", "train/loss") if name in metrics]
-    return f"{shown[0] if shown else 'done'}  run_dir={run_dir if folder.startswith('.') else folder}"
+    tested = sorted(name for name in metrics if name.startswith("test"))
+    others = [name for name in ("val/acc", "train/loss") if name in metrics]
+    names = ["test/acc"] if "test/acc" in metrics else tested or others[:1]
+    shown = "  ".join(f"{name}={metrics[name]:.4f}" for name in names)
+    return f"{shown or 'done'}  run_dir={run_dir if folder.startswith('.') else folder}"
 
 
 def optimized(metrics: dict[str, float], name: str | None, required: bool) -> float | None:

@@ -176,6 +176,9 @@ def test_images_per_second_are_logged_and_shown(tmp_path, capsys):
 def test_the_result_is_the_best_known_metric():
     assert result_line({"test/acc": 0.5, "val/acc": 1.0}, "runs/a") == "test/acc=0.5000  run_dir=runs/a"
     assert result_line({"val/acc": 1.0}, "runs/a") == "val/acc=1.0000  run_dir=runs/a"
+    loaders = {"test/acc/dataloader_idx_1": 0.25, "test/acc/dataloader_idx_0": 0.5}
+    both = "test/acc/dataloader_idx_0=0.5000  test/acc/dataloader_idx_1=0.2500  run_dir=runs/a"
+    assert result_line({"val/acc": 1.0, **loaders}, "runs/a") == both
     assert result_line({}, "runs/a") == "done  run_dir=runs/a"
 
 
