@@ -50,7 +50,13 @@ from lightning_dp.runs.metrics import (
     rows_of,
 )
 from lightning_dp.runs.resume import alone_in, find_checkpoint
-from lightning_dp.runs.uninterrupted import BestCheckpoint, ContinuesAfterCheckpoint, LastCheckpoint, SeedEachEpoch
+from lightning_dp.runs.uninterrupted import (
+    BestCheckpoint,
+    ContinuesAfterCheckpoint,
+    LastCheckpoint,
+    PartsOfRanks,
+    SeedEachEpoch,
+)
 from lightning_dp.runs.validation import Config, make_callbacks, validate
 from lightning_dp.strategies.complete_files import write_complete_files
 
@@ -231,7 +237,7 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     if type(writes_last) is ModelCheckpoint and keys.count(writes_last.state_key) > 1:
         writes_last = made["checkpoint"] = instantiate(config["callbacks"]["checkpoint"], _target_=LastCheckpoint)
     callbacks = sorted(made.values(), key=lambda each: each is writes_last or not isinstance(each, ModelCheckpoint))
-    callbacks += [SeedEachEpoch(config["seed"]), ConfigurationInCheckpoint(config)]
+    callbacks += [SeedEachEpoch(config["seed"]), PartsOfRanks(), ConfigurationInCheckpoint(config)]
     if config.get("test") == "best" and config["train"]:
         callbacks.insert(0, BestCheckpoint(config))
     callbacks += [RowsInCheckpoint(logger) for logger in loggers or () if isinstance(logger, MetricsFile)]

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from lightning_fabric.utilities import move_data_to_device
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import (
     BatchSizeFinder,
@@ -24,7 +26,8 @@ from pytorch_lightning.callbacks import (
 )
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 from pytorch_lightning.utilities import CombinedLoader
-from torchmetrics import MaxMetric, MinMetric
+from torch.optim.swa_utils import AveragedModel
+from torchmetrics import MaxMetric, Metric, MinMetric
 
 from lightning_dp._private.lightning_names import (
     begin_next_epoch,
@@ -154,6 +157,63 @@ def _warn_of_what_starts_over(trainer: Trainer, generators: list[str]) -> None:
             lost.append(f"{name} begins again without persistent(True)")
     if lost and trainer.is_global_zero:
         log.warning("this run may differ from one that was not interrupted: %s", "; ".join(lost))
+
+
+class PartsOfRanks(Callback):
+    """Keeps what each rank has of its own: of that a checkpoint has the part of rank 0.
+
+    - Metrics that are kept over epochs by ``metric.persistent(True)``: each rank gets its part back. With rank 0's on
+      all of them, a sum would be wrong.
+    - Averaged models, as of ``WeightAveraging``: they get rank 0's buffers with each checkpoint. DDP sends those of the
+      module, but not those of a copy. Validations of a run that continues would differ.
+    """
+
+    def __init__(self) -> None:
+        self._metrics: list[dict[str, Any]] = []  # of the checkpoint, by rank
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add the metrics of all ranks, and send rank 0's buffers of averages. Called by Lightning on all ranks."""
+        if trainer.interrupted:  # after an exception other ranks may not come to the collectives
+            return
+        own = {name: move_data_to_device(each.state_dict(), "cpu") for name, each in _kept_metrics(pl_module).items()}
+        if own:
+            by_rank: list[Any] = [own]
+            if trainer.world_size > 1:
+                by_rank *= trainer.world_size
+                dist.all_gather_object(by_rank, own)
+            checkpoint["callbacks"][self.state_key] = {"metrics": by_rank}
+        for callback in trainer.callbacks if trainer.world_size > 1 else []:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightAveraging):  # one of the user's may have a copy on some ranks only
+                averages = [each for each in vars(callback).values() if isinstance(each, AveragedModel)]
+                buffers = [buffer for each in averages for buffer in each.module.buffers()]
+                first = trainer.strategy.broadcast([buffer.cpu() for buffer in buffers])
+                for buffer, value in zip(buffers, first, strict=True):
+                    buffer.copy_(value)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the metrics until training begins. Called by Lightning."""
+        self._metrics = state_dict["metrics"]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give this rank its part back, if there are as many ranks. Each has rank 0's by now."""
+        if len(self._metrics) == trainer.world_size:
+            found = _kept_metrics(pl_module)
+            for name, state in self._metrics[trainer.global_rank].items():
+                if name in found:
+                    found[name].load_state_dict(move_data_to_device(state, found[name].device), strict=False)
+        elif self._metrics and trainer.is_global_zero:
+            log.warning(
+                "the checkpoint has the metrics %s of %d ranks: with %d ranks each goes on from those of rank 0",
+                ", ".join(self._metrics[0]),
+                len(self._metrics),
+                trainer.world_size,
+            )
+        self._metrics = []
+
+
+def _kept_metrics(module: LightningModule) -> dict[str, Metric]:
+    """Return the metrics that checkpoints hold, by name."""
+    return {name: each for name, each in module.named_modules() if isinstance(each, Metric) and each.state_dict()}
 
 
 class ContinuesAfterCheckpoint(Callback):

@@ -23,7 +23,7 @@ from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.trainer.connectors import signal_connector
 from torch.utils.data import DataLoader
-from torchmetrics import MaxMetric
+from torchmetrics import MaxMetric, SumMetric
 
 from lightning_dp.models import Classifier
 from lightning_dp.runs import command_line
@@ -398,6 +398,50 @@ def test_a_metric_that_is_kept_over_epochs_is_warned_of_where_it_is_in_no_checkp
         train(own_loop(tmp_path, "test=false", *options) | {"model": {"_target_": f"{__name__}.WithBest"}})
     (found,) = [record.message for record in caplog.records if "may differ" in record.message]
     assert found.endswith(": best begins again without persistent(True)")
+
+
+class KeepsSums(TwoOptimizers):
+    """Counts over epochs, each rank in steps of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = SumMetric()
+        self.kept.persistent(True)
+
+    def on_train_epoch_end(self):
+        self.kept.update(1 + 10 * self.global_rank)
+        self.log("own/kept", self.kept.compute())
+
+
+@pytest.mark.ci
+def test_each_rank_gets_its_part_of_a_metric_that_is_kept_over_epochs(tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for run_dir, *options in continued(whole, cut):
+        config = own_loop(run_dir, "test=false", "trainer.devices=2", *options)
+        run_processes(2, train_rank, config | {"model": {"_target_": f"{__name__}.KeepsSums"}})
+    kept = [[float(row["own/kept"]) for row in metrics(run_dir) if row["own/kept"]] for run_dir in (whole, cut)]
+    assert kept == [[12, 24, 36], [12, 24, 36]]
+
+
+@pytest.mark.ci
+def test_parts_of_a_metric_of_other_ranks_are_warned_of(tmp_path, caplog):
+    model = {"model": {"_target_": f"{__name__}.KeepsSums"}}
+    run_processes(2, train_rank, own_loop(tmp_path, "test=false", "trainer.devices=2", "trainer.max_epochs=1") | model)
+    train(own_loop(tmp_path, "test=false", "trainer.max_epochs=2", f"ckpt_path={last(tmp_path)}") | model)
+    assert "has the metrics kept of 2 ranks: with 1 ranks each goes on from those of rank 0" in caplog.text
+
+
+@pytest.mark.ci
+def test_the_mean_of_the_weights_has_the_statistics_of_rank_0_where_a_run_continues(tmp_path):
+    """A validation between the batches of a step: there DDP does not send rank 0's statistics to the others."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for run_dir, *options in continued(whole, cut):
+        every = ("trainer.accumulate_grad_batches=3", "+trainer.val_check_interval=2")
+        config = tiny(run_dir, "trainer.devices=2", "strategy=ddp", *every, *options)
+        config["callbacks"]["mean"] = {"_target_": "pytorch_lightning.callbacks.EMAWeightAveraging", "decay": 0.5}
+        config["model"]["scheduler"]["total_steps"] = 9
+        run_processes(2, train_rank, config)
+    assert [row["val/loss"] for row in metrics(cut)] == [row["val/loss"] for row in metrics(whole)]
 
 
 @pytest.mark.ci
