@@ -9,6 +9,7 @@ runs with one rank. With two GPUs and more NCCL runs with two. Kernels and strea
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,9 +168,9 @@ def test_layered_fsdp_equals_ddp(place):
 
 
 def train_run_again(rank: int, place: Place) -> dict[str, dict[str, Tensor]]:
-    """Return the parameters of networks of which backward runs parts again: of DDP on the CPU, and of others there."""
-    sharded = lambda: LayeredFSDPStrategy(1, wrap=[nn.Linear], process_group_backend="gloo")  # noqa: E731
-    ddp = lambda: DDPStrategy(process_group_backend="gloo")  # noqa: E731
+    """Return parameters of a network of which backward runs parts again: of DDP on the CPU, and of each strategy."""
+    ddp = partial(DDPStrategy, process_group_backend="gloo")
+    sharded = partial(LayeredFSDPStrategy, 1, wrap=[nn.Linear], process_group_backend="gloo")
     runs: dict[str, tuple[Any, bool, dict[str, Any]]] = {
         "DDP, CPU": (ddp, False, {**place.options, "accelerator": "cpu"}),
         "DDP": (ddp, False, place.options),
@@ -182,7 +183,7 @@ def train_run_again(rank: int, place: Place) -> dict[str, dict[str, Tensor]]:
         for name, (strategy, is_reentrant, options) in runs.items():
             module = Checkpoints(is_reentrant)
             trainer(strategy(), place.world_size, **options).fit(module, data(place.world_size, 8))
-            found[name] = {name: whole(p).cpu() for name, p in module.named_parameters()}
+            found[name] = {each: whole(p).cpu() for each, p in module.named_parameters()}
     return found
 
 

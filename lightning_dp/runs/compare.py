@@ -38,6 +38,7 @@ log = logging.getLogger("compare")
 
 TESTED = "test/acc"
 DEFAULT_METRICS = ("val/acc", "train/acc")
+LOSS = re.compile("loss|error|(?<![a-z])err(?![a-z])")  # in the name of a metric that is best where it is lowest
 LEAST_SPAN = 0.02  # of the accuracy's axis
 OVERRIDES = ".hydra/overrides.yaml"  # in the folder of a job
 CONTINUED = {f"ckpt_path={requested}" for requested in OF_A_RUN}  # a job continues its own checkpoint
@@ -198,7 +199,8 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
     if mode is None:
         with naming_damage(folder / CONFIGURATION):
             is_optimized, optimized_mode = metric == config["optimized_metric"], config["optimized_mode"]
-        mode = optimized_mode if is_optimized else "min" if re.search("loss|err", metric) else "max"
+        usual = "min" if LOSS.search(metric) else "max"
+        mode = optimized_mode if is_optimized else usual
     share = mean(shares) if shares else None
     # Steps count from 0. The time is logged where an epoch ends, and a validation may come within one.
     ends, times = [0, *(step + 1 for step, _ in seconds)], [0.0, *(value for _, value in seconds)]

@@ -118,7 +118,14 @@ def test_a_job_that_has_diverged_has_no_result_whatever_its_place(tmp_path, orde
 
 
 @pytest.mark.parametrize(
-    ("metric", "mode", "best"), [("val/error", None, 5.0), ("val/f1", None, 7.0), ("val/f1", "min", 5.0)]
+    ("metric", "mode", "best"),
+    [
+        ("val/error", None, 5.0),
+        ("val_err", None, 5.0),
+        ("val/f1", None, 7.0),
+        ("val/f1", "min", 5.0),
+        ("terrain", None, 7.0),
+    ],
 )
 def test_which_values_are_better_is_told_by_the_name_or_the_user(tmp_path, metric, mode, best):
     for name, values in (("0", [9, 5]), ("1", [7, 3])):
