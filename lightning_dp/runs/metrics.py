@@ -198,6 +198,9 @@ def rows_of(run_dir: Path) -> list[dict[str, str]]:
     """Return the rows of a metrics.csv, with the values that each has. The last one is left out if it was cut.
 
     A full disk cuts it, or the end of a job that is killed.
+
+    Raises:
+        ValueError: it has no column ``step``, as after a program for tables has written it with semicolons.
     """
     if not (run_dir / METRICS).is_file():
         return []
@@ -205,13 +208,21 @@ def rows_of(run_dir: Path) -> list[dict[str, str]]:
         lines = file.readlines()
     # A row that was cut within its last value has as many as the others.
     whole = lines if not lines or lines[-1].endswith("\n") else lines[:-1]
+    if whole and "step" not in next(csv.reader(whole)):
+        path = run_dir / METRICS
+        raise ValueError(f"{path} has no column step; its first line is the columns' names, with commas between them")
     rows = [row for row in csv.DictReader(whole) if None not in row.values()]
     return [{name: value for name, value in row.items() if value} for row in rows]
 
 
 def last_values(rows: Sequence[dict[str, str]]) -> dict[str, float]:
-    """Return the last value of each metric."""
-    return {name: value for row in rows for name, value in _numbers(row).items()}
+    """Return the last value of each metric.
+
+    A metric that is logged of each step and as a mean has two columns; the mean also has the metric's own name.
+    """
+    found = {name: value for row in rows for name, value in _numbers(row).items()}
+    forked = [name.removesuffix("_step") for name in found if name.endswith("_step")]
+    return found | {name: found[f"{name}_epoch"] for name in forked if f"{name}_epoch" in found}
 
 
 def _numbers(row: dict[str, str]) -> dict[str, float]:

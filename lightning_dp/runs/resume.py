@@ -71,7 +71,8 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
         else:
             requested = str(path)
     if path is not None and not (requested and path.exists()):  # an empty text would be this folder
-        raise FileNotFoundError(f"ckpt_path={requested}: there is no such checkpoint; {OTHERS}")
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"  # with hydra.job.chdir it is the run folder
+        raise FileNotFoundError(f"ckpt_path={requested}: there is no such checkpoint{where}; {OTHERS}")
     require_unused(run_dir, path, "hydra.sweep.dir" if in_sweep else "hydra.run.dir")
     if path is None:
         return None

@@ -57,7 +57,7 @@ from lightning_dp.runs.uninterrupted import (
     PartsOfRanks,
     SeedEachEpoch,
 )
-from lightning_dp.runs.validation import Config, make_callbacks, validate
+from lightning_dp.runs.validation import Config, make_callbacks, naming_keys, validate
 from lightning_dp.strategies.complete_files import write_complete_files
 
 
@@ -229,7 +229,9 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec")
     # For each job of a sweep, since it holds for the whole process. Configurations of old runs do not have it.
     torch.set_float32_matmul_precision(config.get("matmul_precision", "highest"))
-    model, data = instantiate(config["model"]), instantiate(config["data"])
+    with naming_keys("model", config):
+        model = instantiate(config["model"])
+    data = instantiate(config["data"])
     made = make_callbacks(config)
     # Other checkpoints of an epoch come before last.ckpt, which holds what these callbacks know of theirs.
     writes_last = made.get("checkpoint")

@@ -17,6 +17,7 @@ from pytorch_lightning.callbacks import BaseFinetuning, Checkpoint
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Subset, random_split
+from torchmetrics import MaxMetric, MeanMetric
 
 from lightning_dp.models import Classifier
 
@@ -143,6 +144,36 @@ class OwnModel(Classifier):
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         super().test_step(batch, batch_idx)
+
+
+class Watching(Classifier):
+    """Logs in all the ways there are: steps and means, means over all epochs so far, and the means of each rank."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.mean_so_far, self.best_so_far = MeanMetric(), MaxMetric()
+        for metric in (self.mean_so_far, self.best_so_far):
+            metric.persistent(True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.mean_so_far.update(loss.detach())
+        self.log("train/of_step", loss, on_step=True, on_epoch=True)
+        self.log_dict({"train/drawn": torch.rand(()), "train/sum": loss.detach()}, reduce_fx="sum")
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("val/of_step", batch[0].mean(), on_step=True, on_epoch=True)
+        self.best_so_far.update(batch[0].max() + self.global_step)
+
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        self.log("val/best_so_far", self.best_so_far.compute())
+
+    def on_train_epoch_end(self) -> None:
+        self.log("train/mean_so_far", self.mean_so_far.compute(), sync_dist=True)
+        self.logger.log_metrics({"own/epoch": float(self.current_epoch)}, step=self.global_step)
 
 
 class NoTestStep(LightningModule):

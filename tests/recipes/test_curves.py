@@ -106,6 +106,18 @@ def test_a_text_that_a_module_logs_directly_is_not_drawn(tmp_path):
     assert metrics.last_values(metrics.rows_of(tmp_path)) == {"train/loss": 0.5}
 
 
+def test_the_mean_of_what_is_logged_of_each_step_too_has_its_own_name(tmp_path):
+    metrics.MetricsFile(str(tmp_path)).log_metrics({"loss_step": 3.0, "loss_epoch": 2.0, "one_step": 1.0}, step=0)
+    expected = {"loss_step": 3.0, "loss_epoch": 2.0, "loss": 2.0, "one_step": 1.0}
+    assert metrics.last_values(metrics.rows_of(tmp_path)) == expected
+
+
+def test_a_file_with_other_signs_between_its_columns_is_an_error(tmp_path):
+    (tmp_path / "metrics.csv").write_text("epoch;step;train/loss\n0;3;1.0\n")
+    with pytest.raises(ValueError, match="metrics.csv has no column step; its first line"):
+        read_metrics(tmp_path)
+
+
 def test_a_last_row_that_was_cut_is_not_drawn(tmp_path):
     (tmp_path / "metrics.csv").write_text("epoch,lr-SGD,step,train/loss\n0,0.1,3,1.0\n1,0.1")
     assert read_metrics(tmp_path) == {"lr-SGD": [(1.0, 0.1)], "train/loss": [(1.0, 1.0)]}

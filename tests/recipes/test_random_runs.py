@@ -29,6 +29,7 @@ OPTIONS = (
     ("trainer.max_epochs=2", "trainer.max_epochs=3", "trainer.max_epochs=4"),
     ("optim=sgd_onecycle", "optim=sgd_multistep", "optim=goyal", "optim=lars", "optim=linear_warmup"),
     ("model=resnet20", "model=cifar_alexnet"),
+    ("", "model._target_=tests.recipes.pieces.Watching"),
     ("", "trainer.precision=64-true", "trainer.precision=bf16-true", "trainer.precision=bf16-mixed"),
     (
         *("", "", "trainer.accumulate_grad_batches=2", "trainer.accumulate_grad_batches=3"),
