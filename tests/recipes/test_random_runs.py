@@ -108,7 +108,9 @@ def _train(rank: int, config: dict[str, Any], kill: dict[int, str]) -> Any:
         found = train(config)
     except (ValueError, MisconfigurationException, InstantiationException) as error:
         return str(error)
-    return {name: value for name, value in found.items() if name.startswith(("train/", "val/", "test/"))}
+    # Not those of a step: not each is in metrics.csv, from which a run that has nothing left to train takes them.
+    of_epochs = [name for name in found if not name.endswith(("_step", "/drawn", "/sum"))]
+    return {name: found[name] for name in of_epochs if name.startswith(("train/", "val/", "test/"))}
 
 
 def state_of(run_dir: Path) -> tuple[Any, ...]:
