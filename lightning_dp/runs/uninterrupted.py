@@ -314,6 +314,7 @@ class ContinuesAfterCheckpoint(Callback):
 
         Lightning restores neither: after the epoch that unfreezes a part, it would stay frozen to the end.
         """
+        _drop_gradients_before_averaging(trainer)
         self._at_start = self._at_start or _switches(trainer)
         owners = {**dict(pl_module.named_parameters()), **dict(pl_module.named_modules())}
         for key, value in self._switched.items():
@@ -353,6 +354,18 @@ class ContinuesAfterCheckpoint(Callback):
             is_averaging = isinstance(callback, WeightAveraging | StochasticWeightAveraging)
             if is_averaging and not has_mean and not self._has_trained:
                 callback.on_train_end(trainer, pl_module)
+
+
+def _drop_gradients_before_averaging(trainer: Any) -> None:
+    """Set gradients to None before the epoch in which StochasticWeightAveraging updates batch norm.
+
+    That epoch has a step, but no backward: Lightning would change the mean by the gradients of the batch before, unless
+    a validation has set them to None. A run that continues has none, and would end with other weights.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, StochasticWeightAveraging) and trainer.current_epoch == callback.swa_end + 1:
+            for optimizer in trainer.optimizers:
+                optimizer.zero_grad()
 
 
 def _switches(trainer: Trainer) -> dict[str, bool]:

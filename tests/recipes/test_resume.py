@@ -621,6 +621,31 @@ def test_stochastic_weight_averaging_has_a_mean_that_is_tested_of_a_run_that_has
 
 
 @pytest.mark.ci
+def test_stochastic_weight_averaging_ends_with_the_mean_where_no_validation_follows_the_last_step(tmp_path):
+    """A validation sets gradients to None. Without, the epoch for batch norm steps with those of the last batch."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    config = tiny(whole, "test=false", "trainer.limit_val_batches=0", "optimized_metric=null", "optim=sgd_multistep")
+    swa = "pytorch_lightning.callbacks.StochasticWeightAveraging"
+    config["callbacks"]["mean"] = {"_target_": swa, "swa_lrs": 0.5, "swa_epoch_start": 1}
+    config["callbacks"]["all"] = {
+        "_target_": "pytorch_lightning.callbacks.ModelCheckpoint",
+        **{"dirpath": str(tmp_path / "all"), "filename": "{epoch}", "save_top_k": -1},
+    }
+    train(config)
+    (mean,) = [
+        state["average_model_state"]
+        for state in torch.load(last(whole), weights_only=True)["callbacks"].values()
+        if "average_model_state" in state
+    ]
+    parameters = [name for name in mean if "running" not in name and "num_batches" not in name]
+    assert all(torch.equal(weights(whole)[name], mean[name]) for name in parameters)
+    checkpoint = str(tmp_path / "all" / "epoch=1.ckpt")
+    again = tiny(cut, "test=false", "trainer.limit_val_batches=0", "optimized_metric=null", "optim=sgd_multistep")
+    train(again | {"callbacks": again["callbacks"] | {"mean": config["callbacks"]["mean"]}, "ckpt_path": checkpoint})
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
+
+
+@pytest.mark.ci
 def test_the_last_checkpoint_knows_the_best_ones_of_its_epoch(tmp_path):
     config = tiny(tmp_path, "test=false", "trainer.max_epochs=1")
     config["callbacks"]["top"] = {
