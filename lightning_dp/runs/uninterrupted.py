@@ -28,6 +28,7 @@ from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 from pytorch_lightning.utilities import CombinedLoader
 from torch.optim.swa_utils import AveragedModel
 from torchmetrics import MaxMetric, Metric, MinMetric
+from torchmetrics.wrappers import MetricTracker, MinMaxMetric, Running
 
 from lightning_dp._private.lightning_names import (
     begin_next_epoch,
@@ -155,6 +156,11 @@ def _warn_of_what_starts_over(trainer: Trainer, generators: list[str]) -> None:
         # What users keep over epochs, such as the best accuracy. Other metrics are of an epoch.
         if isinstance(module, MaxMetric | MinMetric) and not module.state_dict():
             lost.append(f"{name} begins again without persistent(True)")
+        # What these keep is no state of a metric: two extremes, copies, the place in the window.
+        elif isinstance(module, MinMaxMetric | MetricTracker):
+            lost.append(f"{name} begins again, also with persistent(True)")
+        elif isinstance(module, Running) and module.state_dict():
+            lost.append(f"{name} fills from its first place on")
     if lost and trainer.is_global_zero:
         log.warning("this run may differ from one that was not interrupted: %s", "; ".join(lost))
 

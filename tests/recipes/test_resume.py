@@ -23,7 +23,8 @@ from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.trainer.connectors import signal_connector
 from torch.utils.data import DataLoader
-from torchmetrics import MaxMetric, SumMetric
+from torchmetrics import MaxMetric, MeanMetric, SumMetric
+from torchmetrics.wrappers import MetricTracker, MinMaxMetric, Running
 
 from lightning_dp.models import Classifier
 from lightning_dp.runs import command_line
@@ -388,7 +389,10 @@ class WithBest(TwoOptimizers):
     def __init__(self):
         super().__init__()
         self.best, self.kept = MaxMetric(), MaxMetric()
-        self.kept.persistent(True)
+        self.range, self.by_epoch = MinMaxMetric(MeanMetric()), MetricTracker(MeanMetric(), maximize=True)
+        self.window = Running(MeanMetric())
+        for metric in (self.kept, self.range, self.window):
+            metric.persistent(True)
 
 
 @pytest.mark.ci
@@ -397,7 +401,10 @@ def test_a_metric_that_is_kept_over_epochs_is_warned_of_where_it_is_in_no_checkp
         assert "may differ" not in caplog.text
         train(own_loop(tmp_path, "test=false", *options) | {"model": {"_target_": f"{__name__}.WithBest"}})
     (found,) = [record.message for record in caplog.records if "may differ" in record.message]
-    assert found.endswith(": best begins again without persistent(True)")
+    assert found.endswith(
+        ": best begins again without persistent(True); range begins again, also with persistent(True); by_epoch begins "
+        "again, also with persistent(True); window fills from its first place on"
+    )
 
 
 class KeepsSums(TwoOptimizers):
