@@ -33,6 +33,7 @@ from torchmetrics.wrappers import MetricTracker, MinMaxMetric, Running
 from lightning_dp._private.lightning_names import (
     begin_next_epoch,
     count_loader_from,
+    logged_metrics,
     modes_in_training,
     restart_loader,
     validation_batches,
@@ -169,7 +170,7 @@ class PartsOfRanks(Callback):
     """Keeps what each rank has of its own: of that a checkpoint has the part of rank 0.
 
     - Metrics that are kept over epochs by ``metric.persistent(True)``: each rank gets its part back. With rank 0's on
-      all of them, a sum would be wrong.
+      all of them, a sum would be wrong. Those that Lightning resets after the checkpoint begin again.
     - Averaged models, as of ``WeightAveraging``: they get rank 0's buffers with each checkpoint. DDP sends those of the
       module, but not those of a copy. Validations of a run that continues would differ.
     """
@@ -181,8 +182,11 @@ class PartsOfRanks(Callback):
         """Add the metrics of all ranks, and send rank 0's buffers of averages. Called by Lightning on all ranks."""
         if trainer.interrupted:  # after an exception other ranks may not come to the collectives
             return
-        own = {name: move_data_to_device(each.state_dict(), "cpu") for name, each in _kept_metrics(pl_module).items()}
-        if own:
+        kept = _kept_metrics(pl_module)
+        are_reset = {id(each) for metric in logged_metrics(trainer) for each in metric.modules()}
+        of_epochs = {name: each for name, each in kept.items() if id(each) not in are_reset}
+        own = {name: move_data_to_device(each.state_dict(), "cpu") for name, each in of_epochs.items()}
+        if kept:
             by_rank: list[Any] = [own]
             if trainer.world_size > 1:
                 by_rank *= trainer.world_size
@@ -201,20 +205,24 @@ class PartsOfRanks(Callback):
         self._metrics = state_dict["metrics"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give this rank its part back, if there are as many ranks. Each has rank 0's by now."""
-        if len(self._metrics) == trainer.world_size:
-            found = _kept_metrics(pl_module)
-            for name, state in self._metrics[trainer.global_rank].items():
+        """Give this rank its part back, if there are as many ranks. Each has rank 0's by now, also of what is reset."""
+        parts, self._metrics = self._metrics, []
+        if not parts:
+            return
+        found = _kept_metrics(pl_module)
+        for name in found.keys() - parts[0].keys():
+            found[name].reset()
+        if len(parts) == trainer.world_size:
+            for name, state in parts[trainer.global_rank].items():
                 if name in found:
                     found[name].load_state_dict(move_data_to_device(state, found[name].device), strict=False)
-        elif self._metrics and trainer.is_global_zero:
+        elif parts[0] and trainer.is_global_zero:
             log.warning(
                 "the checkpoint has the metrics %s of %d ranks: with %d ranks each goes on from those of rank 0",
-                ", ".join(self._metrics[0]),
-                len(self._metrics),
+                ", ".join(parts[0]),
+                len(parts),
                 trainer.world_size,
             )
-        self._metrics = []
 
 
 def _kept_metrics(module: LightningModule) -> dict[str, Metric]:

@@ -23,7 +23,7 @@ from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.trainer.connectors import signal_connector
 from torch.utils.data import DataLoader
-from torchmetrics import MaxMetric, MeanMetric, SumMetric
+from torchmetrics import MaxMetric, MeanMetric, MetricCollection, SumMetric
 from torchmetrics.wrappers import MetricTracker, MinMaxMetric, Running
 
 from lightning_dp.models import Classifier
@@ -428,6 +428,44 @@ def test_each_rank_gets_its_part_of_a_metric_that_is_kept_over_epochs(tmp_path):
         run_processes(2, train_rank, config | {"model": {"_target_": f"{__name__}.KeepsSums"}})
     kept = [[float(row["own/kept"]) for row in metrics(run_dir) if row["own/kept"]] for run_dir in (whole, cut)]
     assert kept == [[12, 24, 36], [12, 24, 36]]
+
+
+class LogsMetrics(Classifier):
+    """Lets Lightning log metrics that checkpoints hold. It resets them when the checkpoint has been written."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.trained = MetricCollection({"of_training": SumMetric()})
+        self.validated, self.kept = SumMetric(), SumMetric()
+        for metric in (self.trained, self.validated, self.kept):
+            metric.persistent(True)
+
+    def training_step(self, batch, batch_idx):
+        self.trained.update(1)
+        self.kept.update(1)
+        self.log_dict(self.trained, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.update(1)
+        self.log("of_validation", self.validated, on_step=False, on_epoch=True)
+        self.log("kept", self.kept.compute())
+        super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("at_end_of_epoch", [True, False])
+def test_a_metric_of_an_epoch_begins_again_where_a_run_continues_from_a_checkpoint_that_holds_it(
+    tmp_path, at_end_of_epoch
+):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for run_dir, *options in continued(whole, cut):
+        saved = f"callbacks.checkpoint.save_on_train_epoch_end={at_end_of_epoch}"
+        train(tiny(run_dir, "optim=sgd_multistep", f"model._target_={__name__}.LogsMetrics", saved, *options))
+    for name in ("of_training", "of_validation", "kept"):
+        of_runs = [[row[name] for row in metrics(run_dir) if row.get(name)] for run_dir in (whole, cut)]
+        assert len(of_runs[0]) == 3
+        assert of_runs[1][-2:] == of_runs[0][-2:], name
 
 
 @pytest.mark.ci
