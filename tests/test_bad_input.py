@@ -715,6 +715,7 @@ OPTIONS = [
     imagenet("crop='random' must be one of 'resized', 'square', or null", crop="random"),
     imagenet("on_broken='ignore' must be 'raise' or 'skip'", on_broken="ignore"),
     imagenet("resize_between=(0.8, 0.7) must be two fractions", resize_between=(0.8, 0.7)),
+    imagenet("image_size=0 must be 1 or more pixels", image_size=0),
     imagenet("decoder='opencv' must be one of", decoder="opencv"),
     imagenet("has 3 class folders, but num_classes=2; use num_classes=3 or more", num_classes=2),
     imagenet("ImageNet is not in ... nowhere", root="nowhere"),

@@ -296,7 +296,8 @@ class ContinuesAfterCheckpoint(Callback):
         self._has_trained = True
         self._take_back(trainer)
         begin_next_epoch(trainer)
-        validation_batches(trainer).update(self._validated)
+        if not trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+            validation_batches(trainer).update(self._validated)  # else Lightning counts each loader's
         self._at_start = {}
         # The epoch does not tell that it stopped in the first one, nor the reason that another rank had one.
         running = EarlyStoppingReason.NOT_STOPPED

@@ -262,6 +262,9 @@ def test_batches_of_validations_are_counted_on_where_a_run_continues(tmp_path):
     whole_and_continued(tmp_path, tiny, f"model._target_={__name__}.LogsEachValidation")
     steps = [int(row["step"]) for row in metrics(tmp_path / "cut") if row["own/index"]]
     assert steps == list(range(len(steps)))
+    # Lightning counts those of each loader.
+    reload = "+trainer.reload_dataloaders_every_n_epochs=1"
+    whole_and_continued(tmp_path / "reload", tiny, f"model._target_={__name__}.LogsEachValidation", reload)
 
 
 class LogsAtEnd(Classifier):
