@@ -123,6 +123,16 @@ def epoch_means(trainer: Any) -> dict[str, Any]:
     return {name: value.item() for name, value in means.items()}
 
 
+def logged_metrics(trainer: Any) -> list[nn.Module]:
+    """Return the metrics of torchmetrics that training and validation have given to ``self.log``.
+
+    Lightning resets them at the end of each epoch, after its checkpoint, and of each validation.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    found = [result.value for results in (loop._results, loop.val_loop._results) for result in results.values()]
+    return [each for each in found if isinstance(each, nn.Module)]
+
+
 def validation_batches(trainer: Any) -> dict[int, int]:
     """Return the number of batches that each validation loader has had. Changes to it count.
 

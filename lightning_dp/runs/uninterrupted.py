@@ -28,10 +28,12 @@ from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 from pytorch_lightning.utilities import CombinedLoader
 from torch.optim.swa_utils import AveragedModel
 from torchmetrics import MaxMetric, Metric, MinMetric
+from torchmetrics.wrappers import MetricTracker, MinMaxMetric, Running
 
 from lightning_dp._private.lightning_names import (
     begin_next_epoch,
     count_loader_from,
+    logged_metrics,
     modes_in_training,
     restart_loader,
     validation_batches,
@@ -155,6 +157,11 @@ def _warn_of_what_starts_over(trainer: Trainer, generators: list[str]) -> None:
         # What users keep over epochs, such as the best accuracy. Other metrics are of an epoch.
         if isinstance(module, MaxMetric | MinMetric) and not module.state_dict():
             lost.append(f"{name} begins again without persistent(True)")
+        # What these keep is no state of a metric: two extremes, copies, the place in the window.
+        elif isinstance(module, MinMaxMetric | MetricTracker):
+            lost.append(f"{name} begins again, also with persistent(True)")
+        elif isinstance(module, Running) and module.state_dict():
+            lost.append(f"{name} fills from its first place on")
     if lost and trainer.is_global_zero:
         log.warning("this run may differ from one that was not interrupted: %s", "; ".join(lost))
 
@@ -163,7 +170,7 @@ class PartsOfRanks(Callback):
     """Keeps what each rank has of its own: of that a checkpoint has the part of rank 0.
 
     - Metrics that are kept over epochs by ``metric.persistent(True)``: each rank gets its part back. With rank 0's on
-      all of them, a sum would be wrong.
+      all of them, a sum would be wrong. Those that Lightning resets after the checkpoint begin again.
     - Averaged models, as of ``WeightAveraging``: they get rank 0's buffers with each checkpoint. DDP sends those of the
       module, but not those of a copy. Validations of a run that continues would differ.
     """
@@ -175,8 +182,11 @@ class PartsOfRanks(Callback):
         """Add the metrics of all ranks, and send rank 0's buffers of averages. Called by Lightning on all ranks."""
         if trainer.interrupted:  # after an exception other ranks may not come to the collectives
             return
-        own = {name: move_data_to_device(each.state_dict(), "cpu") for name, each in _kept_metrics(pl_module).items()}
-        if own:
+        kept = _kept_metrics(pl_module)
+        are_reset = {id(each) for metric in logged_metrics(trainer) for each in metric.modules()}
+        of_epochs = {name: each for name, each in kept.items() if id(each) not in are_reset}
+        own = {name: move_data_to_device(each.state_dict(), "cpu") for name, each in of_epochs.items()}
+        if kept:
             by_rank: list[Any] = [own]
             if trainer.world_size > 1:
                 by_rank *= trainer.world_size
@@ -195,20 +205,24 @@ class PartsOfRanks(Callback):
         self._metrics = state_dict["metrics"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give this rank its part back, if there are as many ranks. Each has rank 0's by now."""
-        if len(self._metrics) == trainer.world_size:
-            found = _kept_metrics(pl_module)
-            for name, state in self._metrics[trainer.global_rank].items():
+        """Give this rank its part back, if there are as many ranks. Each has rank 0's by now, also of what is reset."""
+        parts, self._metrics = self._metrics, []
+        if not parts:
+            return
+        found = _kept_metrics(pl_module)
+        for name in found.keys() - parts[0].keys():
+            found[name].reset()
+        if len(parts) == trainer.world_size:
+            for name, state in parts[trainer.global_rank].items():
                 if name in found:
                     found[name].load_state_dict(move_data_to_device(state, found[name].device), strict=False)
-        elif self._metrics and trainer.is_global_zero:
+        elif parts[0] and trainer.is_global_zero:
             log.warning(
                 "the checkpoint has the metrics %s of %d ranks: with %d ranks each goes on from those of rank 0",
-                ", ".join(self._metrics[0]),
-                len(self._metrics),
+                ", ".join(parts[0]),
+                len(parts),
                 trainer.world_size,
             )
-        self._metrics = []
 
 
 def _kept_metrics(module: LightningModule) -> dict[str, Metric]:
@@ -315,6 +329,7 @@ class ContinuesAfterCheckpoint(Callback):
 
         Lightning restores neither: after the epoch that unfreezes a part, it would stay frozen to the end.
         """
+        _drop_gradients_before_averaging(trainer)
         self._at_start = self._at_start or _switches(trainer)
         owners = {**dict(pl_module.named_parameters()), **dict(pl_module.named_modules())}
         for key, value in self._switched.items():
@@ -354,6 +369,18 @@ class ContinuesAfterCheckpoint(Callback):
             is_averaging = isinstance(callback, WeightAveraging | StochasticWeightAveraging)
             if is_averaging and not has_mean and not self._has_trained:
                 callback.on_train_end(trainer, pl_module)
+
+
+def _drop_gradients_before_averaging(trainer: Any) -> None:
+    """Set gradients to None before the epoch in which StochasticWeightAveraging updates batch norm.
+
+    That epoch has a step, but no backward: Lightning would change the mean by the gradients of the batch before, unless
+    a validation has set them to None. A run that continues has none, and would end with other weights.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, StochasticWeightAveraging) and trainer.current_epoch == callback.swa_end + 1:
+            for optimizer in trainer.optimizers:
+                optimizer.zero_grad()
 
 
 def _switches(trainer: Trainer) -> dict[str, bool]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
+from torchmetrics import SumMetric
 
 from lightning_dp._lightning import FRAMEWORK, Callback, DDPStrategy, LightningModule, ModelParallelStrategy, Trainer
 from lightning_dp._private import lightning_names
@@ -252,6 +253,35 @@ def check_the_means_of_an_epoch_are_known_before_they_are_logged() -> None:
     module = Logging()
     trainer(max_epochs=1).fit(module, torch.ones(2, 1, 1))
     assert module.means == {"index_epoch": 0.5}
+
+
+class LogsMetrics(Net):
+    """Logs metrics of training and validation, and notes which are known at the end of an epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained, self.validated, self.kept = SumMetric(), SumMetric(), SumMetric()
+        self.found: list[Any] = []
+
+    def training_step(self, batch, batch_idx):
+        self.trained.update(1)
+        self.kept.update(1)
+        self.log_dict({"trained": self.trained, "kept": self.kept.compute()}, on_step=False, on_epoch=True)
+        return super().training_step(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.update(1)
+        self.log("validated", self.validated)
+
+    def on_train_epoch_end(self):
+        self.found = lightning_names.logged_metrics(self.trainer)
+
+
+@contract(EpochLoop, "_results")
+def check_the_metrics_that_lightning_resets_are_known() -> None:
+    module = LogsMetrics()
+    trainer(max_epochs=1).fit(module, torch.ones(2, 1, 1), torch.ones(2, 1, 1))
+    assert [id(each) for each in module.found] == [id(module.trained), id(module.validated)]
 
 
 class Modes(Callback):

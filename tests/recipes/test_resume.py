@@ -23,7 +23,8 @@ from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.trainer.connectors import signal_connector
 from torch.utils.data import DataLoader
-from torchmetrics import MaxMetric, SumMetric
+from torchmetrics import MaxMetric, MeanMetric, MetricCollection, SumMetric
+from torchmetrics.wrappers import MetricTracker, MinMaxMetric, Running
 
 from lightning_dp.models import Classifier
 from lightning_dp.runs import command_line
@@ -391,7 +392,10 @@ class WithBest(TwoOptimizers):
     def __init__(self):
         super().__init__()
         self.best, self.kept = MaxMetric(), MaxMetric()
-        self.kept.persistent(True)
+        self.range, self.by_epoch = MinMaxMetric(MeanMetric()), MetricTracker(MeanMetric(), maximize=True)
+        self.window = Running(MeanMetric())
+        for metric in (self.kept, self.range, self.window):
+            metric.persistent(True)
 
 
 @pytest.mark.ci
@@ -400,7 +404,10 @@ def test_a_metric_that_is_kept_over_epochs_is_warned_of_where_it_is_in_no_checkp
         assert "may differ" not in caplog.text
         train(own_loop(tmp_path, "test=false", *options) | {"model": {"_target_": f"{__name__}.WithBest"}})
     (found,) = [record.message for record in caplog.records if "may differ" in record.message]
-    assert found.endswith(": best begins again without persistent(True)")
+    assert found.endswith(
+        ": best begins again without persistent(True); range begins again, also with persistent(True); by_epoch begins "
+        "again, also with persistent(True); window fills from its first place on"
+    )
 
 
 class KeepsSums(TwoOptimizers):
@@ -424,6 +431,44 @@ def test_each_rank_gets_its_part_of_a_metric_that_is_kept_over_epochs(tmp_path):
         run_processes(2, train_rank, config | {"model": {"_target_": f"{__name__}.KeepsSums"}})
     kept = [[float(row["own/kept"]) for row in metrics(run_dir) if row["own/kept"]] for run_dir in (whole, cut)]
     assert kept == [[12, 24, 36], [12, 24, 36]]
+
+
+class LogsMetrics(Classifier):
+    """Lets Lightning log metrics that checkpoints hold. It resets them when the checkpoint has been written."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.trained = MetricCollection({"of_training": SumMetric()})
+        self.validated, self.kept = SumMetric(), SumMetric()
+        for metric in (self.trained, self.validated, self.kept):
+            metric.persistent(True)
+
+    def training_step(self, batch, batch_idx):
+        self.trained.update(1)
+        self.kept.update(1)
+        self.log_dict(self.trained, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.update(1)
+        self.log("of_validation", self.validated, on_step=False, on_epoch=True)
+        self.log("kept", self.kept.compute())
+        super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("at_end_of_epoch", [True, False])
+def test_a_metric_of_an_epoch_begins_again_where_a_run_continues_from_a_checkpoint_that_holds_it(
+    tmp_path, at_end_of_epoch
+):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for run_dir, *options in continued(whole, cut):
+        saved = f"callbacks.checkpoint.save_on_train_epoch_end={at_end_of_epoch}"
+        train(tiny(run_dir, "optim=sgd_multistep", f"model._target_={__name__}.LogsMetrics", saved, *options))
+    for name in ("of_training", "of_validation", "kept"):
+        of_runs = [[row[name] for row in metrics(run_dir) if row.get(name)] for run_dir in (whole, cut)]
+        assert len(of_runs[0]) == 3
+        assert of_runs[1][-2:] == of_runs[0][-2:], name
 
 
 @pytest.mark.ci
@@ -621,6 +666,31 @@ def test_stochastic_weight_averaging_has_a_mean_that_is_tested_of_a_run_that_has
     found = train(config)
     again = train(config | {"ckpt_path": str(last(tmp_path))})
     assert again["test/loss"] == found["test/loss"]
+
+
+@pytest.mark.ci
+def test_stochastic_weight_averaging_ends_with_the_mean_where_no_validation_follows_the_last_step(tmp_path):
+    """A validation sets gradients to None. Without, the epoch for batch norm steps with those of the last batch."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    config = tiny(whole, "test=false", "trainer.limit_val_batches=0", "optimized_metric=null", "optim=sgd_multistep")
+    swa = "pytorch_lightning.callbacks.StochasticWeightAveraging"
+    config["callbacks"]["mean"] = {"_target_": swa, "swa_lrs": 0.5, "swa_epoch_start": 1}
+    config["callbacks"]["all"] = {
+        "_target_": "pytorch_lightning.callbacks.ModelCheckpoint",
+        **{"dirpath": str(tmp_path / "all"), "filename": "{epoch}", "save_top_k": -1},
+    }
+    train(config)
+    (mean,) = [
+        state["average_model_state"]
+        for state in torch.load(last(whole), weights_only=True)["callbacks"].values()
+        if "average_model_state" in state
+    ]
+    parameters = [name for name in mean if "running" not in name and "num_batches" not in name]
+    assert all(torch.equal(weights(whole)[name], mean[name]) for name in parameters)
+    checkpoint = str(tmp_path / "all" / "epoch=1.ckpt")
+    again = tiny(cut, "test=false", "trainer.limit_val_batches=0", "optimized_metric=null", "optim=sgd_multistep")
+    train(again | {"callbacks": again["callbacks"] | {"mean": config["callbacks"]["mean"]}, "ckpt_path": checkpoint})
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
 
 
 @pytest.mark.ci
