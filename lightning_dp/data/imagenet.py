@@ -95,10 +95,7 @@ class ImageNet(ImageDataModule):
             raise ValueError(f"on_broken={on_broken!r} must be 'raise' or 'skip'")
         if decoder == "dali" and on_broken == "skip":
             raise ValueError("on_broken='skip' needs decoder='auto': DALI decodes a whole batch or none of it")
-        sizes = {"image_size": image_size, "start_image_size": start_image_size, "eval_image_size": eval_image_size}
-        for name, size in sizes.items():
-            if size is not None and size < 1:
-                raise ValueError(f"{name}={size} must be 1 or more pixels")
+        _require_pixels(image_size=image_size, start_image_size=start_image_size, eval_image_size=eval_image_size)
         begin, end = resize_between
         if not 0 <= begin <= end <= 1:
             raise ValueError(f"resize_between={resize_between} must be two fractions of the epochs, in ascending order")
@@ -419,6 +416,12 @@ def _list_classes(root: Path, folder: Path, present: Sequence[str], classes: Seq
         names += [f"{folder.relative_to(root)}/{name}/{image}" for image in images]
         labels += [number_of[name]] * len(images)
     return _packed(names), torch.tensor(labels, dtype=torch.int64)
+
+
+def _require_pixels(**sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{name}={size} must be 1 or more pixels")
 
 
 def _packed(names: Iterable[str]) -> NDArray[np.bytes_]:
