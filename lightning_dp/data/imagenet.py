@@ -101,8 +101,7 @@ class ImageNet(ImageDataModule):
             raise ValueError(f"resize_between={resize_between} must be two fractions of the epochs, in ascending order")
         self.root = Path(root).expanduser()  # as torchvision does
         self.num_classes = num_classes
-        self.image_size = image_size
-        self.start_image_size = start_image_size
+        self.image_size, self.start_image_size = image_size, start_image_size
         self.resize_between = (begin, end)
         self.eval_image_size = eval_image_size
         self.image_shape = (3, image_size, image_size)
