@@ -33,7 +33,14 @@ from lightning_dp.collectives.compression.layout import ParameterTable
 from lightning_dp.collectives.compression.options import Compression, PowerSGD, has_error_feedback
 from lightning_dp.collectives.groups import RankTopology, create_groups, resolve_group
 from lightning_dp.strategies.base import AVERAGING, is_a
-from lightning_dp.strategies.complete_files import naming_checkpoint, write_complete_files
+from lightning_dp.strategies.complete_files import (
+    existing,
+    hidden_beside,
+    naming_checkpoint,
+    remove,
+    replace,
+    write_complete_files,
+)
 from lightning_dp.strategies.layered_fsdp.reduction import Residuals, ShardReduction
 from lightning_dp.strategies.layered_fsdp.sharding import (
     STEPS,
@@ -522,11 +529,28 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         place = self.broadcast(filepath)
         if self._saves_shards:
             checkpoint["state_dict"] = self._with_buffers_of_rank_0(checkpoint["state_dict"])
-        if self._saves_shards or Path(place).is_dir():
+            self._save_folder(checkpoint, Path(place), storage_options)
+        elif Path(place).is_dir():
             super().save_checkpoint(checkpoint, place, storage_options)
         elif self.is_global_zero:
             # Not by Lightning's strategy, which takes an address, such as s3://..., for a local path.
             self.checkpoint_io.save_checkpoint(checkpoint, place, storage_options)
+
+    def _save_folder(self, checkpoint: dict[str, Any], folder: Path, storage_options: Any) -> None:
+        """Write a folder beside the one that is there, and replace that. All ranks call it.
+
+        Lightning writes into the folder that is there. A kill meanwhile would leave the new part of one rank and the
+        old one of another, which load without an error.
+        """
+        unfinished: Any = self.broadcast(hidden_beside(folder) if self.is_global_zero else None)
+        try:
+            super().save_checkpoint(checkpoint, unfinished, storage_options)
+            if self.is_global_zero:  # the parts of all ranks are written by now
+                replace(folder, unfinished)
+            self.barrier()
+        finally:
+            if self.is_global_zero:
+                remove(unfinished)
 
     def _with_buffers_of_rank_0(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return ``state`` with rank 0's buffers: PyTorch writes each of them as it is on any one rank.
@@ -579,7 +603,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._bring_up_to_date()
-        place = self.broadcast(checkpoint_path)
+        place: Any = self.broadcast(existing(checkpoint_path) if self.is_global_zero else None)
         with naming_checkpoint(place):
             if Path(place).is_dir():
                 checkpoint = self._load_module_shards(Path(place), weights_only)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import BaseFinetuning
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
 
 from lightning_dp import AdaptiveGlobalBatchNorm, LayeredSGDStrategy
 from lightning_dp._private.torch_names import keystr, tree_leaves_with_path
 from lightning_dp.strategies import consolidate_checkpoint
 from lightning_dp.strategies.layered_sgd import update
-from tests.ranks import run_cases, run_processes
+from tests.ranks import ends_of_processes, run_cases, run_processes
 from tests.strategies.layered_fsdp.modules import fit, layered, snapshot, whole
 from tests.strategies.layered_fsdp.user_cases import Manual, Normalized, Tied
 from tests.strategies.modules import Net, assert_same, data, optimizers, trainer
@@ -457,6 +465,45 @@ def test_a_folder_has_the_buffers_of_rank_0(tmp_path):
     assert not torch.equal(others["norm.running_mean"], expected["norm.running_mean"])
     assert_same(loaded, expected)
     assert_same(loaded_there, expected)
+
+
+def save_twice(rank, folder):
+    """The first checkpoint is written, and rank 1 is killed in the second one, when rank 0 has written its part."""
+    _, trainer = fit(layered(save_distributed_checkpoint=True), 2, Net("adamw"), max_epochs=1)
+    trainer.save_checkpoint(f"{folder}/a")
+    before = {path.name: path.read_bytes() for path in Path(folder, "a").iterdir()}
+    if rank == 0:
+        Path(folder, "before").write_text(repr(sorted((name, zlib.crc32(part)) for name, part in before.items())))
+    trainer.strategy.barrier()
+    with torch.no_grad():
+        for parameter in trainer.lightning_module.parameters():
+            parameter.add_(1)
+    with suppress(Exception), patch.object(FileSystemWriter, "write_data", write_or_die(rank, dist.group.WORLD)):
+        trainer.save_checkpoint(f"{folder}/a")
+
+
+def write_or_die(rank, group):
+    write = FileSystemWriter.write_data
+
+    def after_rank_0(*args):
+        if rank == 0:
+            written = write(*args)
+            written.wait()
+            dist.barrier(group)
+            return written
+        dist.barrier(group)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return after_rank_0
+
+
+@pytest.mark.ci
+def test_a_folder_is_that_of_before_where_a_rank_is_killed_while_another_one_is_written(tmp_path):
+    ends = ends_of_processes(2, save_twice, str(tmp_path), timeout=60, grace=15)
+    assert "exit code -9" in str(ends[1][0])
+    now = repr(sorted((path.name, zlib.crc32(path.read_bytes())) for path in (tmp_path / "a").iterdir()))
+    assert now == (tmp_path / "before").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "before"]
 
 
 class SavesInSecondEpoch(SeesBuffers):
