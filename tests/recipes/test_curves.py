@@ -114,7 +114,7 @@ def test_the_mean_of_what_is_logged_of_each_step_too_has_its_own_name(tmp_path):
 
 def test_a_file_with_other_signs_between_its_columns_is_an_error(tmp_path):
     (tmp_path / "metrics.csv").write_text("epoch;step;train/loss\n0;3;1.0\n")
-    with pytest.raises(ValueError, match="metrics.csv has no column step; its first line"):
+    with pytest.raises(ValueError, match="metrics.csv does not begin with the names of its columns"):
         read_metrics(tmp_path)
 
 
