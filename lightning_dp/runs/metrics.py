@@ -210,7 +210,9 @@ def rows_of(run_dir: Path) -> list[dict[str, str]]:
     whole = lines if not lines or lines[-1].endswith("\n") else lines[:-1]
     if whole and "step" not in next(csv.reader(whole)):
         path = run_dir / METRICS
-        raise ValueError(f"{path} does not begin with the names of its columns, of which one is step, and commas between them")
+        raise ValueError(
+            f"{path} does not begin with the names of its columns, of which one is step, and commas between them"
+        )
     rows = [row for row in csv.DictReader(whole) if None not in row.values()]
     return [{name: value for name, value in row.items() if value} for row in rows]
 
