@@ -49,6 +49,10 @@ OF_A_SWEEP = ("hydra.sweep.", "hydra.launcher.", "hydra/launcher", "hydra.sweepe
 # Options of Hydra that take a value; the second ones may have none.
 WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
 MAY_HAVE_VALUE = ("--info", "-i")
+NO_FOLDER = (
+    "ckpt_path={} under torchrun or SLURM needs a run folder that is the same after a restart; name it with "
+    "hydra.run.dir=FOLDER"
+)
 NO_SWEEP = "--multirun starts the processes of each job itself; use python, not torchrun or srun"
 # Launchers and sweepers of Hydra -> the extra that brings their plugin.
 PLUGINS = {
@@ -211,11 +215,26 @@ def named_run_dir(arguments: Sequence[str]) -> str | None:
     if folder is not None and "$" not in str(folder):
         return str(Path(str(folder)).absolute())
     if given.get("ckpt_path") in OF_A_RUN:
-        raise ValueError(
-            f"ckpt_path={given['ckpt_path']} under torchrun or SLURM needs a run folder that is the same after a "
-            "restart; name it with hydra.run.dir=FOLDER"
-        )
+        raise ValueError(NO_FOLDER.format(given["ckpt_path"]))
     return None
+
+
+def require_named_run_dir(requested: str | None) -> None:
+    """Raise ValueError where torchrun or SLURM continues a run, and the command line does not name its folder.
+
+    `named_run_dir` reads the command line only, and ``requested`` may be the ``ckpt_path`` of an experiment's file.
+    """
+    rank = external_rank()
+    if rank is None or requested not in OF_A_RUN:
+        return
+    # The others have a folder of their own, and `run_dir` where the command line names one.
+    if rank:
+        named = "run_dir" in given_keys()
+    else:  # as typed: `named_run_dir` takes no folder with an interpolation, which is resolved here
+        typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.hydra, resolve=False)
+        named = named_run_dir(typed) is not None
+    if not named:
+        raise ValueError(NO_FOLDER.format(requested))
 
 
 def with_plan(arguments: Sequence[str]) -> tuple[list[str], str | None]:

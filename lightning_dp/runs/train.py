@@ -35,6 +35,7 @@ from lightning_dp.runs.command_line import (
     job_error,
     job_logging,
     names_folder,
+    require_named_run_dir,
     resolved_command,
     run,
     write_configuration,
@@ -72,6 +73,7 @@ def job(cfg: DictConfig) -> float | None:
     with ExitStack() as stack:
         try:
             config = resolved_command(cfg)
+            require_named_run_dir(config["ckpt_path"])
             num_processes = validate(config)
             # SLURM starts a job again with the same command, whose folder is that of the first time.
             launched = external_rank() is not None or (is_job_of_slurm() and names_folder())
