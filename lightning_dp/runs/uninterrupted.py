@@ -320,7 +320,8 @@ class ContinuesAfterCheckpoint(Callback):
         """Copy the checkpoint of a run that has no step left: last.ckpt would be missing, or that of later epochs."""
         path, last = Path(self._checkpoint or ""), self._run_dir / OF_A_RUN["last"]
         # After EarlyStopping, training has begun without a step.
-        is_another = self._writes(trainer) and path.resolve() != last.resolve()
+        # A path that is gone was put aside when a run was killed between two renames, and last.ckpt has replaced it.
+        is_another = self._writes(trainer) and path.exists() and path.resolve() != last.resolve()
         if is_another and completed_steps(path) == trainer.global_step:
             copy(path, last)
 

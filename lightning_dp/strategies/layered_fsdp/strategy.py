@@ -80,6 +80,7 @@ from lightning_dp.strategies.unfreezing import restore_groups
 log = logging.getLogger(__name__)
 
 RESIDUALS = "layered_fsdp_residuals"
+METADATA = ".metadata"  # the file of PyTorch in a folder of its distributed checkpoints
 """In a checkpoint: what compression has left out, of each rank."""
 
 REPLICATE, SHARD = "replicate", "data_parallel"
@@ -530,9 +531,11 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         if self._saves_shards:
             checkpoint["state_dict"] = self._with_buffers_of_rank_0(checkpoint["state_dict"])
             self._save_folder(checkpoint, Path(place), storage_options)
-        elif Path(place).is_dir():
-            super().save_checkpoint(checkpoint, place, storage_options)
-        elif self.is_global_zero:
+            return
+        # A file may replace a folder of an earlier run. Lightning would remove that first, on all ranks at once.
+        if Path(place).is_dir() and not Path(place, METADATA).exists():
+            raise IsADirectoryError(f"{place} is a folder, and no checkpoint; give the checkpoint another name")
+        if self.is_global_zero:
             # Not by Lightning's strategy, which takes an address, such as s3://..., for a local path.
             self.checkpoint_io.save_checkpoint(checkpoint, place, storage_options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import warnings
 import zlib
@@ -504,6 +505,34 @@ def test_a_folder_is_that_of_before_where_a_rank_is_killed_while_another_one_is_
     now = repr(sorted((path.name, zlib.crc32(path.read_bytes())) for path in (tmp_path / "a").iterdir()))
     assert now == (tmp_path / "before").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "before"]
+
+
+def save_file_over_folder(rank, path):
+    for saves_shards in (True, False):
+        module, trainer = fit(layered(save_distributed_checkpoint=saves_shards), 2, Net("adamw"), max_epochs=1)
+        with patch("shutil.rmtree", wraps=shutil.rmtree) as remove:
+            trainer.save_checkpoint(path)
+    found = torch.load(path, weights_only=True)["state_dict"]
+    assert_same(found, {name: whole(value) for name, value in module.state_dict().items()})
+    # Not before the file is complete.
+    assert all(".unfinished-" in str(call.args[0]) for call in remove.call_args_list)
+
+
+def test_a_file_replaces_a_folder_when_it_is_complete(tmp_path):
+    run_processes(2, save_file_over_folder, str(tmp_path / "a.ckpt"))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def save_to_other_folder(rank, path):
+    _, trainer = fit(layered(), 2, Net("adamw"), max_epochs=1)
+    with pytest.raises(IsADirectoryError, match="is a folder, and no checkpoint"):
+        trainer.save_checkpoint(path)
+
+
+def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path):
+    (tmp_path / "notes").touch()
+    run_processes(2, save_to_other_folder, str(tmp_path))
+    assert (tmp_path / "notes").exists()
 
 
 class SavesInSecondEpoch(SeesBuffers):
