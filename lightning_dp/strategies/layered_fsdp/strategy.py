@@ -41,6 +41,7 @@ from lightning_dp.strategies.complete_files import (
     replace,
     write_complete_files,
 )
+from lightning_dp.strategies.consolidate import REST
 from lightning_dp.strategies.layered_fsdp.reduction import Residuals, ShardReduction
 from lightning_dp.strategies.layered_fsdp.sharding import (
     STEPS,
@@ -80,7 +81,6 @@ from lightning_dp.strategies.unfreezing import restore_groups
 log = logging.getLogger(__name__)
 
 RESIDUALS = "layered_fsdp_residuals"
-METADATA = ".metadata"  # the file of PyTorch in a folder of its distributed checkpoints
 """In a checkpoint: what compression has left out, of each rank."""
 
 REPLICATE, SHARD = "replicate", "data_parallel"
@@ -533,7 +533,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
             self._save_folder(checkpoint, Path(place), storage_options)
             return
         # A file may replace a folder of an earlier run. Lightning would remove that first, on all ranks at once.
-        if Path(place).is_dir() and not Path(place, METADATA).exists():
+        if Path(place).is_dir() and not Path(place, REST).exists():
             raise IsADirectoryError(f"{place} is a folder, and no checkpoint; give the checkpoint another name")
         if self.is_global_zero:
             # Not by Lightning's strategy, which takes an address, such as s3://..., for a local path.
