@@ -17,6 +17,7 @@ import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 
 from lightning_dp.runs.validation import Config
+from lightning_dp.strategies.complete_files import CHECKSUMS, checksum
 from lightning_dp.strategies.consolidate import REST
 
 log = logging.getLogger("train")
@@ -107,6 +108,20 @@ def require_intact(path: Path) -> None:
             damaged = "what lists the parts"
         if damaged is not None:
             raise ValueError(f"{file} is damaged: {damaged} in it does not have the checksum it had; {OTHERS}")
+    if (path / CHECKSUMS).is_file():  # folders of Lightning's own strategy have none
+        _require_checksums(path)
+
+
+def _require_checksums(folder: Path) -> None:
+    try:
+        expected = torch.load(folder / CHECKSUMS, weights_only=True)
+        damaged = [name for name, value in expected.items() if checksum(folder / name) != value]
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder} is not complete: {error.filename} is missing; {OTHERS}") from error
+    except Exception as error:  # an unpickler can raise any error for bytes that are not a pickle
+        raise ValueError(f"{folder / CHECKSUMS} is damaged ({type(error).__name__}); {OTHERS}") from error
+    if damaged:
+        raise ValueError(f"{folder / damaged[0]} is damaged: it does not have the checksum it had; {OTHERS}")
 
 
 def require_version(path: Path) -> None:

@@ -59,7 +59,7 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
             the best one is not that of all epochs.
     """
     requested, run_dir = config["ckpt_path"], Path(config["run_dir"])
-    path = None if requested is None else Path(requested)
+    path = None if requested is None else Path(existing(requested))
     if requested in OF_A_RUN:
         own = _of_a_run(requested, config, in_sweep, launched)
         path = own or _begun_from(run_dir)

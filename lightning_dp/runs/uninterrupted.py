@@ -42,7 +42,7 @@ from lightning_dp._private.torch_names import BatchNorm
 from lightning_dp.data.loading import derive_seed
 from lightning_dp.runs.checkpoints import FOLDER, OF_A_RUN, completed_steps, differences, is_of, read_checkpoint
 from lightning_dp.runs.validation import Config, is_of_validation
-from lightning_dp.strategies.complete_files import copy
+from lightning_dp.strategies.complete_files import copy, existing
 from lightning_dp.trial_run import generators_of
 
 log = logging.getLogger("train")
@@ -484,7 +484,8 @@ class BestCheckpoint(ModelCheckpoint):
         path, own = state_dict["best_model_path"], Path(self.dirpath or "", OF_A_RUN["best"].name)
         best_score = state_dict.get("best_model_score")
         beside = Path(self._config.get("ckpt_path") or own).with_name(own.name)
-        for moved in (beside, own):  # the folder of the run has been moved, or copied
+        # The folder of the run has been moved, or copied; or a kill has left the one of before put aside.
+        for moved in map(existing, (beside, own)):
             if path and moved.exists() and (not Path(path).exists() or _best_score(moved, self) == best_score):
                 path = str(moved)
         if path and not Path(path).exists():

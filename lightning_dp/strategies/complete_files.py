@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import socket
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,10 @@ from typing_extensions import override
 from lightning_dp._lightning import TorchCheckpointIO
 
 log = logging.getLogger(__name__)
+
+CHECKSUMS = "checksums.pt"
+"""The file in a folder of PyTorch's with the `checksum` of each other one that does not hold its own."""
+_CHUNK = 1 << 22  # bytes
 
 _HIDDEN = re.compile(r"\..+\.unfinished-(?P<pid>\d+)-on-(?P<host>.+)")
 
@@ -178,6 +183,15 @@ def save(content: dict[str, Any], path: Path) -> None:
             raise
         message = f"{path} cannot be written: {reason.strerror}; a checkpoint that was there before is whole"
         raise OSError(reason.errno, message) from error
+
+
+def checksum(path: Path) -> int:
+    """Return the CRC-32 of a file, as ``torch.save`` keeps one of each part of its own."""
+    found = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            found = zlib.crc32(chunk, found)
+    return found
 
 
 def _sync(path: Path) -> None:

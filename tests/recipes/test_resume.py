@@ -919,9 +919,11 @@ def test_to_test_a_run_again_leaves_its_configuration(tmp_path, monkeypatch):
 
 
 def test_a_sharded_checkpoint_that_was_being_replaced_is_the_last(tmp_path):
-    aside = save(tmp_path / "run").rename(tmp_path / "run" / "checkpoints" / "last-being-replaced.ckpt")
+    path = save(tmp_path / "run")
+    aside = path.rename(path.with_name("last-being-replaced.ckpt"))
     for launched in (False, True):
         assert find("last", tmp_path / "run", launched=launched) == aside
+    assert find(str(path), tmp_path / "run") == aside
 
 
 def test_a_damaged_checkpoint_of_another_run_does_not_stop_this_one(tmp_path):
@@ -1281,6 +1283,15 @@ def test_the_best_of_a_run_whose_folder_was_moved_is_in_that_folder(tmp_path):
     callback = BestCheckpoint(config)
     callback.load_state_dict(state)
     assert callback.best_model_path == str(own)
+
+
+def test_the_best_that_was_being_replaced_is_that_of_the_last_checkpoint(tmp_path):
+    """It is written before last.ckpt, which still names the one of before."""
+    config = {"run_dir": str(tmp_path), "optimized_metric": "val/acc", "optimized_mode": "max"}
+    aside = save(tmp_path).rename(last(tmp_path).with_name("best-being-replaced.ckpt"))
+    callback = BestCheckpoint(config)
+    callback.load_state_dict(BestCheckpoint(config).state_dict() | {"best_model_path": str(aside.with_name("best.ckpt"))})
+    assert callback.best_model_path == str(aside)
 
 
 @pytest.mark.ci

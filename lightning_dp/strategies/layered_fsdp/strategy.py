@@ -34,11 +34,14 @@ from lightning_dp.collectives.compression.options import Compression, PowerSGD, 
 from lightning_dp.collectives.groups import RankTopology, create_groups, resolve_group
 from lightning_dp.strategies.base import AVERAGING, is_a
 from lightning_dp.strategies.complete_files import (
+    CHECKSUMS,
+    checksum,
     existing,
     hidden_beside,
     naming_checkpoint,
     remove,
     replace,
+    save,
     write_complete_files,
 )
 from lightning_dp.strategies.consolidate import REST
@@ -548,12 +551,21 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         unfinished: Any = self.broadcast(hidden_beside(folder) if self.is_global_zero else None)
         try:
             super().save_checkpoint(checkpoint, unfinished, storage_options)
-            if self.is_global_zero:  # the parts of all ranks are written by now
+            checksums = self._checksums(unfinished)  # the parts of all ranks are written by now
+            if self.is_global_zero:
+                save(checksums, unfinished / CHECKSUMS)
                 replace(folder, unfinished)
             self.barrier()
         finally:
             if self.is_global_zero:
                 remove(unfinished)
+
+    def _checksums(self, folder: Path) -> dict[str, int]:
+        """Return those of all files that PyTorch has written, by their names. Each rank reads its own parts again."""
+        own = [*folder.glob(f"__{self.global_rank}_*"), *(folder.glob(".metadata") if self.is_global_zero else ())]
+        of_ranks: list[Any] = [None] * self.world_size
+        dist.all_gather_object(of_ranks, {file.name: checksum(file) for file in own})
+        return {name: value for of_rank in of_ranks for name, value in of_rank.items()}
 
     def _with_buffers_of_rank_0(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return ``state`` with rank 0's buffers: PyTorch writes each of them as it is on any one rank.

@@ -23,7 +23,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from lightning_dp import AdaptiveGlobalBatchNorm, LayeredSGDStrategy
 from lightning_dp._private.torch_names import keystr, tree_leaves_with_path
+from lightning_dp.runs.checkpoints import require_intact
 from lightning_dp.strategies import consolidate_checkpoint
+from lightning_dp.strategies.complete_files import CHECKSUMS
 from lightning_dp.strategies.layered_sgd import update
 from tests.ranks import ends_of_processes, run_cases, run_processes
 from tests.strategies.layered_fsdp.modules import fit, layered, snapshot, whole
@@ -505,6 +507,28 @@ def test_a_folder_is_that_of_before_where_a_rank_is_killed_while_another_one_is_
     now = repr(sorted((path.name, zlib.crc32(path.read_bytes())) for path in (tmp_path / "a").iterdir()))
     assert now == (tmp_path / "before").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "before"]
+
+
+def save_folder(rank, path):
+    _, trainer = fit(layered(save_distributed_checkpoint=True), 2, Net("adamw"), max_epochs=1)
+    trainer.save_checkpoint(path)
+
+
+def test_each_file_of_a_folder_has_a_checksum(tmp_path):
+    run_processes(2, save_folder, str(tmp_path / "a.ckpt"))
+    files = sorted(path for path in (tmp_path / "a.ckpt").iterdir() if path.name != CHECKSUMS)
+    require_intact(tmp_path / "a.ckpt")
+    assert len(files) == 4  # of two ranks, and what they share
+    for file in files:
+        content = file.read_bytes()
+        file.write_bytes(bytes(byte ^ (place == len(content) // 2) for place, byte in enumerate(content)))
+        with pytest.raises(ValueError, match=f"{file.name} is damaged: .* the checksum it had"):
+            require_intact(tmp_path / "a.ckpt")
+        file.unlink()
+        if file.name != "meta.pt":  # without which a folder is no checkpoint
+            with pytest.raises(ValueError, match=f"is not complete: .*{file.name} is missing"):
+                require_intact(tmp_path / "a.ckpt")
+        file.write_bytes(content)
 
 
 def save_file_over_folder(rank, path):
