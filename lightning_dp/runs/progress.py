@@ -37,6 +37,14 @@ class Throughput(ImageRate, Callback):
 class _WithThroughput:
     """Adds images per second to the metrics of a progress bar, if the Trainer has a `Throughput`."""
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Read the metrics on all ranks, as that reduces means over them. Lightning's bar does so on rank 0 alone.
+
+        Rank 0 would wait forever where the module then reduces something else, as ``metric.compute()`` does.
+        """
+        self.get_metrics(trainer, pl_module)
+        super().on_train_epoch_end(trainer, pl_module)  # type: ignore[misc]
+
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return the numbers to the right of the bar."""
         metrics = super().get_metrics(trainer, pl_module)  # type: ignore[misc]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +13,11 @@ from pytorch_lightning.callbacks import LearningRateFinder
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import SumMetric
 
 from lightning_dp import ImagesPerSecond, StepTimer, TimeToAccuracy
 from lightning_dp.callbacks import timers
-from lightning_dp.runs.progress import Throughput
+from lightning_dp.runs.progress import Throughput, TQDMBar
 from tests.ranks import run_processes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec")
@@ -135,8 +137,6 @@ class Divided(Net):
 
 
 def two_ranks(rank, strategy="ddp"):
-    import warnings
-
     warnings.filterwarnings("ignore", message=".*(treespec, LeafSpec|does not have many workers|sync_dist)")
     clock = Clock()
     timers.time = clock
@@ -156,6 +156,34 @@ def test_images_of_ranks_that_share_a_layer_count_once():
     """Tensor parallelism gives both the same images."""
     for measured, _ in run_processes(2, two_ranks, pl.strategies.ModelParallelStrategy(1, 2)):
         assert measured == {"train": pytest.approx(3 / 2)}
+
+
+class Computes(Divided):
+    """Logs a mean over the ranks, and computes a metric of the ranks before Lightning reduces that."""
+
+    def __init__(self):
+        super().__init__(Clock())
+        self.sum = SumMetric()
+
+    def training_step(self, batch, batch_idx):
+        self.sum.update(self.global_rank + 1.0)
+        self.log("mean", self.global_rank + 1.0, on_step=False, on_epoch=True, sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        self.found = self.sum.compute().item()
+
+
+def train_with_bar(rank):
+    warnings.filterwarnings("ignore", message=".*(treespec, LeafSpec|does not have many workers|sync_dist)")
+    module = Computes()
+    runner = trainer(TQDMBar(), max_epochs=1, devices=2, strategy="ddp", enable_progress_bar=True)
+    runner.fit(module, loader(), loader(6))
+    return module.found, runner.callback_metrics["mean"].item()
+
+
+def test_the_bar_reduces_nothing_on_one_rank_alone():
+    assert run_processes(2, train_with_bar) == [(6.0, 1.5)] * 2
 
 
 class SavesWithin(pl.Callback):

@@ -1290,7 +1290,8 @@ def test_the_best_that_was_being_replaced_is_that_of_the_last_checkpoint(tmp_pat
     config = {"run_dir": str(tmp_path), "optimized_metric": "val/acc", "optimized_mode": "max"}
     aside = save(tmp_path).rename(last(tmp_path).with_name("best-being-replaced.ckpt"))
     callback = BestCheckpoint(config)
-    callback.load_state_dict(BestCheckpoint(config).state_dict() | {"best_model_path": str(aside.with_name("best.ckpt"))})
+    state = BestCheckpoint(config).state_dict() | {"best_model_path": str(aside.with_name("best.ckpt"))}
+    callback.load_state_dict(state)
     assert callback.best_model_path == str(aside)
 
 
