@@ -53,6 +53,7 @@ NO_FOLDER = (
     "ckpt_path={} under torchrun or SLURM needs a run folder that is the same after a restart; name it with "
     "hydra.run.dir=FOLDER"
 )
+RUN_DIR = "{} has no effect on Hydra's files; name the run folder with hydra.run.dir=FOLDER"
 NO_SWEEP = "--multirun starts the processes of each job itself; use python, not torchrun or srun"
 # Launchers and sweepers of Hydra -> the extra that brings their plugin.
 PLUGINS = {
@@ -171,7 +172,7 @@ def arguments_of_rank(arguments: list[str], rank: int | None, folder: str) -> li
     nulls = [f"{path.name}=null" for path in conf_folder().iterdir()]
     arguments = [f"~{text.removesuffix('=null')}" if text in nulls else text for text in arguments]
     if given := [text for text in arguments if key_of(text) == "run_dir"]:
-        raise ValueError(f"{given[0]} has no effect on Hydra's files; name the run folder with hydra.run.dir=FOLDER")
+        raise ValueError(RUN_DIR.format(given[0]))
     if empty := [text for text in arguments if text in ("hydra.run.dir=", "hydra.sweep.dir=")]:
         raise ValueError(f"{empty[0]} names no folder; write {empty[0]}FOLDER, or leave it out")
     if subdir := [text for text in arguments if key_of(text) == "hydra.output_subdir" and not text.endswith("=null")]:
@@ -428,6 +429,7 @@ def given_keys() -> list[str]:
 def resolved_command(cfg: DictConfig, *also_read: str) -> Config:
     """Return a command's configuration as `resolved` does. Raise ValueError also for an option that has no effect."""
     check_mode()
+    check_run_folder(cfg)
     check_config_folders()
     # The name of the run folder may have keys of the user's. Of other ranks of a launcher, it is replaced.
     of_hydra = map(str, cfg) if external_rank() else interpolated_keys(HydraConfig.get())
@@ -454,6 +456,17 @@ def check_mode() -> None:
     for text in HydraConfig.get().overrides.hydra:
         if key_of(text).startswith(options):
             raise ValueError(f"{text} has no effect {'in a sweep' if is_in_sweep() else 'on a single run'}; {remedy}")
+
+
+def check_run_folder(cfg: DictConfig) -> None:
+    """Raise ValueError where a file of the user's names no folder, or one that Hydra does not write to."""
+    hydra_cfg = HydraConfig.get()
+    if not hydra_cfg.run.dir:
+        raise ValueError("hydra.run.dir is empty in a configuration file; write dir: FOLDER, or leave it out")
+    # On other ranks of a launcher, `arguments_of_rank` has given both.
+    folder = hydra_cfg.runtime.output_dir
+    if not external_rank() and os.path.abspath(cfg.get("run_dir", folder)) != folder:
+        raise ValueError(RUN_DIR.format(f"run_dir={cfg.run_dir}"))
 
 
 def check_config_folders() -> None:

@@ -215,6 +215,21 @@ def test_a_file_of_the_users_that_is_no_yaml_is_named(fail, tmp_path_factory):
     assert f'not allowed here in "{file}", line 2' in fail("experiment=mine", "--config-dir", str(file.parents[1]))
 
 
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("run_dir: /elsewhere", "run_dir=/elsewhere has no effect on Hydra's files; name the run folder with hydra.run"),
+        ("hydra: {run: {dir: ''}}", "hydra.run.dir is empty in a configuration file; write dir: FOLDER, or leave it"),
+    ],
+)
+def test_a_file_of_the_users_names_a_run_folder_that_is_used(fail, tmp_path_factory, monkeypatch, option, says):
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "experiment").mkdir()
+    (folder / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{option}\n")
+    monkeypatch.chdir(folder)
+    assert says in fail("experiment=mine", "--config-dir", str(folder), "trainer=cpu")
+
+
 @pytest.mark.parametrize("option", ["--config-dir", "-cd", "hydra.searchpath"])
 def test_a_file_of_the_users_that_ours_would_hide_is_named(fail, tmp_path_factory, option):
     folder = tmp_path_factory.mktemp("own")
