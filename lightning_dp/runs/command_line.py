@@ -49,10 +49,6 @@ OF_A_SWEEP = ("hydra.sweep.", "hydra.launcher.", "hydra/launcher", "hydra.sweepe
 # Options of Hydra that take a value; the second ones may have none.
 WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
 MAY_HAVE_VALUE = ("--info", "-i")
-NO_FOLDER = (
-    "ckpt_path={} under torchrun or SLURM needs a run folder that is the same after a restart; name it with "
-    "hydra.run.dir=FOLDER"
-)
 RUN_DIR = "{} has no effect on Hydra's files; name the run folder with hydra.run.dir=FOLDER"
 NO_SWEEP = "--multirun starts the processes of each job itself; use python, not torchrun or srun"
 # Launchers and sweepers of Hydra -> the extra that brings their plugin.
@@ -204,38 +200,28 @@ def overrides_and_options(arguments: Sequence[str]) -> tuple[list[str], list[str
 
 
 def named_run_dir(arguments: Sequence[str]) -> str | None:
-    """Return the absolute run folder that a command line names, or None if it names none.
-
-    Raises:
-        ValueError: the command continues a run, and names no folder. Launchers restart a job with the same command.
-    """
+    """Return the absolute run folder that a command line names, or None if it names none that can be read here."""
     values = [text for text in arguments if "=" in text and not text.startswith("-")]
     overrides = OverridesParser.create().parse_overrides(values)
-    given = {override.key_or_group: override.value() for override in overrides}
-    folder = given.get("hydra.run.dir")
-    if folder is not None and "$" not in str(folder):
-        return str(Path(str(folder)).absolute())
-    if given.get("ckpt_path") in OF_A_RUN:
-        raise ValueError(NO_FOLDER.format(given["ckpt_path"]))
-    return None
+    folder = {override.key_or_group: override.value() for override in overrides}.get("hydra.run.dir")
+    return None if folder is None or "$" in str(folder) else str(Path(str(folder)).absolute())
 
 
 def require_named_run_dir(requested: str | None) -> None:
     """Raise ValueError where torchrun or SLURM continues a run, and the command line does not name its folder.
 
-    `named_run_dir` reads the command line only, and ``requested`` may be the ``ckpt_path`` of an experiment's file.
+    Launchers restart a job with the same command, whose ranks must find the same checkpoint.
     """
     rank = external_rank()
     if rank is None or requested not in OF_A_RUN:
         return
-    # The others have a folder of their own, and `run_dir` where the command line names one.
-    if rank:
-        named = "run_dir" in given_keys()
-    else:  # as typed: `named_run_dir` takes no folder with an interpolation, which is resolved here
-        typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.hydra, resolve=False)
-        named = named_run_dir(typed) is not None
-    if not named:
-        raise ValueError(NO_FOLDER.format(requested))
+    # Rank 0 has the folder as typed, with its interpolations; the others where `arguments_of_rank` has put it.
+    typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.hydra, resolve=False)
+    if named_run_dir(typed) is None if rank == 0 else "run_dir" not in given_keys():
+        raise ValueError(
+            f"ckpt_path={requested} under torchrun or SLURM needs a run folder that is the same after a restart; name "
+            "it with hydra.run.dir=FOLDER"
+        )
 
 
 def with_plan(arguments: Sequence[str]) -> tuple[list[str], str | None]:

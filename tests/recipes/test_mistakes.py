@@ -218,7 +218,10 @@ def test_a_file_of_the_users_that_is_no_yaml_is_named(fail, tmp_path_factory):
 @pytest.mark.parametrize(
     ("option", "says"),
     [
-        ("run_dir: /elsewhere", "run_dir=/elsewhere has no effect on Hydra's files; name the run folder with hydra.run"),
+        (
+            "run_dir: /elsewhere",
+            "run_dir=/elsewhere has no effect on Hydra's files; name the run folder with hydra.run",
+        ),
         ("hydra: {run: {dir: ''}}", "hydra.run.dir is empty in a configuration file; write dir: FOLDER, or leave it"),
     ],
 )
@@ -309,21 +312,23 @@ def test_a_sweep_under_torchrun_is_refused(fail, monkeypatch):
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_under_torchrun_an_experiment_that_continues_a_run_needs_a_named_folder(
-    fail, tmp_path_factory, monkeypatch, rank
+@pytest.mark.parametrize("requested", ["last", "best"])
+def test_under_torchrun_a_run_that_is_continued_needs_a_named_folder(
+    fail, tmp_path_factory, monkeypatch, requested, rank
 ):
     """Else each restart begins again in another folder. The ranks read the command line, and no folder of a file."""
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": rank, "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     folder = tmp_path_factory.mktemp("own")
     (folder / "experiment").mkdir()
-    arguments = [f"hydra.searchpath=['file://{folder}']", "experiment=mine", "trainer=cpu"]
-    for of_file in ("", "hydra: {run: {dir: runs/fixed}}"):
-        (folder / "experiment" / "mine.yaml").write_text(f"# @package _global_\nckpt_path: last\n{of_file}\n")
-        for unnamed in ([], ["hydra.run.dir=runs/${name}"]):
-            message = fail(*arguments, *unnamed)
-            assert message.startswith("error: ckpt_path=last under torchrun or SLURM needs a run folder")
-    assert "2 processes were started, for 1 devices" in fail(*arguments, "hydra.run.dir=runs/bad/named")
+    of_file = [f"hydra.searchpath=['file://{folder}']", "experiment=mine", "trainer=cpu"]
+    for arguments in (of_file, [f"ckpt_path={requested}", "trainer=cpu"]):
+        for line in ("", "hydra: {run: {dir: runs/fixed}}"):
+            (folder / "experiment" / "mine.yaml").write_text(f"# @package _global_\nckpt_path: {requested}\n{line}\n")
+            for unnamed in ([], ["hydra.run.dir=runs/${name}"]):
+                message = fail(*arguments, *unnamed)
+                assert message.startswith(f"error: ckpt_path={requested} under torchrun or SLURM needs a run folder")
+        assert "2 processes were started, for 1 devices" in fail(*arguments, "hydra.run.dir=runs/bad/named")
 
 
 def test_a_key_that_an_object_misses_in_its_options_is_named_with_the_object(fail):

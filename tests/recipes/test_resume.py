@@ -1089,13 +1089,10 @@ def test_a_folder_has_one_run_though_another_one_has_just_ended(tmp_path):
             pass
 
 
-@pytest.mark.parametrize("requested", ["last", "best"])
-def test_under_a_launcher_the_folder_must_be_named(tmp_path, requested):
+def test_the_run_folder_of_a_command_line_is_that_of_all_ranks(tmp_path):
     assert named_run_dir(["seed=1"]) is None
     assert named_run_dir(["hydra.run.dir='my runs/a'", "--cfg", "job"]) == str(tmp_path / "my runs" / "a")
-    for folder in ([], ["hydra.run.dir=runs/${name}"]):
-        with pytest.raises(ValueError, match=rf"ckpt_path={requested} .*hydra\.run\.dir=FOLDER"):
-            named_run_dir([f"ckpt_path={requested}", *folder])
+    assert named_run_dir(["hydra.run.dir=runs/${name}"]) is None
 
 
 def test_a_launcher_tests_no_random_weights(tmp_path):
