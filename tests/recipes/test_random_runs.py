@@ -18,6 +18,7 @@ from lightning_dp.runs.checkpoints import CONFIGURATION
 from lightning_dp.runs.metrics import rows_of
 from lightning_dp.runs.resume import find_checkpoint
 from lightning_dp.runs.validation import validate
+from lightning_dp.strategies import consolidate_checkpoint
 from tests.ranks import ends_of_processes
 from tests.recipes.in_process import tiny, train
 
@@ -60,7 +61,12 @@ DATA = (
     None,
     *({"has_own": has_own, "num_workers": num_workers} for has_own in (False, True) for num_workers in (0, 1)),
 )
-OF_TWO_RANKS = ("ddp", "layered_sgd", "layered_sgd_single", "krizhevsky_hybrid", "layered_fsdp")
+OF_TWO_RANKS = (
+    *("ddp", "layered_sgd", "layered_sgd_single", "krizhevsky_hybrid", "layered_fsdp"),
+    # Their checkpoints are folders.
+    "krizhevsky_hybrid strategy.state_dict_type=sharded test=false",
+    "layered_fsdp strategy.save_distributed_checkpoint=true",
+)
 HOOKS = (
     *("on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_after_backward", "on_before_zero_grad"),
     *("on_train_batch_end", "on_validation_batch_start", "on_validation_epoch_end", "on_validation_end"),
@@ -115,7 +121,11 @@ def _train(rank: int, config: dict[str, Any], kill: dict[int, str]) -> Any:
 
 def state_of(run_dir: Path) -> tuple[Any, ...]:
     """What must be the same at the end: weights, optimizer and schedules, and the rows."""
-    checkpoint = torch.load(run_dir / "checkpoints" / "last.ckpt", weights_only=True)
+    path = run_dir / "checkpoints" / "last.ckpt"
+    if path.is_dir():
+        consolidate_checkpoint(path, run_dir / "whole.ckpt", weights_only=False)
+        path = run_dir / "whole.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
     parts = tuple(checkpoint[name] for name in ("state_dict", "optimizer_states", "lr_schedulers"))
     rows = [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows_of(run_dir)]
     return *parts, rows
@@ -140,7 +150,7 @@ def check(seed: int, num_ranks: int, folder: Path) -> bool:
     case = [option for choices in OPTIONS for option in draw.choice(choices).split()], draw.choice(DATA)
     if num_ranks > 1:
         case = (
-            [*case[0], f"trainer.devices={num_ranks}", f"strategy={draw.choice(OF_TWO_RANKS)}"],
+            [*case[0], f"trainer.devices={num_ranks}", *f"strategy={draw.choice(OF_TWO_RANKS)}".split()],
             draw.choice(DATA[:3]),
         )
     whole, run_dir, ckpt_path = folder / "tiny" / "whole", folder / "0" / "tiny" / "cut", "null"
