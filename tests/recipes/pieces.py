@@ -35,17 +35,17 @@ class Kill(Callback):
 
 
 class KillAt(Callback):
-    """Kills the process at a call of a hook: KILL_AT="on_test_start 1" is the first one. Else it does nothing."""
+    """Sends the process a signal at a call of a hook: KILL_AT="on_test_start 1 SIGKILL" at the first one, or none."""
 
     def __init__(self) -> None:
-        hook, count = os.environ.get("KILL_AT", "no_hook 0").split()
+        hook, count, self.signal = os.environ.get("KILL_AT", "no_hook 0 none").split()
         self.calls_left = int(count)
         setattr(self, hook, self.call)
 
     def call(self, *args: Any, **kwargs: Any) -> None:
         self.calls_left -= 1
         if self.calls_left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.Signals[self.signal])
 
 
 class KillAtLast(KillAt, Checkpoint):

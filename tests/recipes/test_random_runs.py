@@ -81,7 +81,7 @@ def run(case: Case, run_dir: Path, ckpt_path: str = "null", kill: dict[int, str]
         case: options and data.
         run_dir: the folder of the run.
         ckpt_path: what it continues from.
-        kill: of each rank that is killed, a hook and the number of its call.
+        kill: of each rank that is killed, a hook, the number of its call, and the signal.
     """
     options, data = case
     try:
@@ -100,7 +100,7 @@ def run(case: Case, run_dir: Path, ckpt_path: str = "null", kill: dict[int, str]
     if kill is None:
         assert not errors, (case, ckpt_path, errors)
         return ends[0][1]
-    is_killed = any("exit code -9" in error for error in errors)
+    is_killed = any("exit code -9" in error or "SIGTERM" in error for error in errors)
     assert is_killed or not errors, (case, ckpt_path, kill, errors)
     return None
 
@@ -161,6 +161,8 @@ def check(seed: int, num_ranks: int, folder: Path) -> bool:
     for number in range(draw.choice([1, 1, 2, 3])):
         call = f"{draw.choice(HOOKS)} {draw.choice([1, 1, 2, 3, 4, 6])}"
         ranks = draw.sample(range(num_ranks), draw.randint(1, num_ranks))
+        # Lightning waits for the ranks that SIGTERM does not reach.
+        call += f" {draw.choice(['SIGKILL', 'SIGTERM'] if len(ranks) == num_ranks else ['SIGKILL'])}"
         story += [ckpt_path, ranks, call]
         run(case, run_dir, ckpt_path, dict.fromkeys(ranks, call))
         last = run_dir / "checkpoints" / "last.ckpt"
