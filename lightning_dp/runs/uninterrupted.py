@@ -296,13 +296,25 @@ class ContinuesAfterCheckpoint(Callback):
         self._has_trained = True
         self._take_back(trainer)
         begin_next_epoch(trainer)
-        if not trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
-            validation_batches(trainer).update(self._validated)  # else Lightning counts each loader's
+        self._count_validations_on(trainer)
         self._at_start = {}
         # The epoch does not tell that it stopped in the first one, nor the reason that another rank had one.
         running = EarlyStoppingReason.NOT_STOPPED
         if any(each.stopped_epoch > 0 or each.stopping_reason != running for each in trainer.early_stopping_callbacks):
             trainer.should_stop = True
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count on here, too. Called by Lightning.
+
+        If the first epoch has no validation, Lightning makes the loaders now, and forgets what on_train_start has set.
+        """
+        self._count_validations_on(trainer)
+
+    def _count_validations_on(self, trainer: Trainer) -> None:
+        """Begin with the number of the checkpoint. Not if loaders are reloaded: then Lightning counts those of each."""
+        seen = validation_batches(trainer)
+        if not seen and not trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+            seen.update(self._validated)
 
     def _writes(self, trainer: Trainer) -> bool:
         """Return whether this is the rank that writes last.ckpt, in a run that began from a checkpoint and has one."""

@@ -178,7 +178,7 @@ def test_dropout_draws_the_same_after_a_checkpoint_and_continues_in_another_fold
 def whole_and_continued(tmp_path, own, *options, kill_after=5, kill=None):
     """A run that was not interrupted, and one that was killed in its second epoch and continued in the same folder."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    options = (*options, "trainer.max_epochs=3")
+    options = ("trainer.max_epochs=3", *options)
     found = train(own(whole, *options))
     config = own(cut, *options)
     kill = kill or {"_target_": "tests.recipes.pieces.Kill", "after_steps": kill_after}
@@ -265,6 +265,14 @@ def test_batches_of_validations_are_counted_on_where_a_run_continues(tmp_path):
     # Lightning counts those of each loader.
     reload = "+trainer.reload_dataloaders_every_n_epochs=1"
     whole_and_continued(tmp_path / "reload", tiny, f"model._target_={__name__}.LogsEachValidation", reload)
+
+
+@pytest.mark.ci
+def test_batches_of_validations_are_counted_on_where_the_epoch_that_a_run_continues_with_has_none(tmp_path):
+    """Lightning makes the loaders of validations late there, when training has begun."""
+    options = (f"model._target_={__name__}.LogsEachValidation", "trainer.check_val_every_n_epoch=2")
+    kill = {"_target_": "tests.recipes.pieces.KillAfterCheckpoint", "epoch": 1}
+    whole_and_continued(tmp_path, tiny, *options, "trainer.max_epochs=4", kill=kill)
 
 
 class LogsAtEnd(Classifier):
