@@ -429,8 +429,15 @@ def added_to_optim(cfg: DictConfig) -> list[str]:
     choice, optim = HydraConfig.get().runtime.choices.get("optim"), cfg.get("optim")
     if choice is None or optim is None:
         return []
-    of_file = compose(HydraConfig.get().job.config_name, [f"optim={choice}"]).optim
+    of_file = composed_again([f"optim={choice}"]).optim
     return [f"optim.{key}" for key in optim if key not in of_file]
+
+
+def composed_again(overrides: Sequence[str]) -> DictConfig:
+    """Return the configuration of other overrides. Files are looked for in the folders of the command line."""
+    hydra_cfg = HydraConfig.get()
+    folders = [text for text in hydra_cfg.overrides.hydra if key_of(text) == "hydra.searchpath"]
+    return compose(hydra_cfg.job.config_name, [*folders, *overrides])
 
 
 def check_mode() -> None:

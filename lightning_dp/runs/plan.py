@@ -19,7 +19,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from pytorch_lightning import Callback, seed_everything
@@ -30,6 +29,7 @@ from lightning_dp.planner.diagnose import require_whole_model
 from lightning_dp.planner.formulas import require_not_negative, require_positive
 from lightning_dp.planner.report import read_plan
 from lightning_dp.runs.command_line import (
+    composed_again,
     config_error,
     given_keys,
     job_error,
@@ -212,7 +212,7 @@ def verify(config: Config, num_processes: int) -> str:
     """Run steps of the present configuration and of the planned one, and return a table of their times."""
     plan = read_plan(Path(config["run_dir"], PLAN_FILE))
     overrides = [*without(HydraConfig.get().overrides.task, plan["overrides"]), *plan["overrides"]]
-    planned = resolved(compose("plan", overrides), *config)  # the keys of the command, which were checked
+    planned = resolved(composed_again(overrides), *config)  # the keys of the command, which were checked
     validate(planned)
     sides = {PRESENT: config, PLANNED: planned}
     times = launch(time_steps, sides, job_logging(), num_processes=num_processes)

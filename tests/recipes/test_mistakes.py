@@ -112,6 +112,17 @@ def test_an_option_of_optim_in_an_experiment_that_nothing_reads_is_refused(fail,
     assert "trainer.max_epochs=0" in fail(*arguments, "trainer.max_epochs=0")
 
 
+@pytest.mark.parametrize("option", ["--config-dir", "hydra.searchpath"])
+def test_an_experiment_may_take_a_file_of_optim_from_the_same_folder(fail, tmp_path_factory, option):
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "optim").mkdir()
+    (folder / "optim" / "mine.yaml").write_text("defaults: [sgd_multistep]\n")
+    (folder / "experiment").mkdir()
+    (folder / "experiment" / "mine.yaml").write_text(OWN_EXPERIMENT.format(option="").replace("sgd_multistep", "mine"))
+    given = [f"{option}=['file://{folder}']"] if "." in option else [option, str(folder)]
+    assert "trainer.max_epochs=0" in fail("experiment=mine", *given, "trainer.max_epochs=0")
+
+
 @pytest.mark.ci
 def test_a_run_that_sigterm_ends_has_not_ended_well(monkeypatch, capsys):
     """Lightning raises a SystemExit without a status."""
