@@ -208,6 +208,7 @@ def weights_to_test(config: Config, trainer: Any) -> str | None:
             "often, or use test=last"
         )
     best.keep_copy(trainer)
+    best.require_measured(trainer)
     return str(best.best_model_path)
 
 

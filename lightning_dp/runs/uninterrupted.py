@@ -487,6 +487,18 @@ class BestCheckpoint(ModelCheckpoint):
             is_better = bool(current < best if self.mode == "min" else current > best)
         return trainer.strategy.broadcast(is_better)
 
+    def require_measured(self, trainer: Trainer) -> None:
+        """Raise ValueError if the file is of before a kill, and the epoch had another result when it was trained again.
+
+        So it is from a checkpoint within an epoch. The weights that were the best before that epoch are gone.
+        """
+        path = Path(self.best_model_path)
+        if not trainer.strategy.broadcast(_best_score(path, self) == self.best_model_score):
+            raise ValueError(
+                f"test=best: the best weights are gone: {path} is of an epoch that was trained again after a kill, "
+                "with another result; use test=last"
+            )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the best of the epochs before, also if the run continues in another folder.
 
@@ -511,9 +523,24 @@ class BestCheckpoint(ModelCheckpoint):
                 f"test=best: the best weights so far are gone: {path} is now of a later epoch; continue in the folder "
                 "of that run and with its options, or use test=last"
             )
+        if not is_elsewhere and self._is_of_same_step(existing(own)):
+            # A validation just after the checkpoint has measured the same weights. At the end of an epoch it is not
+            # repeated.
+            state_dict, path = _state_in(existing(own), self), str(existing(own))
         # Without its scores, the best of the remaining epochs would be taken for the best of all.
         super().load_state_dict(state_dict | {"dirpath": self.dirpath, "best_model_path": path})
 
+    def _is_of_same_step(self, best: Path) -> bool:
+        """Return whether the best weights are of as many steps as the checkpoint that the run continues from."""
+        start = Path(self._config.get("ckpt_path") or "")
+        is_known = bool(start.name) and start.exists() and best.exists() and bool(_state_in(best, self))
+        return is_known and completed_steps(start) == completed_steps(best)
+
+
+def _state_in(path: Path, keeper: BestCheckpoint) -> dict[str, Any]:
+    state: dict[str, Any] = read_checkpoint(path)["callbacks"].get(keeper.state_key, {})
+    return state
+
 
 def _best_score(path: Path, keeper: BestCheckpoint) -> Any:
-    return read_checkpoint(path)["callbacks"].get(keeper.state_key, {}).get("best_model_score")
+    return _state_in(path, keeper).get("best_model_score")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import logging
 import logging.handlers
 import multiprocessing
@@ -1446,6 +1447,70 @@ def test_the_best_of_a_copied_run_folder_is_in_the_copy(tmp_path):
     callback = BestCheckpoint(config)
     callback.load_state_dict(state | {"best_model_score": torch.tensor(0.5)})
     assert callback.best_model_path == str(own)
+
+
+def with_score(path, config, steps, score):
+    """Write a checkpoint, and return the state of BestCheckpoint in it."""
+    state = BestCheckpoint(config).state_dict()
+    state |= {"best_model_path": str(path.with_name("best.ckpt")), "best_model_score": torch.tensor(score)}
+    torch.save(WHOLE | {"global_step": steps, "callbacks": {BestCheckpoint(config).state_key: state}}, path)
+    return state
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize(("steps", "expected"), [(9, 0.75), (12, 0.5)])
+def test_a_validation_just_after_the_checkpoint_counts_because_it_is_not_repeated(tmp_path, steps, expected, is_first):
+    """One of later steps is: its best.ckpt is written again."""
+    path = save(tmp_path)
+    config = tiny(tmp_path, *BEST, f"ckpt_path={path}")
+    state = with_score(path, config, 9, 0.5)
+    if is_first:
+        state = BestCheckpoint(config).state_dict()
+    with_score(path.with_name("best.ckpt"), config, steps, 0.75)
+    callback = BestCheckpoint(config)
+    callback.load_state_dict(state)
+    assert callback.best_model_score == (None if is_first and steps > 9 else expected)
+    assert callback.best_model_path == ("" if is_first and steps > 9 else str(path.with_name("best.ckpt")))
+
+
+class Told(Classifier):
+    """Logs what a file says of the epochs."""
+
+    def on_validation_epoch_end(self):
+        values = json.loads(Path(self.trainer.default_root_dir, "told.json").read_text())
+        self.log("val/told", values[self.current_epoch])
+
+
+def told_and_killed(monkeypatch, run_dir, every_n_steps):
+    """Kill a run in its third epoch. The second was its best. Return the configuration that continues it."""
+    values = (f"model._target_={__name__}.Told", "test=best", "optimized_metric=val/told", "trainer.max_epochs=3")
+    config = tiny(run_dir, *values, f"+callbacks.checkpoint.every_n_train_steps={every_n_steps}")
+    config["callbacks"]["kill"] = {"_target_": "tests.recipes.pieces.Kill", "after_steps": 7}
+    (run_dir / "told.json").write_text("[0.5, 0.9, 0.1]")
+    with pytest.raises(RankError, match="died with exit code -9"):
+        run_processes(1, train_rank, config, grace=5)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # it is not killed again
+    return config | {"ckpt_path": str(last(run_dir))}
+
+
+@pytest.mark.ci
+def test_the_best_is_not_lost_where_a_run_continues_from_the_last_batch_of_its_epoch(tmp_path, monkeypatch):
+    """The third would be the best of those that are validated after the kill."""
+    config = told_and_killed(monkeypatch, tmp_path, 3)
+    (tmp_path / "told.json").write_text("[0.5, 0.9, 0.6]")
+    train(config)
+    assert completed_steps(last(tmp_path).with_name("best.ckpt")) == 6
+
+
+@pytest.mark.ci
+def test_weights_that_are_not_the_best_of_a_run_are_not_tested_for_them(tmp_path, monkeypatch):
+    """They are of before the kill. Then the second epoch was trained again in part, and the best was the first."""
+    config = told_and_killed(monkeypatch, tmp_path, 4)
+    (tmp_path / "told.json").write_text("[0.5, 0.4, 0.3]")
+    with pytest.raises(
+        ValueError, match=r"test=best: the best weights are gone: .*best.ckpt is of an epoch .*test=last"
+    ):
+        train(config)
 
 
 @pytest.mark.ci
