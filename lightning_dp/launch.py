@@ -328,28 +328,10 @@ def run_and_report(folder: str, function: Callable[..., Any], args: tuple[Any, .
                 # The agent reports the rank whose exit it sees first. Let it see the one that died. It then ends this
                 # process with SIGTERM, which must not go to a handler that the function has left.
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                _wait_for_agent([_process_of(Path(folder), each) for each in died])
+                time.sleep(AGENT_LIMIT_S)
             raise SystemExit(1) from None
         alive.unlink()
     return result if rank == 0 else None
-
-
-def _wait_for_agent(dead: list[int]) -> None:
-    """Wait until the agent has seen that these processes have died: the system keeps them until it asks how.
-
-    Not for its SIGTERM, which may have come before, and gone to a handler of Lightning's.
-    """
-    end = time.monotonic() + AGENT_LIMIT_S
-    while any(map(_is_kept, dead)) and time.monotonic() < end:
-        time.sleep(0.1)
-
-
-def _is_kept(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def first_report(folder: Path) -> RankReport | None:
@@ -370,19 +352,13 @@ def dead_ranks(folder: Path, but: int) -> list[int]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Create a file with the number of this process, and hold a lock on it, at most until the process dies."""
+    """Create a file and hold a lock on it, at most until this process dies."""
     with open(path.with_suffix(".starting"), "w") as file:
         # Forked processes do not inherit this kind of lock: loader workers that survive their rank do not hold it.
         fcntl.lockf(file, fcntl.LOCK_EX)
-        file.write(str(os.getpid()))
-        file.flush()
         # The file gets its name when it is locked, so that no rank sees it without the lock.
         os.replace(file.name, path)
         yield
-
-
-def _process_of(folder: Path, rank: int) -> int:
-    return int(Path(folder, f"{rank}.alive").read_text())
 
 
 def _is_locked(path: Path) -> bool:
