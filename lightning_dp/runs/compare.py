@@ -323,6 +323,9 @@ def main() -> None:
     try:
         metric, result = choose_metrics(arguments.sweep_dir, arguments.metric)
         jobs = read_sweep(arguments.sweep_dir, metric, result, not arguments.metrics_only, arguments.mode)
+        if arguments.metric and not any(job.curve for job in jobs):  # else it would seem that no job has reached it
+            reason = "no job has logged it beside time/train_s, before its training ended"
+            log.warning("--metric %s: the plot has no curve of it, and no time to it is known: %s", metric, reason)
         accuracy = common_accuracy(jobs) if arguments.accuracy is None else arguments.accuracy
         text = table(jobs, metric, accuracy, result)
         print(text, flush=True)  # before it is written: the folder may be somebody else's, and closed to this user

@@ -276,6 +276,16 @@ def test_a_later_test_of_one_job_leaves_the_metric_of_jobs_that_do_not_test(tmp_
     assert [each.accuracy for each in read_sweep(tmp_path, metric, result)] == [0.8, 0.6]
 
 
+@pytest.mark.parametrize(("metric", "is_warned"), [("test/acc", True), ("val/acc", False)])
+def test_a_metric_that_is_logged_after_training_has_no_time(sweep, monkeypatch, caplog, metric, is_warned):
+    """All jobs test with more than 0.5: a column of jobs that had not reached it would be wrong."""
+    options = ["--metrics-only", f"--metric={metric}", "--accuracy=0.5"]
+    monkeypatch.setattr("sys.argv", ["compare.py", str(sweep), *options])
+    monkeypatch.setattr(compare, "draw", lambda *_: None)
+    main()
+    assert (f"--metric {metric}: the plot has no curve of it" in caplog.text) is is_warned
+
+
 def test_a_sweep_without_the_usual_metrics_names_those_that_it_has(tmp_path):
     """Nobody has given --metric, so the error must not say that it is wrong."""
     job(tmp_path / "0", [], rows([0.5], [10], 0.0)[:-1])
