@@ -32,7 +32,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -314,7 +314,7 @@ def run_and_report(folder: str, function: Callable[..., Any], args: tuple[Any, .
     """
     rank = int(os.environ["RANK"])
     alive = Path(folder, f"{rank}.alive")
-    with _locked(alive):
+    with _locked(alive), _noting_sigterm() as sigterm_has_come:
         try:
             result = function(*args)
             if rank == 0:
@@ -328,10 +328,32 @@ def run_and_report(folder: str, function: Callable[..., Any], args: tuple[Any, .
                 # The agent reports the rank whose exit it sees first. Let it see the one that died. It then ends this
                 # process with SIGTERM, which must not go to a handler that the function has left.
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                time.sleep(AGENT_LIMIT_S)
+                if not sigterm_has_come():
+                    time.sleep(AGENT_LIMIT_S)
             raise SystemExit(1) from None
         alive.unlink()
     return result if rank == 0 else None
+
+
+@contextmanager
+def _noting_sigterm() -> Iterator[Callable[[], bool]]:
+    """Give a function that says whether SIGTERM has come, also where a handler of Lightning's has taken it."""
+    reader, writer = os.pipe()
+    for end in (reader, writer):
+        os.set_blocking(end, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # Python writes the number of each signal to it
+
+    def has_come() -> bool:
+        with suppress(BlockingIOError):  # none
+            return signal.SIGTERM in os.read(reader, 1 << 16)
+        return False
+
+    try:
+        yield has_come
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reader)
+        os.close(writer)
 
 
 def first_report(folder: Path) -> RankReport | None:

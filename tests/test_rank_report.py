@@ -99,8 +99,9 @@ def test_only_ranks_that_ended_without_a_report_are_dead(tmp_path):
     assert sorted(dead_ranks(tmp_path, but=9)) == [2, 3, 4]
 
 
-@pytest.mark.parametrize("peer", ["alive", "dead"])
-def test_a_rank_that_fails_after_a_death_says_so_and_waits_for_the_agent(tmp_path, monkeypatch, peer):
+@pytest.mark.parametrize(("peer", "is_told"), [("alive", False), ("dead", False), ("dead", True)])
+def test_a_rank_that_fails_after_a_death_says_so_and_waits_for_the_agent(tmp_path, monkeypatch, peer, is_told):
+    """Not where the agent has sent its SIGTERM before, which a handler of Lightning's has taken."""
     waits: list[float] = []
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(launch_module.time, "sleep", waits.append)
@@ -108,6 +109,9 @@ def test_a_rank_that_fails_after_a_death_says_so_and_waits_for_the_agent(tmp_pat
     handler = signal.getsignal(signal.SIGTERM)
 
     def lose() -> None:
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        if is_told:
+            os.kill(os.getpid(), signal.SIGTERM)
         raise RuntimeError("connection closed by peer")
 
     with pytest.raises(SystemExit):
@@ -115,5 +119,6 @@ def test_a_rank_that_fails_after_a_death_says_so_and_waits_for_the_agent(tmp_pat
     signal.signal(signal.SIGTERM, handler)
     written = json.loads((tmp_path / "0.json").read_text())
     assert written["message"] == LOST
-    assert written["follows_death"] == (peer == "dead") == bool(waits)
+    assert written["follows_death"] == (peer == "dead")
+    assert bool(waits) == (peer == "dead" and not is_told)
     assert (first_report(tmp_path) is None) == (peer == "dead")
