@@ -114,12 +114,13 @@ def require_intact(path: Path) -> None:
 
 def _require_checksums(folder: Path) -> None:
     try:
-        expected = torch.load(folder / CHECKSUMS, weights_only=True)
+        expected = dict(torch.load(folder / CHECKSUMS, weights_only=True))
+    except Exception as error:  # an unpickler can raise any error for bytes that are not a pickle
+        raise ValueError(f"{folder / CHECKSUMS} is damaged ({type(error).__name__}); {OTHERS}") from error
+    try:
         damaged = [name for name, value in expected.items() if checksum(folder / name) != value]
     except FileNotFoundError as error:
         raise ValueError(f"{folder} is not complete: {error.filename} is missing; {OTHERS}") from error
-    except Exception as error:  # an unpickler can raise any error for bytes that are not a pickle
-        raise ValueError(f"{folder / CHECKSUMS} is damaged ({type(error).__name__}); {OTHERS}") from error
     if damaged:
         raise ValueError(f"{folder / damaged[0]} is damaged: it does not have the checksum it had; {OTHERS}")
 

@@ -507,9 +507,9 @@ class BestCheckpoint(ModelCheckpoint):
         """
         path, own = state_dict["best_model_path"], Path(self.dirpath or "", OF_A_RUN["best"].name)
         best_score = state_dict.get("best_model_score")
-        beside = Path(self._config.get("ckpt_path") or own).with_name(own.name)
-        # The folder of the run has been moved, or copied; or a kill has left the one of before put aside.
-        for moved in map(existing, (beside, own)):
+        # A kill may have left the one of before put aside.
+        beside, own = existing(Path(self._config.get("ckpt_path") or own).with_name(own.name)), existing(own)
+        for moved in (beside, own):  # the folder of the run has been moved, or copied
             if path and moved.exists() and (not Path(path).exists() or _best_score(moved, self) == best_score):
                 path = str(moved)
         if path and not Path(path).exists():
@@ -523,10 +523,10 @@ class BestCheckpoint(ModelCheckpoint):
                 f"test=best: the best weights so far are gone: {path} is now of a later epoch; continue in the folder "
                 "of that run and with its options, or use test=last"
             )
-        if not is_elsewhere and self._is_of_same_step(existing(own)):
+        if not is_elsewhere and self._is_of_same_step(own):
             # A validation just after the checkpoint has measured the same weights. At the end of an epoch it is not
             # repeated.
-            state_dict, path = _state_in(existing(own), self), str(existing(own))
+            state_dict, path = _state_in(own, self), str(own)
         # Without its scores, the best of the remaining epochs would be taken for the best of all.
         super().load_state_dict(state_dict | {"dirpath": self.dirpath, "best_model_path": path})
 
