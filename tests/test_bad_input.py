@@ -185,6 +185,7 @@ RECIPES = [
     ("trainer=cpu trainer.devices=2 data.batch_size=1", "batch_size=1 ... number of ranks (2)"),
     ("trainer=cpu num_classes=0", "num_classes=0"),
     ("trainer=cpu num_classes=5", "model.num_classes=5 is less than the 10 classes of the data; use num_classes=10"),
+    ("model.num_classes=4", "model.num_classes=4 is less than the 10 classes of the data; use model.num_classes=10"),
     ("trainer=cpu optim.lr=-1", "optim.optimizer ... -1"),
     ("trainer=cpu optim.lr=nan", "optim.optimizer.lr=nan must be a finite number"),
     ("trainer=cpu optim.optimizer.weight_decay=nan", "optim.optimizer.weight_decay=nan must be a finite number"),

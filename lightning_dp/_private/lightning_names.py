@@ -142,6 +142,11 @@ def validation_batches(trainer: Any) -> dict[int, int]:
     return seen
 
 
+def forget_saved_step(checkpoint: Any) -> None:
+    """Let a ModelCheckpoint save, though it has saved at this step before."""
+    checkpoint._last_global_step_saved = -1
+
+
 def modes_in_training(trainer: Any) -> dict[str, bool]:
     """Return which modules train and do not evaluate, by name: during a validation, what each goes back to after it."""
     if trainer.evaluating:

@@ -321,6 +321,8 @@ def main() -> None:
     parser.add_argument("--metrics-only", action="store_true", help="build no model, and count no bytes")
     arguments = parser.parse_args()
     try:
+        if arguments.accuracy is not None and not math.isfinite(arguments.accuracy):
+            raise ValueError(f"--accuracy {arguments.accuracy} must be finite")
         metric, result = choose_metrics(arguments.sweep_dir, arguments.metric)
         jobs = read_sweep(arguments.sweep_dir, metric, result, not arguments.metrics_only, arguments.mode)
         if arguments.metric and not any(job.curve for job in jobs):  # else it would seem that no job has reached it

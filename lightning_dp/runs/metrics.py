@@ -204,7 +204,7 @@ def rows_of(run_dir: Path) -> list[dict[str, str]]:
     """
     if not (run_dir / METRICS).is_file():
         return []
-    with open(run_dir / METRICS, newline="") as file:
+    with open(run_dir / METRICS, newline="", encoding="utf-8-sig") as file:  # a program for tables may write the mark
         lines = file.readlines()
     # A row that was cut within its last value has as many as the others.
     whole = lines if not lines or lines[-1].endswith("\n") else lines[:-1]

@@ -33,6 +33,7 @@ from torchmetrics.wrappers import MetricTracker, MinMaxMetric, Running
 from lightning_dp._private.lightning_names import (
     begin_next_epoch,
     count_loader_from,
+    forget_saved_step,
     logged_metrics,
     modes_in_training,
     restart_loader,
@@ -244,7 +245,7 @@ class ContinuesAfterCheckpoint(Callback):
     def __init__(self, checkpoint: str | None, run_dir: str) -> None:
         self._checkpoint = checkpoint
         self._run_dir = Path(run_dir)
-        self._has_trained = False
+        self._has_trained = self._has_batches = False
         self._at_start: dict[str, bool] = {}  # see `_switches`
         self._switched: dict[str, bool] = {}  # what the run of the checkpoint had changed
         self._validated: dict[int, int] = {}  # see `validation_batches`
@@ -329,12 +330,12 @@ class ContinuesAfterCheckpoint(Callback):
             copy(path, last)
 
     def _keep_copy(self, trainer: Trainer) -> None:
-        """Copy the checkpoint of a run that has no step left: last.ckpt would be missing, or that of later epochs."""
+        """Copy the checkpoint of a run that has no batch left: last.ckpt would be missing, or that of later epochs."""
         path, last = Path(self._checkpoint or ""), self._run_dir / OF_A_RUN["last"]
-        # After EarlyStopping, training has begun without a step.
+        # After EarlyStopping, training has begun without a batch.
         # A path that is gone was put aside when a run was killed between two renames, and last.ckpt has replaced it.
         is_another = self._writes(trainer) and path.exists() and path.resolve() != last.resolve()
-        if is_another and completed_steps(path) == trainer.global_step:
+        if is_another and not self._has_batches:
             copy(path, last)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -353,8 +354,19 @@ class ContinuesAfterCheckpoint(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Do the same in a run that continues within an epoch."""
+        self._has_batches = True
         if not self._at_start:
             self.on_train_epoch_start(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let each epoch be in last.ckpt: EarlyStopping may end one before its first step.
+
+        Lightning saves no checkpoint twice at one step. But the epoch's batches have changed the statistics of batch
+        norm.
+        """
+        for each in trainer.checkpoint_callbacks:
+            if isinstance(each, ModelCheckpoint) and each.filename == OF_A_RUN["last"].stem:
+                forget_saved_step(each)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep a last.ckpt that was written before this run continued.

@@ -225,9 +225,10 @@ def _check_data(data: Any, config: Config, world_size: int, trainer: Any) -> Non
     if isinstance(data, ImageDataModule):
         num_classes = config["model"].get("num_classes", data.num_classes)
         if num_classes < data.num_classes:
+            key = "num_classes" if config.get("num_classes") == num_classes else "model.num_classes"
             raise ValueError(
                 f"model.num_classes={num_classes} is less than the {data.num_classes} classes of the data; use "
-                f"num_classes={data.num_classes}"
+                f"{key}={data.num_classes}"
             )
         data.check(world_size)
     if external_rank() is None:

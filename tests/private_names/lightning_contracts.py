@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import tempfile
 import warnings
 from contextlib import suppress
@@ -21,6 +22,7 @@ from lightning_dp._private import lightning_names
 from tests.private_names.contract import contract
 from tests.private_names.torch_contracts import CPU, in_one_process
 
+ModelCheckpoint = importlib.import_module(FRAMEWORK + ".callbacks").ModelCheckpoint
 ModelPruning = importlib.import_module(FRAMEWORK + ".callbacks").ModelPruning
 Precision = importlib.import_module(FRAMEWORK + ".plugins.precision").Precision
 Strategy = importlib.import_module(FRAMEWORK + ".strategies").Strategy
@@ -323,6 +325,35 @@ def check_the_batches_of_validations_are_counted() -> None:
     made = trainer(max_epochs=2)
     made.fit(Frozen(), torch.ones(1, 1, 1), torch.ones(1, 1, 1))
     assert lightning_names.validation_batches(made) == {0: 2}, "without those of the sanity check"
+
+
+class NoSteps(Net):
+    """Makes no step: each epoch ends at step 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any) -> None:
+        pass
+
+
+class ForgetsStep(Callback):
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        lightning_names.forget_saved_step(trainer.checkpoint_callback)
+
+
+SAVED = "_last_global_step_saved"
+IS_SAVED = property(lambda callback: 0, lambda callback, value: None)
+
+
+@contract(ModelCheckpoint, SAVED, lambda patch: patch.setattr(ModelCheckpoint, SAVED, IS_SAVED, raising=False))
+def check_a_step_is_saved_again() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        saves = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+        made = trainer(max_epochs=2, callbacks=[ForgetsStep(), saves], enable_checkpointing=True)
+        made.fit(NoSteps(), torch.ones(1, 1, 1))
+        assert sorted(os.listdir(folder)) == ["epoch=0.ckpt", "epoch=1.ckpt"]
 
 
 class Restarts(Callback):

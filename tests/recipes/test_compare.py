@@ -286,6 +286,12 @@ def test_a_metric_that_is_logged_after_training_has_no_time(sweep, monkeypatch, 
     assert (f"--metric {metric}: the plot has no curve of it" in caplog.text) is is_warned
 
 
+def test_a_time_to_no_number_is_an_error(sweep, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["compare.py", str(sweep), "--accuracy=nan"])
+    with pytest.raises(SystemExit, match="--accuracy nan must be finite"):
+        main()
+
+
 def test_a_sweep_without_the_usual_metrics_names_those_that_it_has(tmp_path):
     """Nobody has given --metric, so the error must not say that it is wrong."""
     job(tmp_path / "0", [], rows([0.5], [10], 0.0)[:-1])

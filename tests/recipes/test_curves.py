@@ -112,6 +112,11 @@ def test_the_mean_of_what_is_logged_of_each_step_too_has_its_own_name(tmp_path):
     assert metrics.last_values(metrics.rows_of(tmp_path)) == expected
 
 
+def test_a_program_for_tables_may_put_a_mark_before_the_first_column(tmp_path):
+    (tmp_path / "metrics.csv").write_text("epoch,step,train/loss\n0,3,1.0\n", encoding="utf-8-sig")
+    assert metrics.rows_of(tmp_path) == [{"epoch": "0", "step": "3", "train/loss": "1.0"}]
+
+
 def test_a_file_with_other_signs_between_its_columns_is_an_error(tmp_path):
     (tmp_path / "metrics.csv").write_text("epoch;step;train/loss\n0;3;1.0\n")
     with pytest.raises(ValueError, match="metrics.csv does not begin with the names of its columns"):

@@ -1612,6 +1612,19 @@ def test_a_run_that_stopped_in_its_first_epoch_has_ended(tmp_path):
     assert again["test/acc"] == found["test/acc"]
 
 
+@pytest.mark.ci
+def test_an_epoch_that_early_stopping_ends_before_its_first_step_is_in_the_last_checkpoint(tmp_path):
+    """Its batches have changed the statistics of batch norm. Lightning saves no checkpoint twice at one step."""
+    steps = ("trainer.accumulate_grad_batches=3", "trainer.limit_train_batches=2", "+trainer.val_check_interval=0.5")
+    stops = ("+callbacks.stop.patience=2", "+callbacks.stop.min_delta=99.0")
+    config = tiny(tmp_path, "trainer.max_epochs=3", *steps, *STOPS, *stops)
+    found = train(config)
+    assert torch.load(last(tmp_path), weights_only=True)["epoch"] == 1, "its first batch"
+    assert completed_steps(last(tmp_path)) == 1
+    again = train(config | {"ckpt_path": str(last(tmp_path))})
+    assert again["test/loss"] == found["test/loss"]
+
+
 class Worse(Callback):
     """Logs a loss that is best in the first epoch."""
 
