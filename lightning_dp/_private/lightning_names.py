@@ -142,6 +142,17 @@ def validation_batches(trainer: Any) -> dict[int, int]:
     return seen
 
 
+def epoch_of_validation_loaders(trainer: Any) -> float:
+    """Return the epoch from which Lightning counts the epochs until it makes the validation loaders again."""
+    epoch: float = trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch
+    return epoch
+
+
+def count_validation_loaders_from(trainer: Any, epoch: float) -> None:
+    """Let Lightning count from this one."""
+    trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = epoch
+
+
 def forget_saved_step(checkpoint: Any) -> None:
     """Let a ModelCheckpoint save, though it has saved at this step before."""
     checkpoint._last_global_step_saved = -1

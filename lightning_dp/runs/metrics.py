@@ -22,7 +22,7 @@ from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
 from torch import Tensor
 
-from lightning_dp._private.lightning_names import epoch_means
+from lightning_dp._private.lightning_names import epoch_means, validation_batches
 from lightning_dp.planner.plots import COLORS
 from lightning_dp.runs.checkpoints import CURVES, METRICS, read_checkpoint, run_folder
 from lightning_dp.runs.command_line import argument_parser
@@ -155,8 +155,13 @@ class RowsInCheckpoint(Callback):
         steps = [num_batches - is_at_end, int(trainer.callback_metrics.get("step", -1))]
         # After an exception other ranks may not come to the collectives of the means.
         means = epoch_means(trainer) if is_at_end and trainer.training and not trainer.interrupted else {}
-        state = {"num_rows": self._file.write_first(), "steps": steps, "means": _as_logged(means, trainer, steps[0])}
-        checkpoint["callbacks"][self.state_key] = state
+        checkpoint["callbacks"][self.state_key] = {
+            "num_rows": self._file.write_first(),
+            "steps": steps,
+            "means": _as_logged(means, trainer, steps[0]),
+            # The next validation logs its batches under these numbers.
+            "validated": [0, *validation_batches(trainer).values()],
+        }
 
 
 def _as_logged(means: dict[str, Any], trainer: Trainer, step: int) -> dict[str, Any]:
@@ -187,8 +192,10 @@ def rows_before(checkpoint: Path) -> list[dict[str, str]]:
         written = [names <= row.keys() and row["step"] == means["step"] for row in after]
         if any(written):
             end = written.index(True) + 1
-            # Then come rows of the same batch, as of the end of the run. The next epoch may begin with the means' step.
-            after = after[:end] + [row for row in after[end:] if int(row["step"]) == state["steps"][0]]
+            # Then come rows of the same batch, as of the end of the run. The next epoch may begin with the means' step,
+            # and its validation with that of the batch.
+            is_of_batch = state["steps"][0] not in state.get("validated", ())
+            after = after[:end] + [row for row in after[end:] if is_of_batch and int(row["step"]) == state["steps"][0]]
         else:  # the run may have been killed before it wrote them
             after.append(means)
     return rows[: state["num_rows"]] + after

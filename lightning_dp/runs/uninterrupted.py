@@ -33,6 +33,8 @@ from torchmetrics.wrappers import MetricTracker, MinMaxMetric, Running
 from lightning_dp._private.lightning_names import (
     begin_next_epoch,
     count_loader_from,
+    count_validation_loaders_from,
+    epoch_of_validation_loaders,
     forget_saved_step,
     logged_metrics,
     modes_in_training,
@@ -249,6 +251,7 @@ class ContinuesAfterCheckpoint(Callback):
         self._at_start: dict[str, bool] = {}  # see `_switches`
         self._switched: dict[str, bool] = {}  # what the run of the checkpoint had changed
         self._validated: dict[int, int] = {}  # see `validation_batches`
+        self._loaded_in = -math.inf  # the epoch of the checkpoint's validation loaders
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add what has been frozen or unfrozen since training began, and what was validated. Called by Lightning.
@@ -258,12 +261,14 @@ class ContinuesAfterCheckpoint(Callback):
         now = _switches(trainer).items()
         switched = {name: value for name, value in now if value != self._at_start.get(name, value)}
         validated = dict(validation_batches(trainer))
-        checkpoint["callbacks"][self.state_key] = {"switched": switched, "validated": validated}
+        state = {"switched": switched, "validated": validated, "loaded_in": epoch_of_validation_loaders(trainer)}
+        checkpoint["callbacks"][self.state_key] = state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep that until training begins. Called by Lightning. Files of before lack the second."""
+        """Keep that until training begins. Called by Lightning. Files of before lack all but the first."""
         self._switched = state_dict["switched"]
         self._validated = state_dict.get("validated", {})
+        self._loaded_in = state_dict.get("loaded_in", -math.inf)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise ValueError if this rank continues from elsewhere than rank 0: its momentum and images would be others.
@@ -312,10 +317,15 @@ class ContinuesAfterCheckpoint(Callback):
         self._count_validations_on(trainer)
 
     def _count_validations_on(self, trainer: Trainer) -> None:
-        """Begin with the number of the checkpoint. Not if loaders are reloaded: then Lightning counts those of each."""
-        seen = validation_batches(trainer)
-        if not seen and not trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+        """Begin with the number of the checkpoint, unless the loaders are due to be made again: that resets it.
+
+        The loaders that this run had to make count as those of the checkpoint.
+        """
+        seen, every = validation_batches(trainer), trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+        if not seen and (not every or trainer.current_epoch - self._loaded_in < every):
             seen.update(self._validated)
+            if every:
+                count_validation_loaders_from(trainer, self._loaded_in)
 
     def _writes(self, trainer: Trainer) -> bool:
         """Return whether this is the rank that writes last.ckpt, in a run that began from a checkpoint and has one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import tempfile
 import warnings
@@ -325,6 +326,30 @@ def check_the_batches_of_validations_are_counted() -> None:
     made = trainer(max_epochs=2)
     made.fit(Frozen(), torch.ones(1, 1, 1), torch.ones(1, 1, 1))
     assert lightning_names.validation_batches(made) == {0: 2}, "without those of the sanity check"
+
+
+LOADED = "_last_val_dl_reload_epoch"
+OF_NO_EPOCH = property(lambda loop: -math.inf, lambda loop, value: None)
+
+
+@contract(EvaluationLoop, LOADED, lambda patch: patch.setattr(EvaluationLoop, LOADED, OF_NO_EPOCH, raising=False))
+def check_the_loaders_of_validations_are_made_again_so_many_epochs_after_those_of_the_last_one() -> None:
+    made = []
+
+    class Makes(Frozen):
+        def val_dataloader(self) -> DataLoader:
+            made.append(self.trainer.current_epoch)
+            return DataLoader(torch.ones(1, 1))
+
+    class Counts(Callback):
+        def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.current_epoch == 1:
+                assert lightning_names.epoch_of_validation_loaders(trainer) == 0
+                lightning_names.count_validation_loaders_from(trainer, -1)
+
+    counted = trainer(max_epochs=4, reload_dataloaders_every_n_epochs=2, callbacks=[Counts()])
+    counted.fit(Makes(), torch.ones(1, 1, 1))
+    assert made == [0, 1, 3]
 
 
 class NoSteps(Net):

@@ -25,6 +25,7 @@ from tests.recipes.in_process import tiny, train
 Case = tuple[list[str], dict[str, Any] | None]  # options, and what replaces the data
 
 CALLBACKS = "pytorch_lightning.callbacks"
+OWN = f"+callbacks.own._target_={CALLBACKS}.ModelCheckpoint +callbacks.own.dirpath=${{run_dir}}/own"
 # A run has one of each, where the first one is what most users have. Several options have spaces between them.
 OPTIONS = (
     ("trainer.max_epochs=2", "trainer.max_epochs=3", "trainer.max_epochs=4"),
@@ -53,6 +54,11 @@ OPTIONS = (
     ("", "", f"+callbacks.stop._target_={CALLBACKS}.EarlyStopping +callbacks.stop.monitor=val/loss "
              "+callbacks.stop.patience=1"),
     ("", "callbacks.learning_rate.logging_interval=step", "callbacks.learning_rate=null"),
+    ("", "", "+trainer.limit_val_batches=1"),
+    (
+        *("", "", f"{OWN} +callbacks.own.save_top_k=-1"),
+        f"{OWN} +callbacks.own.monitor=val/acc +callbacks.own.mode=max +callbacks.own.save_last=true",
+    ),
     # It is called before or after the callbacks that write checkpoints.
     tuple(f"+callbacks.kill._target_=tests.recipes.pieces.{name}" for name in ("KillAt", "KillAtLast")),
 )  # fmt: skip
@@ -120,7 +126,7 @@ def _train(rank: int, config: dict[str, Any], kill: dict[int, str]) -> Any:
 
 
 def state_of(run_dir: Path) -> tuple[Any, ...]:
-    """What must be the same at the end: weights, optimizer and schedules, and the rows."""
+    """What must be the same at the end: weights, optimizer and schedules, the rows, and the best weights."""
     path = run_dir / "checkpoints" / "last.ckpt"
     if path.is_dir():
         consolidate_checkpoint(path, run_dir / "whole.ckpt", weights_only=False)
@@ -128,7 +134,8 @@ def state_of(run_dir: Path) -> tuple[Any, ...]:
     checkpoint = torch.load(path, weights_only=True)
     parts = tuple(checkpoint[name] for name in ("state_dict", "optimizer_states", "lr_schedulers"))
     rows = [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows_of(run_dir)]
-    return *parts, rows
+    best = run_dir / "checkpoints" / "best.ckpt"
+    return *parts, rows, torch.load(best, weights_only=True)["state_dict"] if best.is_file() else None
 
 
 def is_same(ours: Any, others: Any) -> bool:
@@ -181,7 +188,7 @@ def check(seed: int, num_ranks: int, folder: Path) -> bool:
     ("num_ranks", "seeds"),
     [
         pytest.param(1, range(4), marks=pytest.mark.ci),
-        pytest.param(2, range(3), marks=pytest.mark.ci),
+        pytest.param(2, range(4, 7), marks=pytest.mark.ci),
         *(pytest.param(1, range(start, start + 25), marks=pytest.mark.slow) for start in range(100, 300, 25)),
         *(pytest.param(2, range(start, start + 15), marks=pytest.mark.slow) for start in range(100, 220, 15)),
     ],

@@ -276,6 +276,29 @@ def test_batches_of_validations_are_counted_on_where_the_epoch_that_a_run_contin
     whole_and_continued(tmp_path, tiny, *options, "trainer.max_epochs=4", kill=kill)
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("epoch", [0, 1, 2, 3])
+def test_batches_of_validations_are_counted_on_between_two_epochs_that_make_the_loaders_again(tmp_path, epoch):
+    """Lightning counts them from 0 in the epochs 0, 2 and 4."""
+    options = (f"model._target_={__name__}.LogsEachValidation", "+trainer.reload_dataloaders_every_n_epochs=2")
+    kill = {"_target_": "tests.recipes.pieces.KillAfterCheckpoint", "epoch": epoch}
+    whole_and_continued(tmp_path, tiny, *options, "trainer.max_epochs=5", kill=kill)
+
+
+class KillAfterValidation(Callback):
+    def on_validation_end(self, trainer, module):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.ci
+def test_rows_of_a_validation_that_begin_with_the_step_of_the_means_are_not_kept(tmp_path):
+    """Epochs have one step. The first validation comes in the second one, and counts its batches from 0."""
+    options = (f"model._target_={__name__}.LogsEachValidation", "trainer.limit_train_batches=1", "test=false")
+    every = ("trainer.check_val_every_n_epoch=null", "+trainer.val_check_interval=2", "callbacks.learning_rate=null")
+    kill = {"_target_": f"{__name__}.KillAfterValidation"}
+    whole_and_continued(tmp_path, tiny, *options, *every, "trainer.num_sanity_val_steps=0", kill=kill)
+
+
 class LogsAtEnd(Classifier):
     """Writes to its logger when training has ended."""
 
