@@ -324,8 +324,7 @@ class ContinuesAfterCheckpoint(Callback):
         seen, every = validation_batches(trainer), trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
         if not seen and (not every or trainer.current_epoch - self._loaded_in < every):
             seen.update(self._validated)
-            if every:
-                count_validation_loaders_from(trainer, self._loaded_in)
+            count_validation_loaders_from(trainer, self._loaded_in)
 
     def _writes(self, trainer: Trainer) -> bool:
         """Return whether this is the rank that writes last.ckpt, in a run that began from a checkpoint and has one."""
