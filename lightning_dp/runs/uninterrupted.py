@@ -26,6 +26,7 @@ from pytorch_lightning.callbacks import (
 )
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 from pytorch_lightning.utilities import CombinedLoader
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torchmetrics import MaxMetric, Metric, MinMetric
 from torchmetrics.wrappers import MetricTracker, MinMaxMetric, Running
@@ -170,12 +171,14 @@ def _warn_of_what_starts_over(trainer: Trainer, generators: list[str]) -> None:
 
 
 class PartsOfRanks(Callback):
-    """Keeps what each rank has of its own: of that a checkpoint has the part of rank 0.
+    """Takes care of what each rank has of its own: of that a checkpoint has the part of rank 0.
 
     - Metrics that are kept over epochs by ``metric.persistent(True)``: each rank gets its part back. With rank 0's on
       all of them, a sum would be wrong. Those that Lightning resets after the checkpoint begin again.
     - Averaged models, as of ``WeightAveraging``: they get rank 0's buffers with each checkpoint. DDP sends those of the
       module, but not those of a copy. Validations of a run that continues would differ.
+    - The module's buffers, such as batch norm's statistics: with manual optimization DDP sends rank 0's at the first
+      batch only, so ranks get them in each epoch.
     """
 
     def __init__(self) -> None:
@@ -198,10 +201,7 @@ class PartsOfRanks(Callback):
         for callback in trainer.callbacks if trainer.world_size > 1 else []:  # type: ignore[attr-defined]
             if isinstance(callback, WeightAveraging):  # one of the user's may have a copy on some ranks only
                 averages = [each for each in vars(callback).values() if isinstance(each, AveragedModel)]
-                buffers = [buffer for each in averages for buffer in each.module.buffers()]
-                first = trainer.strategy.broadcast([buffer.cpu() for buffer in buffers])
-                for buffer, value in zip(buffers, first, strict=True):
-                    buffer.copy_(value)
+                _send_buffers(trainer, [buffer for each in averages for buffer in each.module.buffers()])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the metrics until training begins. Called by Lightning."""
@@ -226,6 +226,24 @@ class PartsOfRanks(Callback):
                 len(parts),
                 trainer.world_size,
             )
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Send rank 0's buffers with manual optimization, where DDP does so no more. Called by Lightning.
+
+        At the start of an epoch, and not with a checkpoint, so that it does not matter which checkpoints are saved.
+        """
+        if pl_module.automatic_optimization or trainer.world_size == 1:
+            return
+        model = trainer.strategy.model
+        if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
+            _send_buffers(trainer, list(model.modules_buffers))
+
+
+def _send_buffers(trainer: Trainer, buffers: list[torch.Tensor]) -> None:
+    """Give all ranks the values of rank 0. All ranks must call it."""
+    first = trainer.strategy.broadcast([buffer.cpu() for buffer in buffers])
+    for buffer, value in zip(buffers, first, strict=True):
+        buffer.copy_(value)
 
 
 def _kept_metrics(module: LightningModule) -> dict[str, Metric]:

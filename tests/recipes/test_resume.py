@@ -524,6 +524,33 @@ def test_the_mean_of_the_weights_has_the_statistics_of_rank_0_where_a_run_contin
     assert [row["val/loss"] for row in metrics(cut)] == [row["val/loss"] for row in metrics(whole)]
 
 
+class HasStatistics(TwoOptimizers):
+    """Manual optimization with batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(192)
+
+    def loss(self, batch):
+        return super().loss([self.norm(batch[0].flatten(1)), batch[1]])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self.loss(batch), sync_dist=True)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("strategy", ["ddp", "layered_sgd_single"])
+def test_statistics_are_those_of_rank_0_where_a_run_with_manual_optimization_continues(tmp_path, strategy):
+    """DDP sends rank 0's to the others at the first batch of a process only."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for run_dir, *options in continued(whole, cut):
+        config = tiny(run_dir, "data.shape=[3,8,8]", "trainer.devices=2", f"strategy={strategy}", *options)
+        run_processes(2, train_rank, config | {"model": {"_target_": f"{__name__}.HasStatistics"}})
+    losses = [[row["val/loss"] for row in metrics(run_dir) if row["val/loss"]] for run_dir in (whole, cut)]
+    assert len(losses[0]) == 3
+    assert losses[1] == losses[0]
+
+
 @pytest.mark.ci
 def test_what_no_checkpoint_holds_is_warned_of_where_a_run_continues(tmp_path, caplog):
     data = {"_target_": "tests.recipes.pieces.GeneratorData", "with_numpy": True}
