@@ -203,6 +203,10 @@ def _die_with_parent() -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        # It may have died before, while this process imported torch. The kernel says nothing of that any more.
+        parent = multiprocessing.parent_process()
+        if parent is not None and not parent.is_alive():
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _OfEachRank:

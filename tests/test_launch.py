@@ -236,6 +236,43 @@ def test_to_kill_the_process_that_has_started_the_ranks_kills_them(tmp_path):
         process.communicate()
 
 
+EARLY = """
+import os, sys, time
+from lightning_dp.launch import launch
+
+if __name__ != "__main__":  # a rank, which imports this file
+    parent = os.getppid()
+    os.write(1, b"ready")
+    while os.getppid() == parent:
+        time.sleep(0.01)
+
+def run():
+    os.write(1, b"running")
+
+if __name__ == "__main__":
+    launch(run, num_processes=2)
+"""
+
+
+@pytest.mark.ci
+def test_to_kill_it_while_the_ranks_begin_kills_them(tmp_path):
+    """The kernel tells a process of no death before it has asked."""
+    script = tmp_path / "script.py"
+    script.write_text(EARLY)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert process.stdout.read(10) == 2 * b"ready"
+        process.kill()
+        assert process.communicate(timeout=60)[0] == b""
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
 @pytest.mark.slow
 def test_a_worker_of_joblib_can_start_ranks():
     """Its start method is called "loky", which the ranks do not know."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import math
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -421,6 +423,43 @@ class ContinuesAfterCheckpoint(Callback):
             is_averaging = isinstance(callback, WeightAveraging | StochasticWeightAveraging)
             if is_averaging and not has_mean and not self._has_trained:
                 callback.on_train_end(trainer, pl_module)
+        if not self._has_trained:
+            _begin_and_end_training(trainer, pl_module)
+
+
+def _begin_and_end_training(trainer: Trainer, pl_module: LightningModule) -> None:
+    """Call on_train_start and on_train_end of the user's callbacks and module, as Lightning does after EarlyStopping.
+
+    It calls neither where no step is left. They may put weights into the module, such as a mean, that are to be tested.
+    They may also look at metrics, which a run without a step does not have: that must not keep it from its test.
+    """
+    averaging = (WeightAveraging, StochasticWeightAveraging)
+    callbacks = [each for each in trainer.callbacks if not isinstance(each, averaging)]  # type: ignore[attr-defined]
+    for each in filter(_ends_training, [*callbacks, pl_module]):
+        for hook in (each.on_train_start, each.on_train_end):
+            try:
+                with _rows_dropped(trainer.loggers):  # those of the end are there
+                    hook(*(() if each is pl_module else (trainer, pl_module)))
+            except Exception as error:
+                text = "%s of a run that has ended raised %s: %s; a test may be of other weights than before"
+                log.warning(text, hook.__qualname__, type(error).__name__, error)
+
+
+@contextmanager
+def _rows_dropped(loggers: list[Any]) -> Iterator[None]:
+    """Let the loggers take no rows in the meantime."""
+    for logger in loggers:
+        logger.log_metrics = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            del logger.log_metrics
+
+
+def _ends_training(hooked: Callback | LightningModule) -> bool:
+    """Return whether its on_train_end is the user's."""
+    return type(hooked).on_train_end.__module__.partition(".")[0] not in ("lightning_dp", "pytorch_lightning")
 
 
 def _drop_gradients_before_averaging(trainer: Any) -> None:

@@ -52,6 +52,25 @@ class KillAtLast(KillAt, Checkpoint):
     """The same, but it comes after the callbacks that write checkpoints: Lightning calls all such callbacks last."""
 
 
+class Halves(Callback):
+    """Halves the parameters when training ends, by a factor that it sets when training begins."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.factor = 0.5
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter *= self.factor
+
+
+class Reports(Callback):
+    """Reads a metric of the epoch when training ends."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        assert trainer.callback_metrics["train/loss"] > 0
+
+
 class SignalOfSlurm(Callback):
     """Sends this process the signal on which Lightning saves a checkpoint, and has SLURM queue the job again."""
 
@@ -144,6 +163,14 @@ class OwnModel(Classifier):
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         super().test_step(batch, batch_idx)
+
+
+class HalvedModel(Classifier):
+    """Halves its own when training ends."""
+
+    def on_train_end(self) -> None:
+        Halves.on_train_start(self, None, self)
+        Halves.on_train_end(self, None, self)
 
 
 class Watching(Classifier):

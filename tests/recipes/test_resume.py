@@ -716,6 +716,24 @@ def test_the_mean_of_the_weights_is_tested_of_a_run_that_has_ended(tmp_path):
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("end", [["trainer.max_epochs=1"], ["trainer.max_epochs=-1", "trainer.max_steps=2"]])
+@pytest.mark.parametrize("ends", ["callbacks", "model"])
+def test_what_ones_own_on_train_end_does_is_tested_of_a_run_that_has_ended(tmp_path, ends, end, caplog):
+    """Such as a mean of the weights. Lightning calls no hook of training where no step is left, and has no metrics."""
+    config = tiny(tmp_path, *end)
+    config["callbacks"]["reports"] = {"_target_": "tests.recipes.pieces.Reports"}
+    if ends == "model":
+        config["model"]["_target_"] = "tests.recipes.pieces.HalvedModel"
+    else:
+        config["callbacks"]["halves"] = {"_target_": "tests.recipes.pieces.Halves"}
+    found = train(config)
+    again = train(config | {"ckpt_path": str(last(tmp_path))})
+    assert again["test/loss"] == found["test/loss"]
+    assert "Reports.on_train_end of a run that has ended raised KeyError: 'train/loss'" in caplog.text
+    assert train(config | {"ckpt_path": str(last(tmp_path)), "train": False})["test/loss"] != found["test/loss"]
+
+
+@pytest.mark.ci
 @pytest.mark.parametrize("model", ["cifar_alexnet", "resnet20"])
 def test_stochastic_weight_averaging_has_a_mean_that_is_tested_of_a_run_that_has_ended(tmp_path, model):
     """No epoch is left, so that no hook of training puts it into the module. With batch norm the checkpoint has it."""
