@@ -217,25 +217,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.ci
-def test_to_kill_the_process_that_has_started_the_ranks_kills_them(tmp_path):
-    """Else they could write to the folder of a run that is started again meanwhile."""
-    script = tmp_path / "script.py"
-    script.write_text(KILLED)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, start_new_session=True
-    )
-    try:
-        assert process.stdout.read(10) == 2 * b"ready"
-        process.kill()
-        process.communicate(timeout=60)  # its output ends when all that write to it have ended
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
 EARLY = """
 import os, sys, time
 from lightning_dp.launch import launch
@@ -255,10 +236,14 @@ if __name__ == "__main__":
 
 
 @pytest.mark.ci
-def test_to_kill_it_while_the_ranks_begin_kills_them(tmp_path):
-    """The kernel tells a process of no death before it has asked."""
+@pytest.mark.parametrize("text", [KILLED, EARLY], ids=["running", "importing"])
+def test_to_kill_the_process_that_starts_the_ranks_kills_them(tmp_path, text):
+    """Else they could write to the folder of a run that is started again meanwhile.
+
+    The kernel tells a rank of its parent's death only after the rank has asked for that.
+    """
     script = tmp_path / "script.py"
-    script.write_text(EARLY)
+    script.write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, start_new_session=True
@@ -266,7 +251,7 @@ def test_to_kill_it_while_the_ranks_begin_kills_them(tmp_path):
     try:
         assert process.stdout.read(10) == 2 * b"ready"
         process.kill()
-        assert process.communicate(timeout=60)[0] == b""
+        assert process.communicate(timeout=60)[0] == b""  # the output ends when all that write to it have ended
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

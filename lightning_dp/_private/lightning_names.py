@@ -149,7 +149,7 @@ def epoch_of_validation_loaders(trainer: Any) -> float:
 
 
 def count_validation_loaders_from(trainer: Any, epoch: float) -> None:
-    """Let Lightning count from this one."""
+    """Let Lightning count the epochs until it makes the validation loaders again from ``epoch``."""
     trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = epoch
 
 
