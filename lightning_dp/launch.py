@@ -186,6 +186,9 @@ def _launch_error(folder: Path, error: ChildFailedError, num_processes: int) -> 
         name = failure.signal_name()
         hint = " (often: out of memory)" if name == "SIGKILL" else ""
         return LaunchError(f"rank {rank} of {num_processes} was killed by {name}{hint}")
+    if (folder / f"{rank}.json").exists() and (dead := dead_ranks(folder, but=rank)):
+        # Its report says that it follows a death, of which the agent has seen nothing: the status was that of success.
+        return LaunchError(f"rank {dead[0]} of {num_processes} ended before its function returned, as by os._exit(0)")
     return LaunchError(f"rank {rank} of {num_processes} ended with exit code {failure.exitcode} and no message")
 
 

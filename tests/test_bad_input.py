@@ -176,6 +176,7 @@ RECIPES = [
     ("trainer=cpu trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches=0 must be 1 or more"),
     ("trainer=cpu trainer.gradient_clip_val=-1", "trainer.gradient_clip_val=-1 ... null for no clipping"),
     ("trainer=cpu trainer.deterministic=foo", "trainer.deterministic=foo must be true, false or warn"),
+    ("trainer=cpu +trainer.max_time=3", "trainer.max_time=3 must be days, hours, minutes and seconds ... 00:12:00:00"),
     ("trainer.num_nodes=2", "num_nodes=2 ... torchrun --nnodes=2"),
     ("trainer.accelerator=abacus", "trainer.accelerator='abacus'"),
     ("trainer=cpu trainer.precision=8", "trainer: Precision 8 is invalid. Allowed precision values"),
@@ -406,7 +407,7 @@ def checkpoint(name: str, says: str, **changes: Any) -> Bad:
 def damaged(name: str, says: str, write: Callable[[Path], object]) -> Bad:
     def find(folder: Path) -> None:
         config = {"ckpt_path": str(folder / "a.ckpt"), "run_dir": str(folder / "run"), "name": "bad", "test": "last"}
-        find_checkpoint(config | {"train": True})
+        find_checkpoint(config | {"train": True, "trainer": {}, "callbacks": {}})
 
     return Bad(f"checkpoint: {name}", says, find, lambda folder: write(folder / "a.ckpt"))
 

@@ -53,6 +53,13 @@ def test_without_a_message_there_is_the_exit_code(tmp_path):
     assert message_for(tmp_path, {3: 7}) == "rank 3 of 4 ended with exit code 7 and no message"
 
 
+def test_a_rank_that_ends_with_status_0_before_its_function_returns_is_named(tmp_path):
+    """The agent sees nothing wrong with it. It sees rank 0, which has lost its connection."""
+    (tmp_path / "1.alive").touch()
+    message = message_for(tmp_path, {0: 1}, report(0, 5.0, LOST, follows_death=True))
+    assert message == "rank 1 of 4 ended before its function returned, as by os._exit(0)"
+
+
 def test_of_several_messages_the_first_counts(tmp_path):
     assert message_for(tmp_path, {2: 1}, report(2, 6.0, LOST), report(3, 5.5, OWN)) == f"rank 3 of 4: {OWN}"
 

@@ -30,6 +30,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.utilities.exceptions import SIGTERMException
+from torch.distributed.elastic.multiprocessing import SignalException
 from yaml import YAMLError  # type: ignore[import-untyped]  # of OmegaConf
 
 from lightning_dp.launch import LaunchError, environment_restored, external_rank
@@ -51,6 +52,7 @@ WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--confi
 MAY_HAVE_VALUE = ("--info", "-i")
 RUN_DIR = "{} has no effect on Hydra's files; name the run folder with hydra.run.dir=FOLDER"
 NO_SWEEP = "--multirun starts the processes of each job itself; use python, not torchrun or srun"
+OF_SIGNALS = (KeyboardInterrupt, SignalException)  # for which Lightning and `launch` end the process
 # Launchers and sweepers of Hydra -> the extra that brings their plugin.
 PLUGINS = {
     "joblib": "hydra-joblib-launcher",
@@ -348,6 +350,22 @@ def job_error(run_dir: str, error: Exception, config: dict[str, Any]) -> JobErro
     except OSError as failed:  # a full disk, or the folder is gone
         return _make_job_error(f"{message}\nThe traceback cannot be written to {log_file}: {failed.strerror}")
     return _make_job_error(f"{message}\nThe traceback is in {log_file}")
+
+
+@contextmanager
+def exits_as_errors() -> Iterator[None]:
+    """In a sweep, let a job whose code calls sys.exit() fail as by an error: Hydra would start none of the others.
+
+    Raises:
+        RuntimeError: it was called, with any status.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        of_signal = isinstance(error, SIGTERMException) or isinstance(error.__context__, OF_SIGNALS)
+        if of_signal or not is_in_sweep():
+            raise
+        raise RuntimeError(f"sys.exit({'' if error.code is None else repr(error.code)}) was called") from error
 
 
 def write_configuration(cfg: DictConfig) -> None:

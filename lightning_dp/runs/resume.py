@@ -64,6 +64,7 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
         own = _of_a_run(requested, config, in_sweep, launched)
         path = own or _begun_from(run_dir)
         if path is None:
+            _require_unused_elsewhere(config, None)
             log.info("%s has no %s: this job starts from the beginning", run_dir, OF_A_RUN[requested])
             return None
         if own is not None:
@@ -74,6 +75,7 @@ def find_checkpoint(config: Config, in_sweep: bool = False, launched: bool = Fal
         where = "" if path.is_absolute() else f" in {Path.cwd()}"  # with hydra.job.chdir it is the run folder
         raise FileNotFoundError(f"ckpt_path={requested}: there is no such checkpoint{where}; {OTHERS}")
     require_unused(run_dir, path, "hydra.sweep.dir" if in_sweep else "hydra.run.dir")
+    _require_unused_elsewhere(config, path)
     if path is None:
         return None
     read_checkpoint(path)
@@ -112,7 +114,6 @@ def _of_a_run(requested: str, config: Config, in_sweep: bool, launched: bool) ->
     kept = "" if requested == "last" else "; test=best keeps the best weights"
     if (launched or begun) and not _has_results(run_dir):
         if config["train"]:
-            _require_none_elsewhere(requested, config)
             return None
         if begun and _recorded(run_dir).get("train", True):  # else a test of another run's weights is repeated
             raise FileNotFoundError(
@@ -120,6 +121,7 @@ def _of_a_run(requested: str, config: Config, in_sweep: bool, launched: bool) ->
                 "another file with ckpt_path=PATH"
             )
     if _has_results(run_dir) and _recorded(run_dir).get("train", True):
+        _require_unused_elsewhere(config, None)
         raise FileNotFoundError(
             f"ckpt_path={requested}: {run_dir} has no {file} beside the results of its run{kept}; put the file "
             "back, or name another one with ckpt_path=PATH"
@@ -143,17 +145,25 @@ def _sweep_of(run_dir: Path) -> Path:
     return next((path for path in run_dir.parents if (path / "multirun.yaml").exists()), run_dir.parent)
 
 
-def _require_none_elsewhere(requested: str, config: Config) -> None:
-    """Raise ValueError if the run of this folder has its checkpoints in another: begun again, it would replace them."""
-    run_dir = Path(config["run_dir"])
-    folder = (config.get("callbacks", {}).get("checkpoint") or {}).get("dirpath")
-    path = Path(folder or run_dir / FOLDER, OF_A_RUN["last"].name)
-    if path.exists() and Path(configuration_of(path).get("run_dir", "")) == run_dir:
-        raise ValueError(
-            f"ckpt_path={requested}: callbacks.checkpoint.dirpath={folder} has the checkpoints of this run, but "
-            f"{run_dir} has none; continue in a new folder with ckpt_path={path}, or make {run_dir / FOLDER} a link to "
-            "that folder"
-        )
+def checkpoints_elsewhere(config: Config) -> Path | None:
+    """Return the folder that a run writes last.ckpt to, if it is not that of its run folder."""
+    folder = (config["callbacks"].get("checkpoint") or {}).get("dirpath")
+    writes = config["train"] and not config["trainer"].get("fast_dev_run")
+    if not writes or folder is None or "://" in str(folder):
+        return None
+    return None if Path(folder).resolve() == Path(config["run_dir"], FOLDER).resolve() else Path(folder)
+
+
+def _require_unused_elsewhere(config: Config, checkpoint: Path | None) -> None:
+    """Raise ValueError if that folder has the last.ckpt of a run that is not continued from a checkpoint there."""
+    folder = checkpoints_elsewhere(config)
+    path = None if folder is None else Path(existing(folder / OF_A_RUN["last"].name))
+    if path is None or not path.exists() or (checkpoint and located(checkpoint).parent == path.parent.resolve()):
+        return
+    raise ValueError(
+        f"callbacks.checkpoint.dirpath: {path.parent} holds the last.ckpt of a run, which this one would replace; "
+        f"continue that in a new run folder with ckpt_path={path}, or name another folder"
+    )
 
 
 def _has_results(run_dir: Path) -> bool:
@@ -256,31 +266,32 @@ def require_unused(run_dir: Path, checkpoint: Path | None, key: str) -> None:
     """Raise ValueError if a folder holds a run, and not the one that is continued."""
     used = (run_dir / METRICS).exists() or any(run_dir.glob(f"{FOLDER}/*.ckpt"))
     if used and (checkpoint is None or not (is_of(run_dir, checkpoint) or _begins_again(run_dir, checkpoint))):
-        has_trained = any(run_dir.glob(f"{FOLDER}/*.ckpt")) or _recorded(run_dir).get("train", True)
-        continued = "continue that with ckpt_path=last, or " if has_trained else ""
+        has_begun = _recorded(run_dir).get("train", True) and not _has_results(run_dir)
+        goes_on = has_begun or any(run_dir.glob(f"{FOLDER}/*.ckpt"))
+        continued = "continue that with ckpt_path=last, or " if goes_on else ""
         raise ValueError(
             f"{key}: {run_dir} holds the results of a run, which this one would replace; {continued}name another folder"
         )
 
 
 @contextmanager
-def alone_in(run_dir: Path) -> Iterator[None]:
-    """Hold a lock on a run folder, at most until this process dies: two runs would write to the same files.
+def alone_in(folder: Path, key: str) -> Iterator[None]:
+    """Hold a lock on the folder of a run, at most until this process dies: two runs would write to the same files.
 
     The file stays there. If it were removed, a run that has opened it and one that makes it again could both lock it.
 
     Raises:
         ValueError: another process holds it.
     """
-    path = run_dir / ".hydra" / "lock"
-    path.parent.mkdir(exist_ok=True)
+    path = folder / ".hydra" / "lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         try:
             # Forked processes do not inherit this kind of lock: loader workers that survive their rank do not hold it.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             raise ValueError(
-                f"hydra.run.dir: {run_dir} is in use by a run that has not ended; wait for it, or name another folder"
+                f"{key}: {folder} is in use by a run that has not ended; wait for it, or name another folder"
             ) from error
         except OSError as error:
             log.debug("no lock on %s: %s", path, error)  # of a file system without locks

@@ -30,6 +30,7 @@ from lightning_dp.runs.checkpoints import CURVES, METRICS, ConfigurationInCheckp
 from lightning_dp.runs.command_line import (
     UNREADABLE,
     config_error,
+    exits_as_errors,
     is_in_sweep,
     is_search,
     job_error,
@@ -50,7 +51,7 @@ from lightning_dp.runs.metrics import (
     rows_before,
     rows_of,
 )
-from lightning_dp.runs.resume import alone_in, find_checkpoint
+from lightning_dp.runs.resume import alone_in, checkpoints_elsewhere, find_checkpoint
 from lightning_dp.runs.uninterrupted import (
     BestCheckpoint,
     ContinuesAfterCheckpoint,
@@ -74,13 +75,16 @@ def job(cfg: DictConfig) -> float | None:
         try:
             config = resolved_command(cfg)
             require_named_run_dir(config["ckpt_path"])
-            num_processes = validate(config)
+            with exits_as_errors():
+                num_processes = validate(config)
             # SLURM starts a job again with the same command, whose folder is that of the first time.
             launched = external_rank() is not None or (is_job_of_slurm() and names_folder())
             checkpoint = find_checkpoint(config, in_sweep=is_in_sweep(), launched=launched)
             cfg.ckpt_path = config["ckpt_path"] = None if checkpoint is None else str(checkpoint)
             if is_first:
-                stack.enter_context(alone_in(Path(cfg.run_dir)))
+                stack.enter_context(alone_in(Path(cfg.run_dir), "hydra.run.dir"))
+                if (elsewhere := checkpoints_elsewhere(config)) is not None:
+                    stack.enter_context(alone_in(elsewhere, "callbacks.checkpoint.dirpath"))
         except Exception as error:
             raise config_error(error) from error
         try:
@@ -91,7 +95,8 @@ def job(cfg: DictConfig) -> float | None:
                 if cfg.print_config:
                     print(OmegaConf.to_yaml(cfg, resolve=True), flush=True)
             num_nodes = config["trainer"]["num_nodes"]
-            metrics = launch(train, config, job_logging(), num_processes=num_processes, num_nodes=num_nodes)
+            with exits_as_errors():
+                metrics = launch(train, config, job_logging(), num_processes=num_processes, num_nodes=num_nodes)
             if not is_first:
                 return None
             print(result_line(metrics, cfg.run_dir), flush=True)

@@ -596,6 +596,11 @@ def _check_numbers(trainer: Config) -> None:
         raise ValueError(
             f"trainer.gradient_clip_val={trainer['gradient_clip_val']} must be more than 0, or null for no clipping"
         )
+    if isinstance(trainer.get("max_time"), int | float):  # in YAML 1:00:00:00 without quotes is a number
+        raise ValueError(
+            f"trainer.max_time={trainer['max_time']} must be days, hours, minutes and seconds, such as 00:12:00:00, "
+            "which needs quotes in a file"
+        )
     if trainer.get("deterministic") not in (True, False, None, "warn"):  # any other text would count as true
         raise ValueError(f"trainer.deterministic={trainer['deterministic']} must be true, false or warn")
 

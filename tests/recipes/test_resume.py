@@ -23,6 +23,7 @@ from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.trainer.connectors import signal_connector
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection, SumMetric
 from torchmetrics.wrappers import MetricTracker, MinMaxMetric, Running
@@ -88,9 +89,9 @@ def test_a_run_that_was_killed_continues_bitwise_as_if_nothing_had_happened(tmp_
 @pytest.fixture
 def begin(monkeypatch, tmp_path):
     """``begin("ckpt_path=last")``: the command, up to the start of its processes."""
+    monkeypatch.setattr(training, "launch", lambda *_, **__: {})
 
     def begin(*arguments: str) -> None:
-        monkeypatch.setattr(training, "launch", lambda *_, **__: {})
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["train.py", *TINY, *arguments])
         handlers, level = list(logging.root.handlers), logging.root.level
@@ -102,6 +103,24 @@ def begin(monkeypatch, tmp_path):
             logging.root.handlers[:], logging.root.level = handlers, level
 
     return begin
+
+
+@pytest.mark.parametrize(
+    ("end", "num_jobs", "status"),
+    [
+        (SystemExit(0), 2, r"error: job 0: RuntimeError: sys.exit(0) was called"),
+        (SystemExit("no licence"), 2, "error: job 0: RuntimeError: sys.exit('no licence') was called"),
+        (SIGTERMException(), 1, 128 + signal.SIGTERM),
+        (KeyboardInterrupt(), 1, 128 + signal.SIGINT),
+    ],
+)
+def test_a_job_that_calls_sys_exit_does_not_end_its_sweep_and_a_signal_does(end, num_jobs, status, begin, monkeypatch):
+    launched = Mock(side_effect=[end, {}])
+    monkeypatch.setattr(training, "launch", launched)
+    with pytest.raises(SystemExit) as raised:
+        begin("--multirun", "seed=1,2")
+    assert launched.call_count == num_jobs
+    assert str(raised.value).splitlines()[0] == str(status)
 
 
 @pytest.fixture
@@ -820,7 +839,8 @@ def test_to_test_a_run_that_has_not_ended_leaves_it_unfinished(tmp_path):
 
 
 def find(requested, run_dir, in_sweep=False, launched=False, **values):
-    config = {"ckpt_path": requested, "run_dir": str(run_dir), "name": "tiny", "train": True, "test": "last", **values}
+    of_run = {"ckpt_path": requested, "run_dir": str(run_dir), "name": "tiny"}
+    config = {"train": True, "test": "last", "trainer": {}, "callbacks": {}, **of_run, **values}
     return find_checkpoint(config, in_sweep, launched)
 
 
@@ -921,18 +941,28 @@ def test_a_run_whose_checkpoints_were_deleted_is_not_told_to_continue_from_them(
             find("last", run, **options)
 
 
-def test_a_run_whose_checkpoints_are_elsewhere_does_not_begin_again(tmp_path):
-    """It would replace them. Those of another run in that folder are not its own."""
-    run, other = tmp_path / "run", tmp_path / "other"
+def test_checkpoints_elsewhere_are_not_replaced_by_those_of_another_run(tmp_path):
+    """Nor by a run that begins again, because its own folder has none."""
+    run, new = tmp_path / "run", tmp_path / "new"
     run.mkdir()
-    (run / "metrics.csv").touch()
-    path = save_as(tiny(other))
-    callbacks = {"checkpoint": {"dirpath": str(path.parent)}}
-    assert find("last", run, callbacks=callbacks) is None
-    callbacks_of_run = {ConfigurationInCheckpoint.__qualname__: {"config": tiny(run)}}
-    torch.save(WHOLE | {"global_step": 1, "callbacks": callbacks_of_run}, path)
-    with pytest.raises(ValueError, match=f"callbacks.checkpoint.dirpath={path.parent} .* ckpt_path={path}, "):
-        find("last", run, callbacks=callbacks)
+    path = save(tmp_path / "other")
+    there = {"callbacks": {"checkpoint": {"dirpath": str(path.parent)}}}
+    message = rf"dirpath: {path.parent} holds the last.ckpt of a run, .* ckpt_path={path}, or name"
+    for requested in (None, str(save(tmp_path / "third"))):
+        with pytest.raises(ValueError, match=message):
+            find(requested, new, **there)
+    for left in ("metrics.csv", CURVES):
+        (run / left).touch()
+        with pytest.raises(ValueError, match=message):
+            find("last", run, **there)
+    with pytest.raises(ValueError, match=r"would replace; name another folder$"):
+        find(str(path), run, **there)
+    assert find(str(path), new, **there) == path
+    assert find(None, new, **there, trainer={"fast_dev_run": True}) is None
+    (run / "checkpoints").symlink_to(path.parent)
+    (run / ".hydra").mkdir()
+    (run / ".hydra" / "config.yaml").touch()
+    assert find("last", run, **there) == run / "checkpoints" / "last.ckpt"
 
 
 def test_a_run_that_was_killed_before_its_first_row_starts(tmp_path):
@@ -1117,7 +1147,7 @@ def test_other_errors_are_not_taken_for_those_of_another_optimizer(tmp_path):
 
 
 def hold(run_dir, connection):
-    with alone_in(run_dir):
+    with alone_in(run_dir, "hydra.run.dir"):
         connection.send("held")
         connection.recv()
 
@@ -1139,9 +1169,12 @@ def forked(function, run_dir):
 def test_a_folder_has_one_run_at_a_time(tmp_path):
     with forked(hold, tmp_path) as other:
         assert other.recv() == "held"
-        with pytest.raises(ValueError, match=r"hydra\.run\.dir: .* is in use by a run"), alone_in(tmp_path):
+        with (
+            pytest.raises(ValueError, match=r"hydra\.run\.dir: .* is in use by a run"),
+            alone_in(tmp_path, "hydra.run.dir"),
+        ):
             pass
-    with alone_in(tmp_path):
+    with alone_in(tmp_path, "hydra.run.dir"):
         assert [path.name for path in tmp_path.rglob("*")] == [".hydra", "lock"]
 
 
@@ -1157,12 +1190,15 @@ def hold_late(run_dir, connection):
 
 def test_a_folder_has_one_run_though_another_one_has_just_ended(tmp_path):
     with ExitStack() as stack:
-        with alone_in(tmp_path):
+        with alone_in(tmp_path, "hydra.run.dir"):
             other = stack.enter_context(forked(hold_late, tmp_path))
             assert other.recv() == "opened"
         other.send("go on")
         assert other.recv() == "held"
-        with pytest.raises(ValueError, match=r"hydra\.run\.dir: .* is in use by a run"), alone_in(tmp_path):
+        with (
+            pytest.raises(ValueError, match=r"hydra\.run\.dir: .* is in use by a run"),
+            alone_in(tmp_path, "hydra.run.dir"),
+        ):
             pass
 
 
