@@ -322,6 +322,10 @@ class ContinuesAfterCheckpoint(Callback):
         self._has_trained = True
         self._take_back(trainer)
         begin_next_epoch(trainer)
+        if self._checkpoint is not None:
+            # Lightning has just made these, and with max_steps in the epoch of the checkpoint. They count as those of
+            # the checkpoint, and are made again where those would be.
+            count_validation_loaders_from(trainer, self._loaded_in)
         self._count_validations_on(trainer)
         self._at_start = {}
         # The epoch does not tell that it stopped in the first one, nor the reason that another rank had one.

@@ -296,12 +296,15 @@ def test_batches_of_validations_are_counted_on_where_the_epoch_that_a_run_contin
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("epoch", [0, 1, 2, 3])
-def test_batches_of_validations_are_counted_on_between_two_epochs_that_make_the_loaders_again(tmp_path, epoch):
-    """Lightning counts them from 0 in the epochs 0, 2 and 4."""
+@pytest.mark.parametrize(("epoch", "max_steps"), [(0, -1), (1, -1), (2, -1), (1, 15), (3, 15)])
+def test_batches_of_validations_are_counted_on_between_two_epochs_that_make_the_loaders_again(
+    tmp_path, epoch, max_steps
+):
+    """Lightning counts them from 0 in the epochs 0, 2 and 4. It makes those of a run that continues at its start."""
     options = (f"model._target_={__name__}.LogsEachValidation", "+trainer.reload_dataloaders_every_n_epochs=2")
+    end = ("trainer.max_epochs=5", f"trainer.max_steps={max_steps}")
     kill = {"_target_": "tests.recipes.pieces.KillAfterCheckpoint", "epoch": epoch}
-    whole_and_continued(tmp_path, tiny, *options, "trainer.max_epochs=5", kill=kill)
+    whole_and_continued(tmp_path, tiny, *options, *end, kill=kill)
 
 
 class KillAfterValidation(Callback):
