@@ -30,7 +30,7 @@ from omegaconf import OmegaConf
 from lightning_dp.planner.plots import colors_of
 from lightning_dp.runs.checkpoints import CONFIGURATION, CURVES, METRICS, OF_A_RUN
 from lightning_dp.runs.command_line import argument_parser, hydra_of, message_of
-from lightning_dp.runs.metrics import IMAGES_PER_S, rows_of
+from lightning_dp.runs.metrics import IMAGES_PER_S, TRAIN_S, rows_of
 from lightning_dp.runs.traffic import bytes_per_step
 from lightning_dp.runs.validation import resolved_part
 
@@ -161,8 +161,14 @@ def _rows(folder: Path, config: Any) -> list[dict[str, str]]:
     with naming_damage(folder / CONFIGURATION):
         trains = config.get("train", True)
     with naming_damage(folder / METRICS):
-        # Lightning logs these with step 0.
-        return [row for row in rows_of(folder) if not (trains and row["step"] == "0" and TESTED in row)]
+        kept: list[dict[str, str]] = []
+        has_ended = False  # the first epoch
+        for row in rows_of(folder):
+            # Lightning logs a later test with step 0. Its metrics may have any names.
+            if not (trains and row["step"] == "0" and (has_ended or TESTED in row)):
+                kept.append(row)
+            has_ended |= TRAIN_S in row
+        return kept
 
 
 def _load(path: Path) -> Any:
@@ -191,7 +197,7 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
     # The plot is drawn at the end of a run, and removed where a run begins or continues.
     finished = (folder / CURVES).exists()
     with naming_damage(folder / METRICS):
-        seconds, logged = sorted(values("time/train_s").items()), sorted(values(metric).items())
+        seconds, logged = sorted(values(TRAIN_S).items()), sorted(values(metric).items())
         shares = list(values("agbn/is_global").values())
         rates = list(values(IMAGES_PER_S).values())
         found = values(result) if finished else {}

@@ -276,6 +276,15 @@ def test_a_later_test_of_one_job_leaves_the_metric_of_jobs_that_do_not_test(tmp_
     assert [each.accuracy for each in read_sweep(tmp_path, metric, result)] == [0.8, 0.6]
 
 
+def test_a_later_test_has_no_time_whatever_its_metrics_are_called(sweep):
+    """Else the jobs would have reached it after 0 seconds."""
+    for file in sweep.glob("*/metrics.csv"):
+        file.write_text(file.read_text().replace("test/acc", "test_acc") + ",0,0,0.99,,,\n")
+    jobs = read_sweep(sweep, "test_acc", "test_acc")
+    assert [each.accuracy for each in jobs] == [0.7, 0.9, 0.6]
+    assert [each.curve for each in jobs] == [[], [], []]
+
+
 @pytest.mark.parametrize(("metric", "is_warned"), [("test/acc", True), ("val/acc", False)])
 def test_a_metric_that_is_logged_after_training_has_no_time(sweep, monkeypatch, caplog, metric, is_warned):
     """All jobs test with more than 0.5: a column of jobs that had not reached it would be wrong."""
