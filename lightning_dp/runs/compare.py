@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -30,7 +31,7 @@ from omegaconf import OmegaConf
 from lightning_dp.planner.plots import colors_of
 from lightning_dp.runs.checkpoints import CONFIGURATION, CURVES, METRICS, OF_A_RUN
 from lightning_dp.runs.command_line import argument_parser, hydra_of, message_of
-from lightning_dp.runs.metrics import IMAGES_PER_S, TRAIN_S, rows_of
+from lightning_dp.runs.metrics import IMAGES_PER_S, IS_GLOBAL, TRAIN_S, rows_of
 from lightning_dp.runs.traffic import bytes_per_step
 from lightning_dp.runs.validation import resolved_part
 
@@ -171,6 +172,16 @@ def _rows(folder: Path, config: Any) -> list[dict[str, str]]:
         return kept
 
 
+def _global_share(rows: Sequence[dict[str, str]]) -> float | None:
+    """Return the share of the steps with global statistics; None without AGBN, which logs the share of each epoch."""
+    shares = {int(row["step"]) + 1: float(row[IS_GLOBAL]) for row in rows if IS_GLOBAL in row}
+    if not shares:
+        return None
+    # Epochs may differ in length, and those before a continuation may have been without AGBN.
+    ends = sorted(shares.keys() | {int(row["step"]) + 1 for row in rows if TRAIN_S in row})
+    return sum((end - start) * shares.get(end, 0.0) for start, end in pairwise([0, *ends])) / ends[-1]
+
+
 def _load(path: Path) -> Any:
     with naming_damage(path):
         # With the interpolations as they are: those of an override name values of its job.
@@ -198,7 +209,7 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
     finished = (folder / CURVES).exists()
     with naming_damage(folder / METRICS):
         seconds, logged = sorted(values(TRAIN_S).items()), sorted(values(metric).items())
-        shares = list(values("agbn/is_global").values())
+        share = _global_share(rows)
         rates = list(values(IMAGES_PER_S).values())
         found = values(result) if finished else {}
         reached = found[max(found)] if found else math.nan
@@ -207,7 +218,6 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
             is_optimized, optimized_mode = metric == config["optimized_metric"], config["optimized_mode"]
         usual = "min" if LOSS.search(metric) else "max"
         mode = optimized_mode if is_optimized else usual
-    share = mean(shares) if shares else None
     # Steps count from 0. The time is logged where an epoch ends, and a validation may come within one.
     ends, times = [0, *(step + 1 for step, _ in seconds)], [0.0, *(value for _, value in seconds)]
     return Job(
