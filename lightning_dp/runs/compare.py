@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -30,7 +31,7 @@ from omegaconf import OmegaConf
 from lightning_dp.planner.plots import colors_of
 from lightning_dp.runs.checkpoints import CONFIGURATION, CURVES, METRICS, OF_A_RUN
 from lightning_dp.runs.command_line import argument_parser, hydra_of, message_of
-from lightning_dp.runs.metrics import IMAGES_PER_S, rows_of
+from lightning_dp.runs.metrics import IMAGES_PER_S, IS_GLOBAL, TRAIN_S, rows_of
 from lightning_dp.runs.traffic import bytes_per_step
 from lightning_dp.runs.validation import resolved_part
 
@@ -161,8 +162,24 @@ def _rows(folder: Path, config: Any) -> list[dict[str, str]]:
     with naming_damage(folder / CONFIGURATION):
         trains = config.get("train", True)
     with naming_damage(folder / METRICS):
-        # Lightning logs these with step 0.
-        return [row for row in rows_of(folder) if not (trains and row["step"] == "0" and TESTED in row)]
+        kept: list[dict[str, str]] = []
+        has_ended = False  # the first epoch
+        for row in rows_of(folder):
+            # Lightning logs a later test with step 0. Its metrics may have any names.
+            if not (trains and row["step"] == "0" and (has_ended or TESTED in row)):
+                kept.append(row)
+            has_ended |= TRAIN_S in row
+        return kept
+
+
+def _global_share(rows: Sequence[dict[str, str]]) -> float | None:
+    """Return the share of the steps with global statistics; None without AGBN, which logs the share of each epoch."""
+    shares = {int(row["step"]) + 1: float(row[IS_GLOBAL]) for row in rows if IS_GLOBAL in row}
+    if not shares:
+        return None
+    # Epochs may differ in length, and those before a continuation may have been without AGBN.
+    ends = sorted(shares.keys() | {int(row["step"]) + 1 for row in rows if TRAIN_S in row})
+    return sum((end - start) * shares.get(end, 0.0) for start, end in pairwise([0, *ends])) / ends[-1]
 
 
 def _load(path: Path) -> Any:
@@ -191,8 +208,8 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
     # The plot is drawn at the end of a run, and removed where a run begins or continues.
     finished = (folder / CURVES).exists()
     with naming_damage(folder / METRICS):
-        seconds, logged = sorted(values("time/train_s").items()), sorted(values(metric).items())
-        shares = list(values("agbn/is_global").values())
+        seconds, logged = sorted(values(TRAIN_S).items()), sorted(values(metric).items())
+        share = _global_share(rows)
         rates = list(values(IMAGES_PER_S).values())
         found = values(result) if finished else {}
         reached = found[max(found)] if found else math.nan
@@ -201,7 +218,6 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
             is_optimized, optimized_mode = metric == config["optimized_metric"], config["optimized_mode"]
         usual = "min" if LOSS.search(metric) else "max"
         mode = optimized_mode if is_optimized else usual
-    share = mean(shares) if shares else None
     # Steps count from 0. The time is logged where an epoch ends, and a validation may come within one.
     ends, times = [0, *(step + 1 for step, _ in seconds)], [0.0, *(value for _, value in seconds)]
     return Job(

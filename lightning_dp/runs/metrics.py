@@ -38,6 +38,7 @@ TEST_COLOR = "#111111"
 RATE_COLOR = "#7b3294"
 IS_GLOBAL = "agbn/is_global"
 IMAGES_PER_S = "time/images_per_s"
+TRAIN_S = "time/train_s"  # seconds of training, at the end of an epoch
 
 
 class MetricsFile(Logger):

@@ -276,6 +276,28 @@ def test_a_later_test_of_one_job_leaves_the_metric_of_jobs_that_do_not_test(tmp_
     assert [each.accuracy for each in read_sweep(tmp_path, metric, result)] == [0.8, 0.6]
 
 
+def test_a_later_test_has_no_time_whatever_its_metrics_are_called(sweep):
+    """Else the jobs would have reached it after 0 seconds."""
+    for file in sweep.glob("*/metrics.csv"):
+        file.write_text(file.read_text().replace("test/acc", "test_acc") + ",0,0,0.99,,,\n")
+    jobs = read_sweep(sweep, "test_acc", "test_acc")
+    assert [each.accuracy for each in jobs] == [0.7, 0.9, 0.6]
+    assert [each.curve for each in jobs] == [[], [], []]
+
+
+def test_an_epoch_counts_by_its_steps_in_the_share_of_global_statistics(tmp_path):
+    """As where ``max_steps`` ends a run within an epoch: here after two of its ten steps."""
+    *lines, end, test = rows([0.5, 0.6, 0.7], [10, 20, 22], 0.7)
+    job(tmp_path / "0", ["seed=1"], [*lines, end.replace(",29,", ",21,"), test.replace(",30,", ",22,")])
+    assert read_sweep(tmp_path, "val/acc")[0].global_share == pytest.approx((10 + 2) / 22)
+
+
+def test_epochs_before_a_continuation_may_have_been_without_global_statistics(tmp_path):
+    validation, end, *others = rows([0.5, 0.6, 0.7], [10, 20, 30], 0.7)
+    job(tmp_path / "0", ["seed=1"], [validation, end.removeprefix("1.0"), *others])
+    assert read_sweep(tmp_path, "val/acc")[0].global_share == pytest.approx(10 / 30)
+
+
 @pytest.mark.parametrize(("metric", "is_warned"), [("test/acc", True), ("val/acc", False)])
 def test_a_metric_that_is_logged_after_training_has_no_time(sweep, monkeypatch, caplog, metric, is_warned):
     """All jobs test with more than 0.5: a column of jobs that had not reached it would be wrong."""
