@@ -30,7 +30,7 @@ from omegaconf import OmegaConf
 from lightning_dp.planner.plots import colors_of
 from lightning_dp.runs.checkpoints import CONFIGURATION, CURVES, METRICS, OF_A_RUN
 from lightning_dp.runs.command_line import argument_parser, hydra_of, message_of
-from lightning_dp.runs.metrics import IMAGES_PER_S, rows_of
+from lightning_dp.runs.metrics import IMAGES_PER_S, rows_of, steps_of
 from lightning_dp.runs.traffic import bytes_per_step
 from lightning_dp.runs.validation import resolved_part
 
@@ -186,7 +186,7 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
     rows = _rows(folder, config)
 
     def values(name: str) -> dict[int, float]:
-        return {int(row["step"]): float(row[name]) for row in rows if name in row}
+        return {step: float(row[name]) for step, row in zip(steps_of(rows), rows, strict=True) if name in row}
 
     # The plot is drawn at the end of a run, and removed where a run begins or continues.
     finished = (folder / CURVES).exists()
