@@ -31,7 +31,7 @@ from omegaconf import OmegaConf
 from lightning_dp.planner.plots import colors_of
 from lightning_dp.runs.checkpoints import CONFIGURATION, CURVES, METRICS, OF_A_RUN
 from lightning_dp.runs.command_line import argument_parser, hydra_of, message_of
-from lightning_dp.runs.metrics import IMAGES_PER_S, IS_GLOBAL, TRAIN_S, rows_of
+from lightning_dp.runs.metrics import IMAGES_PER_S, IS_GLOBAL, TRAIN_S, rows_of, steps_of
 from lightning_dp.runs.traffic import bytes_per_step
 from lightning_dp.runs.validation import resolved_part
 
@@ -172,14 +172,19 @@ def _rows(folder: Path, config: Any) -> list[dict[str, str]]:
         return kept
 
 
+def _values(rows: Sequence[dict[str, str]], name: str) -> dict[int, float]:
+    """Return the values of a metric by their steps."""
+    return {step: float(row[name]) for step, row in zip(steps_of(rows), rows, strict=True) if name in row}
+
+
 def _global_share(rows: Sequence[dict[str, str]]) -> float | None:
     """Return the share of the steps with global statistics; None without AGBN, which logs the share of each epoch."""
-    shares = {int(row["step"]) + 1: float(row[IS_GLOBAL]) for row in rows if IS_GLOBAL in row}
+    shares = _values(rows, IS_GLOBAL)
     if not shares:
         return None
-    # Epochs may differ in length, and those before a continuation may have been without AGBN.
-    ends = sorted(shares.keys() | {int(row["step"]) + 1 for row in rows if TRAIN_S in row})
-    return sum((end - start) * shares.get(end, 0.0) for start, end in pairwise([0, *ends])) / ends[-1]
+    # Steps count from 0. Epochs may differ in length, and those before a continuation may have been without AGBN.
+    lasts = sorted(shares.keys() | _values(rows, TRAIN_S).keys())
+    return sum((last - before) * shares.get(last, 0.0) for before, last in pairwise([-1, *lasts])) / (lasts[-1] + 1)
 
 
 def _load(path: Path) -> Any:
@@ -202,16 +207,13 @@ def _read_job(folder: Path, label: str, metric: str, result: str, count_bytes: b
     config = _load(folder / CONFIGURATION)
     rows = _rows(folder, config)
 
-    def values(name: str) -> dict[int, float]:
-        return {int(row["step"]): float(row[name]) for row in rows if name in row}
-
     # The plot is drawn at the end of a run, and removed where a run begins or continues.
     finished = (folder / CURVES).exists()
     with naming_damage(folder / METRICS):
-        seconds, logged = sorted(values(TRAIN_S).items()), sorted(values(metric).items())
+        seconds, logged = sorted(_values(rows, TRAIN_S).items()), sorted(_values(rows, metric).items())
         share = _global_share(rows)
-        rates = list(values(IMAGES_PER_S).values())
-        found = values(result) if finished else {}
+        rates = list(_values(rows, IMAGES_PER_S).values())
+        found = _values(rows, result) if finished else {}
         reached = found[max(found)] if found else math.nan
     if mode is None:
         with naming_damage(folder / CONFIGURATION):

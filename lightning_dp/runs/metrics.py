@@ -7,6 +7,7 @@ import logging
 import math
 import sys
 from argparse import Namespace
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, takewhile
@@ -252,12 +253,38 @@ def read_metrics(run_dir: Path) -> dict[str, Series]:
     """
     rows = rows_of(run_dir)
     steps, epochs = _ends_of_epochs(rows)
-    trained = np.interp([int(row["step"]) + 1 for row in rows], steps, epochs).tolist()
+    trained = np.interp([step + 1 for step in steps_of(rows)], steps, epochs).tolist()
     series: dict[str, Series] = {}
     for place, row in zip(trained, rows, strict=True):
         for name, value in _numbers(row).items():
             series.setdefault(name, []).append((place, value))
     return series
+
+
+def steps_of(rows: Sequence[dict[str, str]]) -> list[int]:
+    """Return the step of each row of metrics.csv.
+
+    A module may log a metric ``step`` of its own, such as the epoch, and Lightning names no epoch in that row. It is
+    known by a step that does not fit between the rows around it. The steps of its metrics are then those of the next
+    rows that name their epoch.
+    """
+    steps = [int(row["step"]) for row in rows]
+    known = [place for place, row in enumerate(rows) if "epoch" in row and not _is_of_test(row)]
+    moved: dict[int, int] = {}
+    own: set[str] = set()
+    for place, row in enumerate(rows):
+        if "epoch" in row or not known:
+            continue
+        after = bisect(known, place)
+        least = steps[known[after - 1]] if after else 0
+        moved[place] = steps[known[min(after, len(known) - 1)]]
+        if steps[place] < least or (after < len(known) and steps[place] > moved[place]):
+            own |= row.keys() - {"step"}
+    return [moved[place] if place in moved and own & row.keys() else steps[place] for place, row in enumerate(rows)]
+
+
+def _is_of_test(row: dict[str, str]) -> bool:
+    return any(name.startswith(("test/", "test_")) for name in row)
 
 
 def _ends_of_epochs(rows: Sequence[dict[str, str]]) -> tuple[list[float], list[float]]:
@@ -268,7 +295,7 @@ def _ends_of_epochs(rows: Sequence[dict[str, str]]) -> tuple[list[float], list[f
     last: dict[float, float] = {}
     for row in rows:
         # The row of a test names the epoch after the last one, which has no steps.
-        if "epoch" in row and not any(name.startswith(("test/", "test_")) for name in row):
+        if "epoch" in row and not _is_of_test(row):
             epoch = float(row["epoch"]) + 1
             last[epoch] = max(last.get(epoch, 0.0), int(row["step"]) + 1.0)
     if not last:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning import seed_everything
-from pytorch_lightning.callbacks import ModelCheckpoint, WeightAveraging
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint, WeightAveraging
 from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.plugins.precision import DoublePrecision
 
@@ -127,6 +127,8 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
             # The whole configuration, so that loggers can compare the runs of a sweep. Each may change what it gets.
             logger.log_hyperparams(deepcopy(config))
         if config["train"]:
+            if config["ckpt_path"] is None:
+                StartsFromTheBeginning(trainer)
             with naming_another_model(config["ckpt_path"]):
                 trainer.fit(model, datamodule=data, ckpt_path=config["ckpt_path"])
             # A checkpoint from the end of a run leaves nothing to train, so nothing is logged.
@@ -145,6 +147,24 @@ def train(config: Config, logging_config: Config | None) -> dict[str, float]:
     if trainer.is_global_zero and Path(config["run_dir"], METRICS).exists():
         draw_curves(config["run_dir"], at_end=not keeps)
     return {name: float(value) for name, value in metrics.items()}
+
+
+class StartsFromTheBeginning(Callback):
+    """Hides each ``OnExceptionCheckpoint`` of ``trainer`` until its next ``fit`` has chosen a checkpoint.
+
+    Without one, Lightning would continue from what such a callback has saved in another run, or within the first epoch
+    of this one, whose rows would be lost.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.hidden = [each for each in trainer.callbacks if isinstance(each, OnExceptionCheckpoint)]
+        trainer.callbacks = [self, *(each for each in trainer.callbacks if each not in self.hidden)]
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Put them back, as the last ones, where Lightning has all that save. It is calling those of the old list."""
+        trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), *self.hidden]
+        for each in self.hidden:
+            each.setup(trainer, pl_module, stage)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from pytorch_lightning import Callback, LightningDataModule, LightningModule
-from pytorch_lightning.callbacks import BaseFinetuning, Checkpoint
+from pytorch_lightning.callbacks import BaseFinetuning, Checkpoint, OnExceptionCheckpoint
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Subset, random_split
@@ -50,6 +50,14 @@ class KillAt(Callback):
 
 class KillAtLast(KillAt, Checkpoint):
     """The same, but it comes after the callbacks that write checkpoints: Lightning calls all such callbacks last."""
+
+
+class SavesOnException(OnExceptionCheckpoint):
+    """Writes down what it is set up for."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: Any) -> None:
+        with open(Path(self.dirpath, "stages"), "a") as stages:
+            stages.write(f"{stage.value}\n")
 
 
 class Halves(Callback):

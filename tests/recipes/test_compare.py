@@ -153,6 +153,15 @@ def test_a_validation_within_an_epoch_has_its_own_time(tmp_path):
 
 
 @pytest.mark.ci
+def test_a_validation_has_its_own_time_whatever_the_module_logs_as_its_step(tmp_path):
+    """Such as the epoch. Lightning names no epoch in that row."""
+    own = [",,0,,,,0.5\n", ",0,9,,100,20,\n", ",,1,,,,0.8\n", ",1,19,,100,40,\n", ",2,20,0.8,,,\n"]
+    job(tmp_path / "0", ["seed=1"], own)
+    (found,) = read_sweep(tmp_path, "val/acc", count_bytes=False)
+    assert found.curve == [(pytest.approx(20), 0.5), (pytest.approx(40), 0.8)]
+
+
+@pytest.mark.ci
 def test_the_command_writes_a_table_and_a_plot(sweep, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["compare.py", str(sweep)])
     compare.main()

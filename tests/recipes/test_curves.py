@@ -42,6 +42,17 @@ def test_an_epoch_is_an_epoch_whatever_the_last_row_is_of(tmp_path, rows):
     assert read_metrics(tmp_path)["val/loss"][0] == (1.0, 2.0)
 
 
+@pytest.mark.parametrize("step", ["{epoch}", "{images}"])
+def test_a_validation_has_its_place_whatever_the_module_logs_as_its_step(tmp_path, step):
+    """Lightning names no epoch in such a row. The second epoch has two validations; the last row is the test's."""
+    rows = "".join(
+        f",{step},{{epoch}}.5,\n{{epoch}},{end},,1.0\n".format(epoch=epoch, images=64 * end)
+        for epoch, end in ((0, 9), (1, 14), (1, 19))
+    )
+    (tmp_path / "metrics.csv").write_text(f"epoch,step,val/loss,train/loss\n{rows}2,20,0.1,\n")
+    assert read_metrics(tmp_path)["val/loss"][:3] == [(1.0, 0.5), (1.5, 1.5), (2.0, 1.5)]
+
+
 def test_epochs_may_have_fewer_and_fewer_steps(tmp_path):
     """As with GradientAccumulationScheduler."""
     ends = [(0, 99), (1, 199), (2, 224), (3, 249), (4, 254)]  # max_steps ends the run within the last one

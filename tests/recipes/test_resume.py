@@ -728,6 +728,23 @@ def test_a_loader_that_is_made_again_every_few_epochs_is_made_in_the_same_ones(t
 
 
 @pytest.mark.ci
+def test_a_run_does_not_begin_with_what_was_saved_on_an_exception(tmp_path):
+    """It is of another run, or of a part of the first epoch. Lightning's fit without a checkpoint continues from it."""
+    whole, other, run, saved = (tmp_path / name for name in ("whole", "other", "run", "saved"))
+    train(tiny(whole, "trainer.max_epochs=2"))
+    train(tiny(other, "trainer.max_epochs=1", "seed=5"))
+    saved.mkdir()
+    shutil.copy(last(other), saved / "on_exception.ckpt")
+    config = tiny(run, "trainer.max_epochs=2")
+    config["callbacks"]["saves"] = {"_target_": "tests.recipes.pieces.SavesOnException", "dirpath": str(saved)}
+    train(config)
+    assert metrics(run) == metrics(whole)
+    assert all(torch.equal(mine, weights(whole)[name]) for name, mine in weights(run).items())
+    assert (saved / "stages").read_text() == "fit\ntest\n", "the callback takes part in the run"
+    assert not (saved / "on_exception.ckpt").exists(), "Lightning removes it at the end"
+
+
+@pytest.mark.ci
 def test_the_mean_of_the_weights_is_tested_of_a_run_that_has_ended(tmp_path):
     config = tiny(tmp_path, "trainer.max_epochs=1")
     config["callbacks"]["mean"] = {"_target_": "pytorch_lightning.callbacks.EMAWeightAveraging", "decay": 0.5}
