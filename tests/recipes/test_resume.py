@@ -109,7 +109,7 @@ def begin(monkeypatch, tmp_path):
     ("end", "num_jobs", "status"),
     [
         (SystemExit(0), 2, r"error: job 0: RuntimeError: sys.exit(0) was called"),
-        (SystemExit("no licence"), 2, "error: job 0: RuntimeError: sys.exit('no licence') was called"),
+        (SystemExit("no license"), 2, "error: job 0: RuntimeError: sys.exit('no license') was called"),
         (SIGTERMException(), 1, 128 + signal.SIGTERM),
         (KeyboardInterrupt(), 1, 128 + signal.SIGINT),
     ],
