@@ -362,6 +362,32 @@ def num_bytes(tmp_path, *overrides, share=0.0):
     return bytes_per_step(composed(tmp_path, "trainer=cpu", *overrides), share)
 
 
+def test_bytes_are_unknown_where_layers_are_made_after_the_constructor(tmp_path):
+    weights = [{}, {"model._orig_mod.conv1.weight": torch.zeros(1)}, {"model.later.weight": torch.zeros(1)}]
+    for index, held in enumerate(weights):
+        folder = tmp_path / str(index)
+        job(folder, ["trainer.devices=2"], rows([0.5], [1.0], 0.5)[::2])  # without the row of global statistics
+        (folder / "checkpoints").mkdir()
+        torch.save({"state_dict": held, "global_step": 10}, folder / "checkpoints" / "last.ckpt")
+    counted = [each.num_bytes for each in read_sweep(tmp_path, "val/acc")]
+    assert counted == [4 * 269_722, 4 * 269_722, None]
+
+
+def test_bytes_are_unknown_where_a_module_sends_more_than_gradients_of_32_bits(tmp_path):
+    config = composed(tmp_path, "trainer=cpu", "trainer.devices=2")["trainer"]
+    ddp = {"_target_": "pytorch_lightning.strategies.DDPStrategy"}
+
+    def of_model(**model):
+        return bytes_per_step({"trainer": config, "strategy": ddp, "model": model, "data": {}})
+
+    linear = {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}
+    assert of_model(**linear) == 32
+    for dtype in ("float64", "bfloat16", "complex64"):
+        found = of_model(**linear, dtype={"_target_": "hydra.utils.get_object", "path": f"torch.{dtype}"})
+        assert found is None, dtype
+    assert of_model(_target_="torch.nn.SyncBatchNorm", num_features=3) is None
+
+
 @pytest.mark.ci
 def test_bytes_are_those_of_the_strategys_formula(tmp_path):
     elements = 269_722
