@@ -15,7 +15,7 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from lightning_dp.planner.plots import colors_of
-from lightning_dp.runs.checkpoints import CONFIGURATION, CURVES, METRICS, OF_A_RUN, read_checkpoint
+from lightning_dp.runs.checkpoints import CONFIGURATION, CURVES, METRICS, OF_A_RUN
 from lightning_dp.runs.command_line import argument_parser, hydra_of, message_of
 from lightning_dp.runs.metrics import IMAGES_PER_S, IS_GLOBAL, TRAIN_S, rows_of, steps_of
 from lightning_dp.runs.traffic import bytes_per_step
@@ -245,18 +245,10 @@ def _num_bytes(config: Any, folder: Path, global_share: float) -> float | None:
             # The folder of a run may have been moved since.
             cfg = OmegaConf.create(config | {"run_dir": str(folder)})
             found = resolved_part(cfg, ("data", "model", "trainer", "strategy", "callbacks"))
-        return bytes_per_step(found, global_share, _weights(folder))
+        return bytes_per_step(found, global_share)
     except Exception as error:  # a model of the user's can raise any error, or is not importable here
         log.warning("bytes are not counted: the model of %s cannot be built (%s)", folder, message_of(error))
         return None
-
-
-def _weights(folder: Path) -> Iterable[str]:
-    """Return the names of the weights in a run's last checkpoint; none if there is none that can be read."""
-    try:
-        return read_checkpoint(folder / OF_A_RUN["last"])["state_dict"]
-    except ValueError:
-        return ()
 
 
 def common_accuracy(jobs: Sequence[Job]) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from statistics import mean
 from typing import Any
 
@@ -20,21 +19,20 @@ OF_32_BITS = ("None", "32", "32-true", "16", "16-mixed", "bf16", "bf16-mixed")  
 BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def bytes_per_step(config: dict[str, Any], global_share: float = 0.0, weights: Iterable[str] = ()) -> float | None:
+def bytes_per_step(config: dict[str, Any], global_share: float = 0.0) -> float | None:
     """Return the bytes that a rank sends in a training step, the mean over the ranks.
 
     It counts 32-bit gradients, the features and activations of a sharded head, and the statistics of global batch norm.
     All-reduces are taken to be rings. Parameters that the module's constructor has frozen are not counted, but FSDP2
     gathers them. A step with several batches (``accumulate_grad_batches``) sends what belongs to a batch in each of
     them. None with compression, with strategies other than DDP and those of this package, with SyncBatchNorm or
-    gradients of 16 or 64 bits, with layers that are made after the module's constructor, and if the configuration does
-    not say how many ranks there were, for the hybrid how many images, or for global statistics how many ranks share
-    them.
+    gradients of 16 or 64 bits, for modules with a ``setup`` or ``configure_model`` of their own, which may make layers,
+    and if the configuration does not say how many ranks there were, for the hybrid how many images, or for global
+    statistics how many ranks share them.
 
     Args:
         config: the configuration of a run, resolved.
         global_share: share of the steps in which batch norm's statistics were global.
-        weights: names of the weights in a checkpoint of the run, which tell of layers that are made later.
     """
     trainer = config["trainer"]
     devices, num_nodes = _ranks_per_node(trainer["devices"]), int(trainer["num_nodes"])
@@ -50,7 +48,7 @@ def bytes_per_step(config: dict[str, Any], global_share: float = 0.0, weights: I
     if trainer.get("sync_batchnorm") or str(trainer.get("precision")) not in OF_32_BITS:
         return None
     module, strategy = instantiate(config["model"]), instantiate(config["strategy"])
-    if not isinstance(strategy, DDPStrategy | LayeredFSDPStrategy) or not _is_known(module, weights):
+    if not isinstance(strategy, DDPStrategy | LayeredFSDPStrategy) or not _is_known(module):
         return None
     gradients = mean(
         _gradient_bytes(module, strategy, config, rank, (num_nodes, devices)) for rank in range(world_size)
@@ -66,15 +64,14 @@ def bytes_per_step(config: dict[str, Any], global_share: float = 0.0, weights: I
     return gradients + global_share * _batches_per_step(config) * statistics
 
 
-def _is_known(module: nn.Module, weights: Iterable[str]) -> bool:
-    """Return whether a module has all layers of the run, and sends nothing but gradients of 32 bits."""
-    # `setup` and `configure_model` make layers, too, and need a Trainer. torch.compile in them only changes names.
-    made_later = {name.replace("_orig_mod.", "") for name in weights} - {
-        name.replace("_orig_mod.", "") for name in module.state_dict()
-    }
+def _is_known(module: nn.Module) -> bool:
+    """Return whether the constructor has made all layers, and a step sends nothing but gradients of 32 bits."""
+    hooks = [getattr(type(module), name, None) for name in ("setup", "configure_model")]
+    packages = {hook.__module__.partition(".")[0] for hook in hooks if hook is not None}
     synchronizes = any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules())
     has_32_bits = all(each.dtype == torch.float32 for each in module.parameters() if each.requires_grad)
-    return not made_later and not synchronizes and has_32_bits
+    # Those of a user may make layers, and need a Trainer.
+    return packages <= {"lightning_dp", "pytorch_lightning"} and not synchronizes and has_32_bits
 
 
 def _batches_per_step(config: dict[str, Any]) -> int:
