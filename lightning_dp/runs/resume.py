@@ -149,7 +149,7 @@ def checkpoints_elsewhere(config: Config) -> Path | None:
     """Return the folder that a run writes last.ckpt to, if it is not that of its run folder."""
     folder = (config["callbacks"].get("checkpoint") or {}).get("dirpath")
     writes = config["train"] and not config["trainer"].get("fast_dev_run")
-    if not writes or folder is None or "://" in str(folder):
+    if not writes or folder is None or "://" in str(folder):  # a remote one is not looked at
         return None
     return None if Path(folder).resolve() == Path(config["run_dir"], FOLDER).resolve() else Path(folder)
 

@@ -66,11 +66,11 @@ def bytes_per_step(config: dict[str, Any], global_share: float = 0.0) -> float |
 
 def _is_known(module: nn.Module) -> bool:
     """Return whether the constructor has made all layers, and a step sends nothing but gradients of 32 bits."""
+    # Hooks of a user may make layers, and need a Trainer.
     hooks = [getattr(type(module), name, None) for name in ("setup", "configure_model")]
     packages = {hook.__module__.partition(".")[0] for hook in hooks if hook is not None}
     synchronizes = any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules())
     has_32_bits = all(each.dtype == torch.float32 for each in module.parameters() if each.requires_grad)
-    # Those of a user may make layers, and need a Trainer.
     return packages <= {"lightning_dp", "pytorch_lightning"} and not synchronizes and has_32_bits
 
 

@@ -24,6 +24,7 @@ from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.trainer.connectors import signal_connector
 from pytorch_lightning.utilities.exceptions import SIGTERMException
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection, SumMetric
 from torchmetrics.wrappers import MetricTracker, MinMaxMetric, Running
@@ -105,13 +106,21 @@ def begin(monkeypatch, tmp_path):
     return begin
 
 
+def ended_by(number):
+    """What `launch` raises where the agent of several ranks has got a signal."""
+    end = SystemExit(128 + number)
+    end.__context__ = SignalException("a signal", number)
+    return end
+
+
 @pytest.mark.parametrize(
     ("end", "num_jobs", "status"),
     [
-        (SystemExit(0), 2, r"error: job 0: RuntimeError: sys.exit(0) was called"),
+        (SystemExit(0), 2, "error: job 0: RuntimeError: sys.exit(0) was called"),
         (SystemExit("no license"), 2, "error: job 0: RuntimeError: sys.exit('no license') was called"),
         (SIGTERMException(), 1, 128 + signal.SIGTERM),
         (KeyboardInterrupt(), 1, 128 + signal.SIGINT),
+        (ended_by(signal.SIGTERM), 1, 128 + signal.SIGTERM),
     ],
 )
 def test_a_job_that_calls_sys_exit_does_not_end_its_sweep_and_a_signal_does(end, num_jobs, status, begin, monkeypatch):
