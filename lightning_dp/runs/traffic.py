@@ -17,18 +17,23 @@ from lightning_dp.strategies import KrizhevskyHybridStrategy, LayeredFSDPStrateg
 ELEMENT_BYTES = 4
 OF_32_BITS = ("None", "32", "32-true", "16", "16-mixed", "bf16", "bf16-mixed")  # what the Trainer's precision may be
 BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+PACKAGES = ("lightning_dp", "pytorch_lightning")
+# Callbacks of Lightning that change what is sent: which parameters are trained, or how many batches a step has.
+CHANGING = ("BackboneFinetuning", "BaseFinetuning", "GradientAccumulationScheduler", "LambdaCallback")
 
 
 def bytes_per_step(config: dict[str, Any], global_share: float = 0.0) -> float | None:
     """Return the bytes that a rank sends in a training step, the mean over the ranks.
 
-    It counts 32-bit gradients, the features and activations of a sharded head, and the statistics of global batch norm.
-    All-reduces are taken to be rings. Parameters that the module's constructor has frozen are not counted, but FSDP2
-    gathers them. A step with several batches (``accumulate_grad_batches``) sends what belongs to a batch in each of
-    them. None with compression, with strategies other than DDP and those of this package, with SyncBatchNorm or
-    gradients of 16 or 64 bits, for modules with a ``setup`` or ``configure_model`` of their own, which may make layers,
-    and if the configuration does not say how many ranks there were, for the hybrid how many images, or for global
-    statistics how many ranks share them.
+    It counts 32-bit gradients, the features and activations of a sharded head, and the statistics of global batch norm,
+    but no running statistics, which DDP sends from rank 0 before a forward. All-reduces are taken to be rings.
+    Parameters that the network's constructor has frozen are not counted, but FSDP2 gathers them. A step with several
+    batches (``accumulate_grad_batches``) sends what belongs to a batch in each of them.
+
+    None where something else may decide what is sent: a module, callbacks or a strategy of the user's (a network may
+    be), other strategies than DDP and those of this package, callbacks of Lightning that freeze parameters or change
+    how many batches a step has, plugins, compression, SyncBatchNorm, gradients of 16 or 64 bits; and if the
+    configuration does not say how many ranks there were, or for the hybrid how many images.
 
     Args:
         config: the configuration of a run, resolved.
@@ -41,14 +46,12 @@ def bytes_per_step(config: dict[str, Any], global_share: float = 0.0) -> float |
     world_size = devices * num_nodes
     if world_size == 1:
         return 0.0
-    if isinstance(config["strategy"], dict) and config["strategy"].get("head") and "batch_size" not in config["data"]:
-        return None  # a data module of the user's, and the hybrid sends features of each image
-    if config["strategy"].get("compression") is not None or config["strategy"].get("ddp_comm_hook") is not None:
-        return None  # depends on the parameters' shapes; the strategy counts it while it trains
-    if trainer.get("sync_batchnorm") or str(trainer.get("precision")) not in OF_32_BITS:
+    if not _has_known_parts(config):
         return None
     module, strategy = instantiate(config["model"]), instantiate(config["strategy"])
-    if not isinstance(strategy, DDPStrategy | LayeredFSDPStrategy) or not _is_known(module):
+    if not isinstance(strategy, DDPStrategy | LayeredFSDPStrategy) or not _sends_32_bits(module):
+        return None
+    if not all(type(each).__module__.partition(".")[0] in PACKAGES for each in (module, strategy)):
         return None
     gradients = mean(
         _gradient_bytes(module, strategy, config, rank, (num_nodes, devices)) for rank in range(world_size)
@@ -64,14 +67,29 @@ def bytes_per_step(config: dict[str, Any], global_share: float = 0.0) -> float |
     return gradients + global_share * _batches_per_step(config) * statistics
 
 
-def _is_known(module: nn.Module) -> bool:
-    """Return whether the constructor has made all layers, and a step sends nothing but gradients of 32 bits."""
-    # Hooks of a user may make layers, and need a Trainer.
-    hooks = [getattr(type(module), name, None) for name in ("setup", "configure_model")]
-    packages = {hook.__module__.partition(".")[0] for hook in hooks if hook is not None}
+def _has_known_parts(config: dict[str, Any]) -> bool:
+    """Return whether nothing in the configuration, beside module and strategy, sends more or less than is counted."""
+    trainer, strategy = config["trainer"], config["strategy"]
+    if trainer.get("sync_batchnorm") or trainer.get("plugins") or str(trainer.get("precision")) not in OF_32_BITS:
+        return False
+    if isinstance(strategy, dict):
+        # Compression depends on the parameters' shapes; the strategy counts it while it trains.
+        if any(strategy.get(name) is not None for name in ("compression", "ddp_comm_hook", "mixed_precision")):
+            return False
+        # The hybrid sends features of each image, and for others a batch size may be that of a rank.
+        if strategy.get("head") and not _is_of_packages(config["data"]):
+            return False
+    callbacks = [each for each in (config.get("callbacks") or {}).values() if each is not None]
+    return all(_is_of_packages(each) and each["_target_"].rpartition(".")[2] not in CHANGING for each in callbacks)
+
+
+def _is_of_packages(node: dict[str, Any]) -> bool:
+    return node["_target_"].partition(".")[0] in PACKAGES
+
+
+def _sends_32_bits(module: nn.Module) -> bool:
     synchronizes = any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules())
-    has_32_bits = all(each.dtype == torch.float32 for each in module.parameters() if each.requires_grad)
-    return packages <= {"lightning_dp", "pytorch_lightning"} and not synchronizes and has_32_bits
+    return not synchronizes and all(each.dtype == torch.float32 for each in module.parameters() if each.requires_grad)
 
 
 def _batches_per_step(config: dict[str, Any]) -> int:

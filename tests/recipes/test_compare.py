@@ -5,8 +5,9 @@ from itertools import permutations
 import pytest
 import torch
 from omegaconf import OmegaConf
+from pytorch_lightning.strategies import DDPStrategy
 
-from lightning_dp.models import Classifier
+from lightning_dp.models import CifarResNet, Classifier
 from lightning_dp.runs import compare
 from lightning_dp.runs.compare import choose_metrics, common_accuracy, main, read_sweep, table
 from lightning_dp.runs.hydra_versions import VERSION_BASE, instantiate
@@ -362,34 +363,43 @@ def num_bytes(tmp_path, *overrides, share=0.0):
     return bytes_per_step(composed(tmp_path, "trainer=cpu", *overrides), share)
 
 
-class MadeLater(Classifier):
-    def configure_model(self):
-        self.model = torch.nn.Linear(3, 2)
+class OwnModule(Classifier):
+    """May make layers in a hook, freeze some, or call backward twice in a step."""
 
 
-class MadeInSetup(Classifier):
-    def setup(self, stage):
-        self.model = torch.nn.Linear(3, 2)
+class OwnStrategy(DDPStrategy):
+    """May register a hook of its own."""
 
 
-@pytest.mark.parametrize("module", ["MadeLater", "MadeInSetup"])
-def test_bytes_are_unknown_where_layers_may_be_made_after_the_constructor(tmp_path, module):
-    assert num_bytes(tmp_path, "trainer.devices=2", f"model._target_={__name__}.{module}") is None
+@pytest.mark.parametrize(
+    "options",
+    [
+        [f"model._target_={__name__}.OwnModule"],
+        [f"strategy._target_={__name__}.OwnStrategy"],
+        [f"+callbacks.own._target_={__name__}.OwnCallback"],
+        ["+callbacks.own._target_=pytorch_lightning.callbacks.BackboneFinetuning"],
+        ["+callbacks.own={_target_:pytorch_lightning.callbacks.GradientAccumulationScheduler,scheduling:{2:4}}"],
+        ["+trainer.plugins=[{_target_:pytorch_lightning.plugins.DoublePrecision}]"],
+        ["+strategy.mixed_precision={_target_:builtins.dict}"],
+        ["strategy=krizhevsky_hybrid", "model=cifar_alexnet", f"data._target_={__name__}.OwnData"],
+    ],
+)
+def test_bytes_are_unknown_where_a_part_of_the_users_may_decide_what_is_sent(tmp_path, options):
+    assert num_bytes(tmp_path, "trainer.devices=2", *options) is None
 
 
-def test_bytes_are_unknown_where_a_module_sends_more_than_gradients_of_32_bits(tmp_path):
-    config = composed(tmp_path, "trainer=cpu", "trainer.devices=2")["trainer"]
-    ddp = {"_target_": "pytorch_lightning.strategies.DDPStrategy"}
+def test_a_network_of_the_users_has_bytes_unless_it_sends_more_than_gradients_of_32_bits(tmp_path):
+    config = composed(tmp_path, "trainer=cpu", "trainer.devices=2")
 
-    def of_model(**model):
-        return bytes_per_step({"trainer": config, "strategy": ddp, "model": model, "data": {}})
+    def of_network(**network):
+        return bytes_per_step(config | {"model": config["model"] | {"model": network}})
 
     linear = {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}
-    assert of_model(**linear) == 32
+    assert of_network(**linear) == 32
     for dtype in ("float64", "bfloat16", "complex64"):
-        found = of_model(**linear, dtype={"_target_": "hydra.utils.get_object", "path": f"torch.{dtype}"})
+        found = of_network(**linear, dtype={"_target_": "hydra.utils.get_object", "path": f"torch.{dtype}"})
         assert found is None, dtype
-    assert of_model(_target_="torch.nn.SyncBatchNorm", num_features=3) is None
+    assert of_network(_target_="torch.nn.SyncBatchNorm", num_features=3) is None
 
 
 @pytest.mark.ci
@@ -460,18 +470,18 @@ def test_features_and_shards_travel_in_each_batch(tmp_path):
         assert num_bytes(tmp_path, *nodes, four) == 4 * 269_722 * (4 * 1.5 + 0.5)
 
 
-class Frozen(Classifier):
+class Frozen(CifarResNet):
     """Trains its first parameter only."""
 
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
+    def __init__(self, **options):
+        super().__init__(depth=20, **options)
         self.requires_grad_(False)
         next(self.parameters()).requires_grad_()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "layered_sgd_single"])
 def test_gradients_of_frozen_parameters_do_not_travel(tmp_path, strategy):
-    own = f"model._target_={__name__}.Frozen"
+    own = f"model.model._target_={__name__}.Frozen"
     assert num_bytes(tmp_path, "trainer.devices=2", f"strategy={strategy}", own) == 4 * 16 * 3 * 9
 
 
