@@ -278,6 +278,15 @@ WITH_FILES = [
             plan.main, "trainer=cpu trainer.devices=2 model=cifar_alexnet optim=krizhevsky strategy=krizhevsky_hybrid"
         ),
     ),
+    Bad(
+        "plan: a larger batch of data of the user's",
+        "plan.method=ddp_memonger_larger_batch sets data.batch_size ... that of one in tests.recipes.pieces.OwnData",
+        lambda _: command(
+            plan.main,
+            "trainer=cpu trainer.devices=2 plan.method=ddp_memonger_larger_batch ~data "
+            "+data={_target_:tests.recipes.pieces.OwnData,batch_size:8} +num_classes=10",
+        ),
+    ),
     # The folder in which the command is called is the run folder.
     recipe("trainer=cpu hydra.run.dir=. data.batch_size=0", "data.batch_size=0 is smaller than the number of ranks"),
 ]

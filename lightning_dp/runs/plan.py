@@ -109,6 +109,7 @@ def make_callback(
     return Diagnose(num_steps, max_s, network, world_size, run_dir, stop=True, method=method, memonger=memonger)
 
 
+LARGER_BATCH = "ddp_memonger_larger_batch"  # the only method that changes it
 OF_THE_NETWORK = [f"plan.{key}" for key in ("ranks_per_node", "latency_s", "intra_gbit_per_s", "intra_latency_s")]
 
 
@@ -144,6 +145,13 @@ def check_ranks(config: Config, num_processes: int) -> None:
         )
     if given is not None and size == 1:
         raise ValueError(f"plan.gbit_per_s={given} has no effect on one rank; give plan.world_size as well")
+    own = config["data"]["_target_"]
+    if plan["method"] == LARGER_BATCH and size > 1 and not own.startswith("lightning_dp."):
+        raise ValueError(
+            f"plan.method={LARGER_BATCH} sets data.batch_size, which counts the images of all ranks in data of this "
+            f"package, and may be that of one in {own}; leave plan.method out, or use a larger batch with Memonger "
+            "yourself (callbacks=memonger)"
+        )
     per_node = num_processes if given is None else plan["ranks_per_node"]
     if size > per_node and size % per_node:
         raise ValueError(f"{size} ranks do not fill the last node of {per_node}; give plan.world_size a multiple of it")
