@@ -306,9 +306,10 @@ class ContinuesAfterCheckpoint(Callback):
                 "machines must see one run folder; name one that they share with hydra.run.dir=FOLDER"
             )
         if self._checkpoint is not None:
+            of: Any = trainer
+            of.num_sanity_val_steps = 0  # the run has done that when it began, and modules may count validations
             # The optimizer's state has the rate that was found. After a search at the start, Lightning has forgotten
             # all of the checkpoint but the weights, and would begin with epoch 0.
-            of: Any = trainer
             search = LearningRateFinder.on_fit_start
             of.callbacks = [each for each in of.callbacks if type(each).on_fit_start is not search]
             if any(type(each).on_fit_start is BatchSizeFinder.on_fit_start for each in of.callbacks):

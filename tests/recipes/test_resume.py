@@ -316,6 +316,20 @@ def test_batches_of_validations_are_counted_on_between_two_epochs_that_make_the_
     whole_and_continued(tmp_path, tiny, *options, *end, kill=kill)
 
 
+class CountsValidations(Classifier):
+    """Has a validation more in its weights for each that it has begun."""
+
+    def on_validation_epoch_start(self):
+        next(self.buffers()).add_(1)
+
+
+@pytest.mark.ci
+def test_a_run_that_continues_does_not_check_its_validation_again(tmp_path):
+    """The check would validate once more than the run that was not interrupted."""
+    options = (f"model._target_={__name__}.CountsValidations", "trainer.num_sanity_val_steps=1")
+    whole_and_continued(tmp_path, tiny, *options)
+
+
 class KillAfterValidation(Callback):
     def on_validation_end(self, trainer, module):
         os.kill(os.getpid(), signal.SIGKILL)
