@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +31,17 @@ def wrap_in_ddp(strategy: Any, module: nn.Module) -> DistributedDataParallel:
     """Return ``module`` in a new DistributedDataParallel, with the options of a DDPStrategy. All ranks must call it."""
     wrapped: DistributedDataParallel = strategy._setup_model(module)
     return wrapped
+
+
+def wrap_within(strategy: Any, context: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
+    """Let a DDPStrategy make each DistributedDataParallel within ``context(module)``."""
+    wrap = strategy._setup_model
+
+    def wrapped(module: nn.Module) -> DistributedDataParallel:
+        with context(module):
+            return wrap(module)
+
+    strategy._setup_model = wrapped
 
 
 def strategy_timeout(strategy: Any) -> timedelta:

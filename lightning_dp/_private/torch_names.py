@@ -484,6 +484,40 @@ def release_reducer(model: DistributedDataParallel) -> list[tuple[Callable[..., 
     return model._comm_hooks if model.mixed_precision is None else []  # for that, DDP registers a hook itself
 
 
+def next_buckets(model: DistributedDataParallel) -> list[list[str]]:
+    """Return the names of the parameters in each bucket of the next step. All ranks must call it.
+
+    DDP makes its buckets again after its first backward, in the order in which gradients came.
+    """
+    if any(getattr(layer, "sparse", False) for layer in model.module.modules()):  # such gradients have no bucket
+        return []
+    model.reducer._rebuild_buckets()
+    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    buckets = model.reducer._get_zeros_like_grad_buckets()
+    return [[names[id(parameter)] for parameter in bucket.parameters()] for bucket in buckets]
+
+
+@contextmanager
+def wrapped_with_buckets(module: nn.Module, buckets: list[list[str]]) -> Iterator[None]:
+    """Let a DistributedDataParallel that is made of ``module`` begin with these buckets, if it has their parameters."""
+    named = dict(module.named_parameters())
+    assign = dist._compute_bucket_assignment_by_size
+
+    def assigned(parameters: Any, *options: Any, **more: Any) -> Any:
+        indices = {id(parameter): index for index, parameter in enumerate(parameters)}
+        found = [[indices.get(id(named.get(name))) for name in bucket] for bucket in buckets]
+        if {index for bucket in found for index in bucket} != set(indices.values()):
+            return assign(parameters, *options, **more)
+        return found[::-1], [0] * len(found)  # DDP reverses both; the second is for its log
+
+    replaced: Any = dist
+    replaced._compute_bucket_assignment_by_size = assigned
+    try:
+        yield
+    finally:
+        replaced._compute_bucket_assignment_by_size = assign
+
+
 @cache
 def mutated_arguments(func: Any) -> tuple[int | str, ...]:
     """Return which arguments an operator changes in place: places, and names of those given by keyword alone."""

@@ -27,6 +27,7 @@ from pytorch_lightning.callbacks import (
     WeightAveraging,
 )
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
+from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.utilities import CombinedLoader
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -43,8 +44,9 @@ from lightning_dp._private.lightning_names import (
     modes_in_training,
     restart_loader,
     validation_batches,
+    wrap_within,
 )
-from lightning_dp._private.torch_names import BatchNorm
+from lightning_dp._private.torch_names import BatchNorm, next_buckets, wrapped_with_buckets
 from lightning_dp.data.loading import derive_seed
 from lightning_dp.runs.checkpoints import FOLDER, OF_A_RUN, completed_steps, differences, is_of, read_checkpoint
 from lightning_dp.runs.validation import Config, is_of_validation
@@ -239,6 +241,32 @@ class PartsOfRanks(Callback):
         model = trainer.strategy.model
         if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
             _send_buffers(trainer, list(model.modules_buffers))
+
+
+class SameBuckets(Callback):
+    """Lets DDP begin with the buckets that it would have had if the run had gone on.
+
+    Where in a bucket a gradient lies decides in which order three or more ranks are added up, and DDP makes its buckets
+    again after its first step: that of a run that continues would have other sums.
+    """
+
+    def __init__(self) -> None:
+        self._buckets: list[list[str]] = []  # of the checkpoint: names of parameters
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Prepare that. Called by Lightning before the checkpoint is loaded, and DDP is made."""
+        if stage == "fit" and isinstance(trainer.strategy, DDPStrategy):
+            wrap_within(trainer.strategy, lambda module: wrapped_with_buckets(module, self._buckets))
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add the buckets. Called by Lightning on all ranks, but after an exception."""
+        model = trainer.strategy.model
+        if isinstance(model, DistributedDataParallel) and not trainer.interrupted:
+            checkpoint["callbacks"][self.state_key] = {"buckets": next_buckets(model)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep them until DDP is made. Called by Lightning."""
+        self._buckets = state_dict["buckets"]
 
 
 def _send_buffers(trainer: Trainer, buffers: list[torch.Tensor]) -> None:

@@ -7,7 +7,7 @@ import math
 import os
 import tempfile
 import warnings
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -58,6 +58,10 @@ def check_a_module_is_wrapped_with_the_options_of_the_strategy() -> None:
         assert isinstance(wrapped, DistributedDataParallel)
         assert wrapped.module is module
         assert wrapped.find_unused_parameters
+        seen = []
+        lightning_names.wrap_within(strategy, lambda each: nullcontext(seen.append(each)))
+        assert isinstance(lightning_names.wrap_in_ddp(strategy, module), DistributedDataParallel)
+        assert seen == [module]
         # Layered SGD overrides it.
         strategy.model = LightningModule()
         strategy._setup_model = lambda model: ("wrapped", type(model))

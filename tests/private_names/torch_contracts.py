@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -153,6 +154,30 @@ def check_a_released_reducer_reduces_nothing() -> None:
                 torch_names.release_reducer(model)
                 module(torch.ones(1, 2)).sum().backward()
             assert len(calls) == 1
+
+    in_one_process(check)
+
+
+@contract(dist.Reducer, "_rebuild_buckets")
+@contract(dist.Reducer, "_get_zeros_like_grad_buckets")
+@contract(dist, "_compute_bucket_assignment_by_size")
+def check_ddp_begins_with_the_buckets_that_it_is_given() -> None:
+    def check() -> None:
+        module = nn.Sequential(OrderedDict(a=nn.Linear(2, 3), b=nn.Linear(3, 2)))
+        module.forward = lambda x: module.a(module.b(x))  # type: ignore[method-assign]
+        model = DistributedDataParallel(module)
+        first = torch_names.next_buckets(model)
+        model(torch.ones(1, 3)).sum().backward()
+        again = torch_names.next_buckets(model)
+        assert sorted(*first) == sorted(*again) == sorted(name for name, _ in module.named_parameters())
+        assert first != again, "gradients come in another order than the parameters"
+        for buckets in (again, [["b.weight", "a.bias"], ["a.weight", "b.bias"]]):
+            with torch_names.wrapped_with_buckets(module, buckets):
+                assert torch_names.next_buckets(DistributedDataParallel(module)) == buckets
+        module.b.requires_grad_(False)
+        with torch_names.wrapped_with_buckets(module, again):
+            assert torch_names.next_buckets(DistributedDataParallel(module)) == [["a.weight", "a.bias"]]
+        assert torch_names.next_buckets(DistributedDataParallel(nn.Embedding(2, 2, sparse=True))) == []
 
     in_one_process(check)
 

@@ -569,6 +569,38 @@ def test_the_mean_of_the_weights_has_the_statistics_of_rank_0_where_a_run_contin
     assert [row["val/loss"] for row in metrics(cut)] == [row["val/loss"] for row in metrics(whole)]
 
 
+class OutOfOrder(torch.nn.Module):
+    """Has its layers in another order than their gradients come in."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.first = torch.nn.Linear(37, 10), torch.nn.Linear(192, 41)
+        self.middle = torch.nn.Linear(41, 37)
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x.flatten(1)).tanh()).tanh())
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["strategy=ddp"],
+        ["strategy=ddp", "trainer.limit_train_batches=1"],
+        ["strategy=layered_sgd_single", "strategy.overlap=step"],
+    ],
+)
+def test_gradients_of_three_ranks_are_added_up_in_the_same_order_where_a_run_continues(tmp_path, options):
+    """DDP does so by buckets, which it makes again after its first step."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for run_dir, *parts in continued(whole, cut):
+        ranks = ("trainer.devices=3", "data.batch_size=12", "data.shape=[3,8,8]")
+        config = tiny(run_dir, *ranks, "optim=sgd_multistep", "test=false", *options, *parts)
+        config["model"]["model"] = {"_target_": f"{__name__}.OutOfOrder"}
+        run_processes(3, train_rank, config)
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
+
+
 class HasStatistics(TwoOptimizers):
     """Manual optimization with batch norm."""
 
