@@ -487,14 +487,16 @@ def release_reducer(model: DistributedDataParallel) -> list[tuple[Callable[..., 
 def next_buckets(model: DistributedDataParallel) -> list[list[str]]:
     """Return the names of the parameters in each bucket of the next step. All ranks must call it.
 
-    DDP makes its buckets again after its first backward, in the order in which gradients came.
+    DDP makes its buckets again after its first backward, in the order in which gradients came. Where the module has
+    other parameters by now, no bucket has a name.
     """
     if any(getattr(layer, "sparse", False) for layer in model.module.modules()):  # such gradients have no bucket
         return []
     model.reducer._rebuild_buckets()
     names = {id(parameter): name for name, parameter in model.module.named_parameters()}
     buckets = model.reducer._get_zeros_like_grad_buckets()
-    return [[names[id(parameter)] for parameter in bucket.parameters()] for bucket in buckets]
+    found = [[names.get(id(parameter), "") for parameter in bucket.parameters()] for bucket in buckets]
+    return found if all("" not in bucket for bucket in found) else []
 
 
 @contextmanager

@@ -268,7 +268,8 @@ def build(config: Config, loggers: list[Any] | None = None) -> tuple[Any, Any, A
     if type(writes_last) is ModelCheckpoint and keys.count(writes_last.state_key) > 1:
         writes_last = made["checkpoint"] = instantiate(config["callbacks"]["checkpoint"], _target_=LastCheckpoint)
     callbacks = sorted(made.values(), key=lambda each: each is writes_last or not isinstance(each, ModelCheckpoint))
-    callbacks += [SeedEachEpoch(config["seed"]), PartsOfRanks(), SameBuckets(), ConfigurationInCheckpoint(config)]
+    callbacks += [SeedEachEpoch(config["seed"]), PartsOfRanks(), SameBuckets(config.get("ckpt_path"))]
+    callbacks.append(ConfigurationInCheckpoint(config))
     if config.get("test") == "best" and config["train"]:
         callbacks.insert(0, BestCheckpoint(config))
     callbacks += [RowsInCheckpoint(logger) for logger in loggers or () if isinstance(logger, MetricsFile)]

@@ -248,25 +248,29 @@ class SameBuckets(Callback):
 
     Where in a bucket a gradient lies decides in which order three or more ranks are added up, and DDP makes its buckets
     again after its first step: that of a run that continues would have other sums.
+
+    Args:
+        checkpoint: that this rank continues from, or None.
     """
 
-    def __init__(self) -> None:
-        self._buckets: list[list[str]] = []  # of the checkpoint: names of parameters
+    def __init__(self, checkpoint: str | None) -> None:
+        self._checkpoint = checkpoint
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Prepare that. Called by Lightning before the checkpoint is loaded, and DDP is made."""
-        if stage == "fit" and isinstance(trainer.strategy, DDPStrategy):
-            wrap_within(trainer.strategy, lambda module: wrapped_with_buckets(module, self._buckets))
+        """Prepare that. Called by Lightning before DDP is made.
+
+        The file is read here, because Lightning loads one of the hybrid's shards later. Older files have no buckets.
+        """
+        if stage == "fit" and self._checkpoint is not None and isinstance(trainer.strategy, DDPStrategy):
+            states = read_checkpoint(Path(self._checkpoint)).get("callbacks", {})
+            buckets = states.get(self.state_key, {}).get("buckets", [])  # names of parameters
+            wrap_within(trainer.strategy, lambda module: wrapped_with_buckets(module, buckets))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the buckets. Called by Lightning on all ranks, but after an exception."""
         model = trainer.strategy.model
         if isinstance(model, DistributedDataParallel) and not trainer.interrupted:
             checkpoint["callbacks"][self.state_key] = {"buckets": next_buckets(model)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep them until DDP is made. Called by Lightning."""
-        self._buckets = state_dict["buckets"]
 
 
 def _send_buffers(trainer: Trainer, buffers: list[torch.Tensor]) -> None:

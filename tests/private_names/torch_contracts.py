@@ -177,6 +177,8 @@ def check_ddp_begins_with_the_buckets_that_it_is_given() -> None:
         module.b.requires_grad_(False)
         with torch_names.wrapped_with_buckets(module, again):
             assert torch_names.next_buckets(DistributedDataParallel(module)) == [["a.weight", "a.bias"]]
+        module.a = nn.Linear(2, 3)
+        assert torch_names.next_buckets(model) == [], "DDP does not know the new layer"
         assert torch_names.next_buckets(DistributedDataParallel(nn.Embedding(2, 2, sparse=True))) == []
 
     in_one_process(check)

@@ -601,6 +601,33 @@ def test_gradients_of_three_ranks_are_added_up_in_the_same_order_where_a_run_con
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
 
 
+@pytest.mark.ci
+def test_gradients_of_three_ranks_are_added_up_in_the_same_order_from_a_checkpoint_of_shards(tmp_path):
+    """Such a checkpoint is loaded when DDP has been made."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    shards = ("strategy=krizhevsky_hybrid", "strategy.state_dict_type=sharded", "test=false")
+    for run_dir, *options in continued(whole, cut):
+        ranks = ("trainer.devices=3", "data.batch_size=12", "optim=sgd_multistep")
+        run_processes(3, train_rank, tiny(run_dir, *ranks, *shards, *options))
+    losses = [[row["train/loss"] for row in metrics(run_dir) if row["train/loss"]] for run_dir in (whole, cut)]
+    assert len(losses[0]) == 3
+    assert losses[1] == losses[0]
+
+
+class ReplacesHead(Classifier):
+    def on_train_epoch_start(self):
+        super().on_train_epoch_start()
+        if self.current_epoch == 1:
+            self.model.head = torch.nn.Linear(64, 10)
+            self.optimizers().add_param_group({"params": list(self.model.head.parameters())})
+
+
+def test_a_module_may_replace_a_layer_between_two_checkpoints(tmp_path):
+    """DDP does not know the new one, and still has a bucket for the one of before."""
+    options = ("strategy=ddp", "+strategy.find_unused_parameters=true", "optim=sgd_multistep", "optim.scheduler=null")
+    assert "test/acc" in train(tiny(tmp_path, *options, f"model._target_={__name__}.ReplacesHead"))
+
+
 class HasStatistics(TwoOptimizers):
     """Manual optimization with batch norm."""
 
