@@ -353,6 +353,7 @@ class Diagnose(StepTimer):
         if self._folder is None:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
+        remove_plan(self._folder)  # not each diagnosis has a plan and a plot
         (self._folder / "plan.md").write_text(f"{diagnosis}\n")
         try:
             if self._writes_plan:
@@ -393,6 +394,12 @@ class Diagnose(StepTimer):
             self._stop_timing = None
         self._layers.stop()
         self._recomputation.stop()
+
+
+def remove_plan(folder: Path) -> None:
+    """Remove the files of an earlier plan, which would be taken for those of the next one."""
+    for name in ("plan.md", "plan.yaml", "plan.png"):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _statistics_ranks(module: nn.Module) -> int | None:

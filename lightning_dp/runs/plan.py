@@ -25,7 +25,7 @@ from pytorch_lightning import Callback, seed_everything
 
 from lightning_dp.launch import external_rank, launch
 from lightning_dp.planner import METHODS, Diagnose, Link, Network
-from lightning_dp.planner.diagnose import require_whole_model
+from lightning_dp.planner.diagnose import remove_plan, require_whole_model
 from lightning_dp.planner.formulas import require_not_negative, require_positive
 from lightning_dp.planner.report import read_plan
 from lightning_dp.runs.command_line import (
@@ -65,6 +65,7 @@ def job(cfg: DictConfig) -> None:
     is_first = external_rank() in (None, 0)
     if is_first:
         write_configuration(cfg)
+        remove_plan(Path(cfg.run_dir))  # else it would be verified where this run makes none
     try:
         num_nodes = config["trainer"]["num_nodes"]
         text = launch(measure, config, job_logging(), num_processes=num_processes, num_nodes=num_nodes)

@@ -193,6 +193,14 @@ def test_a_method_that_the_job_cannot_use_is_named(tmp_path, caplog):
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"plan.md", "plan.png"}
 
 
+def test_files_of_an_earlier_plan_do_not_stay_beside_another_report(tmp_path):
+    first, second = Diagnose(folder=tmp_path), Diagnose(folder=tmp_path)
+    first._write(first._diagnose(PROFILE, NETWORK))
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.md", "plan.yaml", "plan.png"}
+    second._write(second._diagnose(PROFILE, None))  # of one rank, for which no method is predicted
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.md"}
+
+
 @pytest.mark.ci
 def test_measuring_stops_when_the_time_is_up():
     callback = Diagnose(num_steps=90, max_s=0.3)

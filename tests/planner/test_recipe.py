@@ -216,6 +216,28 @@ def test_the_diagnosis_is_printed_before_it_is_verified(tmp_path, monkeypatch, c
     }
 
 
+@pytest.mark.ci
+def test_a_plan_that_an_earlier_run_has_left_is_not_verified(tmp_path, monkeypatch, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "plan.yaml").write_text(json.dumps({"version": 1, "overrides": ["strategy=ddp"]}))
+    launched = []
+
+    def launch(function: Any, *_: Any, **__: Any) -> str:
+        launched.append(function)
+        return "there is no plan"
+
+    monkeypatch.setattr(recipe, "launch", launch)
+    monkeypatch.setattr("sys.argv", ["plan.py", *TINY, "trainer=cpu", "verify=true", "hydra.run.dir=run"])
+    handlers, level = list(logging.root.handlers), logging.root.level
+    recipe.main()
+    for handler in set(logging.root.handlers) - set(handlers):
+        handler.close()
+    logging.root.handlers[:], logging.root.level = handlers, level
+    assert launched == [recipe.measure]
+    assert capsys.readouterr().out == "there is no plan\n"
+    assert not (tmp_path / "run" / "plan.yaml").exists()
+
+
 def test_runs_that_are_verified_share_one_process_group(monkeypatch):
     """A second group in the same processes would find the addresses of the first one in the launcher's store."""
     was_there = []
