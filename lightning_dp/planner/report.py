@@ -195,8 +195,9 @@ class Diagnosis:
             lines.append(f"Not measured, and so part of compute here: {' and '.join(profile.unmeasured)}.")
         if self.predictions and self.world_size != profile.world_size:
             lines.append(
-                f"Each of the {self.world_size} ranks has as many images as measured, {profile.batch_size}. In a "
-                f"recipe, where `data.batch_size` is that of all ranks, it is {self.world_size * profile.batch_size}."
+                f"Each of the {self.world_size} ranks has as many images as measured, {profile.batch_size}. With data "
+                "of this package, whose `data.batch_size` is that of all ranks, it is "
+                f"{self.world_size * profile.batch_size}."
             )
         if profile.batch_norm_s and self.world_size != profile.world_size:
             lines.append(f"Batch norm's waits are those of {profile.world_size} ranks. More ranks wait longer.")

@@ -214,7 +214,7 @@ def test_waits_that_count_as_compute_are_named():
 def test_a_plan_for_another_number_of_ranks_says_how_many_images_each_has(tmp_path):
     found = make_diagnosis(PROFILE, Network(SLOW, FAST), world_size=4)
     assert "\nSimulated, 4 ranks of 32 images; " in str(found)
-    assert "where `data.batch_size` is that of all ranks, it is 128." in str(found)
+    assert "whose `data.batch_size` is that of all ranks, it is 128." in str(found)
     assert "`data.batch_size`" not in str(make_diagnosis(PROFILE, Network(SLOW, FAST)))
     for method, images in (("ddp", 32), ("ddp_accumulate_4", 32), ("ddp_memonger_larger_batch", 96)):
         profile = replace(PROFILE, accumulate=2)
