@@ -510,6 +510,8 @@ def wrapped_with_buckets(module: nn.Module, buckets: list[list[str]]) -> Iterato
         found = [[indices.get(id(named.get(name))) for name in bucket] for bucket in buckets]
         if {index for bucket in found for index in bucket} != set(indices.values()):
             return assign(parameters, *options, **more)
+        if any(len({(parameters[index].dtype, parameters[index].device) for index in bucket}) > 1 for bucket in found):
+            return assign(parameters, *options, **more)  # the module has other dtypes than that of the checkpoint
         return found[::-1], [0] * len(found)  # DDP reverses both; the second is for its log
 
     replaced: Any = dist

@@ -174,6 +174,9 @@ def check_ddp_begins_with_the_buckets_that_it_is_given() -> None:
         for buckets in (again, [["b.weight", "a.bias"], ["a.weight", "b.bias"]]):
             with torch_names.wrapped_with_buckets(module, buckets):
                 assert torch_names.next_buckets(DistributedDataParallel(module)) == buckets
+        module.b.double()
+        with torch_names.wrapped_with_buckets(module, again):
+            assert len(torch_names.next_buckets(DistributedDataParallel(module))) == 2, "a bucket has one dtype"
         module.b.requires_grad_(False)
         with torch_names.wrapped_with_buckets(module, again):
             assert torch_names.next_buckets(DistributedDataParallel(module)) == [["a.weight", "a.bias"]]
