@@ -50,7 +50,7 @@ _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # The agent sees within a fraction of a second that a process has died. A rank that waits for this does not wait longer.
 AGENT_LIMIT_S = 30.0
 
-LOST_CONNECTION = "Connection closed by peer"  # gloo's words
+LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer")  # gloo's words
 
 
 class LaunchError(RuntimeError):
@@ -370,7 +370,11 @@ def first_report(folder: Path) -> RankReport | None:
     """
     reports = [RankReport(**json.loads(path.read_text())) for path in folder.glob("*.json")]
     causes = [report for report in reports if not report.follows_death]
-    return min(causes, key=lambda report: (LOST_CONNECTION in report.message, report.time_s), default=None)
+
+    def place(report: RankReport) -> tuple[bool, float]:
+        return any(words in report.message for words in LOST_CONNECTION), report.time_s
+
+    return min(causes, key=place, default=None)
 
 
 def dead_ranks(folder: Path, but: int) -> list[int]:

@@ -363,7 +363,10 @@ def exits_as_errors() -> Iterator[None]:
         yield
     except SystemExit as error:
         of_signal = isinstance(error, SIGTERMException) or isinstance(error.__context__, OF_SIGNALS)
-        if of_signal or not is_in_sweep():
+        # submitit has queued the job again, at its time limit or for another job, and ends its process.
+        *_, (raised_in, _) = traceback.walk_tb(error.__traceback__)
+        is_queued = raised_in.f_globals.get("__name__", "").startswith("submitit.")
+        if of_signal or is_queued or not is_in_sweep():
             raise
         raise RuntimeError(f"sys.exit({'' if error.code is None else repr(error.code)}) was called") from error
 

@@ -132,6 +132,15 @@ def test_a_job_that_calls_sys_exit_does_not_end_its_sweep_and_a_signal_does(end,
     assert str(raised.value).splitlines()[0] == str(status)
 
 
+def test_a_job_that_submitit_has_queued_again_ends_as_submitit_wants_it(begin, monkeypatch):
+    handler = {"__name__": "submitit.local.local"}
+    exec("import sys\ndef requeue(*_, **__): sys.exit(144)", handler)
+    monkeypatch.setattr(training, "launch", handler["requeue"])
+    with pytest.raises(SystemExit) as raised:
+        begin("--multirun", "seed=1,2")
+    assert raised.value.code == 144
+
+
 @pytest.fixture
 def requeue(monkeypatch):
     """A job of SLURM with one task; what Lightning calls to queue it again."""
