@@ -508,11 +508,11 @@ def wrapped_with_buckets(module: nn.Module, buckets: list[list[str]]) -> Iterato
     def assigned(parameters: Any, *options: Any, **more: Any) -> Any:
         indices = {id(parameter): index for index, parameter in enumerate(parameters)}
         found = [[indices.get(id(named.get(name))) for name in bucket] for bucket in buckets]
-        if {index for bucket in found for index in bucket} != set(indices.values()):
-            return assign(parameters, *options, **more)
-        if any(len({(parameters[index].dtype, parameters[index].device) for index in bucket}) > 1 for bucket in found):
-            return assign(parameters, *options, **more)  # the module has other dtypes than that of the checkpoint
-        return found[::-1], [0] * len(found)  # DDP reverses both; the second is for its log
+        has_all = {index for bucket in found for index in bucket} == set(indices.values())
+        # A bucket has one dtype, and the module may have others than when these buckets were made.
+        if has_all and all(len({(named[name].dtype, named[name].device) for name in each}) == 1 for each in buckets):
+            return found[::-1], [0] * len(found)  # DDP reverses both; the second, limits of sizes, only describes them
+        return assign(parameters, *options, **more)
 
     replaced: Any = dist
     replaced._compute_bucket_assignment_by_size = assigned

@@ -28,6 +28,7 @@ from lightning_dp.planner import METHODS, Diagnose, Link, Network
 from lightning_dp.planner.diagnose import remove_plan, require_whole_model
 from lightning_dp.planner.formulas import require_not_negative, require_positive
 from lightning_dp.planner.report import read_plan
+from lightning_dp.planner.simulation import LARGER_BATCH
 from lightning_dp.runs.command_line import (
     composed_again,
     config_error,
@@ -110,7 +111,6 @@ def make_callback(
     return Diagnose(num_steps, max_s, network, world_size, run_dir, stop=True, method=method, memonger=memonger)
 
 
-LARGER_BATCH = "ddp_memonger_larger_batch"  # the only method that changes it
 OF_THE_NETWORK = [f"plan.{key}" for key in ("ranks_per_node", "latency_s", "intra_gbit_per_s", "intra_latency_s")]
 
 
@@ -132,6 +132,8 @@ def check_plan(config: Config, given: Sequence[str]) -> None:
 def check_ranks(config: Config, num_processes: int) -> None:
     """Raise ValueError for a number of ranks that cannot be predicted for, before anything is measured.
 
+    Also for a plan that would set a batch size of which nothing tells whether it counts the images of all ranks.
+
     Args:
         config: the whole configuration.
         num_processes: that measure, on each node.
@@ -146,10 +148,11 @@ def check_ranks(config: Config, num_processes: int) -> None:
         )
     if given is not None and size == 1:
         raise ValueError(f"plan.gbit_per_s={given} has no effect on one rank; give plan.world_size as well")
-    own = config["data"]["_target_"]
-    if plan["method"] == LARGER_BATCH and size > 1 and not own.startswith("lightning_dp."):
+    own, name = config["data"]["_target_"], plan["method"]
+    changes_batch = name is not None and METHODS[name].recompute == LARGER_BATCH
+    if changes_batch and size > 1 and not own.startswith("lightning_dp."):
         raise ValueError(
-            f"plan.method={LARGER_BATCH} sets data.batch_size, which counts the images of all ranks in data of this "
+            f"plan.method={name} sets data.batch_size, which counts the images of all ranks in data of this "
             f"package, and may be that of one in {own}; leave plan.method out, or use a larger batch with Memonger "
             "yourself (callbacks=memonger)"
         )
