@@ -34,6 +34,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,9 @@ def _launch_error(folder: Path, error: ChildFailedError, num_processes: int) -> 
 
 def _run(folder: str, call: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
     _die_with_parent()
+    # Let this process start others as the platform does. It has the method by which it was started itself: workers of
+    # its loaders would be new interpreters, which import torch in each epoch and take no lambda.
+    multiprocessing.set_start_method(None, force=True)
     return run_and_report(folder, *call)
 
 
@@ -349,6 +353,7 @@ def _noting_sigterm() -> Iterator[Callable[[], bool]]:
     for end in (reader, writer):
         os.set_blocking(end, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # Python writes the number of each signal to it
+    os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))  # what comes to a forked process is not ours
 
     def has_come() -> bool:
         with suppress(BlockingIOError):  # none

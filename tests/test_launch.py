@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 import lightning_dp.launch
 from lightning_dp.launch import LaunchError, external_rank, launch
@@ -47,6 +48,18 @@ def test_ranks_communicate_and_rank_0_returns_its_result_with_the_environment_re
     assert launch(sum_of_ranks, 10.0, num_processes=2) == (21.0, 2, [])
     assert dict(os.environ) == environment
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+def rows_of_workers() -> list[int]:
+    rows = DataLoader(range(2), num_workers=1, collate_fn=lambda rows: rows)  # no lambda can be sent to a new process
+    return [row for batch in rows for row in batch]
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(multiprocessing.get_all_start_methods()[0] != "fork", reason="the platform does not fork")
+def test_ranks_start_workers_as_the_platform_does(forked):
+    """As under torchrun. A process has the start method by which it was started itself, unless it is told another."""
+    assert launch(rows_of_workers, num_processes=2) == [0, 1]
 
 
 def pollute() -> int:

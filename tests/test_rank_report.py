@@ -107,8 +107,20 @@ def test_only_ranks_that_ended_without_a_report_are_dead(tmp_path):
     assert sorted(dead_ranks(tmp_path, but=9)) == [2, 3, 4]
 
 
-@pytest.mark.parametrize(("peer", "is_told"), [("alive", False), ("dead", False), ("dead", True)])
-def test_a_rank_that_fails_after_a_death_says_so_and_waits_for_the_agent(tmp_path, monkeypatch, peer, is_told):
+def kill_a_fork() -> None:
+    """End a process that has the handlers and descriptors of this one by SIGTERM, as a pool ends its workers."""
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("peer", "told"), [("alive", "nobody"), ("dead", "nobody"), ("dead", "this rank"), ("dead", "its fork")]
+)
+def test_a_rank_that_fails_after_a_death_says_so_and_waits_for_the_agent(tmp_path, monkeypatch, peer, told):
     """Not where the agent has sent its SIGTERM before, which a handler of Lightning's has taken."""
     waits: list[float] = []
     monkeypatch.setenv("RANK", "0")
@@ -118,8 +130,10 @@ def test_a_rank_that_fails_after_a_death_says_so_and_waits_for_the_agent(tmp_pat
 
     def lose() -> None:
         signal.signal(signal.SIGTERM, lambda *_: None)
-        if is_told:
+        if told == "this rank":
             os.kill(os.getpid(), signal.SIGTERM)
+        if told == "its fork":
+            kill_a_fork()
         raise RuntimeError("connection closed by peer")
 
     with pytest.raises(SystemExit):
@@ -128,5 +142,5 @@ def test_a_rank_that_fails_after_a_death_says_so_and_waits_for_the_agent(tmp_pat
     written = json.loads((tmp_path / "0.json").read_text())
     assert written["message"] == LOST
     assert written["follows_death"] == (peer == "dead")
-    assert bool(waits) == (peer == "dead" and not is_told)
+    assert bool(waits) == (peer == "dead" and told != "this rank")
     assert (first_report(tmp_path) is None) == (peer == "dead")

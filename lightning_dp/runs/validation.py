@@ -20,9 +20,10 @@ from hydra.errors import InstantiationException
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError
-from pytorch_lightning import Callback, LightningDataModule, LightningModule
+from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.callbacks import Checkpoint, ModelSummary, ProgressBar
 from pytorch_lightning.loggers import CSVLogger, Logger
+from pytorch_lightning.strategies import Strategy
 from torch import nn
 
 from lightning_dp.data.module import ImageDataModule
@@ -117,6 +118,7 @@ def validate(config: Config) -> int:
         check_ranks(num_processes, trainer["num_nodes"])
         with naming_keys("strategy", config):
             strategy = instantiate(config["strategy"])
+            _require_kind(type(strategy), Strategy, "strategy", config["strategy"])
             if hasattr(strategy, "topology_of"):
                 strategy.topology_of(trainer["num_nodes"], num_processes)
         # Each rank builds these again. Here they are built for the errors of their constructors.
@@ -127,6 +129,7 @@ def validate(config: Config) -> int:
             # In a SLURM job with one task, whose processes we start, Lightning would ask for as many tasks as devices.
             alone = {"devices": 1, "num_nodes": 1, "strategy": "auto"} if external_rank() is None else {}
             made = instantiate(trainer | alone, logger=False, _convert_="all")
+            _require_kind(type(made), Trainer, "trainer", trainer)
         _check_callbacks_and_loggers(config)
         _check_optimizer(config)
         _check_model(config)

@@ -98,12 +98,20 @@ def test_the_loaders_may_be_made_from_datasets(tmp_path):
 
 @pytest.mark.parametrize(
     ("path", "name"),
-    [("data", "LightningDataModule"), ("callbacks.other", "Callback"), ("model", "LightningModule")],
+    [
+        ("data", "LightningDataModule"),
+        ("callbacks.other", "Callback"),
+        ("model", "LightningModule"),
+        ("strategy", "strategies.DDPStrategy"),
+        ("trainer", "Trainer"),
+    ],
 )
 def test_an_object_of_lightnings_other_package_is_named(tmp_path, path, name):
-    """Its class has the same name, and the Trainer refuses it."""
+    """Its class has the same name, and the Trainer refuses it, or refuses all others."""
     pytest.importorskip("lightning")
     config = OmegaConf.create(own(tmp_path, batch_size=8))
-    OmegaConf.update(config, path, {"_target_": f"lightning.pytorch.{name}"}, merge=False)
-    with pytest.raises(ValueError, match=f"{path}.* a {name} of pytorch_lightning, .* not of lightning.pytorch"):
+    OmegaConf.update(config, path, {"_target_": f"lightning.pytorch.{name}"}, merge=path == "trainer")
+    config.trainer.strategy = config.strategy  # as in conf/train.yaml
+    kind = {"strategies.DDPStrategy": "Strategy"}.get(name, name)
+    with pytest.raises(ValueError, match=f"{path}.* a {kind} of pytorch_lightning, .* not of lightning.pytorch"):
         validate(OmegaConf.to_container(config) | {"test": False})
