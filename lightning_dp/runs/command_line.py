@@ -7,6 +7,7 @@ import difflib
 import logging
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -296,7 +297,8 @@ def explain(error: Exception) -> str:
         key, sign, value = error.override.partition("=")
         if not sign:
             return f"{key} is no override; write KEY=VALUE"
-        return f"""{error.override} cannot be read; write '{key}="{value}"', with both pairs of quotes"""
+        hint = "; the keys of a dict have no quotes" if value.startswith("{") else ""
+        return f"{error.override} cannot be read; for a text write {_quoted(key, value)}, with all its quotes{hint}"
     if isinstance(error, HydraException | OmegaConfBaseException):
         text = _in_one_line(text if str(cause) in text else f"{text}\n{cause}")
         if "Could not load" in text:
@@ -305,6 +307,12 @@ def explain(error: Exception) -> str:
         if where and where not in text:
             text = f"{where}: {text}"
     return text
+
+
+def _quoted(key: str, text: str) -> str:
+    """Return the override that sets a key to this text, as a shell and Hydra read it."""
+    text = re.sub(r'\\+(?="|$)', r"\g<0>\g<0>", text).replace('"', r"\"")  # before a quote, \ is one of Hydra's
+    return shlex.quote(f'{key}="{text}"')
 
 
 def _in_one_line(text: str) -> str:

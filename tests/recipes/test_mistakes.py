@@ -8,6 +8,8 @@ import io
 import json
 import logging
 import os
+import re
+import shlex
 import signal
 import sys
 import tempfile
@@ -18,7 +20,8 @@ from pathlib import Path
 
 import pytest
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import MissingConfigException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
@@ -217,6 +220,17 @@ def test_a_plugin_that_is_not_installed_is_named_with_its_package(name, package)
         f"Could not find 'hydra/{group}/{option}'\n\nAvailable options in 'hydra/{group}':\n\tbasic"
     )
     assert explain(error) == f"hydra/{name} needs a plugin of Hydra: pip install {package}"
+
+
+@pytest.mark.parametrize("text", ["a=b", "it's=2.ckpt", 'say "hi"', '{"a":1}', "end=\\", r'a\\"b\"=', "[a b", "a{$b"])
+def test_the_remedy_for_a_text_that_cannot_be_read_can_be_pasted_into_a_shell(text):
+    parser = OverridesParser.create()
+    with pytest.raises(OverrideParseException) as caught:
+        parser.parse_overrides([f"+data.extra={text}"])
+    remedy = re.search(r"for a text write (.*), with all its quotes", explain(caught.value))[1]
+    (pasted,) = shlex.split(remedy)
+    assert parser.parse_override(pasted).value() == text
+    assert ("keys of a dict have no quotes" in explain(caught.value)) == text.startswith("{")
 
 
 def test_a_file_of_the_users_that_is_no_yaml_is_named(fail, tmp_path_factory):
