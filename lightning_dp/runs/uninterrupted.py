@@ -24,6 +24,7 @@ from pytorch_lightning.callbacks import (
     ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
+    Timer,
     WeightAveraging,
 )
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
@@ -286,7 +287,7 @@ def _kept_metrics(module: LightningModule) -> dict[str, Metric]:
 
 
 class ContinuesAfterCheckpoint(Callback):
-    """Continues with the epoch after that of the checkpoint, or not at all where EarlyStopping had stopped the run.
+    """Continues with the epoch after that of the checkpoint, or not at all where EarlyStopping or time had stopped it.
 
     With ``max_steps`` Lightning would go through the epoch that has ended again, and after EarlyStopping train another.
     The callback comes before the others, so that they see the right epoch.
@@ -365,6 +366,10 @@ class ContinuesAfterCheckpoint(Callback):
         running = EarlyStoppingReason.NOT_STOPPED
         if any(each.stopped_epoch > 0 or each.stopping_reason != running for each in trainer.early_stopping_callbacks):
             trainer.should_stop = True
+        if trainer.strategy.restore_checkpoint_after_setup:
+            for each in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(each, Timer):  # has asked before the checkpoint was loaded whether the time is up
+                    each.on_fit_start(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count on here, too. Called by Lightning.

@@ -20,9 +20,10 @@ import numpy as np
 import pytest
 import torch
 from pytorch_lightning import Callback
-from pytorch_lightning.callbacks import Checkpoint
+from pytorch_lightning.callbacks import Checkpoint, Timer
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.trainer.connectors import signal_connector
+from pytorch_lightning.trainer.states import RunningStage
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.utils.data import DataLoader
@@ -1825,6 +1826,43 @@ def test_a_run_that_stopped_in_its_first_epoch_has_ended(tmp_path):
     again = train(config | {"ckpt_path": str(last(tmp_path))})
     assert completed_steps(last(tmp_path)) == 3, "one epoch"
     assert again["test/acc"] == found["test/acc"]
+
+
+class TakesASecond(Timer):
+    """A limit of the time that counts a second for each batch."""
+
+    num_batches = 0
+
+    def time_elapsed(self, stage=RunningStage.TRAINING):
+        return self._offset + self.num_batches
+
+    def on_train_batch_end(self, trainer, *args):
+        self.num_batches += 1
+        super().on_train_batch_end(trainer, *args)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ("ddp",),
+        ("layered_fsdp",),
+        ("layered_fsdp", "strategy.save_distributed_checkpoint=true"),
+        ("krizhevsky_hybrid", "strategy.state_dict_type=sharded"),
+    ],
+    ids=" ".join,
+)
+def test_a_run_whose_time_was_up_has_ended(tmp_path, strategy):
+    """Lightning asks for the time before it loads a checkpoint of shards, and would train a step more each time."""
+    timer = (f"+callbacks.timer._target_={__name__}.TakesASecond", "+callbacks.timer.duration=00:00:00:04")
+    name, *options = strategy
+    config = tiny(tmp_path, "trainer.max_epochs=3", "test=false", f"strategy={name}", *options, *timer)
+    train(config)
+    rows = metrics(tmp_path)
+    assert completed_steps(last(tmp_path)) == 4, "of three epochs of 3 steps"
+    train(config | {"ckpt_path": str(last(tmp_path))})
+    assert completed_steps(last(tmp_path)) == 4
+    assert metrics(tmp_path) == rows
 
 
 @pytest.mark.ci
