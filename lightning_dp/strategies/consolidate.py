@@ -18,6 +18,8 @@ from lightning_dp.strategies.krizhevsky_hybrid.checkpoint import consolidate
 
 REST = "meta.pt"
 """The file of Lightning in PyTorch's folder, with everything but weights and optimizer states."""
+BESIDE_TENSORS = "values_beside_tensors"
+"""The key of `LayeredFSDPStrategy` in that file for rank 0's values of the module that are no parameters or buffers."""
 
 
 def consolidate_checkpoint(folder: str | Path, file: str | Path, weights_only: bool = True) -> None:
@@ -52,7 +54,8 @@ def consolidate_checkpoint(folder: str | Path, file: str | Path, weights_only: b
         parts: dict[str, Any] = torch.load(unfinished, map_location="cpu", mmap=True, weights_only=False)
         rest = torch.load(folder / REST, map_location="cpu", weights_only=False)
         optimizers = [parts[key] for key in (f"optimizer_{index}" for index in range(len(parts))) if key in parts]
-        whole = rest | {"state_dict": parts["state_dict"], "optimizer_states": list(map(_by_number, optimizers))}
+        values = parts["state_dict"] | rest.pop(BESIDE_TENSORS, {})
+        whole = rest | {"state_dict": values, "optimizer_states": list(map(_by_number, optimizers))}
     finally:
         remove(unfinished)  # what is mapped stays until it is written
     write_file(whole, file)

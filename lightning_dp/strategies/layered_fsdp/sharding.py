@@ -13,10 +13,13 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
+from lightning_fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -45,6 +48,7 @@ from lightning_dp._private.torch_names import (
     without_torch_function,
 )
 from lightning_dp.strategies.base import overlapping_parameters
+from lightning_dp.strategies.consolidate import BESIDE_TENSORS, REST
 from lightning_dp.strategies.unfreezing import trainable
 
 Wrap = Sequence[type[nn.Module]] | Callable[[nn.Module], bool]
@@ -597,6 +601,31 @@ def shard_added(checkpoint: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
     return checkpoint | tree_map_with_path(shard_again, others)
 
 
+def values_beside_tensors(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Return what ``state`` has beside parameters and buffers, as a layer's extra state or the list of a metric.
+
+    PyTorch writes such a value as it is on any one rank. It reads no more of it than the new module has: not what the
+    value has got in training.
+    """
+    own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    own |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    found = {name: each for name, each in state.items() if name not in own and not isinstance(each, DTensor)}
+    values: dict[str, Any] = move_data_to_device(found, "cpu")
+    return values
+
+
+def load_module_shards(folder: Path, module: LightningModule, weights_only: bool | None) -> dict[str, Any]:
+    """Load parameters and buffers from a checkpoint folder, and return the rest of it. All ranks call it."""
+    rest: dict[str, Any] = torch.load(folder / REST, weights_only=weights_only)
+    beside = rest.pop(BESIDE_TENSORS, {})  # none in a folder of Lightning's own strategy
+    state = get_model_state_dict(module)
+    for name in beside:
+        state.pop(name, None)
+    load({"state_dict": state}, checkpoint_id=folder)
+    module.load_state_dict(state | beside, strict=module.strict_loading)
+    return rest
+
+
 def load_optimizer_shards(folder: Path, index: int, optimizer: Optimizer, module: nn.Module) -> None:
     """Load the state of an optimizer from a checkpoint folder of ``torch.distributed.checkpoint``. All ranks call it.
 
@@ -615,5 +644,11 @@ def load_optimizer_shards(folder: Path, index: int, optimizer: Optimizer, module
         unused = [n for n in state["state"] if not any(place.startswith(f"{key}.state.{n}.") for place in saved)]
         for name in unused:
             del state["state"][name]
+        for number, group in enumerate(state["param_groups"]):
+            # What was put into a group in training, and is in no new one. PyTorch reads what has a place.
+            of_group = f"{key}.param_groups.{number}."
+            for place, kind in saved.items():
+                if place.startswith(of_group) and isinstance(kind, BytesStorageMetadata):
+                    group.setdefault(place.removeprefix(of_group), None)
         load({key: state}, checkpoint_id=folder)
         set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(cpu_offload=True, strict=False))

@@ -44,7 +44,7 @@ from lightning_dp.strategies.complete_files import (
     save,
     write_complete_files,
 )
-from lightning_dp.strategies.consolidate import REST
+from lightning_dp.strategies.consolidate import BESIDE_TENSORS, REST
 from lightning_dp.strategies.layered_fsdp.reduction import Residuals, ShardReduction
 from lightning_dp.strategies.layered_fsdp.sharding import (
     STEPS,
@@ -61,6 +61,7 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     forget_failed_step,
     gather_added,
     give_attributes,
+    load_module_shards,
     load_optimizer,
     load_optimizer_shards,
     loading_whole_values,
@@ -71,6 +72,7 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     shard,
     shard_added,
     sharded_units,
+    values_beside_tensors,
     whole_optimizer_state,
     whole_values,
     with_own_classes,
@@ -532,7 +534,8 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         checkpoint = with_parts_as_given(checkpoint, self.lightning_module)
         place = self.broadcast(filepath)
         if self._saves_shards:
-            checkpoint["state_dict"] = self._with_buffers_of_rank_0(checkpoint["state_dict"])
+            state = self._with_buffers_of_rank_0(checkpoint["state_dict"])
+            checkpoint |= {"state_dict": state, BESIDE_TENSORS: values_beside_tensors(state, self.lightning_module)}
             self._save_folder(checkpoint, Path(place), storage_options)
             return
         # A file may replace a folder of an earlier run. Lightning would remove that first, on all ranks at once.
@@ -629,14 +632,10 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         return shard_added(checkpoint, self.device_mesh[SHARD])
 
     def _load_module_shards(self, folder: Path, weights_only: bool | None) -> dict[str, Any]:
-        # Lightning would load the optimizers now, before callbacks have restored the groups that they had added.
-        optimizers, self.optimizers = self.optimizers, []
-        try:
-            checkpoint = super().load_checkpoint(folder, weights_only)
-        finally:
-            self.optimizers = optimizers
+        # Lightning's own would load the optimizers now, before callbacks have restored the groups that they had added.
+        checkpoint = load_module_shards(folder, self.lightning_module, weights_only)
         if "lr_schedulers" in checkpoint:  # else: weights only
-            checkpoint["optimizer_states"] = [folder] * len(optimizers)
+            checkpoint["optimizer_states"] = [folder] * len(self.optimizers)
         return checkpoint
 
     @property

@@ -20,6 +20,7 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
+from torchmetrics import CatMetric
 
 from lightning_dp import AdaptiveGlobalBatchNorm, LayeredSGDStrategy
 from lightning_dp._private.torch_names import keystr, tree_leaves_with_path
@@ -468,6 +469,65 @@ def test_a_folder_has_the_buffers_of_rank_0(tmp_path):
     assert not torch.equal(others["norm.running_mean"], expected["norm.running_mean"])
     assert_same(loaded, expected)
     assert_same(loaded_there, expected)
+
+
+class Grows(nn.Module):
+    """Has an extra state of this kind, which gets a value in each step, another one on each rank."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.values = kind, []
+
+    def get_extra_state(self):
+        named = {f"step {number}": value for number, value in enumerate(self.values)}
+        return {"list": {"values": self.values}, "dict": named, "tensor": torch.tensor(self.values)}[self.kind]
+
+    def set_extra_state(self, state):
+        read = {"list": lambda: state["values"], "dict": lambda: [*state.values()], "tensor": lambda: state.tolist()}
+        self.values = list(read[self.kind]())
+
+
+class Remembers(Net):
+    """Has in checkpoints what a new module has not: extra states, lists of a metric, and a key of an optimizer."""
+
+    def __init__(self):
+        super().__init__("adamw")
+        self.parts = nn.ModuleList(map(Grows, ("list", "dict", "tensor")))
+        self.seen = CatMetric()
+        self.seen.persistent(True)
+
+    def training_step(self, batch, batch_idx):
+        value = float(self.global_step + 100 * self.global_rank)
+        for part in self.parts:
+            part.values.append(value)
+        self.seen.update(value)
+        self.optimizers().param_groups[0]["last step"] = self.global_step
+        return super().training_step(batch, batch_idx)
+
+    def memory(self):
+        groups = self.optimizers().param_groups
+        return [part.values for part in self.parts], torch.stack(self.seen.value).tolist(), groups[0]["last step"]
+
+
+def remember(rank, folder):
+    """Continue from a folder and, if there is one, from its file."""
+    module, trainer = fit(layered(save_distributed_checkpoint=True), 2, Remembers(), max_epochs=1)
+    trainer.save_checkpoint(f"{folder}/a")
+    if rank == 0:
+        consolidate_checkpoint(f"{folder}/a", f"{folder}/a.ckpt", weights_only=False)
+    trainer.strategy.barrier()
+    saved, found = module.memory(), []
+    for name in ("a", "a.ckpt"):
+        module, _ = fit(layered(), 2, Remembers(), max_epochs=1, ckpt_path=f"{folder}/{name}")
+        found.append(module.memory())
+    return saved, found
+
+
+def test_a_folder_has_of_rank_0_what_a_module_has_got_in_training(tmp_path):
+    """PyTorch writes it as it is on any rank, and reads what a new module has."""
+    (saved, found), (_, found_there) = run_processes(2, remember, str(tmp_path))
+    assert saved == ([[0.0, 1.0, 2.0, 3.0]] * 3, [0.0, 1.0, 2.0, 3.0], 3)
+    assert found == found_there == [saved] * 2
 
 
 def save_twice(rank, folder):
