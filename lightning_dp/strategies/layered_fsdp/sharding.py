@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
-from lightning_fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
@@ -610,7 +609,7 @@ def values_beside_tensors(state: dict[str, Any], module: nn.Module) -> dict[str,
     own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     own |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
     found = {name: each for name, each in state.items() if name not in own and not isinstance(each, DTensor)}
-    values: dict[str, Any] = move_data_to_device(found, "cpu")
+    values: dict[str, Any] = tree_map_only(Tensor, lambda each: each.detach().cpu(), found)
     return values
 
 
