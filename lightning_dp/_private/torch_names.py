@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import (
+    SequenceKey,
     keystr,
     tree_flatten,
     tree_leaves,
@@ -41,6 +42,7 @@ from torch.utils._pytree import (
 __all__ = [
     "BatchNorm",
     "OptimizedModule",
+    "SequenceKey",
     "TorchDispatchMode",
     "keystr",
     "tree_flatten",

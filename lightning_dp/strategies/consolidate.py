@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_dp.strategies.complete_files import existing, hidden_beside, remove, write_file
@@ -18,8 +19,8 @@ from lightning_dp.strategies.krizhevsky_hybrid.checkpoint import consolidate
 
 REST = "meta.pt"
 """The file of Lightning in PyTorch's folder, with everything but weights and optimizer states."""
-BESIDE_TENSORS = "values_beside_tensors"
-"""The key of `LayeredFSDPStrategy` in that file for rank 0's values of the module that are no parameters or buffers."""
+OUTLINE = "outline"
+"""The key in that file of what `LayeredFSDPStrategy` has there of module and optimizers, with rank 0's values."""
 
 
 def consolidate_checkpoint(folder: str | Path, file: str | Path, weights_only: bool = True) -> None:
@@ -53,15 +54,39 @@ def consolidate_checkpoint(folder: str | Path, file: str | Path, weights_only: b
         dcp_to_torch_save(folder, unfinished)
         parts: dict[str, Any] = torch.load(unfinished, map_location="cpu", mmap=True, weights_only=False)
         rest = torch.load(folder / REST, map_location="cpu", weights_only=False)
-        optimizers = [parts[key] for key in (f"optimizer_{index}" for index in range(len(parts))) if key in parts]
-        values = parts["state_dict"] | rest.pop(BESIDE_TENSORS, {})
-        whole = rest | {"state_dict": values, "optimizer_states": list(map(_by_number, optimizers))}
+        keys = [key for key in (f"optimizer_{index}" for index in range(len(parts))) if key in parts]
+        outline = rest.pop(
+            OUTLINE, {"state_dict": parts["state_dict"], "optimizer_states": [parts[key] for key in keys]}
+        )
+        state = _filled(outline["state_dict"], parts["state_dict"])
+        states = [
+            _filled(each, parts[key]) for key, each in zip(keys, outline.get("optimizer_states", []), strict=True)
+        ]
+        whole = rest | {"state_dict": state, "optimizer_states": list(map(by_number, states))}
     finally:
         remove(unfinished)  # what is mapped stays until it is written
     write_file(whole, file)
 
 
-def _by_number(state: dict[str, Any]) -> dict[str, Any]:
+def _filled(outline: Any, part: Any) -> Any:
+    """Return ``outline`` with the whole tensors of ``part`` in the places of those that were sharded."""
+    if isinstance(outline, Tensor):
+        return part if outline.is_meta else outline
+    if isinstance(outline, dict):
+        return {key: _filled(each, _at(part, key)) for key, each in outline.items()}
+    if isinstance(outline, list):
+        return [_filled(each, _at(part, index)) for index, each in enumerate(outline)]
+    return outline
+
+
+def _at(part: Any, key: Any) -> Any:
+    try:
+        return part[str(key) if isinstance(part, dict) else key]
+    except (LookupError, TypeError):
+        return None  # PyTorch has not written this value
+
+
+def by_number(state: dict[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state by the numbers of parameters, as ``load_state_dict`` takes it, from one by names."""
     numbers: dict[str, int] = {}
     groups = []

@@ -14,14 +14,6 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -31,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_dp._lightning import LightningModule
 from lightning_dp._private.torch_names import (
+    SequenceKey,
     drop_unreduced_gradients,
     has_gradient_hooks,
     has_tensor_hooks,
@@ -47,8 +40,7 @@ from lightning_dp._private.torch_names import (
     without_torch_function,
 )
 from lightning_dp.strategies.base import overlapping_parameters
-from lightning_dp.strategies.consolidate import BESIDE_TENSORS, REST
-from lightning_dp.strategies.unfreezing import trainable
+from lightning_dp.strategies.consolidate import OUTLINE, by_number
 
 Wrap = Sequence[type[nn.Module]] | Callable[[nn.Module], bool]
 
@@ -60,6 +52,8 @@ SMALLEST_PART = 8
 
 # These use parameters of their parts without a call of the part's forward, so nothing would gather them.
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+COMPILED = "_orig_mod."  # is in the names of a compiled module's parameters, and not in those of a folder
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -458,6 +452,8 @@ def broadcast_from_rank_0(tensors: Iterable[Tensor], group: dist.ProcessGroup | 
 
 def shard_like(parameter: Tensor | None, value: Any) -> Any:
     """Return the part of ``value`` that this rank has of ``parameter``; other values as they are. Nothing is sent."""
+    if isinstance(value, DTensor):
+        return value
     if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape:
         value = value.to(parameter.device)
         return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -600,54 +596,55 @@ def shard_added(checkpoint: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
     return checkpoint | tree_map_with_path(shard_again, others)
 
 
-def values_beside_tensors(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Return what ``state`` has beside parameters and buffers, as a layer's extra state or the list of a metric.
+def with_outline(checkpoint: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Return what is written to a folder: ``checkpoint`` with `OUTLINE`, by which `read_shards` reads it.
 
-    PyTorch writes such a value as it is on any one rank. It reads no more of it than the new module has: not what the
-    value has got in training.
+    PyTorch writes values that are no tensors as they are on any one rank, and reads no more of them than a new module
+    or optimizer has, not what they have got in training. So the outline has all values of this rank, with a tensor on
+    the device ``meta`` in the place of each that is sharded.
     """
-    own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    own |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    found = {name: each for name, each in state.items() if name not in own and not isinstance(each, DTensor)}
-    values: dict[str, Any] = tree_map_only(Tensor, lambda each: each.detach().cpu(), found)
-    return values
+    by_rank = {key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint}
+    outline = tree_map_only(Tensor, _outline_of, by_rank)
+    own = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    names = {name.replace(COMPILED, "") for name, _ in own}
+    values = checkpoint["state_dict"].items()
+    tensors = {name: value for name, value in values if isinstance(value, DTensor) or name in names}
+    return checkpoint | {"state_dict": tensors, OUTLINE: outline}
 
 
-def load_module_shards(folder: Path, module: LightningModule, weights_only: bool | None) -> dict[str, Any]:
-    """Load parameters and buffers from a checkpoint folder, and return the rest of it. All ranks call it."""
-    rest: dict[str, Any] = torch.load(folder / REST, weights_only=weights_only)
-    beside = rest.pop(BESIDE_TENSORS, {})  # none in a folder of Lightning's own strategy
-    state = get_model_state_dict(module)
-    for name in beside:
-        state.pop(name, None)
-    load({"state_dict": state}, checkpoint_id=folder)
-    module.load_state_dict(state | beside, strict=module.strict_loading)
-    return rest
+def _outline_of(value: Tensor) -> Tensor:
+    if isinstance(value, DTensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return value.detach().cpu()
 
 
-def load_optimizer_shards(folder: Path, index: int, optimizer: Optimizer, module: nn.Module) -> None:
-    """Load the state of an optimizer from a checkpoint folder of ``torch.distributed.checkpoint``. All ranks call it.
+def read_shards(folder: Path, outline: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Return the state of ``module`` and those of its optimizers, with this rank's shards. All ranks call it.
 
-    Args:
-        folder: the checkpoint.
-        index: of the optimizer.
-        optimizer: has its groups already.
-        module: has its parameters.
+    What the module does not have, or has in another shape, is a whole tensor: ``load_state_dict`` says what is wrong.
     """
-    # PyTorch would drop the states of frozen parameters.
-    with trainable(parameter for group in optimizer.param_groups for parameter in group["params"]):
-        state: Any = get_optimizer_state_dict(module, optimizer)
-        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-        # What was not used before the folder was written has no state there, and gets none.
-        key = f"optimizer_{index}"
-        unused = [n for n in state["state"] if not any(place.startswith(f"{key}.state.{n}.") for place in saved)]
-        for name in unused:
-            del state["state"][name]
-        for number, group in enumerate(state["param_groups"]):
-            # What was put into a group in training, and is in no new one. PyTorch reads what has a place.
-            of_group = f"{key}.param_groups.{number}."
-            for place, kind in saved.items():
-                if place.startswith(of_group) and isinstance(kind, BytesStorageMetadata):
-                    group.setdefault(place.removeprefix(of_group), None)
-        load({key: state}, checkpoint_id=folder)
-        set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(cpu_offload=True, strict=False))
+    names = {name.replace(COMPILED, ""): name for name in module.state_dict()}
+    own = {name.replace(COMPILED, ""): value for name, value in module.named_parameters(remove_duplicate=False)}
+    wanted: dict[str, Tensor] = {}
+
+    def fill(part: str, values: Any) -> Any:
+        def room(path: Any, value: Any) -> Any:
+            if not (isinstance(value, Tensor) and value.is_meta):
+                return value
+            keys = [str(each.idx if isinstance(each, SequenceKey) else each.key) for each in path]
+            like = own.get(keys[1] if keys[0] == "state" else keys[0])  # an optimizer has states of parameters
+            if isinstance(like, DTensor) and like.shape == value.shape:
+                empty = torch.empty_like(like, dtype=value.dtype)
+            else:
+                empty = torch.empty_like(value, device="cpu")
+            return wanted.setdefault(".".join([part, *keys]), empty)
+
+        return tree_map_with_path(room, values)
+
+    state = fill("state_dict", outline["state_dict"])
+    optimizers = [fill(f"optimizer_{index}", each) for index, each in enumerate(outline.get("optimizer_states", []))]
+    load(wanted, checkpoint_id=folder)
+    return {
+        "state_dict": {names.get(name, name): value for name, value in state.items()},
+        "optimizer_states": [by_number(each) for each in optimizers],
+    }

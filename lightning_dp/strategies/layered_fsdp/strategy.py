@@ -44,7 +44,7 @@ from lightning_dp.strategies.complete_files import (
     save,
     write_complete_files,
 )
-from lightning_dp.strategies.consolidate import BESIDE_TENSORS, REST
+from lightning_dp.strategies.consolidate import OUTLINE, REST
 from lightning_dp.strategies.layered_fsdp.reduction import Residuals, ShardReduction
 from lightning_dp.strategies.layered_fsdp.sharding import (
     STEPS,
@@ -61,20 +61,19 @@ from lightning_dp.strategies.layered_fsdp.sharding import (
     forget_failed_step,
     gather_added,
     give_attributes,
-    load_module_shards,
     load_optimizer,
-    load_optimizer_shards,
     loading_whole_values,
     materialize,
     outermost_units,
     own_parameters,
     parameter_names,
+    read_shards,
     shard,
     shard_added,
     sharded_units,
-    values_beside_tensors,
     whole_optimizer_state,
     whole_values,
+    with_outline,
     with_own_classes,
     with_parts_as_given,
 )
@@ -534,8 +533,8 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         checkpoint = with_parts_as_given(checkpoint, self.lightning_module)
         place = self.broadcast(filepath)
         if self._saves_shards:
-            state = self._with_buffers_of_rank_0(checkpoint["state_dict"])
-            checkpoint |= {"state_dict": state, BESIDE_TENSORS: values_beside_tensors(state, self.lightning_module)}
+            checkpoint["state_dict"] = self._with_buffers_of_rank_0(checkpoint["state_dict"])
+            checkpoint = with_outline(checkpoint, self.lightning_module)
             self._save_folder(checkpoint, Path(place), storage_options)
             return
         # A file may replace a folder of an earlier run. Lightning would remove that first, on all ranks at once.
@@ -624,19 +623,27 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
         place: Any = self.broadcast(existing(checkpoint_path) if self.is_global_zero else None)
         with naming_checkpoint(place):
             if Path(place).is_dir():
-                checkpoint = self._load_module_shards(Path(place), weights_only)
+                checkpoint = self._read_folder(Path(place), weights_only)
             else:
                 # Not Lightning's way, which takes the optimizer's numbers of parameters for the module's.
                 checkpoint = self.checkpoint_io.load_checkpoint(place, weights_only=weights_only)
         self._restore_residuals(checkpoint)
         return shard_added(checkpoint, self.device_mesh[SHARD])
 
-    def _load_module_shards(self, folder: Path, weights_only: bool | None) -> dict[str, Any]:
-        # Lightning's own would load the optimizers now, before callbacks have restored the groups that they had added.
-        checkpoint = load_module_shards(folder, self.lightning_module, weights_only)
-        if "lr_schedulers" in checkpoint:  # else: weights only
-            checkpoint["optimizer_states"] = [folder] * len(self.optimizers)
-        return checkpoint
+    def _read_folder(self, folder: Path, weights_only: bool | None) -> dict[str, Any]:
+        """Return what the folder has. Not by Lightning's strategy, which loads the module and the optimizers at once.
+
+        That is before ``on_load_checkpoint``, and before callbacks have restored the groups that they had added.
+        """
+        checkpoint: dict[str, Any] = torch.load(folder / REST, weights_only=weights_only)
+        outline = checkpoint.pop(OUTLINE, None)
+        if outline is None:
+            raise ValueError(
+                f"{folder} is not a folder of this strategy; make a file of it with "
+                "lightning_dp.strategies.consolidate_checkpoint, and continue from that"
+            )
+        read = read_shards(folder, outline, self.lightning_module)
+        return checkpoint | {key: value for key, value in read.items() if key in outline}
 
     @property
     @override
@@ -647,16 +654,10 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         module = self.lightning_module
         restore_groups(module.trainer)
-        for index, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=False)):
-            if isinstance(state, Path):  # a folder, see `_load_module_shards`
-                with naming_checkpoint(state):
-                    load_optimizer_shards(state, index, optimizer, module)
-            else:
-                load_optimizer(optimizer, state)
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            load_optimizer(optimizer, state)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        # `on_load_checkpoint` may have changed it. A folder's is loaded already, by `load_checkpoint`.
-        if "state_dict" in checkpoint:
-            with loading_whole_values(self.lightning_module):
-                self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        with loading_whole_values(self.lightning_module):  # `on_load_checkpoint` may have changed it
+            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)

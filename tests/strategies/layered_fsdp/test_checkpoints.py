@@ -160,7 +160,7 @@ MODULES = {
     "merged": Merged,
     "copied": Copied,
 }
-IN_FOLDERS = ["other order", "partly used"]
+IN_FOLDERS = ["other order", "others' order", "tied", "compiled", "partly used"]
 
 
 def content(path):
@@ -487,26 +487,51 @@ class Grows(nn.Module):
         self.values = list(read[self.kind]())
 
 
+class Slow(torch.optim.SGD):
+    """Has a state of each parameter from the third step on, as Lookahead has."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            state = self.state[parameter]
+            state["step"] = state.get("step", 0) + 1
+            if state["step"] == 3:
+                state["slow"] = parameter.detach().clone()
+        return loss
+
+
 class Remembers(Net):
-    """Has in checkpoints what a new module has not: extra states, lists of a metric, and a key of an optimizer."""
+    """Has in checkpoints what a new module has not: extra states, lists of a metric, buffers, keys of an optimizer."""
 
     def __init__(self):
         super().__init__("adamw")
         self.parts = nn.ModuleList(map(Grows, ("list", "dict", "tensor")))
         self.seen = CatMetric()
         self.seen.persistent(True)
+        self.register_buffer("grows", torch.zeros(0))
+
+    def configure_optimizers(self):
+        return Slow(self.parameters(), lr=0.01, momentum=0.9)
+
+    def on_load_checkpoint(self, checkpoint):
+        self.grows = torch.zeros(len(checkpoint["state_dict"]["grows"]))
 
     def training_step(self, batch, batch_idx):
         value = float(self.global_step + 100 * self.global_rank)
         for part in self.parts:
             part.values.append(value)
         self.seen.update(value)
-        self.optimizers().param_groups[0]["last step"] = self.global_step
+        self.grows = torch.cat([self.grows, torch.tensor([value])])
+        group = self.optimizers().param_groups[0]
+        group["last step"] = torch.tensor(self.global_step)
+        group.setdefault("steps", {})[f"step {self.global_step}"] = value
         return super().training_step(batch, batch_idx)
 
     def memory(self):
-        groups = self.optimizers().param_groups
-        return [part.values for part in self.parts], torch.stack(self.seen.value).tolist(), groups[0]["last step"]
+        group = self.optimizers().param_groups[0]
+        slow = [whole(self.optimizers().state[each]["slow"]) for each in group["params"]]
+        values = [part.values for part in self.parts], torch.stack(self.seen.value).tolist(), self.grows.tolist()
+        return *values, group["last step"].item(), group["steps"], [float(each.sum()) for each in slow]
 
 
 def remember(rank, folder):
@@ -526,8 +551,35 @@ def remember(rank, folder):
 def test_a_folder_has_of_rank_0_what_a_module_has_got_in_training(tmp_path):
     """PyTorch writes it as it is on any rank, and reads what a new module has."""
     (saved, found), (_, found_there) = run_processes(2, remember, str(tmp_path))
-    assert saved == ([[0.0, 1.0, 2.0, 3.0]] * 3, [0.0, 1.0, 2.0, 3.0], 3)
+    steps = [0.0, 1.0, 2.0, 3.0]
+    assert saved[:-1] == ([steps] * 3, steps, steps, 3, {f"step {step}": float(step) for step in range(4)})
     assert found == found_there == [saved] * 2
+
+
+class More(Net):
+    """Has a layer more."""
+
+    def __init__(self):
+        super().__init__("adamw")
+        self.more = nn.Linear(4, 4)
+
+
+def load_into_another(rank, folder):
+    for name, module in (("net", Net("adamw")), ("more", More())):
+        _, trainer = fit(layered(save_distributed_checkpoint=True), 2, module, max_epochs=1)
+        trainer.save_checkpoint(f"{folder}/{name}")
+    messages = []
+    for name, module in (("net", More()), ("more", Net("adamw"))):
+        with pytest.raises(RuntimeError) as caught:
+            fit(layered(), 2, module, max_epochs=2, ckpt_path=f"{folder}/{name}")
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_folder_of_another_module_is_no_checkpoint_of_this_one(tmp_path):
+    (lacks, has), _ = run_processes(2, load_into_another, str(tmp_path))
+    assert 'Missing key(s) in state_dict: "more.weight", "more.bias"' in lacks
+    assert 'Unexpected key(s) in state_dict: "more.weight", "more.bias"' in has
 
 
 def save_twice(rank, folder):
