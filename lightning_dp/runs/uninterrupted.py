@@ -28,7 +28,7 @@ from pytorch_lightning.callbacks import (
     WeightAveraging,
 )
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
-from pytorch_lightning.strategies import DDPStrategy
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 from pytorch_lightning.utilities import CombinedLoader
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -47,7 +47,7 @@ from lightning_dp._private.lightning_names import (
     validation_batches,
     wrap_within,
 )
-from lightning_dp._private.torch_names import BatchNorm, next_buckets, wrapped_with_buckets
+from lightning_dp._private.torch_names import BatchNorm, local_part, next_buckets, wrapped_with_buckets
 from lightning_dp.data.loading import derive_seed
 from lightning_dp.runs.checkpoints import FOLDER, OF_A_RUN, completed_steps, differences, is_of, read_checkpoint
 from lightning_dp.runs.validation import Config, is_of_validation
@@ -182,8 +182,9 @@ class PartsOfRanks(Callback):
       all of them, a sum would be wrong. Those that Lightning resets after the checkpoint begin again.
     - Averaged models, as of ``WeightAveraging``: they get rank 0's buffers with each checkpoint. DDP sends those of the
       module, but not those of a copy. Validations of a run that continues would differ.
-    - The module's buffers, such as batch norm's statistics: with manual optimization DDP sends rank 0's at the first
-      batch only, so ranks get them in each epoch.
+    - The module's buffers, such as batch norm's statistics: DDP does not send rank 0's at the first batch after a
+      validation, with manual optimization at the first batch of a process only, and FSDP in no training step. So ranks
+      get them after a validation, and as an epoch begins.
     """
 
     def __init__(self) -> None:
@@ -233,15 +234,27 @@ class PartsOfRanks(Callback):
             )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Send rank 0's buffers with manual optimization, where DDP does so no more. Called by Lightning.
+        """Send rank 0's buffers where nobody else does. Called by Lightning.
 
         At the start of an epoch, and not with a checkpoint, so that it does not matter which checkpoints are saved.
         """
-        if pl_module.automatic_optimization or trainer.world_size == 1:
-            return
-        model = trainer.strategy.model
-        if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
-            _send_buffers(trainer, list(model.modules_buffers))
+        if not pl_module.automatic_optimization or isinstance(trainer.strategy, ModelParallelStrategy):
+            _send_buffers(trainer, _buffers_of_rank_0(trainer))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Send rank 0's buffers, which a validation may have changed. Called by Lightning."""
+        _send_buffers(trainer, _buffers_of_rank_0(trainer))
+
+
+def _buffers_of_rank_0(trainer: Trainer) -> list[torch.Tensor]:
+    """Return the buffers that a strategy takes from rank 0, at least in validation."""
+    model = trainer.strategy.model
+    if trainer.world_size == 1 or model is None:
+        return []
+    if isinstance(model, DistributedDataParallel):
+        return list(model.modules_buffers) if model.broadcast_buffers else []
+    is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)
+    return [buffer for buffer in model.buffers() if local_part(buffer) is buffer] if is_sharded else []
 
 
 class SameBuckets(Callback):
@@ -276,6 +289,8 @@ class SameBuckets(Callback):
 
 def _send_buffers(trainer: Trainer, buffers: list[torch.Tensor]) -> None:
     """Give all ranks the values of rank 0. All ranks must call it."""
+    if not buffers:
+        return
     first = trainer.strategy.broadcast([buffer.cpu() for buffer in buffers])
     for buffer, value in zip(buffers, first, strict=True):
         buffer.copy_(value)

@@ -665,6 +665,40 @@ def test_statistics_are_those_of_rank_0_where_a_run_with_manual_optimization_con
     assert losses[1] == losses[0]
 
 
+class Observes(torch.nn.Linear):
+    """Scales by what it has seen, also in validation, as the observers of quantization do."""
+
+    def __init__(self):
+        super().__init__(192, 10)
+        self.register_buffer("seen", torch.ones(()))
+
+    def forward(self, x):
+        self.seen.lerp_(x.abs().mean(), 0.5)
+        return super().forward(x.flatten(1) / self.seen)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["strategy=ddp"],
+        ["strategy=layered_sgd_single", "+trainer.val_check_interval=1"],
+        ["strategy=layered_fsdp"],
+        ["strategy=layered_fsdp", "trainer.limit_val_batches=0"],
+    ],
+    ids=" ".join,
+)
+def test_buffers_that_a_validation_changes_are_those_of_rank_0_after_it(tmp_path, options):
+    """DDP does not send them to the others at the first batch after a validation, and FSDP at none."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for run_dir, *parts in continued(whole, cut):
+        ranks = ("trainer.devices=2", "data.shape=[3,8,8]", "optim=sgd_multistep", "test=false")
+        config = tiny(run_dir, *ranks, *options, *parts)
+        config["model"]["model"] = {"_target_": f"{__name__}.Observes"}
+        run_processes(2, train_rank, config)
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(cut).items())
+
+
 @pytest.mark.ci
 def test_what_no_checkpoint_holds_is_warned_of_where_a_run_continues(tmp_path, caplog):
     data = {"_target_": "tests.recipes.pieces.GeneratorData", "with_numpy": True}
