@@ -179,6 +179,10 @@ RECIPES = [
     ("trainer=cpu +trainer.max_time=3", "trainer.max_time=3 must be days, hours, minutes and seconds ... 00:12:00:00"),
     ("trainer.num_nodes=2", "num_nodes=2 ... torchrun --nnodes=2"),
     ("trainer.accelerator=abacus", "trainer.accelerator='abacus'"),
+    (
+        "strategy=layered_fsdp trainer.precision=64-true",
+        "trainer.precision=64-true is none that FSDP2 takes; use 32-true",
+    ),
     ("trainer=cpu trainer.precision=8", "trainer: Precision 8 is invalid. Allowed precision values"),
     ("trainer=cpu trainer.max_epochs=-2", "trainer.max_epochs ... must be a non-negative integer or -1 ... -2"),
     ("trainer=cpu trainer.limit_train_batches=2.5", "2.5 for trainer.limit_train_batches ... has to be in"),

@@ -23,7 +23,7 @@ from omegaconf.errors import ConfigAttributeError
 from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.callbacks import Checkpoint, ModelSummary, ProgressBar
 from pytorch_lightning.loggers import CSVLogger, Logger
-from pytorch_lightning.strategies import Strategy
+from pytorch_lightning.strategies import ModelParallelStrategy, Strategy
 from torch import nn
 
 from lightning_dp.data.module import ImageDataModule
@@ -51,6 +51,7 @@ SWITCHES: dict[str, type[Callback]] = {
     "enable_model_summary": ModelSummary,
 }
 MAX_RANKS_PER_CORE = 8
+OF_FSDP = ("32-true", "32", "bf16-mixed", "bf16", "bf16-true", "16-true", "None")  # precisions
 
 
 def resolved(cfg: DictConfig, *also_read: str) -> Config:
@@ -119,6 +120,7 @@ def validate(config: Config) -> int:
         with naming_keys("strategy", config):
             strategy = instantiate(config["strategy"])
             _require_kind(type(strategy), Strategy, "strategy", config["strategy"])
+            _check_precision(strategy, trainer.get("precision"))
             if hasattr(strategy, "topology_of"):
                 strategy.topology_of(trainer["num_nodes"], num_processes)
         # Each rank builds these again. Here they are built for the errors of their constructors.
@@ -136,6 +138,14 @@ def validate(config: Config) -> int:
         with naming_keys("data", config):
             _check_data(instantiate(config["data"]), config, num_processes * trainer["num_nodes"], made)
         return num_processes
+
+
+def _check_precision(strategy: Strategy, precision: Any) -> None:
+    """Raise ValueError for what FSDP2 does not take. Lightning says so in the ranks, where it gets the strategy."""
+    if isinstance(strategy, ModelParallelStrategy) and str(precision) not in OF_FSDP:
+        raise ValueError(
+            f"trainer.precision={precision} is none that FSDP2 takes; use 32-true, bf16-mixed, bf16-true or 16-true"
+        )
 
 
 def _check_callbacks_and_loggers(config: Config) -> None:
