@@ -252,7 +252,9 @@ def _buffers_of_rank_0(trainer: Trainer) -> list[torch.Tensor]:
     if trainer.world_size == 1 or model is None:
         return []
     if isinstance(model, DistributedDataParallel):
-        return list(model.modules_buffers) if model.broadcast_buffers else []
+        # Not those that it knows: a module may have put new tensors in their places.
+        named = model.module.named_buffers() if model.broadcast_buffers else ()
+        return [buffer for name, buffer in named if name not in model.parameters_to_ignore]
     is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)
     return [buffer for buffer in model.buffers() if local_part(buffer) is buffer] if is_sharded else []
 

@@ -673,7 +673,7 @@ class Observes(torch.nn.Linear):
         self.register_buffer("seen", torch.ones(()))
 
     def forward(self, x):
-        self.seen.lerp_(x.abs().mean(), 0.5)
+        self.seen = self.seen.lerp(x.abs().mean(), 0.5)  # a new tensor, which DDP does not know
         return super().forward(x.flatten(1) / self.seen)
 
 
