@@ -206,6 +206,10 @@ RECIPES = [
     ("trainer=cpu optim.scheduler.pct_start=7", "optim.scheduler ... pct_start"),
     (f"trainer=cpu {AGBN}.convergence.mode=up", "convergence.mode='up' is not known; use 'min' or 'max'"),
     (f"trainer=cpu {AGBN}.group_size=0", "callbacks.adaptive_global_batch_norm.group_size=0 must be at least 1"),
+    (
+        "strategy=ddp +strategy.start_method=spawn",
+        "strategy.start_method=spawn: the recipes start the ranks; leave it out",
+    ),
     ("strategy=layered_fsdp strategy.wrap=foo", "strategy.wrap='foo' must be classes of modules in a list"),
     ("strategy=layered_fsdp strategy.wrap=[Bottleneck]", "strategy.wrap=['Bottleneck'] must be classes"),
     ("strategy=layered_sgd strategy.overlap=all", "strategy.overlap='all' is not known; use one of"),

@@ -119,8 +119,7 @@ def validate(config: Config) -> int:
         check_ranks(num_processes, trainer["num_nodes"])
         with naming_keys("strategy", config):
             strategy = instantiate(config["strategy"])
-            _require_kind(type(strategy), Strategy, "strategy", config["strategy"])
-            _check_precision(strategy, trainer.get("precision"))
+            _check_strategy(strategy, config["strategy"], trainer.get("precision"))
             if hasattr(strategy, "topology_of"):
                 strategy.topology_of(trainer["num_nodes"], num_processes)
         # Each rank builds these again. Here they are built for the errors of their constructors.
@@ -140,12 +139,15 @@ def validate(config: Config) -> int:
         return num_processes
 
 
-def _check_precision(strategy: Strategy, precision: Any) -> None:
-    """Raise ValueError for what FSDP2 does not take. Lightning says so in the ranks, where it gets the strategy."""
-    if isinstance(strategy, ModelParallelStrategy) and str(precision) not in OF_FSDP:
+def _check_strategy(made: Strategy, node: Config, precision: Any) -> None:
+    """Raise ValueError for what would be found in the ranks, where Lightning's Trainer gets the strategy."""
+    _require_kind(type(made), Strategy, "strategy", node)
+    if isinstance(made, ModelParallelStrategy) and str(precision) not in OF_FSDP:
         raise ValueError(
             f"trainer.precision={precision} is none that FSDP2 takes; use 32-true, bf16-mixed, bf16-true or 16-true"
         )
+    if (method := node.get("start_method", "popen")) != "popen":
+        raise ValueError(f"strategy.start_method={method}: the recipes start the ranks; leave it out")
 
 
 def _check_callbacks_and_loggers(config: Config) -> None:
