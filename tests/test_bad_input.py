@@ -97,6 +97,7 @@ RECIPES = [
     ("trainer", "trainer is no override; write KEY=VALUE"),
     ("data.seed='${sed}'", "data.seed: Interpolation key 'sed' not found"),
     ("logger=[csv,nope]", "Could not load 'logger/nope' ... --help names what there is"),
+    ("""'hydra.run.dir="runs/${seeed}"'""", "hydra.run.dir: Interpolation key 'seeed' not found"),
     ("hydra.run.dir=null", "hydra.run.dir ... is not Optional"),
     ("hydra.run.dir=", "hydra.run.dir= names no folder; write hydra.run.dir=FOLDER"),
     ("hydra.sweep.dir=old trainer=cpu", "hydra.sweep.dir=old has no effect on a single run; add --multirun"),

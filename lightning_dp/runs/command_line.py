@@ -29,7 +29,7 @@ from hydra.errors import HydraException, OverrideParseException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch.distributed.elastic.multiprocessing import SignalException
 from yaml import YAMLError  # type: ignore[import-untyped]  # of OmegaConf
@@ -282,7 +282,8 @@ def explain(error: Exception) -> str:
     # An error of this package is complete, also one that a key which an object of the user's has missed has led to.
     while cause.__cause__ is not None and isinstance(error, HydraException | OmegaConfBaseException):
         cause = cause.__cause__
-    if isinstance(cause, OmegaConfBaseException):
+    # An interpolation names the key that has it, and not the one that does not exist.
+    if isinstance(cause, OmegaConfBaseException) and not isinstance(cause, InterpolationResolutionError):
         parent = cause.parent_node
         if parent is not None and OmegaConf.is_dict(parent) and cause.key is not None and cause.key not in parent:
             return _unknown_key(cause.key, cause.full_key or str(cause.key), [str(name) for name in parent])
