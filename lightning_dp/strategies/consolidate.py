@@ -70,8 +70,10 @@ def consolidate_checkpoint(folder: str | Path, file: str | Path, weights_only: b
 
 def _filled(outline: Any, part: Any) -> Any:
     """Return ``outline`` with the whole tensors of ``part`` in the places of those that were sharded."""
-    if isinstance(outline, Tensor):
-        return part if outline.is_meta else outline
+    if isinstance(outline, Tensor) and outline.is_meta:
+        if not isinstance(part, Tensor):
+            raise ValueError("the folder has no values of a tensor that its outline names; is it complete?")
+        return part
     if isinstance(outline, dict):
         return {key: _filled(each, _at(part, key)) for key, each in outline.items()}
     if isinstance(outline, list):

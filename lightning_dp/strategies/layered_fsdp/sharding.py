@@ -632,7 +632,7 @@ def read_shards(folder: Path, outline: dict[str, Any], module: nn.Module) -> dic
             if not (isinstance(value, Tensor) and value.is_meta):
                 return value
             keys = [str(each.idx if isinstance(each, SequenceKey) else each.key) for each in path]
-            like = own.get(keys[1] if keys[0] == "state" else keys[0])  # an optimizer has states of parameters
+            like = own.get(keys[0] if part == "state_dict" else keys[1])  # an optimizer's is state, name, ...
             if isinstance(like, DTensor) and like.shape == value.shape:
                 empty = torch.empty_like(like, dtype=value.dtype)
             else:

@@ -635,7 +635,7 @@ class LayeredFSDPStrategy(PostponedUpdates, ModelParallelStrategy):
 
         That is before ``on_load_checkpoint``, and before callbacks have restored the groups that they had added.
         """
-        checkpoint: dict[str, Any] = torch.load(folder / REST, weights_only=weights_only)
+        checkpoint: dict[str, Any] = torch.load(folder / REST, map_location="cpu", weights_only=weights_only)
         outline = checkpoint.pop(OUTLINE, None)
         if outline is None:
             raise ValueError(

@@ -509,6 +509,7 @@ class Remembers(Net):
         self.seen = CatMetric()
         self.seen.persistent(True)
         self.register_buffer("grows", torch.zeros(0))
+        self.state = nn.Parameter(torch.ones(4))  # as a part of an optimizer's state is named
 
     def configure_optimizers(self):
         return Slow(self.parameters(), lr=0.01, momentum=0.9)
@@ -525,7 +526,7 @@ class Remembers(Net):
         group = self.optimizers().param_groups[0]
         group["last step"] = torch.tensor(self.global_step)
         group.setdefault("steps", {})[f"step {self.global_step}"] = value
-        return super().training_step(batch, batch_idx)
+        return super().training_step(batch, batch_idx) * self.state.sum()
 
     def memory(self):
         group = self.optimizers().param_groups[0]
