@@ -295,7 +295,8 @@ def _send_buffers(trainer: Trainer, buffers: list[torch.Tensor]) -> None:
         return
     first = trainer.strategy.broadcast([buffer.cpu() for buffer in buffers])
     for buffer, value in zip(buffers, first, strict=True):
-        buffer.copy_(value)
+        if buffer.shape == value.shape:  # else each rank has one of its own on purpose, such as a list of hard examples
+            buffer.copy_(value)
 
 
 def _kept_metrics(module: LightningModule) -> dict[str, Metric]:

@@ -19,6 +19,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import Checkpoint, Timer
 from pytorch_lightning.plugins.io import TorchCheckpointIO
@@ -671,8 +672,11 @@ class Observes(torch.nn.Linear):
     def __init__(self):
         super().__init__(192, 10)
         self.register_buffer("seen", torch.ones(()))
+        self.register_buffer("own", torch.zeros(0), persistent=False)
 
     def forward(self, x):
+        if not self.training:
+            self.own = torch.zeros(dist.get_rank() + 2)  # of another size on each rank
         self.seen = self.seen.lerp(x.abs().mean(), 0.5)  # a new tensor, which DDP does not know
         return super().forward(x.flatten(1) / self.seen)
 
