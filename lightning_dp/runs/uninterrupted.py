@@ -234,12 +234,11 @@ class PartsOfRanks(Callback):
             )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Send rank 0's buffers where nobody else does. Called by Lightning.
+        """Send rank 0's buffers. Called by Lightning.
 
         At the start of an epoch, and not with a checkpoint, so that it does not matter which checkpoints are saved.
         """
-        if not pl_module.automatic_optimization or isinstance(trainer.strategy, ModelParallelStrategy):
-            _send_buffers(trainer, _buffers_of_rank_0(trainer))
+        _send_buffers(trainer, _buffers_of_rank_0(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Send rank 0's buffers, which a validation may have changed. Called by Lightning."""

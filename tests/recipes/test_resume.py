@@ -681,11 +681,20 @@ class Observes(torch.nn.Linear):
         return super().forward(x.flatten(1) / self.seen)
 
 
+class Moves(Classifier):
+    """Changes a buffer when an epoch has ended, and so after its validation."""
+
+    def on_train_epoch_end(self):
+        super().on_train_epoch_end()
+        self.model.seen = self.model.seen + 1 + self.global_rank
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(
     "options",
     [
         ["strategy=ddp"],
+        ["strategy=ddp", f"model._target_={__name__}.Moves"],
         ["strategy=layered_sgd_single", "+trainer.val_check_interval=1"],
         ["strategy=layered_fsdp"],
         ["strategy=layered_fsdp", "trainer.limit_val_batches=0"],
