@@ -240,6 +240,11 @@ class PartsOfRanks(Callback):
         """
         _send_buffers(trainer, _buffers_of_rank_0(trainer))
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Let DDP send them again, as in a process that continues: the module's hooks may have changed them."""
+        if batch_idx == 0 and isinstance(trainer.strategy.model, DistributedDataParallel):
+            trainer.strategy.model.require_forward_param_sync = True
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Send rank 0's buffers, which a validation may have changed. Called by Lightning."""
         _send_buffers(trainer, _buffers_of_rank_0(trainer))

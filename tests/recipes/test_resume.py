@@ -682,10 +682,14 @@ class Observes(torch.nn.Linear):
 
 
 class Moves(Classifier):
-    """Changes a buffer when an epoch has ended, and so after its validation."""
+    """Changes a buffer between epochs, and so after a validation."""
 
     def on_train_epoch_end(self):
         super().on_train_epoch_end()
+        self.model.seen = self.model.seen + 1 + self.global_rank
+
+    def on_train_epoch_start(self):
+        super().on_train_epoch_start()
         self.model.seen = self.model.seen + 1 + self.global_rank
 
 
