@@ -536,7 +536,7 @@ class Remembers(Net):
 
 
 def remember(rank, folder):
-    """Continue from a folder and, if there is one, from its file."""
+    """Continue from a folder, and from the file that is made of it."""
     module, trainer = fit(layered(save_distributed_checkpoint=True), 2, Remembers(), max_epochs=1)
     trainer.save_checkpoint(f"{folder}/a")
     if rank == 0:
